@@ -1,0 +1,45 @@
+# make demo | test | test-long | check | gpu: each sets up what it needs.
+
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.shardweave-ready
+
+# The environment holds an editable install: one that names another clone would test that clone.
+ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
+.PHONY: $(READY)
+endif
+
+.PHONY: demo test test-long check gpu
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	"$(BIN)/python" -m shardweave demo $(ARGS)
+
+test: $(READY)
+	"$(BIN)/pytest" -m "not long" $(ARGS)
+
+test-long: $(READY)
+	"$(BIN)/pytest" -m long $(ARGS)
+
+# mypy does not follow an editable install, and the clone's folder may have any name: it gets a link with the right one.
+check: $(READY)
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
+	    MYPYPATH="$$links" "$(BIN)/mypy" -p shardweave
+	"$(BIN)/lint-imports"
+
+# For a machine with a GPU and no network: the python on PATH has torch, triton and pytest; nothing is installed.
+gpu:
+	out="$${OUT:-bench/results}" && mkdir -p "$$out" && \
+	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
+	    PYTHONPATH="$$links" $(PYTHON) -m pytest -m "gpu or multigpu" --junitxml="$$out/gpu-tests.xml" $(ARGS)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (torch is downloaded once, if pip has not got it)"
+	$(PYTHON) -m venv "$(VENV)"
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable ".[dev]" -c constraints.txt
+	@printf '%s' "$(CURDIR)" > "$@"

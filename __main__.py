@@ -1,0 +1,80 @@
+"""The command line: `python -m shardweave plan …` and `python -m shardweave demo …`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes separated by commas are wanted, such as 2,2") from None
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of ranks, 1 or more, is wanted")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardweave", description="Redistribute tensors over a device mesh, by plan.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    plan = commands.add_parser("plan", help="show how a tensor gets from one layout to another, and what it costs")
+    plan.add_argument("--mesh", type=_sizes, required=True, help="mesh shape, such as 2,2")
+    plan.add_argument("--shape", type=_sizes, required=True, help='global tensor shape, such as 8,6 ("" is a scalar)')
+    plan.add_argument("--dtype", default="float32", help="such as bfloat16 (default: %(default)s)")
+    plan.add_argument("--json", action="store_true", help="the program as JSON")
+    plan.add_argument("source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0"')
+    plan.add_argument("target", help="layout, in the same form")
+    plan.set_defaults(run=_plan)
+
+    demo = commands.add_parser("demo", help="real models' redistributions, against stock DTensor, on this machine")
+    demo.add_argument("--ranks", type=_ranks, default=4, help="processes to start (default: %(default)s)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from shardweave import plan
+
+    program = plan(arguments.mesh, arguments.shape, arguments.dtype, arguments.source, arguments.target)
+    print(json.dumps(program.to_dict(), indent=1) if arguments.json else program.explain())
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    try:
+        import rich  # noqa: F401
+    except ModuleNotFoundError:
+        print("error: the demo needs rich: pip install 'shardweave[cli]'", file=sys.stderr)
+        return 2
+    from shardweave.bench.demo import run
+
+    try:
+        return run(arguments.ranks, arguments.json)
+    except KeyboardInterrupt:
+        return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 2 for a bad argument, 1 for a demo that found a fault."""
+    from shardweave.errors import ShardweaveError
+
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ShardweaveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

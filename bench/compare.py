@@ -1,0 +1,248 @@
+"""One redistribution done by stock DTensor and by shardweave in the same ranks: first checked, then timed in turns.
+
+What is right is taken from neither: a rank's part is cut from the whole tensor as `torch.chunk` cuts, and a partial
+source is summed in float64. Runs in every rank; `report.py` puts the ranks' results together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+
+import shardweave
+
+from .ranks import Send
+from .workloads import Workload, load_workloads
+
+KEPT = 4  # calls for which a caller keeps each output
+ROUNDS = 7
+TURN_SECONDS = 0.03  # a turn has as many calls as stock does in this time, so that the barrier before it does not count
+MOST_CALLS = 8
+
+_TOKEN = re.compile(r"(?P<kind>R|P|S(?P<dim>\d+)(/(?P<factor>\d+))?)")
+Call = Callable[[], DTensor]
+
+
+class Unsuitable(ValueError):
+    """A case that this mesh cannot carry."""
+
+
+def mesh_for(size: int) -> tuple[int, int]:
+    """The two factors of `size` that lie nearest to each other, the smaller first."""
+    first = next(factor for factor in range(math.isqrt(size), 0, -1) if size % factor == 0)
+    return first, size // first
+
+
+def respell(text: str, mesh_from: tuple[int, ...], mesh_to: tuple[int, ...]) -> str:
+    """The same order on a mesh of other sizes: `S0/2 S0` means "second mesh dim first" only where that has size 2."""
+    tokens = text.split()
+    for place, token in enumerate(tokens):
+        base, slash, factor = token.partition("/")
+        if slash and int(factor) != math.prod(mesh_from[place + 1 :]):
+            raise Unsuitable(f"{text!r} is no shard order on mesh {mesh_from}")
+        if slash:
+            tokens[place] = f"{base}/{math.prod(mesh_to[place + 1 :])}"
+    return " ".join(tokens)
+
+
+def placements(text: str) -> list[Placement]:
+    """torch's own spelling of a layout in text form."""
+    result: list[Placement] = []
+    for token in text.split():
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise ValueError(f"layout {text!r}: {token!r} is none of R, P, S<dim>, S<dim>/<split factor>")
+        if match["factor"]:
+            result.append(_StridedShard(int(match["dim"]), split_factor=int(match["factor"])))
+        elif match["dim"]:
+            result.append(Shard(int(match["dim"])))
+        else:
+            result.append(Partial() if match["kind"] == "P" else Replicate())
+    return result
+
+
+def held(text: str, mesh: tuple[int, ...], coordinate: list[int], shape: tuple[int, ...]) -> list[slice]:
+    """The oracle: which part of each tensor dim the rank at `coordinate` holds.
+
+    A strided token stands for an order: the mesh dims to its right cut first.
+    """
+    tokens = text.split()
+    ranges = [slice(0, size) for size in shape]
+    order = [m for m, token in enumerate(tokens) if "/" not in token]
+    order += [m for m in reversed(range(len(tokens))) if "/" in tokens[m]]
+    for m in order:
+        if tokens[m][0] == "S":
+            dim = int(tokens[m][1:].partition("/")[0])
+            start, size = ranges[dim].start, ranges[dim].stop - ranges[dim].start
+            chunk = -(-size // mesh[m])
+            low, high = min(chunk * coordinate[m], size), min(chunk * (coordinate[m] + 1), size)
+            ranges[dim] = slice(start + low, start + high)
+    return ranges
+
+
+class Case:
+    """A workload on this rank: its source, its target, and how far an output may be from the truth."""
+
+    def __init__(self, workload: Workload, mesh: DeviceMesh) -> None:
+        sizes = tuple(mesh.shape)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self.name = workload.name
+        self.dtype = getattr(torch, workload.dtype)
+        self.shape = workload.shape
+        self.source_text = respell(workload.source, workload.mesh, sizes)
+        self.target_text = respell(workload.target, workload.mesh, sizes)
+        self.placements = placements(self.target_text)
+        self.box = held(self.target_text, sizes, coordinate, self.shape)
+        summed = [m for m, token in enumerate(workload.source.split()) if token == "P"]
+        self.terms = math.prod(sizes[m] for m in summed)
+        mine = sum(coordinate[m] * math.prod(sizes[n] for n in summed if n > m) for m in summed)
+
+        exact = torch.zeros(self._size(self.box), dtype=torch.float64 if summed else self.dtype)
+        magnitude = torch.zeros_like(exact) if summed else None
+        for term in range(self.terms):
+            whole = self._whole(term)
+            if term == mine:
+                local = whole[tuple(held(self.source_text, sizes, coordinate, self.shape))].clone()
+            part = whole[tuple(self.box)]
+            if magnitude is None:
+                exact = part.clone()
+            else:
+                exact += part
+                magnitude += part.abs()
+        self.exact, self.magnitude = exact, magnitude
+        stride = torch.empty(self.shape, device="meta").stride()
+        self.source = DTensor.from_local(
+            local, mesh, placements(self.source_text), run_check=False, shape=torch.Size(self.shape), stride=stride
+        )
+
+    def _size(self, box: list[slice]) -> list[int]:
+        return [part.stop - part.start for part in box]
+
+    def _whole(self, term: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {term}".encode()))
+        return torch.randn(self.shape, generator=generator, dtype=torch.float32).to(self.dtype)
+
+    def fault(self, output: torch.Tensor, pairwise: bool) -> str | None:
+        """What is wrong with an output's local tensor, or None.
+
+        `pairwise`: sums of a narrow dtype may be rounded after each term (as stock does); else they are rounded once.
+        """
+        if list(output.shape) != list(self.exact.shape) or output.dtype != self.dtype:
+            return f"has {output.dtype} {tuple(output.shape)}, not {self.dtype} {tuple(self.exact.shape)}"
+        if self.magnitude is None:
+            if torch.equal(output, self.exact):
+                return None
+            return f"{int((output != self.exact).sum())} of {output.numel()} elements differ"
+        once = torch.finfo(self.dtype).eps / 2
+        wide = min(once, torch.finfo(torch.float32).eps / 2)
+        if pairwise:
+            allowed = self.magnitude * (once * (self.terms - 1))
+        elif once == wide:
+            allowed = self.magnitude * (wide * (self.terms - 1))
+        else:
+            allowed = self.exact.abs() * once + self.magnitude * (wide * self.terms)
+        wrong = ~((output.double() - self.exact).abs() <= allowed)
+        return f"{int(wrong.sum())} of {output.numel()} sums are off" if wrong.any() else None
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the bytes, so that replicas can be compared to the bit without being sent."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    """A rank of the demo: every workload through every named world of shardweave."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
+    sizes = mesh_for(size)
+    meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    workloads = load_workloads()
+    for world in config["worlds"]:
+        for workload in workloads:
+            names = workload.mesh_names
+            if names not in meshes:
+                meshes[names] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            try:
+                case = Case(workload, meshes[names])
+            except Unsuitable as reason:
+                send({"kind": "skipped", "world": world, "name": workload.name, "reason": str(reason)})
+                continue
+            send({"kind": "case", "world": world, "name": case.name, **_compare(case, meshes[names], world, config)})
+
+
+def _compare(case: Case, mesh: DeviceMesh, world: str, config: dict[str, Any]) -> dict[str, Any]:
+    program = shardweave.plan(
+        mesh, case.shape, str(case.dtype).removeprefix("torch."), case.source_text, case.target_text
+    )
+
+    def stock() -> DTensor:
+        return case.source.redistribute(placements=case.placements)
+
+    def ours() -> DTensor:
+        return shardweave.redistribute(case.source, case.placements, world=world)
+
+    with CommDebugMode() as issued:
+        theirs = stock().to_local()
+    mine = ours().to_local()
+    result = {
+        "source": case.source_text,
+        "target": case.target_text,
+        "mesh": list(mesh.shape),
+        "mesh_names": list(mesh.mesh_dim_names or ()),
+        "shape": list(case.shape),
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "stock_plan": {str(op).rpartition(".")[2]: count for op, count in issued.get_comm_counts().items() if count},
+        "plan": [f"{step.kind}, {step.reduce}" if step.reduce else step.kind for step in program.steps],
+        "bytes_received": list(program.bytes_received),
+        "bytes_bound": None if program.bytes_bound is None else list(program.bytes_bound),
+        "fault": case.fault(mine, pairwise=False),
+        "stock_fault": case.fault(theirs, pairwise=True),
+        "box": str([(part.start, part.stop) for part in case.box]),
+        "digest": digest(mine),
+    }
+    del theirs, mine
+    result["seconds"] = _time(stock, ours, max(program.bytes_received), config["rounds"])
+    return result
+
+
+def _time(stock: Call, ours: Call, most_received: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds a call on this rank, one figure a round: stock, ours, and a bare copy of the bytes that must move."""
+    source = torch.ones(most_received, dtype=torch.uint8)
+    target = torch.zeros(most_received, dtype=torch.uint8)
+    kept: dict[str, deque[Any]] = {"stock": deque(maxlen=KEPT), "ours": deque(maxlen=KEPT), "copy": deque(maxlen=1)}
+    sides: dict[str, Callable[[], Any]] = {"stock": stock, "ours": ours, "copy": lambda: target.copy_(source)}
+
+    def turn(side: str, calls: int) -> float:
+        call, keep = sides[side], kept[side]
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            keep.append(call())
+        return (time.perf_counter() - start) / calls
+
+    # Warm-up: as many outputs alive as there will be while it counts.
+    first = torch.tensor([min(turn("stock", 1) for _ in range(2))])
+    dist.all_reduce(first, op=dist.ReduceOp.MAX)
+    calls = max(1, min(MOST_CALLS, math.ceil(TURN_SECONDS / first.item())))
+    turn("stock", KEPT)
+    turn("ours", 2 * KEPT)
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side in sides:
+            seconds[side].append(turn(side, calls))
+    return seconds

@@ -1,0 +1,122 @@
+"""Redistributions of real models, by stock DTensor on gloo and by shardweave, in the same ranks of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .compare import KEPT, ROUNDS, mesh_for
+from .ranks import RanksFailed, run_ranks, timeout_seconds
+from .report import Result, summary, summary_line, table
+from .workloads import SCALE, SMALLEST_SCALED, load_workloads
+
+WORLDS = ("shared_memory", "collective")
+_PLAIN_WIDTH = 170  # of a table that no terminal bounds
+
+
+def run(ranks: int, json_path: Path | None) -> int:
+    """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be."""
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    gathered = _Gathered(ranks)
+    config = {"worlds": list(WORLDS), "rounds": ROUNDS}
+    console.print(_heading(ranks))
+    try:
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        ) as progress:
+            task = progress.add_task("starting", total=len(WORLDS) * len(load_workloads()))
+
+            def message(rank: int, found: dict[str, Any]) -> None:
+                if gathered.add(rank, found):
+                    progress.update(task, advance=1, description=f"{found['world']}: {found['name']}")
+
+            def output(rank: int, line: str) -> None:
+                if line.strip() and not line.startswith("[Gloo]"):
+                    progress.console.print(f"rank {rank}: {line}", markup=False)
+
+            run_ranks(f"{__package__}.compare:rank_main", ranks, config, message, output)
+    except RanksFailed as failure:
+        print(f"error: the demo ends: {failure}", file=sys.stderr)
+        return 1
+    return _show(console, ranks, gathered, json_path)
+
+
+class _Gathered:
+    """Messages by case, until every rank has sent its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._waiting: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        self.results: dict[str, list[Result]] = {world: [] for world in WORLDS}
+        self.skipped: dict[str, str] = {}
+
+    def add(self, rank: int, found: dict[str, Any]) -> bool:
+        """True if that was the last rank of a case."""
+        by_rank = self._waiting.setdefault((found["world"], found["name"]), {})
+        by_rank[rank] = found
+        if len(by_rank) < self._ranks:
+            return False
+        if found["kind"] == "skipped":
+            self.skipped[found["name"]] = found["reason"]
+        else:
+            result = Result.of(found["name"], [by_rank[r] for r in range(self._ranks)])
+            self.results[found["world"]].append(result)
+        return True
+
+
+def _heading(ranks: int) -> str:
+    rows, columns = mesh_for(ranks)
+    return (
+        f"{ranks} ranks on {os.cpu_count()} cores, mesh {rows}×{columns}, torch {torch.__version__}, one thread each.\n"
+        f"Models' shapes with dims of {SMALLEST_SCALED} and more divided by {SCALE}. "
+        f"Each call returns a new tensor that is kept for {KEPT} calls; both sides take turns; "
+        f"a time is the median of {ROUNDS} rounds of the slowest rank.\n"
+    )
+
+
+def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | None) -> int:
+    shared, collective = (gathered.results[world] for world in WORLDS)
+    console.print(table("torch on gloo against shardweave's shared memory", shared))
+    console.print(f"\n[bold]{summary_line(shared)}[/bold]")
+    console.print("In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n")
+    console.print(table("torch on gloo against shardweave on gloo: the same transport on both sides", collective))
+    console.print(f"\n[bold]{summary_line(collective)}[/bold]")
+
+    failed = False
+    for world, results in gathered.results.items():
+        for result in results:
+            for fault in result.faults:
+                failed = True
+                console.print(f"[red]shardweave is wrong[/red] ({world}) {result.name}, {fault}")
+            for fault in result.stock_faults:
+                console.print(f"[yellow]torch is wrong[/yellow] {result.name}, {fault}")
+    for name, reason in gathered.skipped.items():
+        console.print(f"skipped: {name}: {reason}")
+    if not failed:
+        console.print("Every output of shardweave is right: exact, sums within rounding and the same on all replicas.")
+    if json_path is not None:
+        report = {
+            "ranks": ranks,
+            "mesh": mesh_for(ranks),
+            "cores": os.cpu_count(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+            "rounds": ROUNDS,
+            "kept_calls": KEPT,
+            "timeout_s": timeout_seconds(),
+            **summary(shared),
+            "cases": [result.to_dict() for result in shared],
+            "collective": summary(collective),
+            "collective_cases": [result.to_dict() for result in collective],
+            "skipped": gathered.skipped,
+        }
+        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(failed)

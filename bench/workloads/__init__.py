@@ -1,0 +1,87 @@
+"""Redistributions of real models, as data.
+
+Each JSON file is one model; each case fixes mesh, source and target layout (text form), dtype, full shape and the shape
+it is run at on CPU. The scaled shape follows from the full one by one rule, `scale`, and nothing else about a case
+changes: `load_workloads` refuses a file that strays from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+SCALE = 4
+SMALLEST_SCALED = 64  # smaller dims (a batch, heads) are structure, not size
+
+
+def scale(size: int) -> int:
+    """A dim's size on CPU: a quarter of its full size, odd staying odd and even even; dims below 64 as they are."""
+    if size < SMALLEST_SCALED:
+        return size
+    scaled = size // SCALE
+    return scaled + (size - scaled) % 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One redistribution of one model; `source` and `target` are layouts in text form."""
+
+    name: str
+    model: str
+    mesh: tuple[int, ...]
+    mesh_names: tuple[str, ...]
+    source: str
+    target: str
+    dtype: str
+    full_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def partial(self) -> bool:
+        return "P" in self.source or "P" in self.target
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def load_workloads(folder: Path | None = None) -> list[Workload]:
+    """All cases, in the files' and their own order. Raises ValueError where a file breaks the rules above."""
+    files = sorted((folder or Path(__file__).parent).glob("*.json"))
+    workloads = [
+        Workload(
+            name=case["name"],
+            model=data["model"],
+            mesh=tuple(case["mesh"]),
+            mesh_names=tuple(case["mesh_names"]),
+            source=case["source"],
+            target=case["target"],
+            dtype=case["dtype"],
+            full_shape=tuple(case["shape"]),
+            shape=tuple(case["scaled"]),
+        )
+        for data in (json.loads(file.read_text(encoding="utf-8")) for file in files)
+        for case in data["cases"]
+    ]
+    for workload in workloads:
+        _check(workload)
+    names = [workload.name for workload in workloads]
+    if len(set(names)) != len(names):
+        raise ValueError(f"workload names must differ: {sorted(name for name in set(names) if names.count(name) > 1)}")
+    return workloads
+
+
+def _check(workload: Workload) -> None:
+    expected = tuple(scale(size) for size in workload.full_shape)
+    if workload.shape != expected:
+        raise ValueError(
+            f"{workload.name}: scaled shape {workload.shape} is not {expected}, "
+            f"which dividing {workload.full_shape} by {SCALE} gives"
+        )
+    for what, text in (("source", workload.source), ("target", workload.target)):
+        if len(text.split()) != len(workload.mesh):
+            raise ValueError(f"{workload.name}: {what} {text!r} needs one token for each dim of mesh {workload.mesh}")
+    if len(workload.mesh_names) != len(workload.mesh):
+        raise ValueError(f"{workload.name}: {len(workload.mesh_names)} names for mesh {workload.mesh}")

@@ -1,0 +1,157 @@
+"""The unit of all data movement: strided N-D boxes between flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..errors import ArgumentError
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """n strided N-D boxes over `axes` axes.
+
+    Offsets and strides count elements, relative to the buffer tensor's first element (its data_ptr). The targets of
+    the boxes of one call overlap neither each other nor any source; a source may be read any number of times.
+    Raises ArgumentError where the arrays do not fit together.
+    """
+
+    source: np.ndarray  # int64 [n, contributors]; index into the call's `sources`; -1 = fill (no source is read)
+    target: np.ndarray  # int64 [n]; index into `targets`
+    source_offset: np.ndarray  # int64 [n, contributors]
+    target_offset: np.ndarray  # int64 [n]
+    extent: np.ndarray  # int64 [n, axes]
+    source_stride: np.ndarray  # int64 [n, contributors, axes]
+    target_stride: np.ndarray  # int64 [n, axes]
+    fill: float | int | bool = 0  # what rows with source -1 write: the identity of a reduction, say
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.source) != 2 or np.ndim(self.extent) != 2:
+            raise ArgumentError(
+                "boxes: source must be [n, contributors] and extent [n, axes], "
+                f"got shapes {np.shape(self.source)} and {np.shape(self.extent)}"
+            )
+        (n, contributors), axes = np.shape(self.source), np.shape(self.extent)[1]
+        if contributors < 1:
+            raise ArgumentError("boxes: source has 0 contributors; at least 1 is needed (-1 in it means fill)")
+        shapes = {
+            "source": (n, contributors),
+            "target": (n,),
+            "source_offset": (n, contributors),
+            "target_offset": (n,),
+            "extent": (n, axes),
+            "source_stride": (n, contributors, axes),
+            "target_stride": (n, axes),
+        }
+        for name, shape in shapes.items():
+            array = np.asarray(getattr(self, name))
+            if array.shape != shape:
+                raise ArgumentError(f"boxes: {name} has shape {array.shape}, {shape} is needed")
+            if array.size and not np.issubdtype(array.dtype, np.integer):
+                raise ArgumentError(f"boxes: {name} has dtype {array.dtype}, int64 is needed")
+            object.__setattr__(self, name, np.ascontiguousarray(array, dtype=np.int64))
+        filled = (self.source == -1).sum(axis=1)
+        if (self.source < -1).any() or (self.target < 0).any():
+            raise ArgumentError("boxes: source ids must be >= -1 and target ids >= 0")
+        if ((filled > 0) & (filled < contributors)).any():
+            raise ArgumentError("boxes: a fill row must have source -1 for all of its contributors")
+        read = (filled == 0) & (self.extent > 0).all(axis=1)
+        for name, array, used in (
+            ("extent", self.extent, slice(None)),
+            ("source_offset", self.source_offset, read),
+            ("target_offset", self.target_offset, slice(None)),
+            ("source_stride", self.source_stride, read),
+            ("target_stride", self.target_stride, slice(None)),
+        ):
+            if (array[used] < 0).any():
+                raise ArgumentError(f"boxes: {name} has negative entries; all must be >= 0")
+        if ((self.target_stride == 0) & (self.extent > 1)).any():
+            raise ArgumentError(
+                "boxes: target_stride is 0 along an axis of extent > 1: elements would be written twice"
+            )
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    @property
+    def contributors(self) -> int:
+        return self.source.shape[1]
+
+    @property
+    def axes(self) -> int:
+        return self.extent.shape[1]
+
+    @property
+    def numel(self) -> int:
+        """Elements written by all boxes together."""
+        return int(self.extent.prod(axis=1).sum())
+
+    @property
+    def has_fill(self) -> bool:
+        return bool((self.source[:, 0] < 0).any())
+
+
+def source_views(boxes: Boxes, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Per box, per contributor: the part of its source as a strided view of shape extent; a fill row has none."""
+    ids, offsets = boxes.source.tolist(), boxes.source_offset.tolist()
+    extents, strides = boxes.extent.tolist(), boxes.source_stride.tolist()
+    return [
+        [_view(sources[i], extent, stride, offset) for i, offset, stride in zip(*row, strict=True) if i >= 0]
+        for extent, row in zip(extents, zip(ids, offsets, strides, strict=True), strict=True)
+    ]
+
+
+def target_views(boxes: Boxes, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Per box: the part of its target as a strided view of shape extent."""
+    ids, offsets = boxes.target.tolist(), boxes.target_offset.tolist()
+    rows = zip(ids, boxes.extent.tolist(), boxes.target_stride.tolist(), offsets, strict=True)
+    return [_view(targets[i], extent, stride, offset) for i, extent, stride, offset in rows]
+
+
+def _view(buffer: torch.Tensor, extent: list[int], stride: list[int], offset: int) -> torch.Tensor:
+    if 0 in extent:
+        offset = 0  # nothing is read, and the offset may lie behind the buffer's end
+    return buffer.as_strided(extent, stride, buffer.storage_offset() + offset)
+
+
+def split_elements(boxes: Boxes, parts: int) -> Boxes:
+    """The same boxes over elements cut into `parts` equal, adjacent ones (complex into reals, words into halves)."""
+    n, contributors = boxes.source.shape
+    return Boxes(
+        source=boxes.source,
+        target=boxes.target,
+        source_offset=boxes.source_offset * parts,
+        target_offset=boxes.target_offset * parts,
+        extent=np.concatenate([boxes.extent, np.full((n, 1), parts)], axis=1),
+        source_stride=np.concatenate([boxes.source_stride * parts, np.ones((n, contributors, 1), np.int64)], axis=2),
+        target_stride=np.concatenate([boxes.target_stride * parts, np.ones((n, 1), np.int64)], axis=1),
+        fill=boxes.fill,
+    )
+
+
+def take(boxes: Boxes, index: np.ndarray) -> Boxes:
+    """The boxes at `index`, an integer array."""
+    return Boxes(
+        boxes.source[index],
+        boxes.target[index],
+        boxes.source_offset[index],
+        boxes.target_offset[index],
+        boxes.extent[index],
+        boxes.source_stride[index],
+        boxes.target_stride[index],
+        boxes.fill,
+    )
+
+
+def permute(boxes: Boxes, order: np.ndarray) -> Boxes:
+    """The boxes with axes reordered, each by its own row of `order`, [n, axes]."""
+    return replace(
+        boxes,
+        extent=np.take_along_axis(boxes.extent, order, axis=1),
+        source_stride=np.take_along_axis(boxes.source_stride, order[:, None, :], axis=2),
+        target_stride=np.take_along_axis(boxes.target_stride, order, axis=1),
+    )

@@ -1,0 +1,192 @@
+"""copy_boxes: many strided N-D boxes moved in one launch, as words rather than elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import ArgumentError
+from .boxes import Boxes, source_views, split_elements, target_views
+from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word
+from .tiling import Launch, LaunchConfig, tile_launches
+
+
+@triton.jit(do_not_specialize=["source0", "target0", "fill"])
+def copy_boxes_kernel(
+    descriptors,  # int64 [programs, 8]
+    source_table,  # int64 [sources], addresses; entry 0 is not read
+    target_table,  # int64 [targets]
+    source0,  # address
+    target0,  # address
+    fill,  # 8 bytes of the fill value
+    WORD: tl.constexpr,
+    VS: tl.constexpr,
+    VD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ALIGN_S: tl.constexpr,  # bytes
+    ALIGN_D: tl.constexpr,
+    MANY_SOURCES: tl.constexpr,
+    MANY_TARGETS: tl.constexpr,
+    HAS_FILL: tl.constexpr,
+):
+    """Program i moves the tile of descriptor row i: up to ROWS x COLS words."""
+    row = descriptors + tl.program_id(0).to(tl.int64) * 8
+    source_id = tl.load(row)
+    target_id = tl.load(row + 1)
+    source_offset = tl.multiple_of(tl.load(row + 2), VS)
+    target_offset = tl.multiple_of(tl.load(row + 3), VD)
+    source_stride = tl.multiple_of(tl.load(row + 4), VS)
+    target_stride = tl.multiple_of(tl.load(row + 5), VD)
+    rows = tl.load(row + 6).to(tl.int32)
+    cols = tl.load(row + 7).to(tl.int32)
+    source_address = base_address(source_table, source_id, source0, MANY_SOURCES)
+    target_address = base_address(target_table, target_id, target0, MANY_TARGETS)
+    # An address that was an integer has lost its alignment; without it and that of the bounds nothing is vectorised.
+    source = tl.multiple_of(source_address.to(tl.pointer_type(WORD)), ALIGN_S) + source_offset
+    target = tl.multiple_of(target_address.to(tl.pointer_type(WORD)), ALIGN_D) + target_offset
+    r = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    if TRANSPOSED:
+        rows = tl.multiple_of(rows, VD)
+        cols = tl.multiple_of(cols, VS)
+        places = target + c * target_stride + r
+    else:
+        cols = tl.multiple_of(cols, VS if VS > VD else VD)
+        places = target + r * target_stride + c
+    inside = (r < rows) & (c < cols)
+    if HAS_FILL:
+        words = tl.load(source + r * source_stride + c, mask=inside & (source_id >= 0))
+        words = tl.where(source_id >= 0, words, fill.to(tl.int64).to(WORD))
+    else:
+        words = tl.load(source + r * source_stride + c, mask=inside)
+    tl.store(places, words, mask=inside)
+
+
+class CopyTable:
+    """Boxes made ready for copy_boxes on one device. Made by copy_table."""
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        dtype: torch.dtype | None,
+        itemsize: int,
+        device: torch.device,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        if boxes.contributors != 1:
+            raise ArgumentError(f"boxes have {boxes.contributors} contributors; copy_boxes takes 1 (see reduce_boxes)")
+        if itemsize not in (1, 2, 4, 8, 16):
+            raise ArgumentError(f"itemsize is {itemsize}; 1, 2, 4, 8 or 16 bytes are allowed")
+        self._fill = b"\0" * itemsize
+        if boxes.has_fill and (dtype is not None or boxes.fill != 0):
+            if dtype is None:
+                raise ArgumentError(f"fill is {boxes.fill!r} and only the itemsize was given; a dtype is needed")
+            self._fill = pattern(boxes.fill, dtype)
+        self.boxes, self.dtype, self.itemsize, self.device, self.config = boxes, dtype, itemsize, device, config
+        self.sources = Pointers("sources", boxes.source, dtype, itemsize, device)
+        self.targets = Pointers("targets", boxes.target, dtype, itemsize, device)
+        self.by_reference = (device.type == "cpu") != interpreted(copy_boxes_kernel)
+        self._variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
+        if not self.by_reference:
+            self.variant(16, 16)
+
+    def variant(self, source_align: int, target_align: int) -> list[PreparedLaunch]:
+        """The launches for buffers at multiples of these bytes.
+
+        Built on first use; that for 16 and 16, which fresh tensors have, with the table.
+        """
+        known = self._variants.get((source_align, target_align))
+        if known is not None:
+            return known
+        variant = []
+        for launch in copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config):
+            fill = pattern_word(self._fill, launch.target_word) if launch.has_fill else 0
+            if fill is None:
+                raise ArgumentError(
+                    f"fill is {self.boxes.fill!r}: its {self.itemsize} bytes do not repeat in words of "
+                    f"{launch.target_word}, which is all that the buffers' alignment or dtype allows; 0 always works"
+                )
+            constants = copy_constants(launch, source_align, target_align, self.sources.many, self.targets.many)
+            variant.append(PreparedLaunch.upload(launch, self.device, fill, constants))
+        self._variants[source_align, target_align] = variant
+        return variant
+
+
+def copy_constants(
+    launch: Launch, source_align: int, target_align: int, many_sources: bool, many_targets: bool
+) -> dict[str, Any]:
+    """What copy_boxes_kernel is compiled with, and num_warps."""
+    return {
+        "WORD": WORDS[launch.target_word],
+        "VS": launch.source_vector,
+        "VD": launch.target_vector,
+        "ROWS": launch.rows,
+        "COLS": launch.columns,
+        "TRANSPOSED": launch.kind == "transposed",
+        "ALIGN_S": source_align,
+        "ALIGN_D": target_align,
+        "MANY_SOURCES": many_sources,
+        "MANY_TARGETS": many_targets,
+        "HAS_FILL": launch.has_fill,
+        "num_warps": launch.num_warps,
+    }
+
+
+def copy_launches(
+    boxes: Boxes, itemsize: int, source_align: int = 16, target_align: int = 16, config: LaunchConfig | None = None
+) -> list[Launch]:
+    """What copy_boxes launches for buffers at multiples of these bytes; the descriptors are NumPy arrays."""
+    # Elements wider than a word, or than the buffers' alignment, are moved in parts.
+    part = min(itemsize, 8, source_align, target_align)
+    if part < itemsize:
+        boxes = split_elements(boxes, itemsize // part)
+    return tile_launches(boxes, part, part, source_align, target_align, widen=True, config=config)
+
+
+def copy_table(
+    boxes: Boxes,
+    itemsize_or_dtype: int | torch.dtype,
+    device: torch.device | str = "cpu",
+    config: LaunchConfig | None = None,
+) -> CopyTable:
+    """Cuts `boxes` (one contributor) into tiles and uploads their descriptors; once, when a program is compiled.
+
+    With an itemsize in place of a dtype any buffers of that itemsize are moved, and a fill must be 0.
+    """
+    device = torch.device(device)
+    if isinstance(itemsize_or_dtype, torch.dtype):
+        return CopyTable(boxes, itemsize_or_dtype, itemsize_or_dtype.itemsize, device, config)
+    return CopyTable(boxes, None, itemsize_or_dtype, device, config)
+
+
+def copy_boxes(table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copies every box from its source to its target, bit by bit. Buffers are plain strided memory of any shape."""
+    if table.by_reference:
+        copy_boxes_reference(table.boxes, sources, targets)
+        return
+    source0, source_table, source_align = table.sources.resolve(sources)
+    target0, target_table, target_align = table.targets.resolve(targets)
+    for p in table.variant(source_align, target_align):
+        copy_boxes_kernel[p.grid](p.descriptors, source_table, target_table, source0, target0, p.fill, **p.constants)
+
+
+@torch.no_grad()
+def copy_boxes_reference(boxes: Boxes, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """One copy_ (or fill_) per box through its views."""
+    if boxes.contributors != 1:
+        raise ArgumentError(f"boxes have {boxes.contributors} contributors; copy_boxes takes 1 (see reduce_boxes)")
+    for target, source in zip(target_views(boxes, targets), source_views(boxes, sources), strict=True):
+        if not source:
+            target.fill_(boxes.fill)
+        elif source[0].dtype is target.dtype:
+            target.copy_(source[0])
+        else:
+            raise ArgumentError(
+                f"a source has dtype {source[0].dtype}, its target {target.dtype}; copy_boxes does not cast"
+            )

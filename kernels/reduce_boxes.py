@@ -1,0 +1,290 @@
+"""reduce_boxes: many strided N-D boxes, each the reduction of its contributors' boxes, in one launch.
+
+Contributions are taken in ascending order. Floats of 8 and 16 bits accumulate in float32, all else in its own dtype
+(integers wrap; a sum or max of bool is or, a min or prod is and). The result is divided, then rounded once to the
+target's dtype: a reduction over one contributor is a copy that casts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import ArgumentError
+from .boxes import Boxes, source_views, split_elements, target_views
+from .codecs import decode, encode
+from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word
+from .reduction import check_reduction, real_dtype, reduce_views
+from .tiling import Launch, LaunchConfig, tile_launches
+
+ELEMENTS = {
+    torch.bool: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+
+
+@triton.jit
+def combine(a, b, OP: tl.constexpr):
+    if OP == "sum":
+        return tl.add(a, b, sanitize_overflow=False)
+    elif OP == "prod":
+        return tl.mul(a, b, sanitize_overflow=False)
+    elif OP == "max":
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "min":
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "or":
+        return a | b
+    else:
+        return a & b
+
+
+@triton.jit(do_not_specialize=["source0", "target0", "fill", "divisor"])
+def reduce_boxes_kernel(
+    descriptors,  # int64 [programs, 3 * K + 5]
+    source_table,  # int64 [sources], addresses; entry 0 is not read
+    target_table,  # int64 [targets]
+    source0,  # address
+    target0,  # address
+    fill,  # 8 bytes of the fill value
+    divisor,  # the bits of a float64
+    K: tl.constexpr,  # contributors
+    OP: tl.constexpr,
+    FROM: tl.constexpr,  # dtype
+    TO: tl.constexpr,
+    FROM_WORD: tl.constexpr,  # integer of the same width
+    TO_WORD: tl.constexpr,
+    VS: tl.constexpr,
+    VD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ALIGN_S: tl.constexpr,  # bytes
+    ALIGN_D: tl.constexpr,
+    MANY_SOURCES: tl.constexpr,
+    MANY_TARGETS: tl.constexpr,
+    HAS_FILL: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    SOFT: tl.constexpr,
+):
+    """Program i reduces the tile of descriptor row i: up to ROWS x COLS elements."""
+    row = descriptors + tl.program_id(0).to(tl.int64) * (3 * K + 5)
+    target_id = tl.load(row + K)
+    target_offset = tl.multiple_of(tl.load(row + 2 * K + 1), VD)
+    target_stride = tl.multiple_of(tl.load(row + 3 * K + 2), VD)
+    rows = tl.load(row + 3 * K + 3).to(tl.int32)
+    cols = tl.load(row + 3 * K + 4).to(tl.int32)
+    target_address = base_address(target_table, target_id, target0, MANY_TARGETS)
+    target = tl.multiple_of(target_address.to(tl.pointer_type(TO_WORD)), ALIGN_D) + target_offset
+    r = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    if TRANSPOSED:
+        rows = tl.multiple_of(rows, VD)
+        cols = tl.multiple_of(cols, VS)
+        places = target + c * target_stride + r
+    else:
+        cols = tl.multiple_of(cols, VS if VS > VD else VD)
+        places = target + r * target_stride + c
+    inside = (r < rows) & (c < cols)
+    reads = inside
+    if HAS_FILL:
+        reads = inside & (tl.load(row) >= 0)
+    for k in tl.static_range(K):
+        source_id = tl.load(row + k)
+        source_offset = tl.multiple_of(tl.load(row + K + 1 + k), VS)
+        source_stride = tl.multiple_of(tl.load(row + 2 * K + 2 + k), VS)
+        source_address = base_address(source_table, source_id, source0, MANY_SOURCES)
+        source = tl.multiple_of(source_address.to(tl.pointer_type(FROM_WORD)), ALIGN_S) + source_offset
+        value = decode(tl.load(source + r * source_stride + c, mask=reads, other=0), FROM, SOFT)
+        if k == 0:
+            total = value
+        else:
+            total = combine(total, value, OP)
+    if DIVIDE:
+        by = divisor.to(tl.int64).to(tl.float64, bitcast=True)
+        if total.dtype == tl.float64:
+            total = total / by
+        else:
+            total = tl.div_rn(total, by.to(tl.float32))
+    words = encode(total, TO, SOFT).to(TO_WORD)
+    if HAS_FILL:
+        words = tl.where(tl.load(row) >= 0, words, fill.to(tl.int64).to(TO_WORD))
+    tl.store(places, words, mask=inside)
+
+
+class ReduceTable:
+    """Boxes made ready for reduce_boxes on one device. Made by reduce_table."""
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        dtype: torch.dtype,
+        op: str,
+        divisor: float | None,
+        out_dtype: torch.dtype,
+        device: torch.device,
+        config: LaunchConfig | None,
+    ) -> None:
+        check_reduction(dtype, out_dtype, op, divisor)
+        if boxes.has_fill and boxes.fill != 0 and out_dtype.is_complex:
+            raise ArgumentError(f"fill is {boxes.fill!r}; for {out_dtype} only 0 is allowed")
+        self._fill = pattern(boxes.fill, out_dtype) if boxes.has_fill else b"\0" * out_dtype.itemsize
+        self.boxes, self.dtype, self.out_dtype, self.device, self.config = boxes, dtype, out_dtype, device, config
+        self.op, self.divisor = op, divisor
+        self.sources = Pointers("sources", boxes.source, dtype, dtype.itemsize, device)
+        self.targets = Pointers("targets", boxes.target, out_dtype, out_dtype.itemsize, device)
+        self.by_reference = (device.type == "cpu") != interpreted(reduce_boxes_kernel)
+        self.divisor_bits = struct.unpack("q", struct.pack("d", divisor or 1.0))[0]
+        self.soft = interpreted(reduce_boxes_kernel) or (dtype is torch.float8_e4m3fn and not _has_float8(device))
+        self._variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
+        if not self.by_reference:
+            self.variant(16, 16)
+
+    def variant(self, source_align: int, target_align: int) -> list[PreparedLaunch]:
+        """The launches for buffers at multiples of these bytes.
+
+        Built on first use; that for 16 and 16, which fresh tensors have, with the table.
+        """
+        known = self._variants.get((source_align, target_align))
+        if known is not None:
+            return known
+        fill = pattern_word(self._fill, min(self.out_dtype.itemsize, 8)) or 0
+        variant = []
+        for launch in reduce_launches(self.boxes, self.dtype, self.out_dtype, source_align, target_align, self.config):
+            constants = reduce_constants(
+                launch,
+                self.boxes.contributors,
+                self.dtype,
+                self.op,
+                self.divisor is not None,
+                self.out_dtype,
+                (source_align, target_align),
+                (self.sources.many, self.targets.many),
+                self.soft,
+            )
+            variant.append(PreparedLaunch.upload(launch, self.device, fill, constants))
+        self._variants[source_align, target_align] = variant
+        return variant
+
+
+def reduce_constants(
+    launch: Launch,
+    contributors: int,
+    dtype: torch.dtype,
+    op: str,
+    divide: bool,
+    out_dtype: torch.dtype,
+    aligns: tuple[int, int] = (16, 16),
+    many: tuple[bool, bool] = (True, True),
+    soft: bool = False,
+) -> dict[str, Any]:
+    """What reduce_boxes_kernel is compiled with, and num_warps; pairs are of sources and targets."""
+    if dtype is torch.bool:
+        op = "or" if op in ("sum", "max") else "and"
+    return {
+        "K": contributors,
+        "OP": op,
+        "FROM": ELEMENTS[real_dtype(dtype)],
+        "TO": ELEMENTS[real_dtype(out_dtype)],
+        "FROM_WORD": WORDS[launch.source_word],
+        "TO_WORD": WORDS[launch.target_word],
+        "VS": launch.source_vector,
+        "VD": launch.target_vector,
+        "ROWS": launch.rows,
+        "COLS": launch.columns,
+        "TRANSPOSED": launch.kind == "transposed",
+        "ALIGN_S": aligns[0],
+        "ALIGN_D": aligns[1],
+        "MANY_SOURCES": many[0],
+        "MANY_TARGETS": many[1],
+        "HAS_FILL": launch.has_fill,
+        "DIVIDE": divide,
+        "SOFT": soft,
+        "num_warps": launch.num_warps,
+    }
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def reduce_launches(
+    boxes: Boxes,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    source_align: int = 16,
+    target_align: int = 16,
+    config: LaunchConfig | None = None,
+) -> list[Launch]:
+    """What reduce_boxes launches for buffers at multiples of these bytes; complex elements are two real ones each."""
+    sizes = real_dtype(dtype).itemsize, real_dtype(out_dtype).itemsize
+    for name, align, size in (("sources", source_align, sizes[0]), ("targets", target_align, sizes[1])):
+        if align < size:
+            raise ArgumentError(
+                f"{name} begin at a multiple of {align} bytes; reduce_boxes needs {size}, the element's"
+            )
+    if dtype.is_complex:
+        boxes = split_elements(boxes, 2)
+    return tile_launches(boxes, *sizes, source_align, target_align, config=config)
+
+
+def reduce_table(
+    boxes: Boxes,
+    dtype: torch.dtype,
+    op: str,
+    divisor: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    config: LaunchConfig | None = None,
+) -> ReduceTable:
+    """Cuts `boxes` into tiles and uploads their descriptors; once, when a program is compiled.
+
+    dtype: the sources'; out_dtype: the targets' (default: the same). op: sum, max, min or prod. divisor: a positive
+    number that the result is divided by before it is rounded, floats and complex only. Fill rows write boxes.fill as
+    it is. ArgumentError for what is not supported.
+    """
+    return ReduceTable(boxes, dtype, op, divisor, out_dtype or dtype, torch.device(device), config)
+
+
+def reduce_boxes(table: ReduceTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Writes to every box of the targets the reduction of its contributors' boxes."""
+    if table.by_reference:
+        reduce_boxes_reference(table.boxes, sources, targets, table.op, table.divisor)
+        return
+    source0, source_table, source_align = table.sources.resolve(sources)
+    target0, target_table, target_align = table.targets.resolve(targets)
+    for p in table.variant(source_align, target_align):
+        reduce_boxes_kernel[p.grid](
+            p.descriptors, source_table, target_table, source0, target0, p.fill, table.divisor_bits, **p.constants
+        )
+
+
+@torch.no_grad()
+def reduce_boxes_reference(
+    boxes: Boxes,
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    op: str,
+    divisor: float | None = None,
+) -> None:
+    """One reduce_views (or fill_) per box."""
+    for target, contributors in zip(target_views(boxes, targets), source_views(boxes, sources), strict=True):
+        if contributors:
+            reduce_views(target, contributors, op, divisor)
+        else:
+            target.fill_(boxes.fill)

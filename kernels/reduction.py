@@ -1,0 +1,153 @@
+"""What a reduction means, in torch operations: the reference of reduce_boxes and what CPU tensors use."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+
+OPS = ("sum", "max", "min", "prod")
+FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+COMPLEX = (torch.complex64, torch.complex128)
+# Elements per thread that are reduced at a time: the accumulator (256 KiB of float32) stays in a core's cache.
+CHUNK = 1 << 16
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+    "or": torch.bitwise_or,
+    "and": torch.bitwise_and,
+}
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a complex dtype's two parts; another dtype itself."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for floats of 8 and 16 bits, else the dtype itself."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+@functools.lru_cache(typed=True)
+def check_reduction(dtype: torch.dtype, out_dtype: torch.dtype, op: str, divisor: Any) -> None:
+    """Raises ArgumentError for what no reduction is defined for."""
+    if op not in OPS:
+        raise ArgumentError(f"op is {op!r}; allowed are {', '.join(OPS)} (avg is sum with a divisor)")
+    if dtype not in FLOATS + INTEGERS + COMPLEX + (torch.bool,):
+        raise ArgumentError(f"dtype is {dtype}; allowed are {_names(FLOATS + INTEGERS + COMPLEX)} and bool")
+    if dtype.is_complex and op != "sum":
+        raise ArgumentError(f"op is {op!r}; for {dtype} only sum is allowed")
+    # A number too large for an integer has no defined value there, and bool keeps less than or and and give.
+    if dtype.is_complex:
+        allowed: tuple[torch.dtype, ...] = COMPLEX
+    elif dtype.is_floating_point:
+        allowed = FLOATS
+    elif dtype is torch.bool:
+        allowed = (torch.bool, *INTEGERS, *FLOATS)
+    else:
+        allowed = INTEGERS + FLOATS
+    if out_dtype not in allowed:
+        raise ArgumentError(f"out_dtype is {out_dtype}; from {dtype} allowed are {_names(allowed)}")
+    if divisor is not None:
+        number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
+        if not number or not math.isfinite(divisor) or divisor <= 0:
+            raise ArgumentError(f"divisor is {divisor!r}; a positive finite number or None is allowed")
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise ArgumentError(f"divisor is {divisor!r}; for {dtype} only None is allowed")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def reduce_views(
+    target: torch.Tensor, contributors: Sequence[torch.Tensor], op: str, divisor: float | None = None
+) -> None:
+    """Writes the reduction of the contributors, in their order, to `target`; all are of one shape, any strides.
+
+    The target overlaps no contributor. No temporary where the accumulator has the target's dtype; else two of a
+    chunk's size at most.
+    """
+    dtype = contributors[0].dtype
+    check_reduction(dtype, target.dtype, op, divisor)
+    if dtype is torch.bool:
+        op = "or" if op in ("sum", "max") else "and"
+    if dtype.is_complex:
+        target, contributors = torch.view_as_real(target), [torch.view_as_real(c) for c in contributors]
+        dtype = real_dtype(dtype)
+    accumulator = accumulator_dtype(dtype)
+    by = None
+    if divisor is not None:
+        # A tensor, since torch multiplies by the reciprocal of a Python number on CUDA.
+        by = torch.full((), divisor, dtype=accumulator, device=target.device)
+    if target.dtype is accumulator is dtype:
+        # One pass over a box needs no chunks, whatever its size.
+        chunks = [(target, *contributors)] if len(contributors) < 3 and by is None else _chunks([target, *contributors])
+        for out, *parts in chunks:
+            _accumulate(out, parts, op, by)
+        return
+    # float64 and integers reach small floats by way of float32, as in the kernel.
+    indirect = _is_small_float(target.dtype) and (dtype is torch.float64 or not dtype.is_floating_point)
+    if len(contributors) == 1 and by is None and not indirect and target.dtype is not torch.float8_e4m3fn:
+        target.copy_(contributors[0])
+        return
+    for out, *parts in _chunks([target, *contributors]):
+        total = torch.empty(out.shape, dtype=accumulator, device=out.device)
+        if dtype is not accumulator:
+            total.copy_(parts[0])
+            scratch = torch.empty_like(total)
+            for part in parts[1:]:
+                scratch.copy_(part)
+                _COMBINE[op](total, scratch, out=total)
+            if by is not None:
+                total.div_(by)
+        else:
+            _accumulate(total, parts, op, by)
+        if indirect:
+            total = total.to(torch.float32)
+        if out.dtype is torch.float8_e4m3fn:
+            total.clamp_(-448.0, 448.0)  # what older versions of torch make NaN
+        out.copy_(total)
+
+
+def _is_small_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _accumulate(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, by: torch.Tensor | None) -> None:
+    """All of one dtype, that of the accumulator; `out` is written first from the first two parts."""
+    combine = _COMBINE[op]
+    if len(parts) == 1:
+        if by is None:
+            out.copy_(parts[0])
+        else:
+            torch.div(parts[0], by, out=out)
+        return
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+    if by is not None:
+        out.div_(by)
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """The tensors, of one shape, cut alike along their outermost axes into parts of about CHUNK elements a thread."""
+    first = tensors[0]
+    most = CHUNK * torch.get_num_threads()
+    if first.numel() <= most:
+        yield tensors
+        return
+    axis = next(i for i, size in enumerate(first.shape) if size > 1)
+    pieces = min(-(-first.numel() // most), first.shape[axis])
+    for parts in zip(*(t.chunk(pieces, dim=axis) for t in tensors), strict=True):
+        yield from _chunks(parts)

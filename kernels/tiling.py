@@ -1,0 +1,227 @@
+"""From boxes to tiles: what one program of a kernel moves, one row of int64 for each.
+
+A row (`DESCRIPTOR` for one contributor, 64 bytes) holds, for K contributors: K source ids, the target id, K source
+offsets, the target offset, K source row strides, the target row stride, rows left, columns left; all but the ids count
+words. Everything is NumPy over all boxes or all tiles at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import ArgumentError
+from .boxes import Boxes, take
+from .coalescing import classify, coalesce
+
+DESCRIPTOR = (
+    "source",
+    "target",
+    "source_offset",
+    "target_offset",
+    "source_row_stride",
+    "target_row_stride",
+    "rows",
+    "columns",
+)
+VECTOR = 16  # bytes of the widest access
+# Boxes of 16-byte alignment get a launch of their own, so that one odd box does not narrow them, from here on: below,
+# one more launch costs more than narrow accesses do.
+WIDE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How boxes are cut. `for_bytes` gives the default."""
+
+    tile_bytes: int = 16384  # per program, where accesses are 16 bytes wide
+    accesses_per_thread: int = 16  # at most, on either side: beyond it the registers spill
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("tile_bytes", "accesses_per_thread", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ArgumentError(f"LaunchConfig: {name} is {value}; a power of two is needed")
+
+    @classmethod
+    def for_bytes(cls, nbytes: int) -> LaunchConfig:
+        """Tiles of 16 KiB, smaller where `nbytes` would otherwise give fewer than 256 programs (2 per SM of 132)."""
+        tile = 1 << max(nbytes // 256, 1).bit_length() - 1
+        return cls(tile_bytes=min(max(tile, 2048), 16384))
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch of a kernel: its descriptors and the constants it is compiled with."""
+
+    kind: str  # "straight", "strided" (one column per row) or "transposed"
+    descriptors: np.ndarray  # int64 [tiles, 3 * contributors + 5]
+    source_word: int  # bytes
+    target_word: int  # bytes
+    source_vector: int  # words; source offsets and row strides are multiples of it, and so are the columns
+    target_vector: int  # words; likewise, but for the rows in place of the columns where transposed
+    rows: int  # of a tile, a power of two
+    columns: int  # of a tile, a power of two
+    num_warps: int
+    has_fill: bool
+
+
+def tile_launches(
+    boxes: Boxes,
+    source_size: int,
+    target_size: int,
+    source_align: int = VECTOR,
+    target_align: int = VECTOR,
+    widen: bool = False,
+    config: LaunchConfig | None = None,
+) -> list[Launch]:
+    """The launches that carry `boxes` out: one in the ordinary case, one more for each further kind of box.
+
+    Sizes are bytes per element, aligns the bytes that all base addresses are a multiple of (1 to 16). `widen`: moves
+    words as wide as offsets, strides and extents allow, up to 8 bytes; needs equal sizes.
+    """
+    if config is None:
+        config = LaunchConfig.for_bytes(boxes.numel * (source_size * boxes.contributors + target_size) // 2)
+    kind, boxes = classify(coalesce(boxes))
+    # All that is added up to an address except what steps through a vector: its lowest bit is the alignment.
+    source_bits = _bits(boxes.source_offset) | _bits(boxes.source_stride[:, :, 1:])
+    target_bits = boxes.target_offset | _bits(boxes.target_stride[:, 2:])
+    target_bits |= np.where(kind == 2, boxes.target_stride[:, 0], boxes.target_stride[:, 1])
+    source_bits, target_bits = source_bits * source_size | source_align, target_bits * target_size | target_align
+    straight = np.flatnonzero(kind == 0)
+    columns = boxes.extent[:, 0]
+    bits = (source_bits | columns * source_size | target_bits | columns * target_size)[straight]
+    wide, narrow = straight[bits % VECTOR == 0], straight[bits % VECTOR != 0]
+    if len(wide) and len(narrow) and boxes.extent[wide].prod(axis=1).sum() * target_size < WIDE_BYTES:
+        wide, narrow = wide[:0], straight
+    groups = {
+        "wide": wide,
+        "straight": narrow,
+        "strided": np.flatnonzero(kind == 1),
+        "transposed": np.flatnonzero(kind == 2),
+    }
+    launches = []
+    for name, index in groups.items():
+        if len(index) == 0:
+            continue
+        part, transposed = take(boxes, index), name == "transposed"
+        source, target = _alignment(source_bits[index]), _alignment(target_bits[index])
+        column, row = _alignment(part.extent[:, 0]), _alignment(part.extent[:, 1])
+        factor = 1
+        if widen and not transposed:
+            factor = max(min(8, source, target, column * source_size) // source_size, 1)
+            part, column = _widened(part, factor), column // factor
+        words = source_size * factor, target_size * factor
+        vectors = (
+            max(min(source // words[0], column), 1),
+            max(min(target // words[1], row if transposed else column), 1),
+        )
+        rows, cols = _tile_shape(part, name, max(words), vectors, config)
+        launches.append(
+            Launch(
+                kind="straight" if name == "wide" else name,
+                descriptors=_descriptors(part, transposed, rows, cols),
+                source_word=words[0],
+                target_word=words[1],
+                source_vector=vectors[0],
+                target_vector=vectors[1],
+                rows=rows,
+                columns=cols,
+                num_warps=config.num_warps,
+                has_fill=part.has_fill,
+            )
+        )
+    return launches
+
+
+def _alignment(numbers: np.ndarray) -> int:
+    """The power of two, up to 16, that all of them are a multiple of."""
+    bits = int(np.bitwise_or.reduce(numbers)) | VECTOR
+    return bits & -bits
+
+
+def _power_of_two(x: int) -> int:
+    """The least power of two that is not below x."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    """[n, ...] to [n]: the or of each box's numbers."""
+    return np.bitwise_or.reduce(numbers, axis=tuple(range(1, numbers.ndim)))
+
+
+def _widened(boxes: Boxes, factor: int) -> Boxes:
+    """The boxes over words of `factor` elements; the columns are axis 0."""
+    if factor == 1:
+        return boxes
+    extent, source_stride, target_stride = (
+        boxes.extent.copy(),
+        boxes.source_stride // factor,
+        boxes.target_stride // factor,
+    )
+    extent[:, 0] //= factor
+    source_stride[:, :, 0], target_stride[:, 0] = 1, 1
+    return replace(
+        boxes,
+        source_offset=boxes.source_offset // factor,
+        target_offset=boxes.target_offset // factor,
+        extent=extent,
+        source_stride=source_stride,
+        target_stride=target_stride,
+    )
+
+
+def _tile_shape(boxes: Boxes, kind: str, word: int, vectors: tuple[int, int], config: LaunchConfig) -> tuple[int, int]:
+    """Rows and columns of a tile in words, powers of two."""
+    if kind == "transposed":
+        side = 64 if word <= 2 and min(vectors) > 1 else 32
+        return side, side
+    least_columns = max(vectors)
+    words = min(config.tile_bytes // word, config.accesses_per_thread * min(vectors) * 32 * config.num_warps)
+    words = max(words, least_columns)
+    rows, columns = boxes.extent[:, 1], boxes.extent[:, 0]
+    most_rows = _power_of_two(int(rows.max()))
+    if kind == "strided":
+        return min(words, most_rows), 1
+    # Of all shapes of this many words the one that leaves the fewest tiles; of equal ones the widest.
+    planes = boxes.extent[:, 2:].prod(axis=1)
+    cols = min(words, max(_power_of_two(int(columns.max())), least_columns))
+    shapes = []
+    while cols >= least_columns:
+        tiles = int((planes * -(-rows // (words // cols)) * -(-columns // cols)).sum())
+        shapes.append((tiles, -cols))
+        cols //= 2
+    cols = -min(shapes)[1]
+    return min(words // cols, most_rows), cols
+
+
+def _descriptors(boxes: Boxes, transposed: bool, tile_rows: int, tile_columns: int) -> np.ndarray:
+    """int64 [tiles, 3 * contributors + 5]: the rows that the module's docstring describes."""
+    k = boxes.contributors
+    across, down = -(-boxes.extent[:, 0] // tile_columns), -(-boxes.extent[:, 1] // tile_rows)
+    count = across * down * boxes.extent[:, 2:].prod(axis=1)
+    box = np.repeat(np.arange(len(boxes)), count)  # [tiles]
+    rest = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
+    rest, column = np.divmod(rest, across[box])
+    rest, row = np.divmod(rest, down[box])
+    column *= tile_columns
+    row *= tile_rows
+    source_offset = boxes.source_offset[box] + boxes.source_stride[box, :, 1] * row[:, None] + column[:, None]
+    target_offset = boxes.target_offset[box] + boxes.target_stride[box, 1] * row + column * boxes.target_stride[box, 0]
+    for axis in range(2, boxes.axes):
+        rest, at = np.divmod(rest, boxes.extent[box, axis])
+        source_offset += boxes.source_stride[box, :, axis] * at[:, None]
+        target_offset += boxes.target_stride[box, axis] * at
+    table = np.empty((len(box), 3 * k + 5), np.int64)
+    table[:, :k] = boxes.source[box]
+    table[:, k] = boxes.target[box]
+    table[:, k + 1 : 2 * k + 1] = source_offset
+    table[:, 2 * k + 1] = target_offset
+    table[:, 2 * k + 2 : 3 * k + 2] = boxes.source_stride[box, :, 1]
+    # A transposed tile is adjacent in the target along its rows: the stride it needs there is that of the columns.
+    table[:, 3 * k + 2] = boxes.target_stride[box, 0 if transposed else 1]
+    table[:, 3 * k + 3] = np.minimum(boxes.extent[box, 1] - row, tile_rows)
+    table[:, 3 * k + 4] = np.minimum(boxes.extent[box, 0] - column, tile_columns)
+    return table

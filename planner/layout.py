@@ -1,0 +1,209 @@
+"""A layout: what each mesh dim does to a tensor, and in which order mesh dims cut the same tensor dim."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from .dtypes import REDUCE_OPS
+
+
+@dataclass(frozen=True)
+class Replicate:
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S{self.dim}"
+
+
+@dataclass(frozen=True)
+class Partial:
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P{self.op}"
+
+
+Placement = Replicate | Shard | Partial
+Orders = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One placement per mesh dim, and for each sharded tensor dim the mesh dims that cut it, the first cut first.
+
+    `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order of mesh dims.
+
+    Raises:
+        ArgumentError: an unknown op, a negative tensor dim, an order that is not a permutation of the mesh dims that cut.
+        UnsupportedError: partial ops that do not mix (only sum with avg does).
+    """
+
+    placements: tuple[Placement, ...]
+    orders: Orders = ()
+
+    def __init__(
+        self, placements: Sequence[Placement], orders: Mapping[int, Sequence[int]] | Orders | None = None
+    ) -> None:
+        given = dict(orders or {})
+        cuts: dict[int, list[int]] = {}
+        ops = set()
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                if placement.dim < 0:
+                    raise ArgumentError(f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim}; allowed: 0 and up")
+                cuts.setdefault(placement.dim, []).append(mesh_dim)
+            elif isinstance(placement, Partial):
+                if placement.op not in REDUCE_OPS:
+                    raise ArgumentError(
+                        f"layout: mesh dim {mesh_dim} has partial op {placement.op!r}; allowed: {', '.join(REDUCE_OPS)}"
+                    )
+                ops.add(placement.op)
+            elif not isinstance(placement, Replicate):
+                raise ArgumentError(f"layout: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial")
+        if len(ops) > 1 and ops != {"sum", "avg"}:
+            raise UnsupportedError(f"layout: partial ops {sorted(ops)} do not mix; only sum with avg does")
+        for tensor_dim, order in given.items():
+            order = tuple(order)
+            if len(set(order)) != len(order):
+                raise ArgumentError(f"layout: the order of tensor dim {tensor_dim}, {order}, names a mesh dim twice")
+            if sorted(order) != cuts.get(tensor_dim, []):
+                raise ArgumentError(
+                    f"layout: the order of tensor dim {tensor_dim} is {order}, but the mesh dims that cut it are "
+                    f"{tuple(cuts.get(tensor_dim, []))}; allowed: a permutation of those"
+                )
+        object.__setattr__(self, "placements", tuple(placements))
+        object.__setattr__(self, "orders", tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+
+    def order(self, tensor_dim: int) -> tuple[int, ...]:
+        """The mesh dims that cut `tensor_dim`, the first cut first."""
+        return dict(self.orders).get(tensor_dim, ())
+
+    @property
+    def has_partial(self) -> bool:
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    def check(self, mesh_shape: Sequence[int], ndim: int, name: str = "layout") -> None:
+        """Raise ArgumentError unless there is one placement per mesh dim and every tensor dim exists."""
+        if len(self.placements) != len(mesh_shape):
+            raise ArgumentError(
+                f"{name}: {self} has {len(self.placements)} placements, the mesh {tuple(mesh_shape)} has "
+                f"{len(mesh_shape)} dims; allowed: one each"
+            )
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard) and placement.dim >= ndim:
+                allowed = f"0..{ndim - 1}" if ndim else "none, the tensor has no dims"
+                raise ArgumentError(
+                    f"{name}: mesh dim {mesh_dim} shards tensor dim {placement.dim}, out of range; allowed: {allowed}"
+                )
+
+    def without_size_one(self, mesh_shape: Sequence[int]) -> Layout:
+        """The same shards with every mesh dim of size 1 replicated: it cuts nothing and sums nothing."""
+        if 1 not in mesh_shape:
+            return self
+        placements = [Replicate() if n == 1 else p for n, p in zip(mesh_shape, self.placements, strict=True)]
+        orders = {d: tuple(m for m in order if mesh_shape[m] > 1) for d, order in self.orders}
+        return Layout(placements, {d: order for d, order in orders.items() if order})
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.placements))
+        odd = [f"{d}:{','.join(map(str, order))}" for d, order in self.orders if list(order) != sorted(order)]
+        return f"{text} @ {' '.join(odd)}" if odd else text
+
+    @classmethod
+    def from_strided(
+        cls, tokens: Sequence[Placement | tuple[int, int]], mesh_shape: Sequence[int], orders: Orders | None = None
+    ) -> Layout:
+        """Placements where a tuple (tensor dim, split factor) is a strided shard, as torch's `_StridedShard`.
+
+        The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim earlier: from
+        right to left each mesh dim is put into the order where that product is reached first.
+
+        Raises:
+            UnsupportedError: no order has these split factors; such a layout is an index set of its own.
+        """
+        found: dict[int, list[int]] = {}
+        for mesh_dim in reversed(range(len(tokens))):
+            token = tokens[mesh_dim]
+            if isinstance(token, Shard):
+                token = (token.dim, 1)
+            if not isinstance(token, tuple):
+                continue
+            dim, factor = token
+            order = found.setdefault(dim, [])
+            product, place = 1, 0
+            while product != factor and place < len(order):
+                product *= mesh_shape[order[place]]
+                place += 1
+            if product != factor:
+                raise UnsupportedError(
+                    f"strided shard S{dim}/{factor} on mesh dim {mesh_dim} is no shard order: no product of the sizes of "
+                    f"mesh dims {tuple(order)} to its right, in the order they cut, is {factor}"
+                )
+            order.insert(place, mesh_dim)
+        placements = [Shard(t[0]) if isinstance(t, tuple) else t for t in tokens]
+        strided = {t[0] for t in tokens if isinstance(t, tuple)}
+        if orders and strided & set(dict(orders)):
+            raise ArgumentError(f"layout: tensor dims {sorted(strided)} are strided and have an order as well; give one")
+        return cls(placements, dict(orders or {}) | {d: tuple(found[d]) for d in strided})
+
+    @classmethod
+    def parse(cls, text: str, mesh_shape: Sequence[int] | None = None) -> Layout:
+        """Read the text form: a token per mesh dim, `R`, `S0`, `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`, `S0/2`, then orders, `@ 0:1,0`.
+
+        `S0/2` (strided, split factor 2) needs `mesh_shape` to become an order.
+
+        Raises:
+            LayoutSyntaxError: the text does not parse; the message has a caret under the spot.
+        """
+        head, at, tail = text.partition("@")
+        tokens: list[Placement | tuple[int, int]] = []
+        strided_at = None
+        for match in re.finditer(r"\S+", head):
+            word, position = match.group(), match.start()
+            if word == "R":
+                tokens.append(Replicate())
+            elif m := re.fullmatch(r"S(\d+)(?:/([1-9]\d*))?", word):
+                tokens.append((int(m[1]), int(m[2])) if m[2] else Shard(int(m[1])))
+                strided_at = position if m[2] and strided_at is None else strided_at
+            elif word[0] == "P" and word[1:] in ("", *REDUCE_OPS):
+                tokens.append(Partial(word[1:] or "sum"))
+            elif word[0] == "P":
+                raise LayoutSyntaxError(text, position + 1, f"unknown op {word[1:]!r}; allowed: {', '.join(REDUCE_OPS)}")
+            else:
+                raise LayoutSyntaxError(text, position, f"unknown token {word!r}; allowed: R, S<dim>, S<dim>/<split>, P<op>")
+        if not tokens:
+            raise LayoutSyntaxError(text, 0, "no placements; one token per mesh dim is needed")
+        orders: dict[int, tuple[int, ...]] = {}
+        for match in re.finditer(r"\S+", tail):
+            position = len(head) + 1 + match.start()
+            if not re.fullmatch(r"\d+:\d+(,\d+)*", match.group()):
+                raise LayoutSyntaxError(text, position, f"{match.group()!r} is no order; allowed: <tensor dim>:<mesh dim>,…")
+            dim_text, _, order_text = match.group().partition(":")
+            if int(dim_text) in orders:
+                raise LayoutSyntaxError(text, position, f"a second order for tensor dim {dim_text}")
+            order = tuple(map(int, order_text.split(",")))
+            dim = int(dim_text)
+            cut_by = [m for m, t in enumerate(tokens) if t == Shard(dim) or (isinstance(t, tuple) and t[0] == dim)]
+            if len(set(order)) != len(order):
+                raise LayoutSyntaxError(text, position, f"the order {order_text} names a mesh dim twice")
+            if sorted(order) != cut_by:
+                raise LayoutSyntaxError(text, position, f"tensor dim {dim_text} is cut by mesh dims {cut_by}, not {order_text}")
+            orders[dim] = order
+        if at and not orders:
+            raise LayoutSyntaxError(text, len(head), "no order after '@'")
+        if strided_at is not None:
+            if mesh_shape is None:
+                raise LayoutSyntaxError(text, strided_at, "a strided shard can only be read with the sizes of the mesh")
+            if len(mesh_shape) != len(tokens):
+                raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
+            return cls.from_strided(tokens, mesh_shape, tuple(orders.items()))
+        return cls([t for t in tokens if not isinstance(t, tuple)], orders)

@@ -1,0 +1,122 @@
+"""From a request to a program: one exchange, or exchange, reduce, gather where a partial tensor ends up replicated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ..errors import ArgumentError, UnsupportedError
+from .dtypes import ITEMSIZE, check_dtype, check_reducible, identity
+from .exchange import Change
+from .index_sets import held_box
+from .layout import Layout, Partial, Placement, Replicate, Shard
+from .mesh import Mesh
+from .program import Exchange, Local, Program, Reduce, Step, check_shape
+
+
+def plan(
+    mesh: Mesh | Sequence[int],
+    shape: Sequence[int],
+    dtype: str,
+    src: Layout | str,
+    dst: Layout | str,
+    *,
+    rank: int | None = None,
+) -> Program:
+    """The program that takes a tensor of the global `shape` from layout `src` to layout `dst`.
+
+    Args:
+        mesh: a `Mesh`, or its shape.
+        dtype: a name such as "bfloat16".
+        src, dst: layouts, or their text form (`Layout.parse`).
+        rank: a mesh position: only its own program, in time proportional to its peers. None: the program of all ranks.
+
+    Raises:
+        ArgumentError: something does not fit; the text names the argument, its value and what is allowed.
+        UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused (partial products).
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    layouts = [Layout.parse(x, mesh.shape) if isinstance(x, str) else x for x in (src, dst)]
+    if rank is not None:
+        mesh.coordinate(rank)
+    return _plan(mesh, check_shape(shape), check_dtype(dtype), layouts[0], layouts[1], rank)
+
+
+@lru_cache(maxsize=4096)
+def _plan(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, rank: int | None) -> Program:
+    for name, layout in (("src", src), ("dst", dst)):
+        layout.check(mesh.shape, len(shape), name)
+        for placement in layout.placements:
+            if isinstance(placement, Partial):
+                check_reducible(dtype, placement.op)
+    for mesh_dim, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if b == Partial("prod") and a != b:
+            raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
+    source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
+    if source == target:
+        return Program(mesh, shape, dtype, src, dst, (), rank)
+    stops = _cheapest_route(mesh, shape, dtype, source, target)
+    steps = tuple(_step(Change(mesh, shape, dtype, a, b), rank) for a, b in zip(stops, stops[1:], strict=False))
+    return Program(mesh, shape, dtype, src, dst, steps, rank)
+
+
+def _step(change: Change, rank: int | None) -> Step:
+    plain = change.contributors == 1 and change.divisor == 1
+    reduce = None if plain else Reduce(change.op, change.contributors, change.divisor)
+    partials = [p for p in change.target.placements if isinstance(p, Partial)]
+    fill = identity(change.dtype, partials[0].op if partials else "sum")
+    common = (change.source, change.target, change.boxes(rank), reduce, fill)
+    return Exchange(*common, change.closure) if change.communicates() else Local(*common)
+
+
+def _cheapest_route(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
+) -> tuple[Layout, ...]:
+    """The layouts to pass through: the direct exchange, or a stop where partial mesh dims are scattered first.
+
+    Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike. Among equals a
+    stop wins where a reduced mesh dim ends up replicated: it reduces every element once, not once per replica.
+    """
+    change = Change(mesh, shape, dtype, source, target)
+    if not change.reduced:
+        return source, target
+    routes: list[tuple[Layout, ...]] = [(source, target)]
+    bases = [source]
+    if set(change.split) <= set(change.reduced):
+        bases.append(target)
+    for base in bases:
+        for dim in range(len(shape)):
+            if shape[dim] > 1 and (stop := _scattered(base, change.reduced, dim)) not in (source, target):
+                routes.append((source, stop, target))
+    replicated = any(target.placements[m] == Replicate() for m in change.reduced)
+
+    def price(route: tuple[Layout, ...]) -> tuple[int, int]:
+        taken = 0
+        for a, b in zip(route, route[1:], strict=False):
+            box = held_box(shape, b, mesh.shape, (0,) * mesh.ndim)
+            elements = math.prod(high - low for low, high in box)
+            taken += elements * Change(mesh, shape, dtype, a, b).contributors * ITEMSIZE[dtype]
+        return taken, -len(route) if replicated else len(route)
+
+    return min(routes, key=price)
+
+
+def _scattered(base: Layout, mesh_dims: tuple[int, ...], tensor_dim: int) -> Layout:
+    """`base` with `mesh_dims` cutting `tensor_dim` last; where they cut something in `base` already, that is left."""
+    moved = [m for m in mesh_dims if not isinstance(base.placements[m], Shard)]
+    placements: list[Placement] = [Shard(tensor_dim) if m in moved else p for m, p in enumerate(base.placements)]
+    orders = dict(base.orders)
+    if moved:
+        orders[tensor_dim] = (*orders.get(tensor_dim, ()), *moved)
+    return Layout(placements, orders)
+
+
+def check_local_shape(program: Program, position: int, given: Sequence[int], name: str = "local tensor") -> None:
+    """Raise ArgumentError unless `given` is the shape of the source shard at a mesh position."""
+    needed = program.local_shape(program.src, position)
+    if tuple(given) != needed:
+        raise ArgumentError(
+            f"{name}: rank at mesh position {position} gave shape {tuple(given)}; layout {program.src} of global shape "
+            f"{program.shape} on mesh {program.mesh.shape} allows only {needed}"
+        )

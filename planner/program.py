@@ -1,0 +1,257 @@
+"""A program: what every rank, or one rank, does to get from one layout to another. Frozen, data-free, printable, serialisable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import ArgumentError
+from .dtypes import ITEMSIZE
+from .exchange import FILL, Boxes
+from .index_sets import held_box
+from .layout import Layout
+from .mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """How contributors' boxes become one: `op` in ascending order of senders, then a division, then one rounding."""
+
+    op: str
+    contributors: int
+    divisor: float = 1
+
+    def __str__(self) -> str:
+        scale = "" if self.divisor == 1 else f" ÷ {self.divisor:g}"
+        return f"{self.op} of {self.contributors}{scale}" if self.contributors > 1 else f"copy{scale}"
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """From `source` to `target`; `fill` is the identity that boxes without a sender get; `reduce` is None for plain copies."""
+
+    source: Layout
+    target: Layout
+    boxes: Boxes
+    reduce: Reduce | None
+    fill: float | int | bool
+
+    kind = "step"
+
+
+@dataclass(frozen=True, eq=False)
+class Local(Step):
+    """No rank receives anything."""
+
+    kind = "local"
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange(Step):
+    """Ranks that differ only along the mesh dims `group` meet."""
+
+    group: tuple[int, ...] = ()
+    kind = "exchange"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The steps from layout `src` to layout `dst`.
+
+    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_bound` and `peak_bytes` have one int
+    per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is None where a layout is partial.
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    dtype: str
+    src: Layout
+    dst: Layout
+    steps: tuple[Step, ...]
+    rank: int | None = None
+    ranks: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(range(self.mesh.size)) if self.rank is None else (self.rank,))
+
+    @property
+    def exchanges(self) -> int:
+        return sum(isinstance(step, Exchange) for step in self.steps)
+
+    @property
+    def is_identity(self) -> bool:
+        """Nothing moves and nothing changes: the output is the input."""
+        return not self.steps
+
+    def local_shape(self, layout: Layout, position: int) -> tuple[int, ...]:
+        """The shape of the shard that a mesh position holds under `layout`."""
+        box = held_box(self.shape, layout, self.mesh.shape, self.mesh.coordinate(position))
+        return tuple(high - low for low, high in box)
+
+    def local_bytes(self, layout: Layout, position: int) -> int:
+        return math.prod(self.local_shape(layout, position)) * ITEMSIZE[self.dtype]
+
+    @cached_property
+    def bytes_received(self) -> list[int]:
+        size = ITEMSIZE[self.dtype]
+        return [sum(step.boxes.elements_received(r) for step in self.steps) * size for r in self.ranks]
+
+    @cached_property
+    def bytes_bound(self) -> list[int] | None:
+        """What each rank must receive at least: its target shard without what it holds. None with partial."""
+        if self.src.has_partial or self.dst.has_partial:
+            return None
+        bound = []
+        for r in self.ranks:
+            coordinate = self.mesh.coordinate(r)
+            source, target = (held_box(self.shape, x, self.mesh.shape, coordinate) for x in (self.src, self.dst))
+            held = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(source, target, strict=True)]
+            wanted = [b - a for a, b in target]
+            bound.append((math.prod(wanted) - math.prod(held)) * ITEMSIZE[self.dtype])
+        return bound
+
+    @cached_property
+    def peak_bytes(self) -> list[int]:
+        """Input, output, and what a step holds beside them: the layout between two steps, and contributions not yet reduced."""
+        size = ITEMSIZE[self.dtype]
+        peaks = []
+        for r in self.ranks:
+            original = self.local_bytes(self.src, r)
+            peak = original
+            for i, step in enumerate(self.steps):
+                before = self.local_bytes(step.source, r) if i else 0
+                staged = step.boxes.elements_received(r) * size if step.reduce and step.reduce.contributors > 1 else 0
+                peak = max(peak, original + before + staged + self.local_bytes(step.target, r))
+            peaks.append(peak)
+        return peaks
+
+    @cached_property
+    def digest(self) -> int:
+        """63 bits that differ for different requests: what ranks compare when they meet."""
+        request = [self.mesh.shape, self.mesh.ranks, self.shape, self.dtype, str(self.src), str(self.dst)]
+        return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
+
+    def explain(self) -> str:
+        """The program as text: each step with the mesh dims it moves along, its boxes and its bytes; then the totals."""
+        names = self.mesh.names or tuple(map(str, range(self.mesh.ndim)))
+        title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
+        lines = [title if self.rank is None else f"{title}, rank {self.rank}"]
+        if self.is_identity:
+            lines.append("  nothing to do: the output is the input")
+        for number, step in enumerate(self.steps, 1):
+            what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
+            if isinstance(step, Exchange):
+                what += f"   along {', '.join(names[m] for m in step.group)}"
+            notes = [f"{len(step.boxes)} boxes"]
+            if isinstance(step, Exchange):
+                most = max(step.boxes.elements_received(r) for r in self.ranks) * ITEMSIZE[self.dtype]
+                notes.append(f"receives at most {format_bytes(most)}")
+            if step.reduce:
+                notes.append(str(step.reduce))
+            if (step.boxes.sender == FILL).any():
+                notes.append(f"fills the rest with {step.fill}")
+            lines += [what, "     " + ", ".join(notes)]
+        received = max(self.bytes_received)
+        if self.bytes_bound is None:
+            bound = "no bound with partial"
+        else:
+            over = [a - b for a, b in zip(self.bytes_received, self.bytes_bound, strict=True)]
+            bound = f"bound {format_bytes(max(self.bytes_bound))}, {'met exactly' if not any(over) else 'not met'}"
+        lines.append(f"  received {format_bytes(received)} ({bound}), peak {format_bytes(max(self.peak_bytes))}")
+        return "\n".join(lines)
+
+    __str__ = explain
+
+    def to_dict(self) -> dict:
+        """Plain values, ready for JSON."""
+        return {
+            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names, "ranks": self.mesh.ranks},
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "src": str(self.src),
+            "dst": str(self.dst),
+            "rank": self.rank,
+            "steps": [
+                {
+                    "kind": step.kind,
+                    "source": str(step.source),
+                    "target": str(step.target),
+                    "group": step.group if isinstance(step, Exchange) else None,
+                    "reduce": step.reduce and {f.name: getattr(step.reduce, f.name) for f in fields(step.reduce)},
+                    "fill": repr(step.fill),
+                    "boxes": {
+                        f.name: v.tolist() if isinstance(v := getattr(step.boxes, f.name), np.ndarray) else v
+                        for f in fields(step.boxes)
+                    },
+                }
+                for step in self.steps
+            ],
+            "exchanges": self.exchanges,
+            "bytes_received": self.bytes_received,
+            "bytes_bound": self.bytes_bound,
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: dict) -> Program:
+        """The program that `to_dict` was called on."""
+        mesh = Mesh(**data["mesh"])
+        ndim = len(data["shape"])
+        steps: list[Step] = []
+        for entry in data["steps"]:
+            raw = entry["boxes"]
+            n, axes = len(raw["receiver"]), len(raw["axes"])
+            contributors = entry["reduce"]["contributors"] if entry["reduce"] else 1
+            width = {"sender": contributors, "source_start": ndim, "target_start": ndim}
+            arrays = {
+                name: np.array(raw[name], dtype=np.int64).reshape(n, width.get(name, axes))
+                for name in ("sender", "source_start", "target_start", "extent", "source_step", "target_step")
+            }
+            boxes = Boxes(np.array(raw["receiver"], dtype=np.int64), axes=tuple(raw["axes"]), **arrays)
+            fill = {"True": True, "False": False}.get(entry["fill"])
+            if fill is None:
+                fill = float(entry["fill"]) if any(c in entry["fill"] for c in ".einf") else int(entry["fill"])
+            common = (Layout.parse(entry["source"]), Layout.parse(entry["target"]), boxes)
+            reduce = Reduce(**entry["reduce"]) if entry["reduce"] else None
+            if entry["kind"] == "exchange":
+                steps.append(Exchange(*common, reduce, fill, tuple(entry["group"])))
+            else:
+                steps.append(Local(*common, reduce, fill))
+        return cls(
+            mesh,
+            tuple(data["shape"]),
+            data["dtype"],
+            Layout.parse(data["src"]),
+            Layout.parse(data["dst"]),
+            tuple(steps),
+            data["rank"],
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        return cls.from_dict(json.loads(text))
+
+
+def format_bytes(n: int | float) -> str:
+    """Binary units, three digits."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024
+    return f"{n:.4g} GiB"
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(int(n) for n in shape)
+    if any(n < 0 for n in sizes):
+        raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
+    return sizes

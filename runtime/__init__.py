@@ -1,0 +1,22 @@
+"""Carries programs out: worlds, the executor, the DTensor drop-in."""
+
+from .dtensor import redistribute
+from .in_process import InProcessWorld, simulate
+from .install import install, installed, is_installed, uninstall
+from .planning import plan
+from .redistribution import redistribute_local_tensor
+from .statistics import Statistics, stats
+
+__all__ = [
+    "InProcessWorld",
+    "Statistics",
+    "install",
+    "installed",
+    "is_installed",
+    "plan",
+    "redistribute",
+    "redistribute_local_tensor",
+    "simulate",
+    "stats",
+    "uninstall",
+]

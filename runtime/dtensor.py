@@ -1,0 +1,121 @@
+"""DTensors in, DTensors out: `redistribute` with a shard order, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+
+from ..errors import ArgumentError, UnsupportedError
+from .redistribution import run_redistribution
+from .worlds import why_not_backend
+
+
+def redistribute(
+    dtensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+    world: str | None = None,
+) -> DTensor:
+    """A DTensor of the same values with other placements, on the same mesh.
+
+    Args:
+        dtensor: any placements of replicate, shard and partial, in any shard order (a decodable `_StridedShard` is one).
+        placements: one per mesh dim. Targets may be partial (sum, avg, max, min), which torch refuses.
+        shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
+        world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
+
+    Returns:
+        A DTensor that shares no memory with the input, except where nothing is to be done. Differentiable any number of
+        times; the gradient of a partial input is replicated.
+
+    Raises:
+        ArgumentError: placements or an order that do not fit; raised before anything is communicated.
+        UnsupportedError: strided shards that are no order, bitwise partials, a backend that cannot carry programs.
+        WorldError: a peer died, did not come, or asked for something else.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+    mesh = dtensor.device_mesh
+    placements = tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise ArgumentError(f"placements: {len(placements)} given for a mesh of {mesh.ndim} dims; allowed: one each")
+    normal = []
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, Placement):
+            raise ArgumentError(f"placements: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial")
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not -dtensor.ndim <= dim < dtensor.ndim:
+            allowed = f"{-dtensor.ndim}..{dtensor.ndim - 1}" if dtensor.ndim else "none, the tensor has no dims"
+            raise ArgumentError(f"placements: mesh dim {mesh_dim} shards tensor dim {dim}; allowed: {allowed}")
+        if type(placement) is Shard and placement.dim < 0:
+            placement = Shard(placement.dim + dtensor.ndim)
+        normal.append(placement)
+    target = DTensorSpec(mesh, tuple(normal), dtensor._spec.tensor_meta, **_ordered(normal, shard_order, dtensor.ndim))
+    return _Redistribute.apply(dtensor, target, world)
+
+
+def _ordered(placements: Sequence[Placement], order: Mapping[int, Sequence[int]] | None, ndim: int) -> dict[str, Any]:
+    """The `shard_order` argument of a spec, checked."""
+    if order is None:
+        return {}
+    cuts: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if type(placement) is Shard:
+            cuts.setdefault(placement.dim, []).append(mesh_dim)
+        elif not isinstance(placement, Replicate | Partial):
+            raise ArgumentError(f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them")
+    given: dict[int, tuple[int, ...]] = {}
+    for tensor_dim, mesh_dims in order.items():
+        if not -ndim <= tensor_dim < ndim:
+            raise ArgumentError(f"shard_order: tensor dim {tensor_dim}; allowed: {-ndim}..{ndim - 1}")
+        tensor_dim %= ndim
+        if sorted(mesh_dims) != cuts.get(tensor_dim, []):
+            raise ArgumentError(
+                f"shard_order: tensor dim {tensor_dim} has {tuple(mesh_dims)}; allowed: each of the mesh dims that cut it, "
+                f"{tuple(cuts.get(tensor_dim, []))}, once"
+            )
+        given[tensor_dim] = tuple(mesh_dims)
+    entries = [ShardOrderEntry(tensor_dim=d, mesh_dims=given.get(d, tuple(c))) for d, c in sorted(cuts.items())]
+    return {"shard_order": tuple(entries)}
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: DTensorSpec, world: str | None) -> DTensor:  # type: ignore[override]
+        ctx.source, ctx.world = x._spec, world
+        local = x._local_tensor
+        if type(local) is AsyncCollectiveTensor:
+            local = local.wait()
+        if x.device_mesh.get_coordinate() is not None:
+            if type(local) not in (torch.Tensor, torch.nn.Parameter):
+                raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
+            reason = why_not_backend()
+            if reason is not None and x.device_mesh.size() > 1:
+                raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
+            local = run_redistribution(local.detach(), x._spec, target, world)
+        # pyrefly and mypy know DTensor's public constructor only.
+        return DTensor(local, target, requires_grad=x.requires_grad)  # type: ignore[call-arg]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
+        source: DTensorSpec = ctx.source
+        # A gradient is not made partial again: it would have to be reduced later, which costs more than keeping it.
+        kept = [
+            Replicate() if b.is_partial() and not a.is_partial() else b
+            for a, b in zip(gradient.placements, source.placements, strict=True)
+        ]
+        order = None if source.use_strided_shard_as_shard_order else source.shard_order
+        target = DTensorSpec(
+            source.mesh,
+            tuple(kept),
+            gradient._spec.tensor_meta,
+            shard_order=order,
+            use_strided_shard_as_shard_order=source.use_strided_shard_as_shard_order,
+        )
+        return _Redistribute.apply(gradient, target, ctx.world), None, None

@@ -1,0 +1,354 @@
+"""A rank's program bound to a world: boxes become views or kernel tables once, a call then allocates, copies and meets.
+
+Written once for every world, as a generator that yields where ranks meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..kernels import Boxes as StridedBoxes
+from ..kernels import copy_boxes, copy_table, reduce_boxes, reduce_table, reduce_views, source_views, target_views
+from ..planner import FILL, Boxes, Exchange, Program, Reduce, Step, check_local_shape
+from .meeting import Address, Meet, Transfer
+
+Run = Generator[Meet | Transfer, Any, torch.Tensor]
+
+_CACHED_ADDRESSES = 64
+
+
+class World(Protocol):
+    """Where ranks meet."""
+
+    one_sided: bool
+    """Ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
+    recycles: bool
+    """The same address always means the same memory, so views on it may be kept."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised contiguous tensor that nobody else holds and that peers can address."""
+
+    def open(self, address: Address, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of a buffer that a peer offered, as flat bytes."""
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+class _Side:
+    """Where boxes lie in one buffer: offsets [n] and strides [n, axes], in elements."""
+
+    def __init__(self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: int = 0) -> None:
+        per_dim = np.array(strides, dtype=np.int64)
+        self.offset = start @ per_dim + base
+        self.stride = step * per_dim[list(boxes.axes)]
+
+    @classmethod
+    def source(cls, boxes: Boxes, strides: Sequence[int]) -> _Side:
+        return cls(boxes, boxes.source_start, boxes.source_step, strides)
+
+    @classmethod
+    def target(cls, boxes: Boxes, strides: Sequence[int], base: int = 0) -> _Side:
+        return cls(boxes, boxes.target_start, boxes.target_step, strides, base)
+
+    @classmethod
+    def packed(cls, boxes: Boxes) -> _Side:
+        """Boxes one after the other, each contiguous."""
+        side = cls.__new__(cls)
+        sizes = boxes.elements
+        side.offset = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if len(sizes) else sizes
+        tail = np.cumprod(np.maximum(boxes.extent[:, :0:-1], 1), axis=1)[:, ::-1]
+        axes = boxes.extent.shape[1]
+        side.stride = np.concatenate([tail, np.ones((len(boxes), min(axes, 1)), np.int64)], axis=1)
+        return side
+
+
+class Copies:
+    """Boxes copied from the tensors `sources` into the tensors `targets`: (source, target, boxes, source side, target side)."""
+
+    def __init__(
+        self, parts: Sequence[tuple[int, int, Boxes, _Side, _Side]], fill: float | int | bool, dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
+        parts = [part for part in parts if len(part[2])]
+        self.empty = not parts
+        if self.empty:
+            return
+        self.boxes = StridedBoxes(
+            source=np.concatenate([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
+            target=np.concatenate([np.full(len(b), t) for _, t, b, _, _ in parts]),
+            source_offset=np.concatenate([s.offset for _, _, _, s, _ in parts])[:, None],
+            target_offset=np.concatenate([t.offset for _, _, _, _, t in parts]),
+            extent=np.concatenate([b.extent for _, _, b, _, _ in parts]),
+            source_stride=np.concatenate([s.stride for _, _, _, s, _ in parts])[:, None],
+            target_stride=np.concatenate([t.stride for _, _, _, _, t in parts]),
+            fill=fill,
+        )
+        self.table = None if device.type == "cpu" else copy_table(self.boxes, dtype, device)
+        self._views: dict[Address, list[torch.Tensor]] = {}
+
+    def knows(self, key: Address) -> bool:
+        """Whether views on the memory that `key` names are kept, so that a call needs no targets."""
+        return key is not None and not self.empty and key in self._views
+
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
+        """`key` names the targets' memory: views on it are kept for the next call with the same key."""
+        if self.empty:
+            return
+        if self.table is not None:
+            copy_boxes(self.table, sources, targets)
+            return
+        views = None if key is None else self._views.get(key)
+        if views is None:
+            views = target_views(self.boxes, targets)
+            if key is not None:
+                if len(self._views) >= _CACHED_ADDRESSES:
+                    self._views.pop(next(iter(self._views)))
+                self._views[key] = views
+        for target, source in zip(views, source_views(self.boxes, sources), strict=True):
+            if source:
+                target.copy_(source[0])
+            else:
+                target.fill_(self.boxes.fill)
+
+
+class Reduction:
+    """Boxes of `sources` reduced into boxes of `targets`: the contributor axis of `boxes` is reduced in order."""
+
+    def __init__(self, boxes: StridedBoxes, reduce: Reduce, dtype: torch.dtype, device: torch.device) -> None:
+        self.boxes, self.reduce = boxes, reduce
+        divisor = None if reduce.divisor == 1 else reduce.divisor
+        self.divisor = divisor
+        cpu = device.type == "cpu"
+        self.table = None if cpu else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
+
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        if self.table is not None:
+            reduce_boxes(self.table, sources, targets)
+            return
+        for target, contributors in zip(
+            target_views(self.boxes, targets), source_views(self.boxes, sources), strict=True
+        ):
+            if contributors:
+                reduce_views(target, contributors, self.reduce.op, self.divisor)
+            else:
+                target.fill_(self.boxes.fill)
+
+
+def _mine(boxes: Boxes, me: int) -> Boxes:
+    return boxes.select(boxes.receiver == me)
+
+
+class BoundStep:
+    """What both kinds of transport need of one step on one rank."""
+
+    def __init__(self, program: Program, step: Step, me: int, strides: Sequence[int], world: World, dtype: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        self.program, self.step, self.me = program, step, me
+        self.world, self.dtype, self.device = world, dtype, device
+        self.source_strides = tuple(strides)
+        self.shape = program.local_shape(step.target, me)
+        self.strides = contiguous_strides(self.shape)
+        group = program.mesh.subgroup(me, step.group) if isinstance(step, Exchange) else (me,)
+        # Each rank begins with the peer after itself: writes spread over the peers.
+        start = group.index(me)
+        self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
+        self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
+        self.incoming = _mine(step.boxes, me)
+
+    def fill_rows(self) -> Boxes:
+        return self.incoming.select(self.incoming.sender[:, 0] == FILL)
+
+    def kept_rows(self) -> Boxes:
+        """Rows that this rank sends itself."""
+        return self.incoming.select(self.incoming.sender[:, 0] == self.me)
+
+    def outgoing(self, peer: int, contributor: int) -> Boxes:
+        """Rows that this rank contributes to a peer."""
+        boxes = self.step.boxes
+        return boxes.select((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
+
+    def fills(self) -> tuple[int, int, Boxes, _Side, _Side]:
+        rows = self.fill_rows()
+        return FILL, 0, rows, _Side.packed(rows), _Side.target(rows, self.strides)
+
+    def empty(self) -> torch.Tensor:
+        return self.world.empty(self.shape, self.dtype, self.device)
+
+    def reduction(self, staged: list[_Side]) -> Reduction:
+        """Reduce into the output from the input (source 0) and the contributions of others (source 1, at `staged`)."""
+        rows, reduce = self.incoming, self.step.reduce
+        assert reduce is not None
+        own = _Side.source(rows, self.source_strides)
+        source, offset, stride = [], [], []
+        for contributor in range(reduce.contributors):
+            sender = rows.sender[:, contributor]
+            is_own = sender == self.me
+            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, 1)))
+            offset.append(np.where(is_own, own.offset, staged[contributor].offset))
+            stride.append(np.where(is_own[:, None], own.stride, staged[contributor].stride))
+        target = _Side.target(rows, self.strides)
+        boxes = StridedBoxes(
+            source=np.stack(source, axis=1),
+            target=np.zeros(len(rows), np.int64),
+            source_offset=np.stack(offset, axis=1),
+            target_offset=target.offset,
+            extent=rows.extent,
+            source_stride=np.stack(stride, axis=1),
+            target_stride=target.stride,
+            fill=self.step.fill,
+        )
+        return Reduction(boxes, reduce, self.dtype, self.device)
+
+
+class OneSidedStep(BoundStep):
+    """Ranks push into each other's buffers between two meetings: the outputs themselves, or slabs of contributions.
+
+    Where contributions are reduced, a rank's buffer is [contributors, *output shape]: where a box goes follows from its
+    contributor and its place in the output, so senders need nothing that the plan does not say.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        step, reduce = self.step, self.step.reduce
+        contributors = reduce.contributors if reduce else 1
+        slab = math.prod(self.shape)
+        self.windowed = (contributors, *self.shape) if reduce and self.peers else None
+        itemsize = self.dtype.itemsize
+        self.pushes: list[tuple[int, int, Copies]] = []
+        for index, peer in enumerate(self.peers):
+            shape = self.program.local_shape(step.target, peer)
+            strides, size = contiguous_strides(shape), math.prod(shape)
+            parts = []
+            for contributor in range(contributors):
+                rows = self.outgoing(peer, contributor)
+                source = _Side.source(rows, self.source_strides)
+                parts.append((0, 0, rows, source, _Side.target(rows, strides, contributor * size if reduce else 0)))
+            copies = Copies(parts, step.fill, self.dtype, self.device)
+            if not copies.empty:
+                self.pushes.append((index, size * itemsize * (contributors if reduce else 1), copies))
+        if reduce:
+            staged = [_Side.target(self.incoming, self.strides, c * slab) for c in range(contributors)]
+            self.finish = self.reduction(staged)
+        else:
+            rows = self.kept_rows()
+            sides = _Side.source(rows, self.source_strides), _Side.target(rows, self.strides)
+            self.keep = Copies([(0, 0, rows, *sides), self.fills()], step.fill, self.dtype, self.device)
+
+    def run(self, x: torch.Tensor, token: int) -> Run:
+        world, out = self.world, self.empty()
+        window = out if self.windowed is None else world.empty(self.windowed, self.dtype, self.device)
+        if self.peers:
+            addresses = yield Meet(self.peer_ranks, token, window)
+            for index, nbytes, copies in self.pushes:
+                key = addresses[index] if world.recycles else None
+                known = copies.knows(key)
+                copies([x], () if known else [world.open(addresses[index], nbytes).view(self.dtype)], key)
+        if self.step.reduce is None:
+            self.keep([x], [out])
+        if self.peers:
+            yield Meet(self.peer_ranks, token + 1, None)
+        if self.step.reduce is not None:
+            self.finish([x, window], [out])
+        return out
+
+
+class TwoSidedStep(BoundStep):
+    """Pack what each peer needs, send and receive with exact sizes, unpack or reduce what came."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        step, reduce = self.step, self.step.reduce
+        contributors = reduce.contributors if reduce else 1
+        self.sends: list[tuple[int, int, Copies]] = []
+        for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
+            parts, base = [], 0
+            for contributor in range(contributors):
+                rows = self.outgoing(peer, contributor)
+                packed = _Side.packed(rows)
+                packed.offset = packed.offset + base
+                base += int(rows.elements.sum())
+                parts.append((0, 0, rows, _Side.source(rows, self.source_strides), packed))
+            if base:
+                self.sends.append((rank, base, Copies(parts, step.fill, self.dtype, self.device)))
+        # What a peer sends comes contributor by contributor, in the order of rows, as the peer packs it.
+        self.receives: list[tuple[int, int, int]] = []
+        staged = [_Side.target(self.incoming, self.strides) for _ in range(contributors)]
+        unpack: list[tuple[int, int, Boxes, _Side, _Side]] = []
+        base = 0
+        for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
+            first = base
+            for contributor in range(contributors):
+                here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
+                rows = self.incoming.select(here)
+                packed = _Side.packed(rows)
+                packed.offset = packed.offset + base
+                staged[contributor].offset[here] = packed.offset
+                staged[contributor].stride[here] = packed.stride
+                unpack.append((1, 0, rows, packed, _Side.target(rows, self.strides)))
+                base += int(rows.elements.sum())
+            if base > first:
+                self.receives.append((rank, first, base))
+        self.received = base
+        if reduce:
+            self.finish: Reduction | Copies = self.reduction(staged)
+        else:
+            rows = self.kept_rows()
+            sides = _Side.source(rows, self.source_strides), _Side.target(rows, self.strides)
+            parts = [(0, 0, rows, *sides), self.fills(), *unpack]
+            self.finish = Copies(parts, step.fill, self.dtype, self.device)
+
+    def run(self, x: torch.Tensor, token: int) -> Run:
+        out = self.empty()
+        received = torch.empty(self.received, dtype=self.dtype, device=self.device)
+        if self.peers:
+            packed = []
+            for rank, elements, copies in self.sends:
+                buffer = torch.empty(elements, dtype=self.dtype, device=self.device)
+                copies([x], [buffer])
+                packed.append((rank, buffer.view(torch.uint8)))
+            arriving = received.view(torch.uint8)
+            size = self.dtype.itemsize
+            slices = tuple((rank, arriving[first * size : last * size]) for rank, first, last in self.receives)
+            yield Transfer(tuple(packed), slices)
+        self.finish([x, received], [out])
+        return out
+
+
+class BoundProgram:
+    """One rank's program on one world, for inputs with the given strides.
+
+    Attributes:
+        token: what ranks compare when they meet; differs for different requests.
+    """
+
+    def __init__(
+        self, program: Program, position: int, strides: Sequence[int], world: World, dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
+        self.program, self.position, self.token = program, position, program.digest & ~0xFFFF
+        kind = OneSidedStep if world.one_sided else TwoSidedStep
+        self.steps: list[OneSidedStep | TwoSidedStep] = []
+        for i, step in enumerate(program.steps):
+            before = strides if i == 0 else contiguous_strides(program.local_shape(step.source, position))
+            self.steps.append(kind(program, step, position, before, world, dtype, device))
+        everyone = {p for step in program.steps if isinstance(step, Exchange)
+                    for p in program.mesh.subgroup(position, step.group)}  # fmt: skip
+        self.peer_ranks = tuple(sorted(program.mesh.rank_at(p) for p in everyone - {position}))
+
+    def check(self, x: torch.Tensor) -> None:
+        check_local_shape(self.program, self.position, x.shape)
+
+    def run(self, x: torch.Tensor) -> Run:
+        """Yields where ranks meet; returns the target shard. The input is only read."""
+        for i, step in enumerate(self.steps):
+            x = yield from step.run(x, self.token + 2 * i)
+        return x

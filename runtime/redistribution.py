@@ -1,0 +1,178 @@
+"""The inner loop of DTensor's redistribution: a local tensor and two specs in, the target's local tensor out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from ..errors import ArgumentError, UnsupportedError, WorldError
+from ..planner import Program, check_local_shape, plan
+from .collective import CollectiveWorld
+from .dtypes import dtype_name, name_of
+from .executor import BoundProgram
+from .shared_memory import SharedMemoryWorld
+from .specs import layout_of_spec, mesh_of
+from .statistics import stats
+from .worlds import AnyWorld, current_worlds, why_not_backend
+
+Stock = Callable[..., torch.Tensor]
+stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_KEPT = 2048
+
+
+class _Bound:
+    """A program on its world, ready to be called."""
+
+    def __init__(self, program: Program, bound: BoundProgram | None, world: AnyWorld | None, ranks: tuple[int, ...]) -> None:
+        self.program, self.bound, self.world, self.ranks = program, bound, world, ranks
+        self.first = True
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bound is None or self.world is None:
+            return x
+        world, bound = self.world, self.bound
+        stats().calls[world.name] += 1
+        if bound.peer_ranks and isinstance(world, CollectiveWorld):
+            world.announce(self.ranks, bound.peer_ranks, bound.token, self.first)
+        self.first = False
+        run = bound.run(x)
+        reply: Any = None
+        try:
+            while True:
+                reply = world.answer(run.send(reply))
+        except StopIteration as end:
+            return end.value
+        except WorldError:
+            raise
+        except BaseException as error:
+            # Peers wait for this rank's next meeting: tell them that it will not come.
+            world.fail(WorldError(f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"))
+            raise
+
+
+_bound: dict[tuple, _Bound] = {}
+_bound_for: object = None
+
+
+def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str | None) -> _Bound:
+    """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+    if current.tensor_meta is None:
+        raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
+    mesh = mesh_of(current.mesh)
+    src, dst = layout_of_spec(current), layout_of_spec(target)
+    coordinate = current.mesh.get_coordinate()
+    assert coordinate is not None
+    position = mesh.position(coordinate)
+    program = plan(mesh, tuple(current.tensor_meta.shape), dtype_name(x.dtype), src, dst, rank=position)
+    check_local_shape(program, position, x.shape)
+    ranks = tuple(sorted(mesh.rank_at(p) for p in range(mesh.size)))
+    if ranks[-1] >= dist.get_world_size():
+        raise ArgumentError(
+            f"mesh: it names rank {ranks[-1]}, the process group has {dist.get_world_size()} ranks; "
+            f"allowed: 0..{dist.get_world_size() - 1}"
+        )
+    if program.is_identity:
+        return _Bound(program, None, None, ranks)
+    world, _ = current_worlds().choose(ranks, x.device, asked)
+    return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world, ranks)
+
+
+def run_redistribution(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str | None = None
+) -> torch.Tensor:
+    """Carry a plain local tensor from one spec to another on the same mesh.
+
+    Raises:
+        ArgumentError: a local tensor that does not fit its spec, layouts that do not fit the tensor.
+        UnsupportedError: placements or dtypes that programs do not carry.
+        WorldError: the ranks could not meet.
+    """
+    global _bound_for
+    group = dist.distributed_c10d.GroupMember.WORLD
+    if _bound_for is not group:
+        _bound.clear()
+        _bound_for = group
+    key = (current, target, x.shape, x.stride(), x.dtype, x.device, asked)
+    found = _bound.get(key)
+    if found is None:
+        found = _bind(x, current, target, asked)
+        if len(_bound) >= _KEPT:
+            _bound.pop(next(iter(_bound)))
+        _bound[key] = found
+    return found(x)
+
+
+def why_delegate(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> str | None:
+    """Why torch itself has to carry a call out, or None."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    if type(x) not in _PLAIN:
+        return f"local tensor is a {type(x).__name__}"
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if modes:
+        return f"{type(modes[-1]).__name__} is watching"
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
+        return f"local tensor is {x.layout} on {x.device}"
+    if any(b.is_partial() and a.is_shard() for a, b in zip(current.placements, target.placements, strict=True)):
+        return "shard to partial, which torch refuses"
+    return why_not_backend()
+
+
+def redistribute_local_tensor(
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    use_graph_based_transform: bool | None = None,
+    is_explicit: bool = False,
+) -> torch.Tensor:
+    """torch's inner loop of the same name and signature, carried out by shardweave where it can be.
+
+    Left to torch, and counted in `stats().delegations` with the reason: tracing, fake and other wrapped tensors, active
+    dispatch modes, placements that programs do not carry, one rank, unknown backends. The result is complete when it is
+    returned, also with `async_op`. A plan is chosen by shardweave: `use_graph_based_transform` only reaches torch.
+
+    Raises:
+        ArgumentError: the local tensor does not fit its spec.
+        WorldError: the ranks could not meet.
+    """
+    reason = None
+    x = local_tensor
+    if type(x) is AsyncCollectiveTensor:
+        x = x.wait()
+    if current_spec.mesh != target_spec.mesh:
+        reason = "another mesh, which torch refuses"
+    elif current_spec.mesh.get_coordinate() is None:
+        return local_tensor
+    else:
+        torch_redistribute.assert_no_mixed_partial_types(current_spec.placements)
+        torch_redistribute.assert_no_mixed_partial_types(target_spec.placements)
+        reason = why_delegate(x, current_spec, target_spec)
+    if reason is None:
+        try:
+            return run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec)
+        except UnsupportedError as error:
+            reason = str(error)
+    stats().delegations[reason] += 1
+    options = {"async_op": async_op, "is_explicit": is_explicit}
+    if use_graph_based_transform is not None:
+        options["use_graph_based_transform"] = use_graph_based_transform
+    return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
+
+
+__all__ = [
+    "SharedMemoryWorld",
+    "name_of",
+    "redistribute_local_tensor",
+    "run_redistribution",
+    "stock_redistribute_local_tensor",
+    "why_delegate",
+]

@@ -1,0 +1,233 @@
+"""CPU ranks of one machine meet in shared memory: they push straight into each other's outputs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
+from .meeting import Meet, Transfer
+from .shared_pool import MAX_SEGMENTS, Segment, SharedPool, open_segment
+
+Address = tuple[int, int, int]  # rank, segment, offset
+
+# The control page of a rank, in 8-byte words, written by that rank alone. A slot per peer and parity of the meeting's
+# number; its number is stored last (x86-64 keeps stores in order), so who sees it sees the rest.
+_FAILED = 0
+_DIRECTORY = 8
+_SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
+_SLOT_WORDS = 8
+_NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
+_EAGER_POLLS = 400
+_LONGEST_SLEEP = 1e-3
+
+
+def why_not_here() -> str | None:
+    """Why this machine cannot carry the world, or None if it can."""
+    if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
+        return "shared memory needs Linux (memfd_create)"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"the barrier needs stores seen in order (x86-64); this is {platform.machine()}"
+    return None
+
+
+def machine_name() -> str:
+    """Equal for processes that can map each other's memory: the boot and the process namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class _Peer:
+    """A rank's control page and segments as seen from another process, and a descriptor that tells when it dies."""
+
+    def __init__(self, rank: int, pid: int, control_fd: int) -> None:
+        self.rank, self.pid = rank, pid
+        try:
+            self.pidfd: int | None = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            self.pidfd = None
+        self.page = memoryview(open_segment(pid, control_fd)).cast("Q")
+        self.meetings = 0
+        self._segments: dict[int, torch.Tensor] = {}
+
+    def has_died(self) -> bool:
+        if self.pidfd is None:
+            return not os.path.exists(f"/proc/{self.pid}")
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def segment(self, index: int) -> torch.Tensor:
+        found = self._segments.get(index)
+        if found is None:
+            mapped = open_segment(self.pid, self.page[_DIRECTORY + index])
+            found = self._segments[index] = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
+        return found
+
+
+class SharedMemoryWorld:
+    """The ranks of a process group on one machine.
+
+    Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when first met.
+    A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for it, as
+    long as each pair meets in the same order on both sides.
+
+    Raises:
+        WorldError: from every call after the first failure.
+    """
+
+    one_sided = True
+    recycles = True
+    name = "shared_memory"
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._store = store
+        self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size))
+        self._page = memoryview(self._control.map).cast("Q")
+        self._pool = SharedPool("shardweave-pool")
+        self._peers: dict[int, _Peer] = {}
+        self._error: WorldError | None = None
+        post(store, rank, self._control.fd)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor, segment, offset = self._pool.empty(shape, dtype)
+        # The place travels with the tensor from here to `Meet`, and no further.
+        tensor._shardweave_place = (segment, offset)  # type: ignore[attr-defined]
+        return tensor
+
+    def open(self, address: Address, nbytes: int) -> torch.Tensor:
+        rank, segment, offset = address
+        return self._peers[rank].segment(segment)[offset : offset + nbytes]
+
+    def answer(self, request: Meet | Transfer) -> list[Address]:
+        assert isinstance(request, Meet)
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._meet(request)
+        except WorldError as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: WorldError) -> None:
+        """Tell every peer that waits for this rank, now or later, that it will not come."""
+        self._error = error
+        self._page[_FAILED] = 1
+
+    def _meet(self, request: Meet) -> list[Address]:
+        page = self._page
+        segment, offset = (0, 0) if request.offer is None else self._publish(request.offer)
+        peers = [self._peers.get(rank) or self._find(rank) for rank in request.peers]
+        for peer in peers:
+            peer.meetings += 1
+            slot = _SLOTS + (2 * peer.rank + (peer.meetings & 1)) * _SLOT_WORDS
+            page[slot + _TOKEN] = request.token
+            page[slot + _SEGMENT] = segment
+            page[slot + _OFFSET] = offset
+            page[slot + _NUMBER] = peer.meetings
+        addresses = []
+        for peer in peers:
+            slot = _SLOTS + (2 * self.rank + (peer.meetings & 1)) * _SLOT_WORDS
+            theirs = peer.page
+            if theirs[slot] != peer.meetings:
+                self._wait(peer, slot)
+            if theirs[slot + _TOKEN] != request.token:
+                raise DisagreementError(
+                    f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, dtype, layout or "
+                    f"order of calls): requests {request.token:#x} and {theirs[slot + _TOKEN]:#x}; no tensor data was moved"
+                )
+            addresses.append((peer.rank, theirs[slot + _SEGMENT], theirs[slot + _OFFSET]))
+        return addresses
+
+    def _publish(self, offer: torch.Tensor) -> tuple[int, int]:
+        segment, offset = offer._shardweave_place  # type: ignore[attr-defined]
+        entry = _DIRECTORY + segment
+        if self._page[entry] == 0:
+            self._page[entry] = self._pool.segments[segment].fd
+        return segment, offset
+
+    def _wait(self, peer: _Peer, slot: int) -> None:
+        page, number, give_way = peer.page, peer.meetings, os.sched_yield
+        for _ in range(_EAGER_POLLS):
+            give_way()
+            if page[slot] == number:
+                return
+        deadline, pause = time.monotonic() + self.timeout, 2e-5
+        while page[slot] != number:
+            if page[_FAILED]:
+                # It may have come to this meeting before it failed.
+                if page[slot] == number:
+                    return
+                raise PeerError(f"rank {peer.rank} (process {peer.pid}) failed; rank {self.rank} was waiting for it")
+            if peer.has_died():
+                if page[slot] == number:
+                    return
+                raise PeerError(f"rank {peer.rank} (process {peer.pid}) is gone; rank {self.rank} was waiting for it")
+            if time.monotonic() > deadline:
+                raise MeetingTimeoutError(
+                    f"rank {peer.rank} (process {peer.pid}) did not come within {self.timeout:g} s; rank {self.rank} was "
+                    f"waiting for it"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.3, _LONGEST_SLEEP)
+
+    def _find(self, rank: int) -> _Peer:
+        _, pid, fd = read_post(self._store, rank, self.timeout).split()
+        try:
+            peer = self._peers[rank] = _Peer(rank, int(pid), int(fd))
+        except FileNotFoundError as error:
+            raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
+        except PermissionError as error:
+            raise WorldError(
+                f"rank {self.rank} may not map the memory of rank {rank} (process {pid}): {error}; "
+                f"SHARDWEAVE_WORLD=collective avoids shared memory"
+            ) from error
+        return peer
+
+    def close(self) -> None:
+        """Let go of peers. Tensors of the pool stay valid."""
+        for peer in self._peers.values():
+            if peer.pidfd is not None:
+                with suppress(OSError):
+                    os.close(peer.pidfd)
+        self._peers.clear()
+
+
+def _post_key(rank: int) -> str:
+    return f"shardweave/process/{rank}"
+
+
+def read_post(store: dist.Store, rank: int, timeout: float) -> str:
+    """What a rank posted when its world started: machine, process, control descriptor."""
+    return read_when_posted(store, _post_key(rank), rank, timeout)
+
+
+def read_when_posted(
+    store: dist.Store, key: str, rank: int, timeout: float, accept: Callable[[str], bool] = lambda text: True
+) -> str:
+    """What `rank` posted to the store under `key`, once there is something that `accept` takes.
+
+    Raises:
+        MeetingTimeoutError: there was nothing within `timeout` seconds.
+    """
+    deadline, pause = time.monotonic() + timeout, 1e-4
+    while True:
+        if store.check([key]) and accept(text := store.get(key).decode()):
+            return text
+        if time.monotonic() > deadline:
+            raise MeetingTimeoutError(f"rank {rank} did not come within {timeout:g} s: it posted no {key}")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def post(store: dist.Store, rank: int, control_fd: int) -> None:
+    store.set(_post_key(rank), f"{machine_name()} {os.getpid()} {control_fd}")

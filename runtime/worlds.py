@@ -1,0 +1,117 @@
+"""Which world a set of ranks uses: by what they share, or by what is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ArgumentError, UnsupportedError
+from .collective import CollectiveWorld
+from .shared_memory import SharedMemoryWorld, machine_name, read_post, why_not_here
+
+AnyWorld = SharedMemoryWorld | CollectiveWorld
+NAMES = ("shared_memory", "collective")
+_BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl", "ucc", "mpi")
+
+
+class Worlds:
+    """The worlds of one default process group, started when first needed."""
+
+    def __init__(self) -> None:
+        c10d: Any = dist.distributed_c10d
+        self.group = c10d.GroupMember.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout = _timeout(self.group)
+        self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
+        self._started: dict[str, AnyWorld] = {}
+        self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
+
+    def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[AnyWorld, str]:
+        """The world for `ranks` and why. All of `ranks` come to the same answer, from what each posted when it started.
+
+        Raises:
+            ArgumentError: an unknown world.
+            UnsupportedError: the world asked for cannot carry these ranks.
+        """
+        asked = asked or os.environ.get("SHARDWEAVE_WORLD") or None
+        if asked is not None and asked not in NAMES:
+            raise ArgumentError(f"world: {asked!r} is not known; allowed: {', '.join(NAMES)}")
+        key = (ranks, device.type, asked)
+        found = self._chosen.get(key)
+        if found is None:
+            obstacle = None if asked == "collective" else self._why_no_shared_memory(ranks, device)
+            if asked == "shared_memory" and obstacle:
+                raise UnsupportedError(f"world: shared_memory cannot carry ranks {ranks}: {obstacle}; allowed: collective")
+            if asked == "collective" or obstacle:
+                found = self._start("collective"), "asked for" if asked else str(obstacle)
+            else:
+                found = self._start("shared_memory"), "asked for" if asked else "all ranks are on this machine"
+            self._chosen[key] = found
+        return found
+
+    def _start(self, name: str) -> AnyWorld:
+        if name not in self._started:
+            kind = SharedMemoryWorld if name == "shared_memory" else CollectiveWorld
+            self._started[name] = kind(self._store, self.rank, self.size, self.timeout)
+        return self._started[name]
+
+    def _why_no_shared_memory(self, ranks: Sequence[int], device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"tensors are on {device.type}"
+        if obstacle := why_not_here():
+            return obstacle
+        # Starting posts this rank's machine, so that its peers can decide as well.
+        self._start("shared_memory")
+        here = machine_name()
+        for rank in ranks:
+            if rank != self.rank and read_post(self._store, rank, self.timeout).split()[0] != here:
+                return f"rank {rank} is on another machine"
+        return None
+
+
+def _timeout(group: Any) -> float:
+    """Seconds that a wait may take: SHARDWEAVE_TIMEOUT, else the group's own."""
+    text = os.environ.get("SHARDWEAVE_TIMEOUT")
+    if text:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not seconds > 0:
+            raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0")
+        return seconds
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+
+
+_worlds: Worlds | None = None
+
+
+def current_worlds() -> Worlds:
+    """The worlds of the default process group that is alive now.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    global _worlds
+    if not dist.is_initialized():
+        raise UnsupportedError("torch.distributed is not initialised; call init_process_group first")
+    if _worlds is None or _worlds.group is not dist.distributed_c10d.GroupMember.WORLD:
+        _worlds = Worlds()
+    return _worlds
+
+
+def why_not_backend() -> str | None:
+    """Why the default process group cannot carry programs, or None."""
+    backend = dist.get_backend()
+    if backend not in _BACKENDS:
+        return f"process group backend {backend!r}"
+    if dist.get_world_size() == 1:
+        return "world size 1"
+    return None

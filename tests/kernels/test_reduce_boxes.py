@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_box_cases import Case, assert_same, random_bytes, random_case, random_values, raw, written
+
+from shardweave.errors import ArgumentError
+from shardweave.kernels import (
+    Boxes,
+    LaunchConfig,
+    reduce_boxes,
+    reduce_boxes_reference,
+    reduce_launches,
+    reduce_table,
+    reduce_views,
+    source_views,
+    target_views,
+)
+
+FLOATS = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+SMALL = LaunchConfig(tile_bytes=64, accesses_per_thread=1, num_warps=1)
+SUPPORTED = (
+    [(dtype, op, None) for dtype in FLOATS + INTEGERS + [torch.bool] for op in ("sum", "max", "min", "prod")]
+    + [(dtype, "sum", None) for dtype in (torch.complex64, torch.complex128)]
+    + [(dtype, "sum", 3) for dtype in FLOATS + [torch.complex64, torch.complex128]]
+    + [(torch.float32, "prod", 0.7), (torch.bfloat16, "max", 7)]
+)
+
+
+def check_reduce(rng, case: Case, dtype, op, divisor, device, out_dtype=None, config=SMALL) -> None:
+    """The kernel against the reference, on targets of random bytes: what lies outside the boxes must not change."""
+    out_dtype = out_dtype or dtype
+    sources = [random_values(rng, size, dtype).to(device) for size in case.source_sizes]
+    before = [random_bytes(rng, size, out_dtype) for size in case.target_sizes]
+    got = [t.to(device, copy=True) for t in before]
+    want = [t.clone() for t in before]
+    reduce_boxes_reference(case.boxes, [s.cpu() for s in sources], want, op, divisor)
+    reduce_boxes(reduce_table(case.boxes, dtype, op, divisor, out_dtype, device, config), sources, got)
+    for a, b, old, mask in zip(got, want, before, written(case.boxes, case.target_sizes), strict=True):
+        np.testing.assert_array_equal(raw(a)[~mask], raw(old)[~mask])
+        inside = torch.from_numpy(np.flatnonzero(mask))
+        assert_same(a.cpu()[inside], b[inside], signed_zeros=op in ("sum", "prod"))
+
+
+def exact(parts: list[torch.Tensor], op: str, divisor: float | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The definition, in NumPy: fixed order, the accumulator's dtype, division, one rounding by torch's cast."""
+    dtype = parts[0].dtype
+    if dtype is torch.bool:
+        arrays = [p.numpy() for p in parts]
+        function = np.logical_or if op in ("sum", "max") else np.logical_and
+    else:
+        small = dtype.is_floating_point and dtype.itemsize < 4
+        arrays = [(p.float() if small else p).numpy() for p in parts]
+        function = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}[op]
+    total = arrays[0].copy()
+    with np.errstate(all="ignore"):
+        for array in arrays[1:]:
+            total = function(total, array)
+        if divisor is not None:
+            total = (total.view(total.real.dtype) / total.real.dtype.type(divisor)).view(total.dtype)
+    return torch.from_numpy(total).to(out_dtype)
+
+
+@pytest.mark.parametrize(("dtype", "op", "divisor"), SUPPORTED, ids=str)
+def test_views_reduce_as_defined(dtype, op, divisor, monkeypatch):
+    monkeypatch.setattr("shardweave.kernels.reduction.CHUNK", 8)
+    rng = np.random.default_rng(1)
+    for contributors in (1, 2, 4):
+        parts = [random_values(rng, 60, dtype) for _ in range(contributors)]
+        target = random_bytes(rng, 120, dtype)[::2]
+        old = raw(target.clone())
+        want = exact(parts, op, divisor, dtype)
+        reduce_views(target.view(3, 20), [p.view(3, 20) for p in parts], op, divisor)
+        assert old.shape == raw(target).shape
+        assert_same(target.contiguous(), want, signed_zeros=op in ("sum", "prod"))
+
+
+def test_small_floats_are_rounded_once():
+    parts = [torch.tensor([256.0, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 1.0])]
+    out = torch.empty(2, dtype=torch.bfloat16)
+    reduce_views(out, [p.bfloat16() for p in parts], "sum", 3)
+    # Rounded at every step the first would stay 256 until the end.
+    assert out.tolist() == [torch.tensor(258 / 3).bfloat16().item(), torch.tensor(4 / 3).bfloat16().item()]
+
+
+@pytest.mark.parametrize("value", [448.0, 463.0, 465.0, 1e6, float("inf")])
+def test_float8_without_infinity_saturates(value):
+    out = torch.empty(2, dtype=torch.float8_e4m3fn)
+    reduce_views(out, [torch.tensor([value, -value])], "sum")
+    assert out.float().tolist() == [448.0, -448.0]
+
+
+def test_scalars_and_empty_boxes_reduce():
+    out = torch.tensor(0.0)
+    reduce_views(out, [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)], "sum", 2)
+    assert out.item() == 3.0
+    reduce_views(torch.empty(0, 3), [torch.empty(0, 3)] * 3, "max")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((torch.float32, "avg"), "op is 'avg'"),
+        ((torch.complex64, "max"), "op is 'max'; for torch.complex64"),
+        ((torch.uint16, "sum"), "dtype is torch.uint16"),
+        ((torch.int32, "sum", 2), "divisor is 2; for torch.int32"),
+        ((torch.bool, "sum", 2), "divisor is 2"),
+        ((torch.float32, "sum", 0), "divisor is 0; a positive"),
+        ((torch.float32, "sum", float("nan")), "divisor is nan"),
+        ((torch.float32, "sum", True), "divisor is True"),
+        ((torch.float32, "sum", None, torch.int32), "out_dtype is torch.int32"),
+        ((torch.float32, "sum", None, torch.complex64), "out_dtype is torch.complex64"),
+        ((torch.int32, "sum", None, torch.bool), "out_dtype is torch.bool"),
+    ],
+)
+def test_what_is_not_defined_is_refused(arguments, text):
+    case = random_case(np.random.default_rng(0), 1)
+    with pytest.raises(ArgumentError, match=text):
+        reduce_table(case.boxes, *arguments)
+
+
+@pytest.mark.plan
+def test_descriptors_hold_every_contributor():
+    boxes = Boxes([[0, 2, 1]], [3], [[0, 64, 128]], [32], [[4, 16]], [[[16, 1], [32, 1], [64, 1]]], [[48, 1]])
+    (launch,) = reduce_launches(boxes, torch.bfloat16, torch.float32)
+    assert launch.descriptors.tolist() == [[0, 2, 1, 3, 0, 64, 128, 32, 16, 32, 64, 48, 4, 16]]
+    assert (launch.kind, launch.source_vector, launch.target_vector) == ("straight", 8, 4)
+
+
+@pytest.mark.parametrize(("dtype", "op", "divisor"), SUPPORTED, ids=str)
+def test_kernel_reduces_as_the_reference(device, dtype, op, divisor):
+    rng = np.random.default_rng([dtype.itemsize, len(op)])
+    fill = 0 if dtype.is_complex else 1
+    for axes, contributors, kind in ((0, 2, "any"), (1, 3, "straight"), (2, 2, "any"), (3, 3, "any")):
+        case = random_case(rng, axes, contributors, count=3, kind=kind, fill=fill, most=5)
+        check_reduce(rng, case, dtype, op, divisor, device)
+
+
+@pytest.mark.parametrize("kind", ["straight", "transposed", "strided"])
+def test_kernel_reduces_every_kind_of_box(device, kind):
+    rng = np.random.default_rng(2)
+    for axes, contributors, unit in ((2, 2, 1), (2, 5, 8), (4, 1, 1)):
+        case = random_case(rng, axes, contributors, count=3, kind=kind, unit=unit, most=6)
+        check_reduce(rng, case, torch.bfloat16, "sum", 5, device, config=None)
+
+
+CASTS = (
+    [(a, b) for a in FLOATS for b in FLOATS if a is not b]
+    + [(torch.int64, b) for b in [*FLOATS, torch.int8]]
+    + [(torch.bool, b) for b in (torch.float32, torch.bfloat16, torch.int32)]
+    + [(torch.uint8, torch.int64), (torch.int8, torch.float16)]
+    + [(torch.complex64, torch.complex128), (torch.complex128, torch.complex64)]
+)
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), CASTS, ids=str)
+def test_kernel_casts_as_torch_does(device, dtype, out_dtype):
+    rng = np.random.default_rng(3)
+    case = random_case(rng, 2, 1, count=2, most=6)
+    check_reduce(rng, case, dtype, "sum", None, device, out_dtype)
+    source = random_values(rng, 97, dtype)
+    target = torch.empty(97, dtype=out_dtype, device=device)
+    flat = Boxes([[0]], [0], [[0]], [0], [[97]], [[[1]]], [[1]])
+    reduce_boxes(reduce_table(flat, dtype, "sum", None, out_dtype, device), [source.to(device)], [target])
+    through = source.float() if out_dtype.itemsize < 4 and out_dtype.is_floating_point else source
+    if out_dtype is torch.float8_e4m3fn:
+        through = through.clamp(-448, 448)
+    assert_same(target.cpu(), through.to(out_dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_kernel_rounds_every_float32_near_a_boundary_as_torch_does(device, dtype):
+    """All values of the small dtype, the midpoints between them, and their float32 neighbours."""
+    bits = torch.arange(256 ** min(dtype.itemsize, 2), dtype=torch.int32)
+    if dtype.itemsize == 2:
+        bits = bits[::37]
+    words = bits.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else bits.to(torch.int16).view(dtype)
+    values = words.float()
+    finite = values[values.isfinite()].sort().values
+    middles = (finite[1:] + finite[:-1]) / 2
+    points = torch.cat([values, middles])
+    inf = torch.tensor(float("inf"))
+    points = torch.cat([points, points.nextafter(inf), points.nextafter(-inf)])
+    target = torch.empty(len(points), dtype=dtype, device=device)
+    flat = Boxes([[0]], [0], [[0]], [0], [[len(points)]], [[[1]]], [[1]])
+    reduce_boxes(reduce_table(flat, torch.float32, "sum", None, dtype, device), [points.to(device)], [target])
+    want = (points.clamp(-448, 448) if dtype is torch.float8_e4m3fn else points).to(dtype)
+    assert_same(target.cpu(), want)
+    back = torch.empty(len(words), device=device)
+    flat = Boxes([[0]], [0], [[0]], [0], [[len(words)]], [[[1]]], [[1]])
+    reduce_boxes(reduce_table(flat, dtype, "sum", None, torch.float32, device), [words.to(device)], [back])
+    assert_same(back.cpu(), values)
+
+
+def test_kernel_propagates_nan_through_max_and_min(device):
+    nan = float("nan")
+    a, b = torch.tensor([nan, 1.0, nan, 2.0], device=device), torch.tensor([1.0, nan, nan, 3.0], device=device)
+    boxes = Boxes([[0, 1]], [0], [[0, 0]], [0], [[4]], [[[1], [1]]], [[1]])
+    for op, last in (("max", 3.0), ("min", 2.0)):
+        out = torch.zeros(4, device=device)
+        reduce_boxes(reduce_table(boxes, torch.float32, op, device=device), [a, b], [out])
+        assert out[:3].isnan().all() and out[3].item() == last
+
+
+def test_kernel_needs_aligned_elements(device):
+    boxes = Boxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
+    table = reduce_table(boxes, torch.float32, "sum", device=device)
+    odd = torch.zeros(17, dtype=torch.uint8, device=device)[1:].view(torch.uint8)
+    whole = torch.zeros(4, device=device)
+    shifted = torch.zeros(5, device=device)[1:]
+    reduce_boxes(table, [torch.ones(4, device=device)], [shifted])
+    assert shifted.tolist() == [1.0] * 4
+    with pytest.raises(ArgumentError, match=r"sources\[0\] has dtype"):
+        reduce_boxes(table, [odd], [whole])
+
+
+def test_views_of_boxes_may_be_bound_once():
+    rng = np.random.default_rng(8)
+    case = random_case(rng, 2, 3, fill=2.0)
+    sources = [random_values(rng, size, torch.float32) for size in case.source_sizes]
+    targets = [torch.full((size,), float("nan")) for size in case.target_sizes]
+    want = [t.clone() for t in targets]
+    reduce_boxes(reduce_table(case.boxes, torch.float32, "sum"), sources, targets)
+    for out, parts in zip(target_views(case.boxes, want), source_views(case.boxes, sources), strict=True):
+        reduce_views(out, parts, "sum") if parts else out.fill_(2.0)
+    for a, b in zip(targets, want, strict=True):
+        assert_same(a, b)

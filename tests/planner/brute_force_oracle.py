@@ -1,0 +1,209 @@
+"""Who holds what, by cutting a tensor of global flat indices with torch.chunk: the planner is judged by this, and shares no code with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import permutations, product
+from random import Random
+
+import numpy as np
+import torch
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A layout as bare text: one token per mesh dim, and the mesh dims that cut each tensor dim, the first cut first."""
+
+    tokens: tuple[str, ...]
+    orders: dict[int, tuple[int, ...]] = field(hash=False)
+
+    @property
+    def partial_dims(self) -> tuple[int, ...]:
+        return tuple(m for m, token in enumerate(self.tokens) if token.startswith("P"))
+
+    def op(self, mesh_dim: int) -> str:
+        return self.tokens[mesh_dim][1:] or "sum"
+
+
+@lru_cache(maxsize=None)
+def read(text: str) -> Spec:
+    """Split the text form; only for texts known to be right."""
+    head, _, tail = text.partition("@")
+    tokens = tuple(head.split())
+    orders: dict[int, tuple[int, ...]] = {}
+    for mesh_dim, token in enumerate(tokens):
+        if token.startswith("S"):
+            orders[int(token[1:])] = (*orders.get(int(token[1:]), ()), mesh_dim)
+    for entry in tail.split():
+        dim, _, order = entry.partition(":")
+        orders[int(dim)] = tuple(map(int, order.split(",")))
+    return Spec(tokens, orders)
+
+
+def layout_texts(mesh_dims: int, tokens: Sequence[str]) -> Iterator[str]:
+    """Every layout over `tokens`, in every shard order, as text."""
+    for chosen in product(tokens, repeat=mesh_dims):
+        orders = read(" ".join(chosen)).orders
+        for orderings in product(*(permutations(dims) for dims in orders.values())):
+            odd = [
+                f"{dim}:{','.join(map(str, order))}"
+                for dim, order in sorted(zip(orders, orderings, strict=True))
+                if list(order) != sorted(order)
+            ]
+            yield " ".join(chosen) + (" @ " + " ".join(odd) if odd else "")
+
+
+def coordinates(mesh_shape: Sizes) -> list[Sizes]:
+    return list(product(*map(range, mesh_shape)))
+
+
+@lru_cache(maxsize=4096)
+def held_indices(mesh_shape: Sizes, shape: Sizes, text: str) -> tuple[torch.Tensor, ...]:
+    """Per rank: the global flat indices of its shard, in the shape of the shard."""
+    spec = read(text)
+    out = []
+    for coordinate in coordinates(mesh_shape):
+        part = torch.arange(math.prod(shape)).view(shape)
+        for dim, order in spec.orders.items():
+            for mesh_dim in order:
+                chunks = part.chunk(mesh_shape[mesh_dim], dim)
+                index = coordinate[mesh_dim]
+                part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+        out.append(part)
+    return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def held_mask(mesh_shape: Sizes, shape: Sizes, text: str) -> np.ndarray:
+    """[ranks, elements]: which rank holds which element."""
+    mask = np.zeros((math.prod(mesh_shape), math.prod(shape)), dtype=bool)
+    for rank, indices in enumerate(held_indices(mesh_shape, shape, text)):
+        mask[rank, indices.reshape(-1).numpy()] = True
+    return mask
+
+
+def bound_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str) -> list[int]:
+    """Per rank: the elements of its target shard that it does not hold. Only for layouts without partial."""
+    return (held_mask(mesh_shape, shape, target) & ~held_mask(mesh_shape, shape, source)).sum(axis=1).tolist()
+
+
+def step_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str, floating: bool) -> list[int]:
+    """Per rank: what one step must bring, partial included.
+
+    A rank needs, of its target shard, what is not filled with an identity; of each needed element it takes one contribution
+    per coordinate along the mesh dims whose partial ends, and one of those is its own if it holds the element:
+    contributors × needed − (needed and held).
+    """
+    a, b = read(source), read(target)
+    places = coordinates(mesh_shape)
+    held, wanted = held_mask(mesh_shape, shape, source), held_mask(mesh_shape, shape, target)
+    changed = [m for m in range(len(mesh_shape)) if mesh_shape[m] > 1 and a.tokens[m] != b.tokens[m]]
+    contributors = math.prod(mesh_shape[m] for m in changed if m in a.partial_dims)
+    split = [m for m in changed if m in b.partial_dims]
+    owned = [m for m in split if a.tokens[m].startswith("S")]
+    kept = [m for m in split if m not in owned and b.op(m) == "sum" and not floating]
+    out = []
+    for rank, place in enumerate(places):
+        if any(place[m] for m in kept):
+            out.append(0)
+            continue
+        alike = [all(other[m] == place[m] for m in owned) for other in places]
+        needed = wanted[rank] & held[alike].any(axis=0)
+        out.append(contributors * int(needed.sum()) - int((needed & held[rank]).sum()))
+    return out
+
+
+def reduce_over(values: torch.Tensor, ops: dict[int, str]) -> torch.Tensor:
+    """Reduce leading mesh axes of [*mesh, ...], keeping them with size 1; `ops` maps a mesh dim to its op."""
+    for mesh_dim, op in ops.items():
+        if op == "sum":
+            values = values.any(mesh_dim, keepdim=True) if values.dtype == torch.bool else values.sum(mesh_dim, keepdim=True)
+        elif op == "avg":
+            values = values.mean(mesh_dim, keepdim=True)
+        elif op == "prod":
+            values = values.prod(mesh_dim, keepdim=True)
+        else:
+            values = getattr(values, f"a{op}")(mesh_dim, keepdim=True)
+    return values
+
+
+def contributions(mesh_shape: Sizes, shape: Sizes, text: str, make: object) -> torch.Tensor:
+    """Random whole tensors, one per coordinate along the partial mesh dims: [*mesh or 1, *shape]; `make(size)` draws them."""
+    spec = read(text)
+    lead = [n if m in spec.partial_dims else 1 for m, n in enumerate(mesh_shape)]
+    return make((*lead, *shape))  # type: ignore[operator]
+
+
+def local_shards(mesh_shape: Sizes, shape: Sizes, text: str, contributed: torch.Tensor) -> list[torch.Tensor]:
+    """Per rank: its shard of its own contribution, in new memory."""
+    out = []
+    for place, indices in zip(coordinates(mesh_shape), held_indices(mesh_shape, shape, text), strict=True):
+        mine = contributed[tuple(c if n > 1 else 0 for c, n in zip(place, contributed.shape, strict=False))]
+        out.append(take(mine, indices))
+    return out
+
+
+def take(whole: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The elements of `whole` at global flat indices, as bytes where indexing does not know the dtype."""
+    if whole.dtype.is_floating_point and whole.dtype.itemsize == 1:
+        return whole.contiguous().view(torch.uint8).reshape(-1)[indices].view(whole.dtype)
+    return whole.reshape(-1)[indices]
+
+
+def whole_of(text: str, contributed: torch.Tensor, shape: Sizes) -> torch.Tensor:
+    """The tensor that contributions stand for."""
+    spec = read(text)
+    return reduce_over(contributed, {m: spec.op(m) for m in spec.partial_dims}).reshape(shape)
+
+
+# Which pairs are proved
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pairs of layouts of one tensor on one mesh: all of them, or `sample` drawn by a fixed seed."""
+
+    mesh_shape: Sizes
+    shape: Sizes
+    tokens: tuple[str, ...]
+    sample: int | None = None
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.mesh_shape))}-{'x'.join(map(str, self.shape)) or '0d'}-{''.join(self.tokens)}"
+
+    def pairs(self, partial: bool | None = None) -> list[tuple[str, str]]:
+        """(source, target); with `partial` only those where a layout is partial, or only those where none is."""
+        texts = list(layout_texts(len(self.mesh_shape), self.tokens))
+        found = list(product(texts, texts))
+        if self.sample is not None and self.sample < len(found):
+            found = Random(str(self)).sample(found, self.sample)
+        return [pair for pair in found if partial is None or ("P" in pair[0] + pair[1]) == partial]
+
+
+SHAPES: tuple[Sizes, ...] = (
+    *((16,), (7,), (3,), (0,)),
+    *((16, 8), (7, 5), (1, 3), (0, 4)),
+    *((8, 4, 2), (5, 7, 3), (2, 1, 3), (3, 0, 2)),
+)
+EXHAUSTIVE = [
+    Case(mesh_shape, shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)])
+    for mesh_shape in ((2, 2), (2, 4))
+    for shape in SHAPES
+]
+SAMPLED = [
+    *(Case((2, 2, 2), shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)], 300) for shape in ((16,), (8, 16), (7, 5))),
+    Case((2, 2, 2), (5, 9, 3), ("R", "P", "S0", "S1", "S2"), 300),
+    Case((2, 2), (5, 4, 7), ("R", "P", "S0", "S1", "S2"), 300),
+    Case((2, 1, 2), (7, 5), ("R", "P", "S0", "S1"), 300),
+    Case((1, 4, 1), (6, 5), ("R", "P", "S0", "S1"), 150),
+    Case((3, 2), (7, 11), ("R", "P", "S0", "S1"), 300),
+    Case((2, 2, 3), (13, 6), ("R", "S0", "S1"), 200),
+    Case((2, 2), (), ("R", "P")),
+    Case((6,), (13, 5), ("R", "P", "S0", "S1")),
+    Case((1,), (3, 2), ("R", "P", "S0", "S1")),
+]

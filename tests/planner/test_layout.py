@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import brute_force_oracle as oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from shardweave.planner import Layout, Partial, Replicate, Shard
+
+pytestmark = pytest.mark.plan
+
+TOKENS = ("R", "S0", "S1", "S2", "P")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    op = draw(st.sampled_from(["sum", "avg", "max", "min", "prod"]))
+    dims = st.integers(0, 3).map(Shard)
+    placements = draw(st.lists(st.one_of(st.just(Replicate()), dims, st.just(Partial(op))), min_size=1, max_size=5))
+    cuts: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            cuts.setdefault(placement.dim, []).append(mesh_dim)
+    return Layout(placements, {dim: draw(st.permutations(mesh_dims)) for dim, mesh_dims in cuts.items()})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(layouts())
+def test_parse_reads_what_str_writes(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+@pytest.mark.parametrize("mesh_dims", [1, 2, 3])
+def test_parse_keeps_tokens_and_orders(mesh_dims: int) -> None:
+    for text in oracle.layout_texts(mesh_dims, TOKENS):
+        layout, spec = Layout.parse(text), oracle.read(text)
+        assert str(layout) == text
+        assert tuple(map(str, layout.placements)) == spec.tokens
+        assert dict(layout.orders) == spec.orders
+        assert layout.has_partial == bool(spec.partial_dims)
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("  S0   R ", "S0 R"),
+        ("Psum R", "P R"),
+        ("S0 S0 @ 0:0,1", "S0 S0"),
+        ("S0 R @ 0:0", "S0 R"),
+        ("S0 S0@0:1,0", "S0 S0 @ 0:1,0"),
+        ("S1 S0 S1 S0 @ 1:2,0 0:3,1", "S1 S0 S1 S0 @ 0:3,1 1:2,0"),
+        ("S12 R", "S12 R"),
+    ],
+)
+def test_parse_writes_one_form(text: str, canonical: str) -> None:
+    assert str(Layout.parse(text)) == canonical
+    assert Layout.parse(text) == Layout.parse(canonical)
+
+
+def test_order_names_the_first_cut_first() -> None:
+    layout = Layout.parse("S0 S0 S1 @ 0:1,0")
+    assert (layout.order(0), layout.order(1), layout.order(2)) == ((1, 0), (2,), ())
+    assert Layout([Shard(0), Shard(0), Shard(1)], {0: [1, 0]}) == layout
+    assert Layout([Shard(0), Shard(0), Shard(1)]) != layout
+
+
+def test_without_size_one_replicates_what_cuts_nothing() -> None:
+    layout = Layout.parse("S0 S0 P S0 @ 0:3,1,0")
+    assert layout.without_size_one((2, 1, 1, 2)) == Layout.parse("S0 R R S0 @ 0:3,0")
+    assert layout.without_size_one((2, 2, 2, 2)) is layout
+    assert layout.without_size_one((1, 1, 1, 1)) == Layout.parse("R R R R")
+
+
+# Strided shards
+
+
+def torch_order(tokens: tuple[str, ...], mesh_shape: tuple[int, ...]) -> dict[int, tuple[int, ...]] | None:
+    """torch's own reading of strided placements; only the sizes of a mesh are asked for."""
+    placements: list = []
+    for token in tokens:
+        dim, _, factor = token[1:].partition("/")
+        if token == "R":
+            placements.append(TorchReplicate())
+        else:
+            placements.append(_StridedShard(int(dim), split_factor=int(factor)) if factor else TorchShard(int(dim)))
+    mesh = SimpleNamespace(size=lambda mesh_dim: mesh_shape[mesh_dim], ndim=len(mesh_shape), shape=mesh_shape)
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), mesh)  # type: ignore[arg-type]
+    return None if order is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in order}
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 2), (2, 3), (2, 2, 2), (2, 3, 4), (4, 2, 1)], ids=str)
+def test_parse_decodes_strided_shards_as_torch_does(mesh_shape: tuple[int, ...]) -> None:
+    choices = ("R", "S0", "S1", "S0/2", "S0/3", "S0/4", "S0/6", "S0/8", "S1/2")
+    decoded = refused = 0
+    for tokens in product(choices, repeat=len(mesh_shape)):
+        if not any("/" in token for token in tokens):
+            continue
+        expected = torch_order(tokens, mesh_shape)
+        if expected is None:
+            with pytest.raises(UnsupportedError, match="is no shard order"):
+                Layout.parse(" ".join(tokens), mesh_shape)
+            refused += 1
+        else:
+            layout = Layout.parse(" ".join(tokens), mesh_shape)
+            assert dict(layout.orders) == expected, tokens
+            assert Layout.parse(str(layout)) == layout
+            decoded += 1
+    assert decoded and refused
+
+
+def test_from_strided_holds_what_torch_splits() -> None:
+    # FSDP over a mesh dim of 4, tensor parallel over 2: the right one cuts first.
+    layout = Layout.parse("S0/2 S0", (4, 2))
+    assert layout == Layout.parse("S0 S0 @ 0:1,0")
+    indices = oracle.held_indices((4, 2), (16,), str(layout))
+    whole = torch.arange(16)
+    right = whole.chunk(2)
+    assert all(indices[2 * i + j].equal(right[j].chunk(4)[i]) for i in range(4) for j in range(2))
+
+
+def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
+    layout = Layout.parse("S0/2 S0 S1 S1 @ 1:3,2", (2, 2, 2, 2))
+    assert layout == Layout.parse("S0 S0 S1 S1 @ 0:1,0 1:3,2")
+    with pytest.raises(ArgumentError, match=r"tensor dims \[0\] are strided and have an order as well; give one"):
+        Layout.parse("S0/2 S0 @ 0:1,0", (2, 2))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("text", "caret", "parts"),
+    [
+        ("", 0, ["no placements"]),
+        ("   ", 0, ["no placements"]),
+        ("@ 0:1,0", 0, ["no placements"]),
+        ("S0 X", 3, ["'X'", "R", "S<dim>", "P<op>"]),
+        ("S0 S", 3, ["'S'", "S<dim>"]),
+        ("S-1 R", 0, ["'S-1'", "S<dim>"]),
+        ("R s0", 2, ["'s0'"]),
+        ("R RR", 2, ["'RR'"]),
+        ("S0/0 R", 0, ["'S0/0'", "S<dim>/<split>"]),
+        ("S0,S1", 0, ["'S0,S1'"]),
+        ("S0  Pmean", 5, ["'mean'", "sum, avg, max, min, prod"]),
+        ("S0 S0 @", 6, ["no order after '@'"]),
+        ("S0 S0 @  ", 6, ["no order after '@'"]),
+        ("S0 S0 @ 0", 8, ["'0'", "<tensor dim>:<mesh dim>"]),
+        ("S0 S0 @ 0:1,", 8, ["'0:1,'", "<tensor dim>:<mesh dim>"]),
+        ("S0 S0 @ 0:1, 0", 8, ["'0:1,'"]),
+        ("S0 S0 @ 0:1,0 @ 0:0,1", 14, ["'@'"]),
+        ("S0 S0 @ 0:1,1", 8, ["1,1", "mesh dim twice"]),
+        ("S0 S0 @ 0:1,0 0:0,1", 14, ["second order for tensor dim 0"]),
+        ("S0 S0 @ 1:1,0", 8, ["tensor dim 1", "[]", "1,0"]),
+        ("S0 R @ 0:1,0", 7, ["tensor dim 0", "[0]", "1,0"]),
+        ("S0 S0 @ 0:2,0", 8, ["tensor dim 0", "[0, 1]", "2,0"]),
+        ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "not 1"]),
+        ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "not 0"]),
+        ("S0 S0/2", 3, ["sizes of the mesh"]),
+    ],
+)
+def test_parse_refuses_with_a_caret(text: str, caret: int, parts: list[str]) -> None:
+    with pytest.raises(LayoutSyntaxError) as error:
+        Layout.parse(text)
+    lines = str(error.value).split("\n")
+    assert lines[-2:] == [f"  {text}", "  " + " " * caret + "^"]
+    assert [part for part in parts if part not in lines[0]] == []
+    assert (error.value.text, error.value.position) == (text, caret)
+
+
+def test_parse_refuses_a_strided_layout_of_another_length() -> None:
+    with pytest.raises(LayoutSyntaxError, match="2 placements for a mesh of 3 dims"):
+        Layout.parse("S0/2 S0", (2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("placements", "orders", "parts"),
+    [
+        ([Shard(-1)], None, ["mesh dim 0", "tensor dim -1", "allowed: 0 and up"]),
+        ([Replicate(), Partial("mean")], None, ["mesh dim 1", "'mean'", "allowed: sum, avg, max, min, prod"]),
+        ([Replicate(), "S0"], None, ["mesh dim 1", "'S0'", "allowed: Replicate, Shard, Partial"]),
+        ([Shard(0), Shard(0)], {0: (1, 1)}, ["tensor dim 0", "(1, 1)", "mesh dim twice"]),
+        ([Shard(0), Shard(0)], {0: (1,)}, ["tensor dim 0", "(1,)", "(0, 1)", "allowed: a permutation"]),
+        ([Shard(0), Replicate()], {0: (1, 0)}, ["tensor dim 0", "(1, 0)", "(0,)"]),
+        ([Shard(0), Shard(0)], {1: (0, 1)}, ["tensor dim 1", "(0, 1)", "()"]),
+    ],
+)
+def test_layout_refuses(placements: list, orders: dict | None, parts: list[str]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Layout(placements, orders)
+    assert [part for part in parts if part not in str(error.value)] == []
+
+
+def test_layout_refuses_mixed_ops_but_sum_with_avg() -> None:
+    assert str(Layout.parse("P Pavg")) == "P Pavg"
+    for a, b in product(("sum", "avg", "max", "min", "prod"), repeat=2):
+        if a == b or {a, b} == {"sum", "avg"}:
+            assert Layout([Partial(a), Partial(b)]).has_partial
+        else:
+            with pytest.raises(UnsupportedError, match="do not mix; only sum with avg does") as error:
+                Layout([Partial(a), Partial(b)])
+            assert repr(a) in str(error.value) and repr(b) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh_shape", "ndim", "parts"),
+    [
+        ("S0 S0", (2, 2, 2), 1, ["src", "S0 S0 has 2 placements", "(2, 2, 2) has 3 dims", "allowed: one each"]),
+        ("R S2", (2, 2), 2, ["src", "mesh dim 1", "tensor dim 2", "allowed: 0..1"]),
+        ("R S0", (2, 2), 0, ["src", "mesh dim 1", "tensor dim 0", "no dims"]),
+    ],
+)
+def test_check_refuses(text: str, mesh_shape: tuple[int, ...], ndim: int, parts: list[str]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Layout.parse(text).check(mesh_shape, ndim, "src")
+    assert [part for part in parts if part not in str(error.value)] == []

@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from functools import lru_cache
+
+import brute_force_oracle as oracle
+import numpy as np
+import pytest
+
+from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from shardweave.planner import FILL, Boxes, Exchange, Layout, Local, Mesh, Program, check_local_shape, plan
+
+pytestmark = pytest.mark.plan
+
+CASES = pytest.mark.parametrize("case", oracle.EXHAUSTIVE + oracle.SAMPLED, ids=str)
+BOX_COLUMNS = ("receiver", "sender", "source_start", "target_start", "extent", "source_step", "target_step")
+
+
+@lru_cache(maxsize=2)
+def programs(case: oracle.Case, dtype: str = "float32") -> list[Program]:
+    return [plan(case.mesh_shape, case.shape, dtype, *pair) for pair in case.pairs()]
+
+
+@CASES
+def test_plan_without_partial_is_one_exchange_of_the_bound(case: oracle.Case) -> None:
+    for source, target in case.pairs(partial=False):
+        program = plan(case.mesh_shape, case.shape, "float32", source, target)
+        bound = [4 * n for n in oracle.bound_elements(case.mesh_shape, case.shape, source, target)]
+        assert program.bytes_bound == bound, program.explain()
+        assert program.bytes_received == bound, program.explain()
+        assert program.exchanges == (1 if any(bound) else 0), program.explain()
+        assert len(program.steps) <= 1
+        assert all(step.reduce is None for step in program.steps)
+
+
+@CASES
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_plan_with_partial_receives_the_stated_bytes(case: oracle.Case, dtype: str) -> None:
+    itemsize = {"float32": 4, "int64": 8}[dtype]
+    for source, target in case.pairs(partial=True):
+        program = plan(case.mesh_shape, case.shape, dtype, source, target)
+        steps = [
+            oracle.step_elements(case.mesh_shape, case.shape, str(step.source), str(step.target), dtype == "float32")
+            for step in program.steps
+        ]
+        expected = [itemsize * sum(column) for column in zip(*steps, strict=True)] or [0] * program.mesh.size
+        assert program.bytes_received == expected, program.explain()
+        assert program.bytes_bound is None
+        assert len(program.steps) <= 2
+        assert program.exchanges == sum(any(step) for step in steps), program.explain()
+        if "P" not in source:
+            assert program.exchanges <= 1
+
+
+def cheapest_known(case: oracle.Case, source: str, target: str) -> int:
+    """The most elements that a rank receives, summed over steps: direct, or with every ending partial scattered over a dim first."""
+    a, b = oracle.read(source), oracle.read(target)
+    ended = [m for m in a.partial_dims if b.tokens[m] != a.tokens[m]]
+    routes = [(source, target)]
+    for dim in range(len(case.shape)):
+        if case.shape[dim] > 1 and ended:
+            tokens = [f"S{dim}" if m in ended else token for m, token in enumerate(a.tokens)]
+            order = (*a.orders.get(dim, ()), *ended)
+            orders = a.orders | {dim: order}
+            odd = " ".join(f"{d}:{','.join(map(str, o))}" for d, o in sorted(orders.items()))
+            routes.append((source, f"{' '.join(tokens)} @ {odd}", target))
+    return min(
+        max(
+            map(
+                sum,
+                zip(
+                    *(
+                        oracle.step_elements(case.mesh_shape, case.shape, x, y, True)
+                        for x, y in zip(route, route[1:], strict=False)
+                    ),
+                    strict=True,
+                ),
+            )
+        )
+        for route in routes
+    )
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(32,), (32, 16), (16, 16, 16)], ids=str)
+def test_plan_with_partial_is_as_cheap_as_scattering_first(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    case = oracle.Case(mesh_shape, shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)])
+    for source, target in case.pairs(partial=True):
+        program = plan(mesh_shape, shape, "float32", source, target)
+        assert max(program.bytes_received) <= 4 * cheapest_known(case, source, target), program.explain()
+
+
+def offsets(shape: tuple[int, ...], start: np.ndarray, extent: np.ndarray, step: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Flat offsets of a box inside a contiguous local tensor; it must lie inside."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    flat = np.array(int(sum(s * n for s, n in zip(start, strides, strict=True))))
+    last = list(start)
+    for n, by, dim in zip(extent, step, axes, strict=True):
+        flat = flat[..., None] + np.arange(n) * by * strides[dim]
+        last[dim] += (n - 1) * by
+    assert all(0 <= a and b < n for a, b, n in zip(start, last, shape, strict=True))
+    return flat.reshape(-1)
+
+
+@CASES
+def test_plan_boxes_tile_the_target_and_lie_with_their_senders(case: oracle.Case) -> None:
+    places = oracle.coordinates(case.mesh_shape)
+    for program in programs(case):
+        for step in program.steps:
+            held = oracle.held_indices(case.mesh_shape, case.shape, str(step.source))
+            wanted = oracle.held_indices(case.mesh_shape, case.shape, str(step.target))
+            covered = [np.zeros(indices.numel(), dtype=int) for indices in wanted]
+            boxes, group = step.boxes, step.group if isinstance(step, Exchange) else ()
+            a, b = oracle.read(str(step.source)), oracle.read(str(step.target))
+            reduced = [m for m in a.partial_dims if a.tokens[m] != b.tokens[m]]
+            contributors = list(oracle.coordinates(tuple(case.mesh_shape[m] for m in reduced)))
+            assert boxes.sender.shape == (len(boxes), len(contributors))
+            assert boxes.elements.all()
+            for row in range(len(boxes)):
+                receiver = int(boxes.receiver[row])
+                target_shape = tuple(wanted[receiver].shape)
+                to = offsets(target_shape, boxes.target_start[row], boxes.extent[row], boxes.target_step[row], boxes.axes)
+                covered[receiver][to] += 1
+                indices = wanted[receiver].reshape(-1)[to]
+                for contributor, sender in zip(contributors, boxes.sender[row].tolist(), strict=True):
+                    if sender == FILL:
+                        assert b.partial_dims and (boxes.sender[row] == FILL).all()
+                        continue
+                    assert tuple(places[sender][m] for m in reduced) == contributor, program.explain()
+                    outside = [m for m in range(len(places[0])) if m not in group and places[sender][m] != places[receiver][m]]
+                    assert not outside, program.explain()
+                    source_shape = tuple(held[sender].shape)
+                    at = offsets(source_shape, boxes.source_start[row], boxes.extent[row], boxes.source_step[row], boxes.axes)
+                    assert held[sender].reshape(-1)[at].equal(indices), program.explain()
+            assert all((cover == 1).all() for cover in covered), program.explain()
+
+
+@CASES
+def test_plan_steps_lead_from_source_to_target(case: oracle.Case) -> None:
+    for (source, target), program in zip(case.pairs(), programs(case), strict=True):
+        assert (program.src, program.dst) == (Layout.parse(source), Layout.parse(target))
+        stops = [program.src.without_size_one(case.mesh_shape)]
+        for step in program.steps:
+            assert step.source == stops[-1]
+            stops.append(step.target)
+            received = sum(step.boxes.elements_received(rank) for rank in program.ranks)
+            assert isinstance(step, Exchange if received else Local), program.explain()
+        assert stops[-1] == program.dst.without_size_one(case.mesh_shape)
+        assert program.is_identity == (len(stops) == 1)
+
+
+def rows_touching(boxes: Boxes, rank: int) -> Boxes:
+    return boxes.select((boxes.receiver == rank) | (boxes.sender == rank).any(axis=1))
+
+
+@CASES
+def test_plan_of_one_rank_is_its_part_of_the_whole(case: oracle.Case) -> None:
+    for (source, target), whole in zip(case.pairs(), programs(case), strict=True):
+        for rank in range(whole.mesh.size):
+            alone = plan(case.mesh_shape, case.shape, "float32", source, target, rank=rank)
+            assert alone.ranks == (rank,)
+            assert alone.bytes_received == [whole.bytes_received[rank]]
+            assert alone.bytes_bound == (whole.bytes_bound and [whole.bytes_bound[rank]])
+            assert alone.peak_bytes == [whole.peak_bytes[rank]]
+            assert alone.digest == whole.digest
+            for mine, step in zip(alone.steps, whole.steps, strict=True):
+                assert (mine.kind, mine.source, mine.target, mine.reduce, mine.fill) == (
+                    step.kind, step.source, step.target, step.reduce, step.fill
+                )  # fmt: skip
+                assert getattr(mine, "group", None) == getattr(step, "group", None)
+                expected = rows_touching(step.boxes, rank)
+                assert mine.boxes.axes == expected.axes
+                for name in BOX_COLUMNS:
+                    assert np.array_equal(getattr(mine.boxes, name), getattr(expected, name)), (whole.explain(), rank)
+
+
+@CASES
+def test_peak_bytes_hold_input_output_and_what_lies_between(case: oracle.Case) -> None:
+    for program in programs(case):
+        for rank, peak in zip(program.ranks, program.peak_bytes, strict=True):
+            source, target = (program.local_bytes(layout, rank) for layout in (program.src, program.dst))
+            if program.is_identity:
+                assert peak == source
+            elif len(program.steps) == 1 and program.steps[0].reduce is None:
+                assert peak == source + target
+            else:
+                between = max(program.local_bytes(step.target, rank) for step in program.steps)
+                assert source + between <= peak
+                assert peak <= source + sum(program.local_bytes(s.target, rank) for s in program.steps) + program.bytes_received[rank]
+
+
+@CASES
+def test_program_survives_json(case: oracle.Case) -> None:
+    for program in programs(case)[::5]:
+        text = program.to_json()
+        again = Program.from_json(text)
+        assert again.to_json() == text
+        assert (again.mesh, again.src, again.dst, again.digest) == (program.mesh, program.src, program.dst, program.digest)
+        assert again.explain() == program.explain()
+        for a, b in zip(again.steps, program.steps, strict=True):
+            assert type(a) is type(b) and (a.reduce, a.fill, type(a.fill)) == (b.reduce, b.fill, type(b.fill))
+            for name in BOX_COLUMNS:
+                left, right = getattr(a.boxes, name), getattr(b.boxes, name)
+                assert left.dtype == right.dtype == np.int64 and left.shape == right.shape and np.array_equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int64", "uint8", "bool", "complex64"])
+@pytest.mark.parametrize("op", ["", "avg", "max", "min"])
+def test_program_survives_json_with_every_fill(dtype: str, op: str) -> None:
+    try:
+        program = plan(Mesh((2, 2), ("a", "b"), (3, 2, 1, 0)), (5, 4), dtype, "S0 R", f"P{op} S1", rank=1)
+    except UnsupportedError:
+        pytest.skip("no such partial")
+    again = Program.from_json(program.to_json())
+    assert again.to_json() == program.to_json()
+    assert (again.mesh, again.rank, again.steps[0].fill) == (program.mesh, 1, program.steps[0].fill)
+    assert type(again.steps[0].fill) is type(program.steps[0].fill)
+
+
+def test_to_dict_has_the_keys_of_the_command_line() -> None:
+    data = json.loads(plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0").to_json())
+    assert {"steps", "exchanges", "bytes_received", "bytes_bound", "peak_bytes"} <= set(data)
+    assert data["exchanges"] == 1 and data["bytes_received"] == data["bytes_bound"]
+
+
+# Load
+
+
+def loads(program: Program) -> dict[tuple, list[int]]:
+    """Per set of equal holders: the elements that each of them serves to others."""
+    places = oracle.coordinates(program.mesh.shape)
+    step = program.steps[0]
+    assert isinstance(step, Exchange)
+    replicas = [m for m in step.group if str(step.source.placements[m]) == "R"]
+    served: dict[int, int] = defaultdict(int)
+    for receiver, sender, n in zip(step.boxes.receiver, step.boxes.sender[:, 0], step.boxes.elements, strict=True):
+        served[int(sender)] += int(n) if sender != receiver else 0
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for rank, place in enumerate(places):
+        groups[tuple(c for m, c in enumerate(place) if m not in replicas)].append(served[rank])
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape", "source", "target"),
+    [
+        ((2, 4), (64,), "R S0", "S0 R"),
+        ((2, 4), (64, 64), "R S0", "S0 S1"),
+        ((2, 4), (64, 64), "R S0", "S1 R"),
+        ((2, 4), (64, 64), "S0 R", "R S0"),
+        ((4, 4), (64, 64), "R S0", "S0 R"),
+        ((4, 4), (64, 64), "R S0", "S0 S1"),
+        ((4, 4), (64, 64), "R S0", "R S1"),
+        ((2, 2, 2), (64, 64), "R R S0", "S0 R R"),
+        ((2, 2, 2), (64, 64), "R S0 R", "S0 R R"),
+    ],
+    ids=str,
+)
+def test_plan_spreads_the_load_over_equal_holders(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: str, target: str
+) -> None:
+    program = plan(mesh_shape, shape, "float32", source, target)
+    box = int(program.steps[0].boxes.elements.max())
+    for served in loads(program).values():
+        boxes = sum(served) / box
+        assert max(served) <= math.ceil(boxes / len(served)) * box, (program.explain(), served)
+
+
+# The pairs on which torch moves many times the bound
+
+
+@pytest.mark.parametrize("mesh_shape", [(4, 4), (2, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("source", "target", "mebibytes"),
+    [
+        ("S0 S1", "S1 S0", 16),
+        ("R S0", "S0 S0", 16),
+        ("S0 S0", "S0 S0 @ 0:1,0", 16),
+        ("S0 S0", "R S0", {(4, 4): 64, (2, 8): 32}),
+        ("P S0", "S0 S0", {(4, 4): 64, (2, 8): 32}),
+        ("P P", "R R", 480),
+    ],
+)
+def test_plan_is_not_wasteful(mesh_shape: tuple[int, ...], source: str, target: str, mebibytes: int | dict) -> None:
+    program = plan(mesh_shape, (8192, 8192), "float32", source, target)
+    received = max(program.bytes_received) / 2**20
+    expected = mebibytes if isinstance(mebibytes, int) else mebibytes[mesh_shape]
+    assert received <= expected and received == pytest.approx(expected, rel=0.3), program.explain()
+    assert program.exchanges == (2 if source == "P P" else 1)
+
+
+# Arguments
+
+
+def test_plan_takes_texts_layouts_meshes_and_shapes() -> None:
+    a = plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")
+    b = plan(Mesh((2, 2)), [8, 6], "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0"))
+    assert a.to_json() == b.to_json()
+    assert plan((2, 2), (8,), "float32", "S0/2 S0", "R R").src == Layout.parse("S0 S0 @ 0:1,0")
+
+
+def test_plan_on_a_mesh_with_ranks_is_in_positions() -> None:
+    plain = plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")
+    other = plan(Mesh((2, 2), ranks=(7, 5, 3, 1)), (8, 6), "float32", "S0 S1", "S1 S0")
+    assert np.array_equal(plain.steps[0].boxes.sender, other.steps[0].boxes.sender)
+    assert plain.digest != other.digest
+
+
+def test_digest_differs_for_every_other_request() -> None:
+    requests: list[tuple] = [
+        ((2, 2), (8, 6), "float32", "S0 S1", "S1 S0"),
+        ((4,), (8, 6), "float32", "S0", "S1"),
+        ((2, 2), (6, 8), "float32", "S0 S1", "S1 S0"),
+        ((2, 2), (8, 6), "int32", "S0 S1", "S1 S0"),
+        ((2, 2), (8, 6), "float32", "S1 S0", "S1 S0"),
+        ((2, 2), (8, 6), "float32", "S0 S1", "S0 S0"),
+        ((2, 2), (8, 6), "float32", "S0 S1", "S0 S0 @ 0:1,0"),
+    ]
+    digests = [plan(*request).digest for request in requests]
+    assert len(set(digests)) == len(digests)
+    assert all(0 <= digest < 2**63 for digest in digests)
+    assert digests == [plan(*request).digest for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "parts"),
+    [
+        (((2, 2), (8,), "float32", "S1 R", "R R"), ArgumentError, ["src", "mesh dim 0", "tensor dim 1", "allowed: 0..0"]),
+        (((2, 2), (8,), "float32", "R R", "R S3"), ArgumentError, ["dst", "mesh dim 1", "tensor dim 3", "allowed: 0..0"]),
+        (((2, 2), (), "float32", "R R", "R S0"), ArgumentError, ["dst", "mesh dim 1", "tensor dim 0", "no dims"]),
+        (((2, 2), (8,), "float32", "R", "R R"), ArgumentError, ["src", "1 placements", "(2, 2)", "allowed: one each"]),
+        (((2, 2), (8,), "float32", "R R", "R R R"), ArgumentError, ["dst", "3 placements", "(2, 2)"]),
+        (((2, 2), (8,), "float32", "S0 S0 @ 0:1,1", "R R"), LayoutSyntaxError, ["mesh dim twice", "^"]),
+        (((2, 2), (8,), "float32", "S0 S0", "S0 S0 @ 0:0,0"), LayoutSyntaxError, ["mesh dim twice", "^"]),
+        (((2, 2), (8,), "float32", "S0 Q", "R R"), LayoutSyntaxError, ["'Q'", "^"]),
+        (((2, 2), (8,), "float99", "R R", "R R"), ArgumentError, ["dtype", "'float99'", "allowed", "bfloat16"]),
+        (((2, 2), (8, -1), "float32", "R R", "R R"), ArgumentError, ["shape", "(8, -1)", "allowed: 0 and up"]),
+        (((2, 0), (8,), "float32", "R R", "R R"), ArgumentError, ["mesh", "(2, 0)"]),
+        (((2, 2), (8,), "float32", "R R", "R Pprod"), UnsupportedError, ["dst", "mesh dim 1", "product", "allowed: sum, avg"]),
+        (((2, 2), (8,), "float32", "S0 R", "Pprod R"), UnsupportedError, ["dst", "mesh dim 0", "product"]),
+        (((2, 2), (8,), "float32", "P P", "P Pprod"), UnsupportedError, ["do not mix"]),
+        (((2, 2), (8,), "int32", "Pavg R", "R R"), UnsupportedError, ["'avg'", "int32"]),
+        (((2, 2), (8,), "int32", "R R", "Pavg R"), UnsupportedError, ["'avg'", "int32"]),
+        (((2, 2), (8,), "bool", "Pavg R", "R R"), UnsupportedError, ["'avg'", "bool"]),
+        (((2, 2), (8,), "complex64", "Pmax R", "R R"), UnsupportedError, ["'max'", "complex64", "sum and avg"]),
+        (((2, 2), (8,), "complex64", "Pmin R", "R R"), UnsupportedError, ["'min'", "complex64"]),
+        (((2, 2), (8,), "complex128", "R R", "R Pmax"), UnsupportedError, ["'max'", "complex128"]),
+        (((2, 2), (8,), "complex64", "Pprod R", "R R"), UnsupportedError, ["'prod'", "complex64"]),
+        (((2, 2), (8,), "float32", "Pmax Pmin", "R R"), UnsupportedError, ["['max', 'min']", "do not mix"]),
+        (((2, 2), (8,), "float32", "P Pmax", "R R"), UnsupportedError, ["['max', 'sum']", "do not mix"]),
+        (((2, 2), (8,), "float32", "S0/3 S0", "R R"), UnsupportedError, ["S0/3", "mesh dim 0", "no shard order"]),
+    ],
+)  # fmt: skip
+def test_plan_refuses(arguments: tuple, error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        plan(*arguments)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_plan_refuses_a_rank_outside_the_mesh(rank: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"rank: position {rank} is outside the mesh \(2, 2\); allowed: 0..3"):
+        plan((2, 2), (8,), "float32", "R R", "S0 R", rank=rank)
+
+
+def test_plan_keeps_a_partial_product_that_does_not_change() -> None:
+    program = plan((2, 2), (8,), "float32", "Pprod R", "Pprod S0")
+    assert program.bytes_received == [0] * 4 and program.exchanges == 0
+
+
+def test_check_local_shape_names_what_fits() -> None:
+    program = plan((2, 2), (5, 6), "float32", "S0 S1", "R R")
+    assert [program.local_shape(program.src, rank) for rank in range(4)] == [(3, 3), (3, 3), (2, 3), (2, 3)]
+    check_local_shape(program, 2, (2, 3))
+    with pytest.raises(ArgumentError) as error:
+        check_local_shape(program, 2, (3, 3), "x")
+    assert all(part in str(error.value) for part in ("x", "position 2", "(3, 3)", "S0 S1", "(5, 6)", "allows only (2, 3)"))
