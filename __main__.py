@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="real models' redistributions, against stock DTensor, on this machine")
     demo.add_argument("--ranks", type=_ranks, default=4, help="processes to start (default: %(default)s)")
+    demo.add_argument("--only", default="", metavar="TEXT", help="only the cases with this in their name")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     demo.set_defaults(run=_demo)
     return parser
@@ -59,7 +60,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     from shardweave.bench.demo import run
 
     try:
-        return run(arguments.ranks, arguments.json)
+        return run(arguments.ranks, arguments.only, arguments.json)
     except KeyboardInterrupt:
         return 130
 

@@ -8,7 +8,8 @@ class ShardweaveError(Exception):
 
 
 class ArgumentError(ShardweaveError, ValueError):
-    """An argument is wrong; raised before anything is communicated. The text names the argument, its value and what is allowed."""
+    """An argument is wrong; raised before anything is communicated. The text names the argument, its value and
+    what is allowed."""
 
 
 class LayoutSyntaxError(ArgumentError):

@@ -30,8 +30,8 @@ from .workloads import Workload, load_workloads
 
 KEPT = 4  # calls for which a caller keeps each output
 ROUNDS = 7
-TURN_SECONDS = 0.03  # a turn has as many calls as stock does in this time, so that the barrier before it does not count
-MOST_CALLS = 8
+TURN_SECONDS = 0.03  # a turn has as many calls as take this long, so that leaving the barrier before it does not count
+MOST_CALLS = 32
 
 _TOKEN = re.compile(r"(?P<kind>R|P|S(?P<dim>\d+)(/(?P<factor>\d+))?)")
 Call = Callable[[], DTensor]
@@ -171,7 +171,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     sizes = mesh_for(size)
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    workloads = load_workloads()
+    workloads = [workload for workload in load_workloads() if config["only"] in workload.name]
     for world in config["worlds"]:
         for workload in workloads:
             names = workload.mesh_names
@@ -235,14 +235,12 @@ def _time(stock: Call, ours: Call, most_received: int, rounds: int) -> dict[str,
             keep.append(call())
         return (time.perf_counter() - start) / calls
 
-    # Warm-up: as many outputs alive as there will be while it counts.
-    first = torch.tensor([min(turn("stock", 1) for _ in range(2))])
-    dist.all_reduce(first, op=dist.ReduceOp.MAX)
-    calls = max(1, min(MOST_CALLS, math.ceil(TURN_SECONDS / first.item())))
-    turn("stock", KEPT)
-    turn("ours", 2 * KEPT)
+    # Warm-up: as many outputs alive as there will be while it counts. All ranks take the same number of calls from it.
+    warm = torch.tensor([turn(side, KEPT + 1) for side in sides])
+    dist.all_reduce(warm, op=dist.ReduceOp.MAX)
+    calls = {s: max(1, min(MOST_CALLS, math.ceil(TURN_SECONDS / t))) for s, t in zip(sides, warm.tolist(), strict=True)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side in sides:
-            seconds[side].append(turn(side, calls))
+            seconds[side].append(turn(side, calls[side]))
     return seconds

@@ -23,17 +23,18 @@ WORLDS = ("shared_memory", "collective")
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds
 
 
-def run(ranks: int, json_path: Path | None) -> int:
+def run(ranks: int, only: str, json_path: Path | None) -> int:
     """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be."""
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     gathered = _Gathered(ranks)
-    config = {"worlds": list(WORLDS), "rounds": ROUNDS}
+    config = {"worlds": list(WORLDS), "rounds": ROUNDS, "only": only}
+    cases = sum(only in workload.name for workload in load_workloads())
     console.print(_heading(ranks))
     try:
         with Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
         ) as progress:
-            task = progress.add_task("starting", total=len(WORLDS) * len(load_workloads()))
+            task = progress.add_task("starting", total=len(WORLDS) * cases)
 
             def message(rank: int, found: dict[str, Any]) -> None:
                 if gathered.add(rank, found):

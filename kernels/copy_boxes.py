@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .boxes import Boxes, source_views, split_elements, target_views
-from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word
+from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word, tile_constants
 from .tiling import Launch, LaunchConfig, tile_launches
 
 
@@ -112,30 +112,17 @@ class CopyTable:
                     f"fill is {self.boxes.fill!r}: its {self.itemsize} bytes do not repeat in words of "
                     f"{launch.target_word}, which is all that the buffers' alignment or dtype allows; 0 always works"
                 )
-            constants = copy_constants(launch, source_align, target_align, self.sources.many, self.targets.many)
+            constants = copy_constants(launch, (source_align, target_align), (self.sources.many, self.targets.many))
             variant.append(PreparedLaunch.upload(launch, self.device, fill, constants))
         self._variants[source_align, target_align] = variant
         return variant
 
 
 def copy_constants(
-    launch: Launch, source_align: int, target_align: int, many_sources: bool, many_targets: bool
+    launch: Launch, aligns: tuple[int, int] = (16, 16), many: tuple[bool, bool] = (True, True)
 ) -> dict[str, Any]:
-    """What copy_boxes_kernel is compiled with, and num_warps."""
-    return {
-        "WORD": WORDS[launch.target_word],
-        "VS": launch.source_vector,
-        "VD": launch.target_vector,
-        "ROWS": launch.rows,
-        "COLS": launch.columns,
-        "TRANSPOSED": launch.kind == "transposed",
-        "ALIGN_S": source_align,
-        "ALIGN_D": target_align,
-        "MANY_SOURCES": many_sources,
-        "MANY_TARGETS": many_targets,
-        "HAS_FILL": launch.has_fill,
-        "num_warps": launch.num_warps,
-    }
+    """What copy_boxes_kernel is compiled with, and num_warps; pairs are of sources and targets."""
+    return {"WORD": WORDS[launch.target_word], **tile_constants(launch, aligns, many)}
 
 
 def copy_launches(
@@ -146,7 +133,8 @@ def copy_launches(
     part = min(itemsize, 8, source_align, target_align)
     if part < itemsize:
         boxes = split_elements(boxes, itemsize // part)
-    return tile_launches(boxes, part, part, source_align, target_align, widen=True, config=config)
+    config = config or LaunchConfig.for_copy(boxes.numel * part)
+    return tile_launches(boxes, part, part, source_align, target_align, config, widen=True)
 
 
 def copy_table(

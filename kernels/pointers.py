@@ -25,6 +25,23 @@ def interpreted(kernel: object) -> bool:
     return not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
+def tile_constants(launch: Launch, aligns: tuple[int, int], many: tuple[bool, bool]) -> dict[str, Any]:
+    """The constants that both kernels have; pairs are of sources and targets."""
+    return {
+        "VS": launch.source_vector,
+        "VD": launch.target_vector,
+        "ROWS": launch.rows,
+        "COLS": launch.columns,
+        "TRANSPOSED": launch.kind == "transposed",
+        "ALIGN_S": aligns[0],
+        "ALIGN_D": aligns[1],
+        "MANY_SOURCES": many[0],
+        "MANY_TARGETS": many[1],
+        "HAS_FILL": launch.has_fill,
+        "num_warps": launch.num_warps,
+    }
+
+
 @triton.jit
 def base_address(table, index, first, MANY: tl.constexpr):
     """The address of buffer `index`: `first` for 0, else (only where MANY) from the table."""

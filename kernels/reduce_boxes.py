@@ -18,10 +18,12 @@ import triton.language as tl
 from ..errors import ArgumentError
 from .boxes import Boxes, source_views, split_elements, target_views
 from .codecs import decode, encode
-from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word
+from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word, tile_constants
 from .reduction import check_reduction, real_dtype, reduce_views
 from .tiling import Launch, LaunchConfig, tile_launches
 
+# Contributors whose loads are all in flight at once; beyond, a loop keeps registers and code from growing.
+UNROLLED = tl.constexpr(16)
 ELEMENTS = {
     torch.bool: tl.int8,
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -52,6 +54,30 @@ def combine(a, b, OP: tl.constexpr):
         return a | b
     else:
         return a & b
+
+
+@triton.jit
+def load_contributor(
+    row,
+    k,
+    source_table,
+    source0,
+    r,
+    c,
+    mask,
+    K: tl.constexpr,
+    WORD: tl.constexpr,
+    VS: tl.constexpr,
+    ALIGN_S: tl.constexpr,
+    MANY_SOURCES: tl.constexpr,
+):
+    """Contributor k's part of the tile that the descriptor at `row` describes, as words."""
+    source_id = tl.load(row + k)
+    offset = tl.multiple_of(tl.load(row + K + 1 + k), VS)
+    stride = tl.multiple_of(tl.load(row + 2 * K + 2 + k), VS)
+    address = base_address(source_table, source_id, source0, MANY_SOURCES)
+    source = tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN_S) + offset
+    return tl.load(source + r * stride + c, mask=mask, other=0)
 
 
 @triton.jit(do_not_specialize=["source0", "target0", "fill", "divisor"])
@@ -104,17 +130,23 @@ def reduce_boxes_kernel(
     reads = inside
     if HAS_FILL:
         reads = inside & (tl.load(row) >= 0)
-    for k in tl.static_range(K):
-        source_id = tl.load(row + k)
-        source_offset = tl.multiple_of(tl.load(row + K + 1 + k), VS)
-        source_stride = tl.multiple_of(tl.load(row + 2 * K + 2 + k), VS)
-        source_address = base_address(source_table, source_id, source0, MANY_SOURCES)
-        source = tl.multiple_of(source_address.to(tl.pointer_type(FROM_WORD)), ALIGN_S) + source_offset
-        value = decode(tl.load(source + r * source_stride + c, mask=reads, other=0), FROM, SOFT)
-        if k == 0:
-            total = value
-        else:
-            total = combine(total, value, OP)
+    total = decode(
+        load_contributor(row, 0, source_table, source0, r, c, reads, K, FROM_WORD, VS, ALIGN_S, MANY_SOURCES),
+        FROM,
+        SOFT,
+    )
+    if K <= UNROLLED:
+        for k in tl.static_range(1, K):
+            words = load_contributor(
+                row, k, source_table, source0, r, c, reads, K, FROM_WORD, VS, ALIGN_S, MANY_SOURCES
+            )
+            total = combine(total, decode(words, FROM, SOFT), OP)
+    else:
+        for k in range(1, K):
+            words = load_contributor(
+                row, k, source_table, source0, r, c, reads, K, FROM_WORD, VS, ALIGN_S, MANY_SOURCES
+            )
+            total = combine(total, decode(words, FROM, SOFT), OP)
     if DIVIDE:
         by = divisor.to(tl.int64).to(tl.float64, bitcast=True)
         if total.dtype == tl.float64:
@@ -203,19 +235,9 @@ def reduce_constants(
         "TO": ELEMENTS[real_dtype(out_dtype)],
         "FROM_WORD": WORDS[launch.source_word],
         "TO_WORD": WORDS[launch.target_word],
-        "VS": launch.source_vector,
-        "VD": launch.target_vector,
-        "ROWS": launch.rows,
-        "COLS": launch.columns,
-        "TRANSPOSED": launch.kind == "transposed",
-        "ALIGN_S": aligns[0],
-        "ALIGN_D": aligns[1],
-        "MANY_SOURCES": many[0],
-        "MANY_TARGETS": many[1],
-        "HAS_FILL": launch.has_fill,
         "DIVIDE": divide,
         "SOFT": soft,
-        "num_warps": launch.num_warps,
+        **tile_constants(launch, aligns, many),
     }
 
 
@@ -240,7 +262,8 @@ def reduce_launches(
             )
     if dtype.is_complex:
         boxes = split_elements(boxes, 2)
-    return tile_launches(boxes, *sizes, source_align, target_align, config=config)
+    config = config or LaunchConfig.for_reduction(boxes.numel * max(sizes), boxes.contributors, min(sizes))
+    return tile_launches(boxes, *sizes, source_align, target_align, config)
 
 
 def reduce_table(

@@ -33,7 +33,7 @@ WIDE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How boxes are cut. `for_bytes` gives the default."""
+    """How boxes are cut. `for_copy` and `for_reduction` give the defaults."""
 
     tile_bytes: int = 16384  # per program, where accesses are 16 bytes wide
     accesses_per_thread: int = 16  # at most, on either side: beyond it the registers spill
@@ -46,10 +46,20 @@ class LaunchConfig:
                 raise ArgumentError(f"LaunchConfig: {name} is {value}; a power of two is needed")
 
     @classmethod
-    def for_bytes(cls, nbytes: int) -> LaunchConfig:
+    def for_copy(cls, nbytes: int) -> LaunchConfig:
         """Tiles of 16 KiB, smaller where `nbytes` would otherwise give fewer than 256 programs (2 per SM of 132)."""
-        tile = 1 << max(nbytes // 256, 1).bit_length() - 1
-        return cls(tile_bytes=min(max(tile, 2048), 16384))
+        return cls(tile_bytes=_clamped_tile(nbytes, 16384))
+
+    @classmethod
+    def for_reduction(cls, nbytes: int, contributors: int, itemsize: int) -> LaunchConfig:
+        """As for a copy of `nbytes`, but all contributors' loads of a tile, and its accumulator, stay in registers."""
+        most = 16384 // max(_power_of_two(contributors) // 2, 1) // (2 if itemsize == 1 else 1)
+        return cls(tile_bytes=_clamped_tile(nbytes, most), accesses_per_thread=8)
+
+
+def _clamped_tile(nbytes: int, most: int) -> int:
+    # Below 4 KiB a thread of 128 (of 256 on AMD) has no full vector left.
+    return max(min(1 << max(nbytes // 256, 1).bit_length() - 1, most), 4096)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,18 +82,16 @@ def tile_launches(
     boxes: Boxes,
     source_size: int,
     target_size: int,
-    source_align: int = VECTOR,
-    target_align: int = VECTOR,
+    source_align: int,
+    target_align: int,
+    config: LaunchConfig,
     widen: bool = False,
-    config: LaunchConfig | None = None,
 ) -> list[Launch]:
     """The launches that carry `boxes` out: one in the ordinary case, one more for each further kind of box.
 
     Sizes are bytes per element, aligns the bytes that all base addresses are a multiple of (1 to 16). `widen`: moves
     words as wide as offsets, strides and extents allow, up to 8 bytes; needs equal sizes.
     """
-    if config is None:
-        config = LaunchConfig.for_bytes(boxes.numel * (source_size * boxes.contributors + target_size) // 2)
     kind, boxes = classify(coalesce(boxes))
     # All that is added up to an address except what steps through a vector: its lowest bit is the alignment.
     source_bits = _bits(boxes.source_offset) | _bits(boxes.source_stride[:, :, 1:])

@@ -25,7 +25,8 @@ FILL = -1
 class Boxes:
     """n boxes over k axes; each row says which box of which senders' shards becomes which box of the receiver's.
 
-    Starts are indices into the local shards, per tensor dim; axis a of a box runs along tensor dim `axes[a]` in steps, so that
+    Starts are indices into the local shards, per tensor dim; axis a of a box runs along tensor dim `axes[a]` in
+    steps, so that
     index sets with a stride need no other table. All int64.
     """
 
@@ -93,7 +94,8 @@ class Change:
         reduced: mesh dims whose partial disappears.
         split: mesh dims that become partial.
         keepers: those of `split` where coordinate 0 keeps the whole value and the others hold zero (integers, bool).
-        divisor: what the value is divided by: averages that end, and floats that are split over a new sum. Below 1 where a
+        divisor: what the value is divided by: averages that end, and floats that are split over a new sum. Below
+        1 where a
             shard becomes an average: its owner holds n times its part.
     """
 
@@ -173,7 +175,8 @@ class Change:
         replicas: list[int],
         turn: int,
     ) -> int:
-        """Who sends: the receiver itself where it holds the piece, else among equal holders the one whose turn it is."""
+        """Who sends: the receiver itself where it holds the piece, else among equal holders the one whose turn it
+        is."""
         chosen = list(holder)
         for mesh_dim, index in zip(self.reduced, contributor, strict=True):
             chosen[mesh_dim] = index
@@ -184,7 +187,8 @@ class Change:
         return self.mesh.position(chosen)
 
     def _turn(self, receiver: Coordinate) -> int:
-        """The receiver's place among the ranks with its target set, plus the place of that set: spreads the load evenly."""
+        """The receiver's place among the ranks with its target set, plus the place of that set: spreads the load
+        evenly."""
         among = which = 0
         for mesh_dim in self.closure:
             n = self.mesh.shape[mesh_dim]
@@ -245,7 +249,8 @@ class Change:
 
 
 def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:
-    """Equal for two layouts exactly if `mesh_dim` cuts the same tensor dim after the same earlier cuts, or not at all."""
+    """Equal for two layouts exactly if `mesh_dim` cuts the same tensor dim after the same earlier cuts, or not at
+    all."""
     placement = layout.placements[mesh_dim]
     if isinstance(placement, Shard):
         order = layout.order(placement.dim)

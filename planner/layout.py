@@ -40,10 +40,12 @@ Orders = tuple[tuple[int, tuple[int, ...]], ...]
 class Layout:
     """One placement per mesh dim, and for each sharded tensor dim the mesh dims that cut it, the first cut first.
 
-    `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order of mesh dims.
+    `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order
+    of mesh dims.
 
     Raises:
-        ArgumentError: an unknown op, a negative tensor dim, an order that is not a permutation of the mesh dims that cut.
+        ArgumentError: an unknown op, a negative tensor dim, an order that is not a permutation of the mesh dims
+        that cut.
         UnsupportedError: partial ops that do not mix (only sum with avg does).
     """
 
@@ -59,7 +61,9 @@ class Layout:
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 if placement.dim < 0:
-                    raise ArgumentError(f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim}; allowed: 0 and up")
+                    raise ArgumentError(
+                        f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim}; allowed: 0 and up"
+                    )
                 cuts.setdefault(placement.dim, []).append(mesh_dim)
             elif isinstance(placement, Partial):
                 if placement.op not in REDUCE_OPS:
@@ -68,7 +72,9 @@ class Layout:
                     )
                 ops.add(placement.op)
             elif not isinstance(placement, Replicate):
-                raise ArgumentError(f"layout: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial")
+                raise ArgumentError(
+                    f"layout: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial"
+                )
         if len(ops) > 1 and ops != {"sum", "avg"}:
             raise UnsupportedError(f"layout: partial ops {sorted(ops)} do not mix; only sum with avg does")
         for tensor_dim, order in given.items():
@@ -124,7 +130,8 @@ class Layout:
     ) -> Layout:
         """Placements where a tuple (tensor dim, split factor) is a strided shard, as torch's `_StridedShard`.
 
-        The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim earlier: from
+        The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim
+        earlier: from
         right to left each mesh dim is put into the order where that product is reached first.
 
         Raises:
@@ -145,19 +152,23 @@ class Layout:
                 place += 1
             if product != factor:
                 raise UnsupportedError(
-                    f"strided shard S{dim}/{factor} on mesh dim {mesh_dim} is no shard order: no product of the sizes of "
+                    f"strided shard S{dim}/{factor} on mesh dim {mesh_dim} is no shard order: no product of the "
+                    f"sizes of "
                     f"mesh dims {tuple(order)} to its right, in the order they cut, is {factor}"
                 )
             order.insert(place, mesh_dim)
         placements = [Shard(t[0]) if isinstance(t, tuple) else t for t in tokens]
         strided = {t[0] for t in tokens if isinstance(t, tuple)}
         if orders and strided & set(dict(orders)):
-            raise ArgumentError(f"layout: tensor dims {sorted(strided)} are strided and have an order as well; give one")
+            raise ArgumentError(
+                f"layout: tensor dims {sorted(strided)} are strided and have an order as well; give one"
+            )
         return cls(placements, dict(orders or {}) | {d: tuple(found[d]) for d in strided})
 
     @classmethod
     def parse(cls, text: str, mesh_shape: Sequence[int] | None = None) -> Layout:
-        """Read the text form: a token per mesh dim, `R`, `S0`, `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`, `S0/2`, then orders, `@ 0:1,0`.
+        """Read the text form: a token per mesh dim, `R`, `S0`, `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`, `S0/2`, then
+        orders, `@ 0:1,0`.
 
         `S0/2` (strided, split factor 2) needs `mesh_shape` to become an order.
 
@@ -177,16 +188,22 @@ class Layout:
             elif word[0] == "P" and word[1:] in ("", *REDUCE_OPS):
                 tokens.append(Partial(word[1:] or "sum"))
             elif word[0] == "P":
-                raise LayoutSyntaxError(text, position + 1, f"unknown op {word[1:]!r}; allowed: {', '.join(REDUCE_OPS)}")
+                raise LayoutSyntaxError(
+                    text, position + 1, f"unknown op {word[1:]!r}; allowed: {', '.join(REDUCE_OPS)}"
+                )
             else:
-                raise LayoutSyntaxError(text, position, f"unknown token {word!r}; allowed: R, S<dim>, S<dim>/<split>, P<op>")
+                raise LayoutSyntaxError(
+                    text, position, f"unknown token {word!r}; allowed: R, S<dim>, S<dim>/<split>, P<op>"
+                )
         if not tokens:
             raise LayoutSyntaxError(text, 0, "no placements; one token per mesh dim is needed")
         orders: dict[int, tuple[int, ...]] = {}
         for match in re.finditer(r"\S+", tail):
             position = len(head) + 1 + match.start()
             if not re.fullmatch(r"\d+:\d+(,\d+)*", match.group()):
-                raise LayoutSyntaxError(text, position, f"{match.group()!r} is no order; allowed: <tensor dim>:<mesh dim>,…")
+                raise LayoutSyntaxError(
+                    text, position, f"{match.group()!r} is no order; allowed: <tensor dim>:<mesh dim>,…"
+                )
             dim_text, _, order_text = match.group().partition(":")
             if int(dim_text) in orders:
                 raise LayoutSyntaxError(text, position, f"a second order for tensor dim {dim_text}")
@@ -196,7 +213,9 @@ class Layout:
             if len(set(order)) != len(order):
                 raise LayoutSyntaxError(text, position, f"the order {order_text} names a mesh dim twice")
             if sorted(order) != cut_by:
-                raise LayoutSyntaxError(text, position, f"tensor dim {dim_text} is cut by mesh dims {cut_by}, not {order_text}")
+                raise LayoutSyntaxError(
+                    text, position, f"tensor dim {dim_text} is cut by mesh dims {cut_by}, not {order_text}"
+                )
             orders[dim] = order
         if at and not orders:
             raise LayoutSyntaxError(text, len(head), "no order after '@'")

@@ -15,7 +15,8 @@ Coordinate = tuple[int, ...]
 class Mesh:
     """Ranks in row-major order over `shape`.
 
-    `ranks[i]` is the rank at row-major position i; None means `arange`. The planner works in positions; only the runtime
+    `ranks[i]` is the rank at row-major position i; None means `arange`. The planner works in positions; only the
+    runtime
     turns them into ranks.
 
     Raises:
@@ -57,7 +58,9 @@ class Mesh:
     def coordinate(self, position: int) -> Coordinate:
         """The coordinate of a row-major position."""
         if not 0 <= position < self.size:
-            raise ArgumentError(f"rank: position {position} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}")
+            raise ArgumentError(
+                f"rank: position {position} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}"
+            )
         out = []
         for n in reversed(self.shape):
             position, c = divmod(position, n)

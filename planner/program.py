@@ -1,4 +1,5 @@
-"""A program: what every rank, or one rank, does to get from one layout to another. Frozen, data-free, printable, serialisable."""
+"""A program: what every rank, or one rank, does to get from one layout to another. Frozen, data-free, printable,
+serialisable."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """From `source` to `target`; `fill` is the identity that boxes without a sender get; `reduce` is None for plain copies."""
+    """From `source` to `target`; `fill` is the identity that boxes without a sender get; `reduce` is None for
+    plain copies."""
 
     source: Layout
     target: Layout
@@ -64,8 +66,10 @@ class Exchange(Step):
 class Program:
     """The steps from layout `src` to layout `dst`.
 
-    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_bound` and `peak_bytes` have one int
-    per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is None where a layout is partial.
+    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_bound` and `peak_bytes`
+    have one int
+    per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is None where a layout is
+    partial.
     """
 
     mesh: Mesh
@@ -118,7 +122,8 @@ class Program:
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Input, output, and what a step holds beside them: the layout between two steps, and contributions not yet reduced."""
+        """Input, output, and what a step holds beside them: the layout between two steps, and contributions not
+        yet reduced."""
         size = ITEMSIZE[self.dtype]
         peaks = []
         for r in self.ranks:
@@ -138,7 +143,8 @@ class Program:
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
     def explain(self) -> str:
-        """The program as text: each step with the mesh dims it moves along, its boxes and its bytes; then the totals."""
+        """The program as text: each step with the mesh dims it moves along, its boxes and its bytes; then the
+        totals."""
         names = self.mesh.names or tuple(map(str, range(self.mesh.ndim)))
         title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
         lines = [title if self.rank is None else f"{title}, rank {self.rank}"]
@@ -217,9 +223,7 @@ class Program:
                 for name in ("sender", "source_start", "target_start", "extent", "source_step", "target_step")
             }
             boxes = Boxes(np.array(raw["receiver"], dtype=np.int64), axes=tuple(raw["axes"]), **arrays)
-            fill = {"True": True, "False": False}.get(entry["fill"])
-            if fill is None:
-                fill = float(entry["fill"]) if any(c in entry["fill"] for c in ".einf") else int(entry["fill"])
+            fill = _read_fill(entry["fill"])
             common = (Layout.parse(entry["source"]), Layout.parse(entry["target"]), boxes)
             reduce = Reduce(**entry["reduce"]) if entry["reduce"] else None
             if entry["kind"] == "exchange":
@@ -239,6 +243,13 @@ class Program:
     @classmethod
     def from_json(cls, text: str) -> Program:
         return cls.from_dict(json.loads(text))
+
+
+def _read_fill(text: str) -> float | int | bool:
+    """The fill that `repr` wrote: JSON itself knows no infinity."""
+    if text in ("True", "False"):
+        return text == "True"
+    return float(text) if any(c in text for c in ".einf") else int(text)
 
 
 def format_bytes(n: int | float) -> str:

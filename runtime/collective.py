@@ -55,10 +55,12 @@ class CollectiveWorld:
                 self._store, f"{where}/{peer}/{slot}", peer, self.timeout, lambda text: int(text.split()[0]) >= call
             )
             posted, theirs = map(int, text.split())
-            # A peer that needs nothing from here may be far ahead and have reused the slot: then there is nothing to compare.
+            # A peer that needs nothing from here may be far ahead and have reused the slot: then there is nothing
+            # to compare.
             if posted == call and theirs != token:
                 self._error = DisagreementError(
-                    f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout or "
+                    f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, "
+                    f"layout or "
                     f"order of calls): requests {token:#x} and {theirs:#x}; no tensor data was moved"
                 )
                 raise self._error

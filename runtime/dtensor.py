@@ -25,7 +25,8 @@ def redistribute(
     """A DTensor of the same values with other placements, on the same mesh.
 
     Args:
-        dtensor: any placements of replicate, shard and partial, in any shard order (a decodable `_StridedShard` is one).
+        dtensor: any placements of replicate, shard and partial, in any shard order (a decodable `_StridedShard`
+        is one).
         placements: one per mesh dim. Targets may be partial (sum, avg, max, min), which torch refuses.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
         world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
@@ -48,7 +49,9 @@ def redistribute(
     normal = []
     for mesh_dim, placement in enumerate(placements):
         if not isinstance(placement, Placement):
-            raise ArgumentError(f"placements: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial")
+            raise ArgumentError(
+                f"placements: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial"
+            )
         dim = getattr(placement, "dim", None)
         if dim is not None and not -dtensor.ndim <= dim < dtensor.ndim:
             allowed = f"{-dtensor.ndim}..{dtensor.ndim - 1}" if dtensor.ndim else "none, the tensor has no dims"
@@ -69,7 +72,9 @@ def _ordered(placements: Sequence[Placement], order: Mapping[int, Sequence[int]]
         if type(placement) is Shard:
             cuts.setdefault(placement.dim, []).append(mesh_dim)
         elif not isinstance(placement, Replicate | Partial):
-            raise ArgumentError(f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them")
+            raise ArgumentError(
+                f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them"
+            )
     given: dict[int, tuple[int, ...]] = {}
     for tensor_dim, mesh_dims in order.items():
         if not -ndim <= tensor_dim < ndim:
@@ -77,7 +82,8 @@ def _ordered(placements: Sequence[Placement], order: Mapping[int, Sequence[int]]
         tensor_dim %= ndim
         if sorted(mesh_dims) != cuts.get(tensor_dim, []):
             raise ArgumentError(
-                f"shard_order: tensor dim {tensor_dim} has {tuple(mesh_dims)}; allowed: each of the mesh dims that cut it, "
+                f"shard_order: tensor dim {tensor_dim} has {tuple(mesh_dims)}; allowed: each of the mesh dims that "
+                f"cut it, "
                 f"{tuple(cuts.get(tensor_dim, []))}, once"
             )
         given[tensor_dim] = tuple(mesh_dims)
@@ -94,7 +100,9 @@ class _Redistribute(torch.autograd.Function):
             local = local.wait()
         if x.device_mesh.get_coordinate() is not None:
             if type(local) not in (torch.Tensor, torch.nn.Parameter):
-                raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
+                raise UnsupportedError(
+                    f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor"
+                )
             reason = why_not_backend()
             if reason is not None and x.device_mesh.size() > 1:
                 raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
@@ -110,12 +118,13 @@ class _Redistribute(torch.autograd.Function):
             Replicate() if b.is_partial() and not a.is_partial() else b
             for a, b in zip(gradient.placements, source.placements, strict=True)
         ]
-        order = None if source.use_strided_shard_as_shard_order else source.shard_order
+        strided = source.use_strided_shard_as_shard_order
+        order = {} if strided else {"shard_order": source.shard_order}
         target = DTensorSpec(
             source.mesh,
             tuple(kept),
             gradient._spec.tensor_meta,
-            shard_order=order,
-            use_strided_shard_as_shard_order=source.use_strided_shard_as_shard_order,
+            use_strided_shard_as_shard_order=strided,
+            **order,  # type: ignore[arg-type]
         )
         return _Redistribute.apply(gradient, target, ctx.world), None, None

@@ -48,7 +48,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class _Side:
     """Where boxes lie in one buffer: offsets [n] and strides [n, axes], in elements."""
 
-    def __init__(self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: int = 0) -> None:
+    def __init__(
+        self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: int = 0
+    ) -> None:
         per_dim = np.array(strides, dtype=np.int64)
         self.offset = start @ per_dim + base
         self.stride = step * per_dim[list(boxes.axes)]
@@ -74,10 +76,12 @@ class _Side:
 
 
 class Copies:
-    """Boxes copied from the tensors `sources` into the tensors `targets`: (source, target, boxes, source side, target side)."""
+    """Boxes copied from the tensors `sources` into the tensors `targets`: (source, target, boxes, source side,
+    target side)."""
 
     def __init__(
-        self, parts: Sequence[tuple[int, int, Boxes, _Side, _Side]], fill: float | int | bool, dtype: torch.dtype, device: torch.device
+        self, parts: Sequence[tuple[int, int, Boxes, _Side, _Side]], fill: float | int | bool, dtype: torch.dtype,
+        device: torch.device
     ) -> None:  # fmt: skip
         parts = [part for part in parts if len(part[2])]
         self.empty = not parts
@@ -332,7 +336,8 @@ class BoundProgram:
     """
 
     def __init__(
-        self, program: Program, position: int, strides: Sequence[int], world: World, dtype: torch.dtype, device: torch.device
+        self, program: Program, position: int, strides: Sequence[int], world: World, dtype: torch.dtype, device:
+        torch.device
     ) -> None:  # fmt: skip
         self.program, self.position, self.token = program, position, program.digest & ~0xFFFF
         kind = OneSidedStep if world.one_sided else TwoSidedStep

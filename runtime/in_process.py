@@ -15,7 +15,8 @@ from .meeting import Meet, Transfer
 
 
 class InProcessWorld:
-    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive instead, as over a network."""
+    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive instead, as over a
+    network."""
 
     recycles = False
 
@@ -47,13 +48,17 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
     if program.rank is not None:
         raise ArgumentError(f"program: it is rank {program.rank}'s alone; allowed: one of all ranks (rank=None)")
     if len(locals_) != program.mesh.size:
-        raise ArgumentError(f"locals_: {len(locals_)} tensors for a mesh of {program.mesh.size} ranks; allowed: one each")
+        raise ArgumentError(
+            f"locals_: {len(locals_)} tensors for a mesh of {program.mesh.size} ranks; allowed: one each"
+        )
     for position, x in enumerate(locals_):
         check_local_shape(program, position, x.shape, f"locals_[{position}]")
         if name_of(x.dtype) != program.dtype:
             raise ArgumentError(f"locals_[{position}]: dtype {name_of(x.dtype)}; the program allows {program.dtype}")
         if x.device != locals_[0].device:
-            raise ArgumentError(f"locals_[{position}]: device {x.device}; allowed: that of the others, {locals_[0].device}")
+            raise ArgumentError(
+                f"locals_[{position}]: device {x.device}; allowed: that of the others, {locals_[0].device}"
+            )
     if program.is_identity:
         return list(locals_)
     world = InProcessWorld(one_sided)
@@ -85,6 +90,8 @@ def _answer(rank: int, request: Meet | Transfer, asked: dict[int, Meet | Transfe
         theirs = asked.get(peer)
         sent = dict(theirs.sends).get(rank) if isinstance(theirs, Transfer) else None
         if sent is None or sent.shape != buffer.shape:
-            raise DisagreementError(f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else")
+            raise DisagreementError(
+                f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"
+            )
         buffer.copy_(sent)
     return None

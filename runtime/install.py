@@ -30,7 +30,8 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """From now on `DTensor.redistribute`, implicit redistributions, and their backward run on shardweave in this process.
+    """From now on `DTensor.redistribute`, implicit redistributions, and their backward run on shardweave in this
+    process.
 
     Every rank must install at the same point of the program. Doing it twice is doing it once.
     """

@@ -1,4 +1,5 @@
-"""What a rank asks of its world while a program runs. The executor yields these; worlds and the simulator answer them."""
+"""What a rank asks of its world while a program runs. The executor yields these; worlds and the simulator answer
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 class Meet(NamedTuple):
     """Wait until every peer has come to the same point. One-sided worlds only.
 
-    Safe after it: peers' writes made before their own `Meet` are visible here; the answer says where each peer's offered
+    Safe after it: peers' writes made before their own `Meet` are visible here; the answer says where each peer's
+    offered
     buffer lies. The answer is one address per peer, in the order of `peers`; `World.open` turns it into a tensor.
     """
 

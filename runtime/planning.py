@@ -34,4 +34,6 @@ def plan(
         ArgumentError: something does not fit; the text names the argument, its value and what is allowed.
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused.
     """
-    return plan_on_mesh(mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh, shape, dtype_name(dtype), src, dst, rank=rank)
+    return plan_on_mesh(
+        mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh, shape, dtype_name(dtype), src, dst, rank=rank
+    )

@@ -14,9 +14,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..errors import ArgumentError, UnsupportedError, WorldError
 from ..planner import Program, check_local_shape, plan
 from .collective import CollectiveWorld
-from .dtypes import dtype_name, name_of
+from .dtypes import dtype_name
 from .executor import BoundProgram
-from .shared_memory import SharedMemoryWorld
 from .specs import layout_of_spec, mesh_of
 from .statistics import stats
 from .worlds import AnyWorld, current_worlds, why_not_backend
@@ -30,7 +29,9 @@ _KEPT = 2048
 class _Bound:
     """A program on its world, ready to be called."""
 
-    def __init__(self, program: Program, bound: BoundProgram | None, world: AnyWorld | None, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, program: Program, bound: BoundProgram | None, world: AnyWorld | None, ranks: tuple[int, ...]
+    ) -> None:
         self.program, self.bound, self.world, self.ranks = program, bound, world, ranks
         self.first = True
 
@@ -167,12 +168,3 @@ def redistribute_local_tensor(
         options["use_graph_based_transform"] = use_graph_based_transform
     return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
 
-
-__all__ = [
-    "SharedMemoryWorld",
-    "name_of",
-    "redistribute_local_tensor",
-    "run_redistribution",
-    "stock_redistribute_local_tensor",
-    "why_delegate",
-]

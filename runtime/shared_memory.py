@@ -76,8 +76,10 @@ class _Peer:
 class SharedMemoryWorld:
     """The ranks of a process group on one machine.
 
-    Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when first met.
-    A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for it, as
+    Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when
+    first met.
+    A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for
+    it, as
     long as each pair meets in the same order on both sides.
 
     Raises:
@@ -142,8 +144,10 @@ class SharedMemoryWorld:
                 self._wait(peer, slot)
             if theirs[slot + _TOKEN] != request.token:
                 raise DisagreementError(
-                    f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, dtype, layout or "
-                    f"order of calls): requests {request.token:#x} and {theirs[slot + _TOKEN]:#x}; no tensor data was moved"
+                    f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, "
+                    f"dtype, layout or "
+                    f"order of calls): requests {request.token:#x} and {theirs[slot + _TOKEN]:#x}; no tensor data "
+                    f"was moved"
                 )
             addresses.append((peer.rank, theirs[slot + _SEGMENT], theirs[slot + _OFFSET]))
         return addresses
@@ -174,7 +178,8 @@ class SharedMemoryWorld:
                 raise PeerError(f"rank {peer.rank} (process {peer.pid}) is gone; rank {self.rank} was waiting for it")
             if time.monotonic() > deadline:
                 raise MeetingTimeoutError(
-                    f"rank {peer.rank} (process {peer.pid}) did not come within {self.timeout:g} s; rank {self.rank} was "
+                    f"rank {peer.rank} (process {peer.pid}) did not come within {self.timeout:g} s; rank "
+                    f"{self.rank} was "
                     f"waiting for it"
                 )
             time.sleep(pause)

@@ -1,4 +1,5 @@
-"""Shared memory that a rank owns and its peers map: anonymous segments, blocks of them as tensors, given back when they die."""
+"""Shared memory that a rank owns and its peers map: anonymous segments, blocks of them as tensors, given back
+when they die."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ import torch
 SEGMENT_BYTES = 64 << 20
 MAX_SEGMENTS = 512
 KEPT_BYTES = 2 << 30
-"""Free blocks up to this many bytes keep their pages; beyond it, pages of blocks of 1 MiB and more go back to the system."""
+"""Free blocks up to this many bytes keep their pages; beyond it, pages of blocks of 1 MiB and more go back to the
+system."""
 
 
 class Segment:
-    """A memfd mapped here; peers open it through `/proc/<pid>/fd/<fd>`. Nothing to unlink: it goes with its last user."""
+    """A memfd mapped here; peers open it through `/proc/<pid>/fd/<fd>`. Nothing to unlink: it goes with its last
+    user."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -44,7 +47,9 @@ class Block:
 
     __slots__ = ("__array_interface__", "address", "free", "offset", "segment", "size")
 
-    def __init__(self, free: deque[tuple[int, int]], segment: int, offset: int, size: int, address: int, nbytes: int) -> None:
+    def __init__(
+        self, free: deque[tuple[int, int]], segment: int, offset: int, size: int, address: int, nbytes: int
+    ) -> None:
         self.free, self.segment, self.offset, self.size, self.address = free, segment, offset, size, address
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 

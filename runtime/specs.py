@@ -41,11 +41,13 @@ def layout_of(placements: Sequence[Any], mesh_shape: Sequence[int], shard_order:
         elif type(p) is torch_types.Replicate:
             tokens.append(Replicate())
         elif type(p) is torch_types._StridedShard:
-            tokens.append((p.dim, p.split_factor))
+            tokens.append((p.dim, int(p.split_factor)))
         elif type(p) is torch_types.Partial and p.reduce_op in _OPS:
             tokens.append(Partial(_OPS[p.reduce_op]))
         else:
-            raise UnsupportedError(f"placement {p} on mesh dim {mesh_dim}; allowed: Replicate, Shard, Partial of {list(_OPS)}")
+            raise UnsupportedError(
+                f"placement {p} on mesh dim {mesh_dim}; allowed: Replicate, Shard, Partial of {list(_OPS)}"
+            )
     if any(isinstance(token, tuple) for token in tokens):
         return Layout.from_strided(tokens, mesh_shape)
     order = {entry.tensor_dim: tuple(entry.mesh_dims) for entry in shard_order or ()}
@@ -60,5 +62,7 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
     """
     strided = any(isinstance(p, torch_types._StridedShard) for p in spec.placements)
     if strided and not spec.use_strided_shard_as_shard_order:
-        raise UnsupportedError(f"placements {spec.placements}: strided shards made by a view are index sets of their own")
+        raise UnsupportedError(
+            f"placements {spec.placements}: strided shards made by a view are index sets of their own"
+        )
     return layout_of(spec.placements, spec.mesh.shape, None if strided else spec.shard_order)

@@ -45,7 +45,9 @@ class Worlds:
         if found is None:
             obstacle = None if asked == "collective" else self._why_no_shared_memory(ranks, device)
             if asked == "shared_memory" and obstacle:
-                raise UnsupportedError(f"world: shared_memory cannot carry ranks {ranks}: {obstacle}; allowed: collective")
+                raise UnsupportedError(
+                    f"world: shared_memory cannot carry ranks {ranks}: {obstacle}; allowed: collective"
+                )
             if asked == "collective" or obstacle:
                 found = self._start("collective"), "asked for" if asked else str(obstacle)
             else:

@@ -128,7 +128,9 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, signed_zeros: bool = True
         differs &= ~(np.isnan(a) & np.isnan(b))
         if not signed_zeros:
             differs &= ~((a == 0) & (b == 0))
-    assert not differs.any(), f"{differs.sum()} differ, first at {differs.argmax()}: {got[differs][:4]} {want[differs][:4]}"
+    assert not differs.any(), (
+        f"{differs.sum()} differ, first at {differs.argmax()}: {got[differs][:4]} {want[differs][:4]}"
+    )
 
 
 def written(boxes: Boxes, sizes: list[int]) -> list[np.ndarray]:

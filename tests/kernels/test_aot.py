@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not here: that it compiles, how wide it accesses memory, that nothing spills."""
+"""Every kernel compiled for GPUs that are not here: how wide it accesses memory, and that nothing spills."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shardweave.kernels import Boxes, Launch, copy_launches, reduce_launches
+from shardweave.kernels import Boxes, copy_launches, reduce_launches
 from shardweave.kernels.copy_boxes import copy_boxes_kernel, copy_constants
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel, reduce_constants
 
@@ -75,7 +75,16 @@ def accesses(compiled, target: str) -> Counter:
     """Bytes per access to the count of vector or tile accesses, loads and stores apart; descriptors' are left out."""
     if target == "gfx942":
         found = re.findall(r"(?:global|buffer|flat)_(load|store)_(\w+)", compiled.asm["amdgcn"])
-        widths = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1}
+        widths = {
+            "dwordx4": 16,
+            "dwordx3": 12,
+            "dwordx2": 8,
+            "dword": 4,
+            "ushort": 2,
+            "short": 2,
+            "ubyte": 1,
+            "byte": 1,
+        }
         return Counter((op, next((w for name, w in widths.items() if kind.startswith(name)), 0)) for op, kind in found)
     found = re.findall(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
     return Counter(({"ld": "load", "st": "store"}[op], int(v or 1) * int(b) // 8) for op, v, b in found)
@@ -96,78 +105,90 @@ def assert_no_spill(compiled, target: str, tmp_path: Path) -> None:
     assert usage["STACK"] == "0" and usage["LOCAL"] == "0" and int(usage["REG"]) <= 255, usage
 
 
-def copy_variant(boxes: Boxes, itemsize: int, aligns=(16, 16)) -> tuple[Launch, dict]:
-    (launch,) = copy_launches(boxes, itemsize, *aligns)
-    return launch, copy_constants(launch, *aligns, many_sources=True, many_targets=len(boxes) > 1)
+def soft(target: str, *dtypes: torch.dtype) -> bool:
+    return torch.float8_e4m3fn in dtypes and target in ("sm_80", "gfx942")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kind", ["wide", "odd", "transposed", "odd transposed", "strided"])
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
-def test_copy_boxes_compiles_without_spills(target, kind, itemsize, tmp_path):
-    for fill in (False, True):
-        boxes = boxes_of(kind, fill=fill)
-        for aligns in ((16, 16), (itemsize, itemsize)):
-            for launch in copy_launches(boxes, itemsize, *map(lambda a: min(a, 16), aligns)):
-                constants = copy_constants(launch, *aligns, many_sources=True, many_targets=fill)
-                assert_no_spill(compile_kernel(copy_boxes_kernel, target, constants), target, tmp_path)
+COPIES = [
+    (target, kind, itemsize)
+    for target in ("sm_90", "gfx942")
+    for kind in ("wide", "odd", "transposed", "odd transposed", "strided")
+    for itemsize in (1, 2, 4, 8)
+] + [(target, kind, 2) for target in ("sm_80", "sm_100") for kind in ("wide", "transposed")]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kind", ["wide", "transposed"])
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-def test_copy_boxes_accesses_16_bytes_where_aligned(target, kind, itemsize):
-    launch, constants = copy_variant(boxes_of(kind), itemsize)
+@pytest.mark.parametrize(("target", "kind", "itemsize"), COPIES)
+def test_copy_boxes_is_vectorised_and_does_not_spill(target, kind, itemsize, tmp_path):
+    boxes = boxes_of(kind)
+    (launch,) = copy_launches(boxes, itemsize)
+    constants = copy_constants(launch, many=(True, False))
     compiled = compile_kernel(copy_boxes_kernel, target, constants)
-    found = accesses(compiled, target)
-    tile, threads = launch.rows * launch.columns * launch.source_word, 32 * launch.num_warps
-    for op in ("load", "store"):
-        most = tile // 16 // (threads * (2 if target == "gfx942" else 1))
-        assert found[op, 16] == max(most, 1), found
-    assert {width for op, width in found if op == "store"} == {16}
-    assert {width for op, width in found if op == "load"} <= {8, 16}  # 8: the descriptor
+    assert_no_spill(compiled, target, tmp_path)
+    if kind in ("wide", "transposed"):
+        found = accesses(compiled, target)
+        assert {width for op, width in found if op == "store"} == {16}, found
+        assert {width for op, width in found if op == "load"} <= {8, 16}, found  # 8: the descriptor
+        per_thread = launch.rows * launch.columns * launch.source_word // (TARGETS[target].warp_size * launch.num_warps)
+        assert found["load", 16] == found["store", 16] == per_thread // 16, found
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("op", "contributors"), [("sum", 1), ("sum", 8), ("max", 2), ("min", 2), ("prod", 3)])
-def test_reduce_boxes_compiles_without_spills(target, dtype, op, contributors, tmp_path):
-    outs = {dtype, torch.float32 if dtype is not torch.float32 else torch.bfloat16} if op == "sum" else {dtype}
-    if dtype.is_floating_point and contributors == 1:
-        outs.add(torch.float8_e4m3fn)
-    soft = dtype is torch.float8_e4m3fn and target in ("sm_80", "gfx942")
-    for kind in ("wide", "odd") if contributors > 1 else ("strided", "transposed"):
-        boxes = boxes_of(kind, contributors, fill=op == "sum")
-        for out in sorted(outs, key=str):
-            (launch,) = reduce_launches(boxes, dtype, out)
-            divide = op == "sum" and dtype.is_floating_point
-            constants = reduce_constants(launch, contributors, dtype, op, divide, out, soft=soft)
-            assert_no_spill(compile_kernel(reduce_boxes_kernel, target, constants), target, tmp_path)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_copy_boxes_for_unaligned_buffers_and_fills(target, tmp_path):
+    for aligns in ((16, 16), (2, 2), (16, 4)):
+        for launch in copy_launches(boxes_of("wide", fill=True), 2, *aligns):
+            constants = copy_constants(launch, aligns)
+            assert_no_spill(compile_kernel(copy_boxes_kernel, target, constants), target, tmp_path)
+
+
+REDUCTIONS = (
+    [("sm_90", dtype, op, 2, "wide") for dtype in DTYPES for op in ("sum", "max")]
+    + [("sm_90", dtype, "sum", 8, "odd") for dtype in DTYPES]
+    + [("sm_90", torch.bfloat16, "sum", 2, kind) for kind in ("transposed", "odd transposed", "strided")]
+    + [("sm_90", torch.bfloat16, "sum", contributors, "wide") for contributors in (1, 4, 8, 16, 17, 64)]
+    + [("sm_90", torch.bfloat16, op, 3, "wide") for op in ("min", "prod")]
+    + [
+        (target, dtype, op, 2, "wide")
+        for target in ("sm_80", "sm_100", "gfx942")
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64)
+        for op in ("sum", "max")
+    ]
+)
+
+
+@pytest.mark.parametrize(("target", "dtype", "op", "contributors", "kind"), REDUCTIONS, ids=str)
+def test_reduce_boxes_is_vectorised_and_does_not_spill(target, dtype, op, contributors, kind, tmp_path):
+    (launch,) = reduce_launches(boxes_of(kind, contributors), dtype, dtype)
+    divide = op == "sum" and dtype.is_floating_point
+    constants = reduce_constants(launch, contributors, dtype, op, divide, dtype, soft=soft(target, dtype))
+    compiled = compile_kernel(reduce_boxes_kernel, target, constants)
+    assert_no_spill(compiled, target, tmp_path)
+    if kind == "wide":
+        found = accesses(compiled, target)
+        assert {width for op, width in found if op == "store"} == {16}, found
+        assert {width for op, width in found if op == "load"} <= {8, 16}, found
+        assert found["load", 16] >= min(contributors, 2), found
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("dtype", "out"),
     [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float32),
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.int64, torch.int64),
-        (torch.bool, torch.bool),
+        (torch.bfloat16, torch.float8_e4m3fn),
         (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.int64, torch.float16),
     ],
     ids=str,
 )
-def test_reduce_boxes_accesses_16_bytes_where_aligned(target, dtype, out):
-    (launch,) = reduce_launches(boxes_of("wide", 2), dtype, out)
-    soft = dtype is torch.float8_e4m3fn and target in ("sm_80", "gfx942")
-    constants = reduce_constants(launch, 2, dtype, "sum", False, out, soft=soft)
-    found = accesses(compile_kernel(reduce_boxes_kernel, target, constants), target)
-    assert found["load", 16] >= 2 and found["store", 16] >= 1, found
-    assert {width for op, width in found if op == "store"} == {16}, found
-    assert {width for op, width in found if op == "load"} <= {8, 16}, found
+def test_reduce_boxes_casts_in_whole_vectors(target, dtype, out, tmp_path):
+    (launch,) = reduce_launches(boxes_of("wide", fill=True), dtype, out)
+    constants = reduce_constants(launch, 1, dtype, "sum", False, out, soft=soft(target, dtype))
+    compiled = compile_kernel(reduce_boxes_kernel, target, constants)
+    assert_no_spill(compiled, target, tmp_path)
+    found = accesses(compiled, target)
+    assert min(width for op, width in found if op == "load") >= 8, found
+    assert min(width for op, width in found if op == "store") >= 8, found
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])

@@ -1,11 +1,14 @@
-"""Who holds what, by cutting a tensor of global flat indices with torch.chunk: the planner is judged by this, and shares no code with it."""
+"""Who holds what, by cutting a tensor of global flat indices with torch.chunk.
+
+The planner is judged by this and shares no code with it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import permutations, product
 from random import Random
 
@@ -17,7 +20,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """A layout as bare text: one token per mesh dim, and the mesh dims that cut each tensor dim, the first cut first."""
+    """A layout's text, split: a token per mesh dim, and the mesh dims that cut each tensor dim, first cut first."""
 
     tokens: tuple[str, ...]
     orders: dict[int, tuple[int, ...]] = field(hash=False)
@@ -30,7 +33,7 @@ class Spec:
         return self.tokens[mesh_dim][1:] or "sum"
 
 
-@lru_cache(maxsize=None)
+@cache
 def read(text: str) -> Spec:
     """Split the text form; only for texts known to be right."""
     head, _, tail = text.partition("@")
@@ -95,9 +98,9 @@ def bound_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str) ->
 def step_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str, floating: bool) -> list[int]:
     """Per rank: what one step must bring, partial included.
 
-    A rank needs, of its target shard, what is not filled with an identity; of each needed element it takes one contribution
-    per coordinate along the mesh dims whose partial ends, and one of those is its own if it holds the element:
-    contributors × needed − (needed and held).
+    A rank needs, of its target shard, what is not filled with an identity. Of each needed element it takes one
+    contribution per coordinate along the mesh dims whose partial ends, and one of those is its own if it holds the
+    element: contributors × needed − (needed and held).
     """
     a, b = read(source), read(target)
     places = coordinates(mesh_shape)
@@ -119,24 +122,19 @@ def step_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str, flo
 
 
 def reduce_over(values: torch.Tensor, ops: dict[int, str]) -> torch.Tensor:
-    """Reduce leading mesh axes of [*mesh, ...], keeping them with size 1; `ops` maps a mesh dim to its op."""
+    """Reduce leading mesh axes of [*mesh, ...] to size 1; `ops` maps a mesh dim to its op. A sum of bool is or."""
     for mesh_dim, op in ops.items():
-        if op == "sum":
-            values = values.any(mesh_dim, keepdim=True) if values.dtype == torch.bool else values.sum(mesh_dim, keepdim=True)
-        elif op == "avg":
-            values = values.mean(mesh_dim, keepdim=True)
-        elif op == "prod":
-            values = values.prod(mesh_dim, keepdim=True)
-        else:
-            values = getattr(values, f"a{op}")(mesh_dim, keepdim=True)
+        name = {"avg": "mean", "max": "amax", "min": "amin"}.get(op, op)
+        if values.dtype == torch.bool:
+            name = {"sum": "any", "prod": "all"}.get(op, name)
+        values = getattr(values, name)(mesh_dim, keepdim=True)
     return values
 
 
-def contributions(mesh_shape: Sizes, shape: Sizes, text: str, make: object) -> torch.Tensor:
-    """Random whole tensors, one per coordinate along the partial mesh dims: [*mesh or 1, *shape]; `make(size)` draws them."""
+def contribution_shape(mesh_shape: Sizes, shape: Sizes, text: str) -> Sizes:
+    """One whole tensor per coordinate along the partial mesh dims: [*mesh or 1, *shape]."""
     spec = read(text)
-    lead = [n if m in spec.partial_dims else 1 for m, n in enumerate(mesh_shape)]
-    return make((*lead, *shape))  # type: ignore[operator]
+    return (*(n if m in spec.partial_dims else 1 for m, n in enumerate(mesh_shape)), *shape)
 
 
 def local_shards(mesh_shape: Sizes, shape: Sizes, text: str, contributed: torch.Tensor) -> list[torch.Tensor]:
@@ -144,21 +142,34 @@ def local_shards(mesh_shape: Sizes, shape: Sizes, text: str, contributed: torch.
     out = []
     for place, indices in zip(coordinates(mesh_shape), held_indices(mesh_shape, shape, text), strict=True):
         mine = contributed[tuple(c if n > 1 else 0 for c, n in zip(place, contributed.shape, strict=False))]
-        out.append(take(mine, indices))
+        out.append(mine.reshape(-1)[indices])
     return out
 
 
-def take(whole: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The elements of `whole` at global flat indices, as bytes where indexing does not know the dtype."""
-    if whole.dtype.is_floating_point and whole.dtype.itemsize == 1:
-        return whole.contiguous().view(torch.uint8).reshape(-1)[indices].view(whole.dtype)
-    return whole.reshape(-1)[indices]
-
-
-def whole_of(text: str, contributed: torch.Tensor, shape: Sizes) -> torch.Tensor:
+def whole_of(mesh_shape: Sizes, text: str, contributed: torch.Tensor) -> torch.Tensor:
     """The tensor that contributions stand for."""
     spec = read(text)
-    return reduce_over(contributed, {m: spec.op(m) for m in spec.partial_dims}).reshape(shape)
+    return reduce_over(contributed, {m: spec.op(m) for m in spec.partial_dims}).reshape(
+        contributed.shape[len(mesh_shape) :]
+    )
+
+
+def assembled(mesh_shape: Sizes, text: str, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Per rank: its shard of the whole, partial locals reduced over the mesh dims that are partial."""
+    spec, places = read(text), coordinates(mesh_shape)
+    if not spec.partial_dims:
+        return list(locals_)
+    ops = {m: spec.op(m) for m in spec.partial_dims}
+    out: list[torch.Tensor] = []
+    for place in places:
+        alike = [
+            locals_[i]
+            for i, other in enumerate(places)
+            if all(a == b for m, (a, b) in enumerate(zip(place, other, strict=True)) if m not in ops)
+        ]
+        lead = [n if m in ops else 1 for m, n in enumerate(mesh_shape)]
+        out.append(reduce_over(torch.stack(alike).reshape(*lead, *alike[0].shape), ops).reshape(alike[0].shape))
+    return out
 
 
 # Which pairs are proved
@@ -196,7 +207,10 @@ EXHAUSTIVE = [
     for shape in SHAPES
 ]
 SAMPLED = [
-    *(Case((2, 2, 2), shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)], 300) for shape in ((16,), (8, 16), (7, 5))),
+    *(
+        Case((2, 2, 2), shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)], 300)
+        for shape in ((16,), (8, 16), (7, 5))
+    ),
     Case((2, 2, 2), (5, 9, 3), ("R", "P", "S0", "S1", "S2"), 300),
     Case((2, 2), (5, 4, 7), ("R", "P", "S0", "S1", "S2"), 300),
     Case((2, 1, 2), (7, 5), ("R", "P", "S0", "S1"), 300),

@@ -1,0 +1,92 @@
+"""The command line: plans, the demo on real ranks, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SHARDWEAVE = [sys.executable, "-m", "shardweave"]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SHARDWEAVE, *arguments], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.plan
+def test_plan_as_json() -> None:
+    done = _run("plan", "--mesh", "2,2", "--shape", "8,6", "--dtype", "float32", "S0 S1", "S1 S0", "--json")
+    program = json.loads(done.stdout)
+    assert done.returncode == 0 and program["exchanges"] == 1 and len(program["steps"]) == 1
+    assert program["bytes_received"] == program["bytes_bound"] == [0, 48, 48, 0]
+    assert len(program["peak_bytes"]) == 4
+
+
+@pytest.mark.plan
+def test_a_bad_layout_is_one_error_and_status_2() -> None:
+    done = _run("plan", "--mesh", "2,2", "--shape", "8,6", "S0 S1", "S1 Q")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and "^" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
+def test_demo_is_right(ranks: int, tmp_path: Path) -> None:
+    report = tmp_path / "demo.json"
+    done = _run("demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    for case in found["cases"] + found["collective_cases"]:
+        assert case["equal"] and case["bytes_received"] == case["bytes_bound"]
+        assert case["torch_ms"] > 0 and case["shardweave_ms"] > 0
+    assert len(found["cases"]) == len(found["collective_cases"]) == 1
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("victim", [2, "parent", pytest.param(0, marks=pytest.mark.long)])
+def test_no_death_goes_unnoticed(victim: int | str) -> None:
+    demo = subprocess.Popen(
+        [*SHARDWEAVE, "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "SHARDWEAVE_TIMEOUT": "30"},
+    )
+    ranks: list[int] = []
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ranks = _children(demo.pid)
+        time.sleep(6)  # into the first cases, on most machines; any moment has to do
+        os.kill(demo.pid if victim == "parent" else ranks[int(victim)], signal.SIGKILL)
+        output, _ = demo.communicate(timeout=30)
+        while any(map(_is_running, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(_is_running, ranks))
+        assert not list(Path("/dev/shm").glob("*shardweave*"))
+        if victim != "parent":
+            assert demo.returncode == 1
+            assert f"rank {victim} (pid {ranks[int(victim)]}) was killed by SIGKILL" in output
+    finally:
+        for pid in [demo.pid, *ranks]:
+            if _is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        demo.wait()

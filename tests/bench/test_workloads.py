@@ -1,0 +1,61 @@
+"""The workloads keep their rules, and the demo's oracle cuts as torch.chunk does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardweave.bench.compare import Unsuitable, held, mesh_for, placements, respell
+from shardweave.bench.workloads import load_workloads, scale
+
+pytestmark = pytest.mark.plan
+
+
+def test_workloads_cover_what_they_claim() -> None:
+    workloads = load_workloads()
+    assert 20 <= len(workloads) <= 30
+    assert {w.model for w in workloads} == {"Llama-3-8B", "DeepSeek-V3 style", "ordered meshes", "uneven"}
+    partial = [w for w in workloads if w.partial]
+    assert len(partial) >= 4 and {w.dtype for w in partial} == {"float32", "bfloat16"}
+    assert any(128257 in w.full_shape for w in workloads) and any(7 in w.full_shape for w in workloads)
+    for workload in workloads:
+        assert len(placements(workload.source)) == len(placements(workload.target)) == len(workload.mesh)
+
+
+@pytest.mark.parametrize(("full", "scaled"), [(4096, 1024), (128257, 32065), (14336, 3584), (7, 7), (63, 63), (66, 16)])
+def test_scale_keeps_parity(full: int, scaled: int) -> None:
+    assert scale(full) == scaled and (full - scaled) % 2 == 0
+
+
+def test_a_case_that_breaks_the_rule_is_refused(tmp_path: Path) -> None:
+    case = {"name": "x", "mesh": [2, 2], "mesh_names": ["a", "b"], "source": "S0 R", "target": "R R"}
+    case |= {"dtype": "float32", "shape": [129, 4], "scaled": [32, 4]}
+    (tmp_path / "bad.json").write_text(json.dumps({"model": "m", "cases": [case]}))
+    with pytest.raises(ValueError, match=r"\(32, 4\) is not \(33, 4\)"):
+        load_workloads(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 7, 8])
+def test_held_cuts_as_chunk_does(size: int) -> None:
+    whole = torch.arange(size)
+
+    def chunk(x: torch.Tensor, n: int, i: int) -> torch.Tensor:
+        parts = x.chunk(n) if len(x) else ()
+        return parts[i] if i < len(parts) else x[:0]
+
+    for i in range(2):
+        for j in range(3):
+            plain = whole[held("S0 S0", (2, 3), [i, j], (size,))[0]]
+            assert torch.equal(plain, chunk(chunk(whole, 2, i), 3, j))
+            reversed_ = whole[held("S0/3 S0", (2, 3), [i, j], (size,))[0]]
+            assert torch.equal(reversed_, chunk(chunk(whole, 3, j), 2, i))
+
+
+def test_respell_follows_the_mesh() -> None:
+    assert respell("S0/2 S0", (2, 2), (2, 4)) == "S0/4 S0"
+    with pytest.raises(Unsuitable, match="no shard order"):
+        respell("S0/4 S0", (2, 2), (2, 2))
+    assert [mesh_for(n) for n in (1, 2, 4, 6, 8, 9)] == [(1, 1), (1, 2), (2, 2), (2, 3), (2, 4), (3, 3)]

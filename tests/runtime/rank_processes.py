@@ -1,0 +1,94 @@
+"""Real rank processes for tests: spawn, run one function on each, collect what it returned or how it ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@dataclass
+class Ended:
+    """How a rank ended: its value, or the name and text of its exception; `exit_code` is negative for a signal."""
+
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    exit_code: int | None = None
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port: int, environment: dict, args: tuple):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        value = function(rank, *args)
+        # Rank 0 serves the store: nobody leaves before all are through.
+        dist.barrier()
+        pipe.send(Ended(value))
+        dist.destroy_process_group()
+    except BaseException as error:
+        pipe.send(Ended(error=type(error).__name__, message=f"{error}\n{traceback.format_exc()}"))
+        pipe.close()
+        os._exit(1)
+
+
+def end_ranks(
+    function: Callable, size: int, *args: Any, environment: dict[str, str] | None = None, timeout: float = 120
+) -> list[Ended]:
+    """Run `function(rank, *args)` on `size` processes; how each ended."""
+    context = mp.get_context("spawn")
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(size):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(theirs, function, rank, size, port, environment or {}, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    ends = [Ended(error="TimeoutError", message=f"no result within {timeout} s") for _ in range(size)]
+    open_pipes = dict(zip(pipes, range(size), strict=True))
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)  # type: ignore[index]
+            try:
+                ends[rank] = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ends[rank] = Ended(error="Died", message="ended without a word")
+    for process, end in zip(processes, ends, strict=True):
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        end.exit_code = process.exitcode
+    return ends
+
+
+def run_ranks(function: Callable, size: int, *args: Any, **options: Any) -> list[Any]:
+    """Run `function(rank, *args)` on `size` processes; what each returned. Fails the test if any raised."""
+    ends = end_ranks(function, size, *args, **options)
+    wrong = [f"rank {rank}: {end.error}: {end.message}" for rank, end in enumerate(ends) if end.error]
+    assert not wrong, "\n".join(wrong)
+    return [end.value for end in ends]

@@ -1,0 +1,106 @@
+"""What goes wrong between ranks is told, named, and ends in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from rank_processes import end_ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardweave
+
+pytestmark = pytest.mark.multi
+
+
+def disagree(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    rows = 8 if rank != 2 else 12
+    d = DTensor.from_local(torch.full((rows // 4, 4), float(rank)), mesh, [Shard(0)], run_check=False)
+    shardweave.redistribute(d, [Shard(1)], world=world)
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_ranks_that_ask_for_different_things_are_told(world: str) -> None:
+    ends = end_ranks(disagree, 4, world, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
+    assert ends[2].error == "DisagreementError"
+    assert "asked for different things" in ends[2].message and "rank 2" in ends[2].message
+    assert all(end.error is not None for end in ends)
+    told = [end for end in ends if end.error == "DisagreementError"]
+    assert all("no tensor data was moved" in end.message for end in told)
+    if world == "shared_memory":
+        assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
+def die_or_wait(rank: int, how: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    d = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])
+    for call in range(50):
+        if rank == 1 and call == 30:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(0)
+            time.sleep(60)
+        shardweave.redistribute(d, [Shard(1)])
+
+
+@pytest.mark.parametrize("how", ["killed", "exit"])
+def test_a_dead_rank_is_named(how: str) -> None:
+    start = time.monotonic()
+    ends = end_ranks(die_or_wait, 4, how, timeout=60)
+    # Far below the group's timeout of 60 s: the death itself was noticed.
+    assert time.monotonic() - start < 45
+    named = [end.message for r, end in enumerate(ends) if r != 1 and "rank 1" in end.message]
+    assert named and all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
+
+
+def test_a_stalled_rank_ends_the_wait() -> None:
+    ends = end_ranks(die_or_wait, 4, "stall", environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
+    errors = [end for r, end in enumerate(ends) if r != 1]
+    assert any(end.error == "MeetingTimeoutError" and "rank 1" in end.message for end in errors)
+    assert {end.error for end in errors} <= {"MeetingTimeoutError", "PeerError"}
+
+
+def bad_arguments(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    d = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0), Shard(1)])
+
+    def refused(kind: type[Exception], *parts: str):
+        return pytest.raises(kind, match="(?s)" + ".*".join(parts))
+
+    with refused(shardweave.ArgumentError, "placements", "mesh dim 1", "tensor dim 2", "allowed: -2..1"):
+        shardweave.redistribute(d, [Shard(0), Shard(2)])
+    with refused(shardweave.ArgumentError, "placements", "1 given", "mesh of 2"):
+        shardweave.redistribute(d, [Shard(0)])
+    with refused(shardweave.ArgumentError, "shard_order", "tensor dim 0", r"\(0, 0\)", "allowed", r"\(0, 1\)"):
+        shardweave.redistribute(d, [Shard(0), Shard(0)], shard_order={0: (0, 0)})
+    with refused(shardweave.ArgumentError, "world", "smoke", "shared_memory"):
+        shardweave.redistribute(d, [Shard(1), Shard(0)], world="smoke")
+    with refused(shardweave.UnsupportedError, "no shard order"):
+        shardweave.redistribute(d, [Shard(0), _StridedShard(1, split_factor=2)])
+    misfit = DTensor.from_local(
+        torch.zeros(3, 3), mesh, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
+    )
+    with refused(shardweave.ArgumentError, "local tensor", r"\(3, 3\)", r"allows only \(2, 3\)"):
+        shardweave.redistribute(misfit, [Replicate(), Replicate()])
+    # None of it left the ranks apart.
+    assert torch.equal(shardweave.redistribute(d, [Replicate(), Replicate()]).to_local(), torch.arange(24.0).view(4, 6))
+
+
+def test_bad_arguments_are_refused_before_anything_is_communicated() -> None:
+    run_ranks(bad_arguments, 4)
+
+
+def test_no_shared_memory_segment_is_left_behind() -> None:
+    def segments() -> set[str]:
+        return set(os.listdir("/dev/shm"))
+
+    before = segments()
+    end_ranks(die_or_wait, 4, "killed", timeout=60)
+    assert segments() - before == set()

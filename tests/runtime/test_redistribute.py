@@ -1,0 +1,231 @@
+"""`shardweave.redistribute` and `install` between real processes, against slicing the whole tensor."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardweave
+
+pytestmark = pytest.mark.multi
+
+WORLDS = ("shared_memory", "collective")
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
+
+
+def whole_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers that every dtype holds exactly, no two neighbours alike."""
+    n = math.prod(shape)
+    return ((torch.arange(n) * 7 + 3) % 13 - (0 if dtype == torch.bool else 6)).reshape(shape).to(dtype)
+
+
+def held_by(x: torch.Tensor, placements, mesh: DeviceMesh, order: dict[int, tuple[int, ...]]) -> torch.Tensor:
+    """The shard of this rank, cut by torch.chunk in order."""
+    coordinate = mesh.get_coordinate()
+    for dim in range(x.ndim):
+        cuts = order.get(dim, tuple(m for m, p in enumerate(placements) if p.is_shard() and p.dim == dim))
+        for mesh_dim in cuts:
+            parts = list(x.chunk(mesh.size(mesh_dim), dim))
+            empty = x.narrow(dim, 0, 0)
+            x = (parts + [empty] * mesh.size(mesh_dim))[coordinate[mesh_dim]]
+    return x
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def orders_of(placements) -> list[dict[int, tuple[int, ...]]]:
+    both = [p.dim for p in placements if p.is_shard()]
+    return [{}, {both[0]: (1, 0)}] if len(both) == 2 and both[0] == both[1] else [{}]
+
+
+def make(x: torch.Tensor, mesh: DeviceMesh, placements, order) -> DTensor:
+    """A DTensor in any order, through plain slicing: no redistribution is trusted to make its own input."""
+    local = held_by(x, placements, mesh, order).contiguous()
+    spelled = list(placements)
+    if order:
+        spelled[0] = _StridedShard(placements[0].dim, split_factor=mesh.size(1))
+    return DTensor.from_local(local, mesh, spelled, run_check=False, shape=x.shape, stride=x.contiguous().stride())
+
+
+def every_sampled_pair(rank: int, world: str, dtype: torch.dtype, seed: int) -> int:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    generator = random.Random(seed)
+    done = 0
+    kept = []
+    for shape in ((6, 5), (3, 1), (9, 4, 3), (0, 4)):
+        tokens = [Replicate(), Shard(0), Shard(1)]
+        layouts = [(p, order) for p in product(tokens, tokens) for order in orders_of(p)]
+        for (src, src_order), (dst, dst_order) in generator.sample(list(product(layouts, layouts)), 24):
+            x = whole_tensor(shape, dtype)
+            source = make(x, mesh, src, src_order)
+            y = shardweave.redistribute(source, dst, shard_order=dst_order or None, world=world)
+            assert tuple(y.placements) == tuple(dst)
+            want = held_by(x, dst, mesh, dst_order)
+            kept.append((y.to_local(), want, (shape, src, src_order, dst, dst_order)))
+            done += 1
+    # Looked at in the end: a result that a later call overwrote would show.
+    for got, want, what in kept:
+        assert equal(got, want), (what, got, want)
+    return done
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", WORLDS)
+def test_sampled_pairs_equal_slicing(world: str, dtype: torch.dtype) -> None:
+    assert run_ranks(every_sampled_pair, 4, world, dtype, 11) == [96] * 4
+
+
+def partial_pairs(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    coordinate = mesh.get_coordinate()
+    for dtype, op in product((torch.float32, torch.bfloat16, torch.int64), ("sum", "max", "avg")):
+        if op == "avg" and dtype == torch.int64:
+            continue
+        for shape in ((6, 5), (7, 3)):
+            parts = [whole_tensor(shape, dtype) + i for i in range(2)]
+            stacked = torch.stack([p.double() for p in parts])
+            reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "avg": stacked.mean(0)}[op].to(dtype)
+            for other, dst in product(
+                (Replicate(), Shard(0), Shard(1)), product((Replicate(), Shard(0), Shard(1)), repeat=2)
+            ):
+                src = (Partial(op), other)
+                local = held_by(parts[coordinate[0]], (Replicate(), other), mesh, {}).contiguous()
+                x = DTensor.from_local(local, mesh, src, run_check=False, shape=parts[0].shape, stride=(shape[1], 1))
+                y = shardweave.redistribute(x, dst, world=world)
+                assert equal(y.to_local(), held_by(reduced, dst, mesh, {})), (dtype, op, src, dst)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_partial_sources_equal_the_reduced_whole(world: str) -> None:
+    run_ranks(partial_pairs, 4, world)
+
+
+def replicas_alike(rank: int) -> list[bytes]:
+    mesh = init_device_mesh("cpu", (4,))
+    out = []
+    for dtype in (torch.float32, torch.bfloat16):
+        local = torch.randn(33, 5, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        x = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+        for world in WORLDS:
+            y = shardweave.redistribute(x, [Replicate()], world=world).to_local()
+            out.append(y.view(torch.uint8).numpy().tobytes())
+    return out
+
+
+def test_float_sums_are_bitwise_equal_on_replicas_and_worlds() -> None:
+    results = run_ranks(replicas_alike, 4)
+    assert all(r == results[0] for r in results)
+    assert results[0][0] == results[0][1] and results[0][2] == results[0][3]
+
+
+def gradients(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for src, dst in (((Shard(0), Shard(1)), (Shard(1), Replicate())), ((Shard(0), Shard(0)), (Replicate(), Shard(0)))):
+        d = distribute_tensor(x, mesh, src).requires_grad_()
+        y = shardweave.redistribute(d, dst)
+        (y * y).sum().backward()
+        assert d.grad is not None and d.grad.placements == tuple(src)
+        torch.testing.assert_close(d.grad.full_tensor(), 2 * x, rtol=0, atol=0)
+    p = DTensor.from_local(torch.ones(4, 3), mesh, [Partial(), Replicate()], run_check=False).requires_grad_()
+    shardweave.redistribute(p, [Shard(0), Replicate()]).sum().backward()
+    assert p.grad is not None and p.grad.placements == (Replicate(), Replicate())
+
+
+def test_redistribute_is_differentiable() -> None:
+    run_ranks(gradients, 4)
+
+
+def stock_through_ours(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = torch.arange(35.0).view(7, 5)
+    before = shardweave.stats().calls["shared_memory"]
+    with shardweave.installed():
+        assert shardweave.is_installed()
+        d = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+        y = d.redistribute(placements=[Shard(1), Shard(0)])
+        assert torch.equal(y.full_tensor(), x)
+        # Implicit redistribution: adding two layouts.
+        z = d + distribute_tensor(2 * x, mesh, [Replicate(), Shard(0)])
+        assert torch.equal(z.full_tensor(), 3 * x)
+        w = d.detach().requires_grad_()
+        w.redistribute(placements=[Replicate(), Replicate()]).sum().backward()
+        assert torch.equal(w.grad.full_tensor(), torch.ones(7, 5))
+        with pytest.raises(RuntimeError):
+            d.redistribute(placements=[Partial(), Shard(1)])
+        # With a flattened mesh stock torch gathers uneven nested shards wrongly.
+        mesh["a", "b"]._flatten()
+        for n in (5, 6, 9):
+            v = torch.arange(float(n))
+            nested = make(v, mesh, (Shard(0), Shard(0)), {})
+            assert torch.equal(nested.redistribute(placements=[Replicate(), Replicate()]).to_local(), v)
+    assert not shardweave.is_installed()
+    assert shardweave.stats().calls["shared_memory"] > before + 5
+
+
+def test_install_replaces_explicit_implicit_and_backward() -> None:
+    run_ranks(stock_through_ours, 4)
+
+
+def submeshes_and_oddities(rank: int) -> None:
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rows = world["b"]
+    x = torch.arange(10.0)
+    y = shardweave.redistribute(distribute_tensor(x, rows, [Shard(0)]), [Replicate()])
+    assert torch.equal(y.to_local(), x)
+    half = DeviceMesh("cpu", [3, 1])
+    if rank in (1, 3):
+        local = x[:5] if rank == 3 else x[5:]
+        d = DTensor.from_local(local, half, [Shard(0)], run_check=False)
+        assert torch.equal(shardweave.redistribute(d, [Replicate()]).to_local(), x)
+        assert torch.equal(shardweave.redistribute(d, [Replicate()], world="collective").to_local(), x)
+    # A view with strides is read in place.
+    t = torch.arange(48.0).view(6, 8)
+    local = held_by(t, (Shard(0), Shard(1)), world, {}).t().contiguous().t()
+    assert not local.is_contiguous()
+    d = DTensor.from_local(local, world, [Shard(0), Shard(1)], run_check=False)
+    assert torch.equal(
+        shardweave.redistribute(d, [Shard(1), Shard(0)]).to_local(), held_by(t, (Shard(1), Shard(0)), world, {})
+    )
+    # No elements to share, no dims at all.
+    scalar = DTensor.from_local(torch.tensor(float(rank)), world, [Partial(), Partial()], run_check=False)
+    assert shardweave.redistribute(scalar, [Replicate(), Replicate()]).to_local().item() == 6.0
+    # The result is the caller's: it survives many later calls, and memory comes back once it is dropped.
+    big = distribute_tensor(torch.arange(4096.0).view(64, 64), world, [Shard(0), Shard(1)])
+    first = shardweave.redistribute(big, [Shard(1), Shard(0)]).to_local()
+    copy = first.clone()
+    addresses = set()
+    for _ in range(20):
+        addresses.add(shardweave.redistribute(big, [Shard(1), Shard(0)]).to_local().data_ptr())
+    assert torch.equal(first, copy)
+    assert first.data_ptr() not in addresses and len(addresses) <= 3
+    # A partial target, which torch refuses.
+    p = shardweave.redistribute(big, [Partial(), Shard(1)])
+    total = p.to_local().clone()
+    dist.all_reduce(total, group=world.get_group("a"))
+    assert torch.equal(total, held_by(torch.arange(4096.0).view(64, 64), (Replicate(), Shard(1)), world, {}))
+
+
+def test_submeshes_strides_scalars_and_lifetimes() -> None:
+    run_ranks(submeshes_and_oddities, 4)
