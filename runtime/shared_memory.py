@@ -223,11 +223,15 @@ def read_when_posted(
 
     Raises:
         MeetingTimeoutError: there was nothing within `timeout` seconds.
+        PeerError: the store cannot be reached any more.
     """
     deadline, pause = time.monotonic() + timeout, 1e-4
     while True:
-        if store.check([key]) and accept(text := store.get(key).decode()):
-            return text
+        try:
+            if store.check([key]) and accept(text := store.get(key).decode()):
+                return text
+        except dist.DistError as error:
+            raise PeerError(f"the store is gone (its rank died?) while waiting for rank {rank}: {error}") from error
         if time.monotonic() > deadline:
             raise MeetingTimeoutError(f"rank {rank} did not come within {timeout:g} s: it posted no {key}")
         time.sleep(pause)

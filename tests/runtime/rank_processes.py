@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,21 +25,13 @@ class Ended:
     exit_code: int | None = None
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port: int, environment: dict, args: tuple):
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         value = function(rank, *args)
-        # Rank 0 serves the store: nobody leaves before all are through.
-        dist.barrier()
         pipe.send(Ended(value))
         dist.destroy_process_group()
     except BaseException as error:
@@ -54,12 +45,13 @@ def end_ranks(
 ) -> list[Ended]:
     """Run `function(rank, *args)` on `size` processes; how each ended."""
     context = mp.get_context("spawn")
-    port = _free_port()
+    # The store lives here: it outlives every rank, however that ends.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(theirs, function, rank, size, port, environment or {}, args), daemon=True
+            target=_rank_main, args=(theirs, function, rank, size, server.port, environment or {}, args), daemon=True
         )
         process.start()
         theirs.close()
