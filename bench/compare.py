@@ -13,7 +13,7 @@ import re
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def placements(text: str) -> list[Placement]:
     return result
 
 
-def held(text: str, mesh: tuple[int, ...], coordinate: list[int], shape: tuple[int, ...]) -> list[slice]:
+def held(text: str, mesh: tuple[int, ...], coordinate: Sequence[int], shape: tuple[int, ...]) -> list[slice]:
     """The oracle: which part of each tensor dim the rank at `coordinate` holds.
 
     A strided token stands for an order: the mesh dims to its right cut first.
@@ -163,7 +163,7 @@ class Case:
 def digest(tensor: torch.Tensor) -> str:
     """Of the bytes, so that replicas can be compared to the bit without being sent."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:

@@ -103,7 +103,7 @@ class _Redistribute(torch.autograd.Function):
                 raise UnsupportedError(
                     f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor"
                 )
-            reason = why_not_backend()
+            reason = why_not_backend(local.device)
             if reason is not None and x.device_mesh.size() > 1:
                 raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
             local = run_redistribution(local.detach(), x._spec, target, world)

@@ -123,7 +123,7 @@ def why_delegate(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> 
         return f"local tensor is {x.layout} on {x.device}"
     if any(b.is_partial() and a.is_shard() for a, b in zip(current.placements, target.placements, strict=True)):
         return "shard to partial, which torch refuses"
-    return why_not_backend()
+    return why_not_backend(x.device)
 
 
 def redistribute_local_tensor(

@@ -26,8 +26,8 @@ _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
 _NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
-_EAGER_POLLS = 400
-_LONGEST_SLEEP = 1e-3
+_EAGER_POLLS = 200
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 1e-3
 
 
 def why_not_here() -> str | None:
@@ -165,8 +165,9 @@ class SharedMemoryWorld:
             give_way()
             if page[slot] == number:
                 return
-        deadline, pause = time.monotonic() + self.timeout, 2e-5
+        start = time.monotonic()
         while page[slot] != number:
+            waited = time.monotonic() - start
             if page[_FAILED]:
                 # It may have come to this meeting before it failed.
                 if page[slot] == number:
@@ -176,14 +177,14 @@ class SharedMemoryWorld:
                 if page[slot] == number:
                     return
                 raise PeerError(f"rank {peer.rank} (process {peer.pid}) is gone; rank {self.rank} was waiting for it")
-            if time.monotonic() > deadline:
+            if waited > self.timeout:
                 raise MeetingTimeoutError(
                     f"rank {peer.rank} (process {peer.pid}) did not come within {self.timeout:g} s; rank "
                     f"{self.rank} was "
                     f"waiting for it"
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.3, _LONGEST_SLEEP)
+            # A twentieth of the wait so far: an idle wait burns no core, and no wait is stretched by more than that.
+            time.sleep(min(max(waited / 20, _SHORTEST_SLEEP), _LONGEST_SLEEP))
 
     def _find(self, rank: int) -> _Peer:
         _, pid, fd = read_post(self._store, rank, self.timeout).split()

@@ -15,7 +15,7 @@ from .shared_memory import SharedMemoryWorld, machine_name, read_post, why_not_h
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld
 NAMES = ("shared_memory", "collective")
-_BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl", "ucc", "mpi")
+_BACKENDS = ("gloo", "nccl")
 
 
 class Worlds:
@@ -109,11 +109,13 @@ def current_worlds() -> Worlds:
     return _worlds
 
 
-def why_not_backend() -> str | None:
-    """Why the default process group cannot carry programs, or None."""
-    backend = dist.get_backend()
-    if backend not in _BACKENDS:
-        return f"process group backend {backend!r}"
+def why_not_backend(device: torch.device) -> str | None:
+    """Why the default process group cannot carry programs on `device`, or None."""
     if dist.get_world_size() == 1:
         return "world size 1"
-    return None
+    try:
+        # Asked of the device: a group that was made without naming a backend has one for each.
+        backend = current_worlds().group._get_backend(device).name()
+    except RuntimeError:
+        return f"the process group has no backend for {device.type}"
+    return None if backend in _BACKENDS else f"process group backend {backend!r}"
