@@ -167,4 +167,3 @@ def redistribute_local_tensor(
     if use_graph_based_transform is not None:
         options["use_graph_based_transform"] = use_graph_based_transform
     return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
-
