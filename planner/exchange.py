@@ -6,14 +6,14 @@ Every rank computes its own rows alone: who holds a piece and who serves it are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from .dtypes import is_floating
-from .index_sets import cells_meeting, held_box
+from .index_sets import Span, cells_meeting, held_box
 from .layout import Layout, Partial, Replicate, Shard
 from .mesh import Coordinate, Mesh
 
@@ -126,17 +126,23 @@ class Change:
         ops = {p.op for m, p in enumerate(self.source.placements) if m in self.reduced and isinstance(p, Partial)}
         return "sum" if not ops or "avg" in ops else ops.pop()
 
-    def rows_for_receiver(self, receiver: Coordinate) -> list[tuple]:
-        """The rows that make up the target shard of `receiver`; their target boxes tile it exactly."""
+    def rows_for_receiver(self, receiver: Coordinate, within: tuple[Span, ...] | None = None) -> list[tuple]:
+        """The rows that make up the target shard of `receiver`; their target boxes tile it exactly.
+
+        With `within`, a source box, only those that its holders may send, in time that goes with their number.
+        """
         mesh, shape = self.mesh, self.shape
         target_box = held_box(shape, self.target, mesh.shape, receiver)
         if any(low >= high for low, high in target_box):
             return []
         position = mesh.position(receiver)
         orders = dict(self.source.orders)
+        sought = target_box
+        if within is not None:
+            sought = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(target_box, within, strict=True))
         per_dim = [
-            cells_meeting(n, tuple(mesh.shape[m] for m in orders.get(d, ())), target_box[d])
-            for d, n in enumerate(shape)
+            cells_meeting(n, tuple(mesh.shape[m] for m in orders.get(d, ())), span)
+            for d, (n, span) in enumerate(zip(shape, sought, strict=True))
         ]
         cut_by = [orders.get(d, ()) for d in range(len(shape))]
         replicas = [m for m in self.closure if isinstance(self.source.placements[m], Replicate)]
@@ -202,10 +208,12 @@ class Change:
         """Every row, or those in which position `rank` receives or sends."""
         mesh = self.mesh
         if rank is None:
-            receivers: Iterable[Coordinate] = product(*map(range, mesh.shape))
+            rows = [row for receiver in product(*map(range, mesh.shape)) for row in self.rows_for_receiver(receiver)]
         else:
-            receivers = self._receivers_near(mesh.coordinate(rank))
-        rows = [row for receiver in receivers for row in self.rows_for_receiver(receiver)]
+            me = mesh.coordinate(rank)
+            mine = held_box(self.shape, self.source, mesh.shape, me)
+            near = self._receivers_near(me)
+            rows = [row for r in near for row in self.rows_for_receiver(r, None if r == me else mine)]
         boxes = Boxes.from_rows(rows, len(self.shape), self.contributors)
         if rank is None:
             return boxes

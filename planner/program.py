@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -154,7 +155,7 @@ class Program:
             what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
             if isinstance(step, Exchange):
                 what += f"   along {', '.join(names[m] for m in step.group)}"
-            notes = [f"{len(step.boxes)} boxes"]
+            notes = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
             if isinstance(step, Exchange):
                 most = max(step.boxes.elements_received(r) for r in self.ranks) * ITEMSIZE[self.dtype]
                 notes.append(f"receives at most {format_bytes(most)}")
@@ -262,7 +263,7 @@ def format_bytes(n: int | float) -> str:
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(int(n) for n in shape)
+    sizes = tuple(operator.index(n) for n in shape)
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
     return sizes

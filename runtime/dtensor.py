@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ..errors import ArgumentError, UnsupportedError
+from ..planner.layout import Orders
 from .redistribution import run_redistribution
 from .worlds import why_not_backend
 
@@ -42,11 +43,30 @@ def redistribute(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    mesh = dtensor.device_mesh
     placements = tuple(placements)
+    order = None if shard_order is None else tuple((dim, tuple(cuts)) for dim, cuts in sorted(shard_order.items()))
+    key = (dtensor._spec, placements, order)
+    target = _targets.get(key)
+    if target is None:
+        target = _target_spec(dtensor, placements, order)
+        if len(_targets) >= _KEPT_TARGETS:
+            _targets.pop(next(iter(_targets)))
+        _targets[key] = target
+    if dtensor.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(dtensor, target, world)
+    return _run(dtensor, target, world, False)
+
+
+_KEPT_TARGETS = 2048
+_targets: dict[tuple, DTensorSpec] = {}
+
+
+def _target_spec(dtensor: DTensor, placements: tuple[Placement, ...], order: Orders | None) -> DTensorSpec:
+    """The spec asked for, checked; made once per request, since building and hashing it costs more than a meeting."""
+    mesh = dtensor.device_mesh
     if len(placements) != mesh.ndim:
         raise ArgumentError(f"placements: {len(placements)} given for a mesh of {mesh.ndim} dims; allowed: one each")
-    normal = []
+    normal: list[Placement] = []
     for mesh_dim, placement in enumerate(placements):
         if not isinstance(placement, Placement):
             raise ArgumentError(
@@ -56,14 +76,12 @@ def redistribute(
         if dim is not None and not -dtensor.ndim <= dim < dtensor.ndim:
             allowed = f"{-dtensor.ndim}..{dtensor.ndim - 1}" if dtensor.ndim else "none, the tensor has no dims"
             raise ArgumentError(f"placements: mesh dim {mesh_dim} shards tensor dim {dim}; allowed: {allowed}")
-        if type(placement) is Shard and placement.dim < 0:
-            placement = Shard(placement.dim + dtensor.ndim)
-        normal.append(placement)
-    target = DTensorSpec(mesh, tuple(normal), dtensor._spec.tensor_meta, **_ordered(normal, shard_order, dtensor.ndim))
-    return _Redistribute.apply(dtensor, target, world)
+        negative = type(placement) is Shard and placement.dim < 0
+        normal.append(Shard(placement.dim + dtensor.ndim) if negative else placement)  # type: ignore[attr-defined]
+    return DTensorSpec(mesh, tuple(normal), dtensor._spec.tensor_meta, **_ordered(normal, order, dtensor.ndim))
 
 
-def _ordered(placements: Sequence[Placement], order: Mapping[int, Sequence[int]] | None, ndim: int) -> dict[str, Any]:
+def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -> dict[str, Any]:
     """The `shard_order` argument of a spec, checked."""
     if order is None:
         return {}
@@ -76,7 +94,7 @@ def _ordered(placements: Sequence[Placement], order: Mapping[int, Sequence[int]]
                 f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them"
             )
     given: dict[int, tuple[int, ...]] = {}
-    for tensor_dim, mesh_dims in order.items():
+    for tensor_dim, mesh_dims in order:
         if not -ndim <= tensor_dim < ndim:
             raise ArgumentError(f"shard_order: tensor dim {tensor_dim}; allowed: {-ndim}..{ndim - 1}")
         tensor_dim %= ndim
@@ -91,24 +109,26 @@ def _ordered(placements: Sequence[Placement], order: Mapping[int, Sequence[int]]
     return {"shard_order": tuple(entries)}
 
 
+def _run(x: DTensor, target: DTensorSpec, world: str | None, requires_grad: bool) -> DTensor:
+    local = x._local_tensor
+    if type(local) is AsyncCollectiveTensor:
+        local = local.wait()
+    if x.device_mesh.get_coordinate() is not None:
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
+        reason = why_not_backend(local.device)
+        if reason is not None and x.device_mesh.size() > 1:
+            raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
+        local = run_redistribution(local.detach(), x._spec, target, world)
+    # mypy knows DTensor's public constructor only.
+    return DTensor(local, target, requires_grad=requires_grad)  # type: ignore[call-arg]
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: DTensorSpec, world: str | None) -> DTensor:  # type: ignore[override]
         ctx.source, ctx.world = x._spec, world
-        local = x._local_tensor
-        if type(local) is AsyncCollectiveTensor:
-            local = local.wait()
-        if x.device_mesh.get_coordinate() is not None:
-            if type(local) not in (torch.Tensor, torch.nn.Parameter):
-                raise UnsupportedError(
-                    f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor"
-                )
-            reason = why_not_backend(local.device)
-            if reason is not None and x.device_mesh.size() > 1:
-                raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
-            local = run_redistribution(local.detach(), x._spec, target, world)
-        # pyrefly and mypy know DTensor's public constructor only.
-        return DTensor(local, target, requires_grad=x.requires_grad)  # type: ignore[call-arg]
+        return _run(x, target, world, x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]

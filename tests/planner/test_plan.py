@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import defaultdict
 from functools import lru_cache
 
@@ -371,6 +372,17 @@ def test_plan_refuses(arguments: tuple, error: type[Exception], parts: list[str]
     with pytest.raises(error) as caught:
         plan(*arguments)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("S0 S0", "R R"), ("S0 S1", "R R"), ("R S0", "S0 R"), ("P S0", "S0 S0")]
+)
+def test_plan_of_one_rank_takes_time_by_its_peers(source: str, target: str) -> None:
+    start = time.perf_counter()
+    program = plan((32, 32), (128257, 4096), "bfloat16", source, target, rank=5)
+    # Tens of milliseconds; tens of seconds if every receiver's rows were worked out.
+    assert time.perf_counter() - start < 3
+    assert sum(len(step.boxes) for step in program.steps) <= 2 * program.mesh.size
 
 
 @pytest.mark.parametrize("rank", [-1, 4])

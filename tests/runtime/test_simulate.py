@@ -144,6 +144,57 @@ def test_simulate_turns_one_partial_into_another(source_op: str, target_op: str)
         prove((2, 2), (5, 4), torch.float32, source, target, values)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "op", "values"),
+    [
+        (torch.float32, "", (3, 3)),
+        (torch.bfloat16, "", (3, 3)),
+        (torch.complex64, "", (3, 3)),
+        (torch.int64, "", (6, 0)),
+        (torch.uint8, "", (6, 0)),
+        (torch.bool, "", (1, 0)),
+        (torch.float32, "avg", (6, 6)),
+        (torch.float32, "max", (6, 6)),
+        (torch.int64, "min", (6, 6)),
+        (torch.bool, "max", (1, 1)),
+    ],
+    ids=str,
+)
+def test_simulate_splits_replicated_values(dtype: torch.dtype, op: str, values: tuple[int, int]) -> None:
+    program = shardweave.plan((2,), (5,), dtype, "R", f"P{op}")
+    outs = shardweave.simulate(program, [torch.full((5,), 6).to(dtype)] * 2)
+    assert all(out.equal(torch.full((5,), value).to(dtype)) for out, value in zip(outs, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "own", "other"),
+    [
+        (torch.float32, "", 6, 0),
+        (torch.float32, "avg", 12, 0),
+        (torch.float32, "max", 6, -math.inf),
+        (torch.float16, "min", 6, math.inf),
+        (torch.float8_e4m3fn, "max", 6, -448),
+        (torch.int8, "", 6, 0),
+        (torch.int8, "max", 6, -128),
+        (torch.int64, "max", 6, -(2**63)),
+        (torch.int64, "min", 6, 2**63 - 1),
+        (torch.uint8, "min", 6, 255),
+        (torch.bool, "", 1, 0),
+        (torch.bool, "min", 1, 1),
+        (torch.complex64, "", 6, 0),
+        (torch.complex64, "avg", 12, 0),
+    ],
+    ids=str,
+)
+def test_simulate_gives_others_the_identity(dtype: torch.dtype, op: str, own: float, other: float) -> None:
+    program = shardweave.plan((2,), (5,), dtype, "S0", f"P{op}")
+    assert program.bytes_received == [0, 0]
+    outs = shardweave.simulate(program, [torch.full((n,), 6).to(dtype) for n in (3, 2)])
+    first, second = (torch.full((n,), own).to(dtype) for n in (3, 2))
+    rest = [torch.full((n,), other, dtype=dtype) for n in (2, 3)]
+    assert outs[0].equal(torch.cat([first, rest[0]])) and outs[1].equal(torch.cat([rest[1], second]))
+
+
 @pytest.mark.parametrize("op", ["", "avg", "max", "min", "prod"])
 @pytest.mark.parametrize("target", ["R R", "S0 S1", "R S0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
