@@ -31,7 +31,7 @@ from .workloads import Workload, load_workloads
 KEPT = 4  # calls for which a caller keeps each output
 ROUNDS = 7
 TURN_SECONDS = 0.03  # a turn has as many calls as take this long, so that leaving the barrier before it does not count
-MOST_CALLS = 32
+MOST_CALLS = 400
 
 _TOKEN = re.compile(r"(?P<kind>R|P|S(?P<dim>\d+)(/(?P<factor>\d+))?)")
 Call = Callable[[], DTensor]
@@ -235,8 +235,11 @@ def _time(stock: Call, ours: Call, most_received: int, rounds: int) -> dict[str,
             keep.append(call())
         return (time.perf_counter() - start) / calls
 
-    # Warm-up: as many outputs alive as there will be while it counts. All ranks take the same number of calls from it.
-    warm = torch.tensor([turn(side, KEPT + 1) for side in sides])
+    # Twice as many calls as outputs are alive while it counts: the first bind programs and touch fresh pages, the next
+    # say how many make a turn, the same on all ranks.
+    for side in sides:
+        turn(side, 2 * KEPT)
+    warm = torch.tensor([turn(side, 2 * KEPT) for side in sides])
     dist.all_reduce(warm, op=dist.ReduceOp.MAX)
     calls = {s: max(1, min(MOST_CALLS, math.ceil(TURN_SECONDS / t))) for s, t in zip(sides, warm.tolist(), strict=True)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}

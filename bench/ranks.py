@@ -106,7 +106,6 @@ def _start(rank: int, spec: dict[str, Any]) -> _Child:
             stderr=subprocess.STDOUT,
             pass_fds=(write,),
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which ends them
         )
     finally:
         os.close(write)
@@ -217,6 +216,9 @@ class _Watch:
 
 def _rank_process() -> None:
     """What a child runs; its arguments are one JSON object."""
+    # Ctrl-C reaches the parent alone, which ends them. Not a session of its own: Linux would schedule each as a group,
+    # and a rank that gives way to its peers would not.
+    os.setpgrp()
     spec = json.loads(sys.argv[1])
     rank, size = spec["rank"], spec["size"]
     watch = _Watch(rank, spec["parent"])

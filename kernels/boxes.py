@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from ..errors import ArgumentError
+
+Where = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Extent, strides and offset, in elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,25 @@ class Boxes:
         """Elements written by all boxes together."""
         return int(self.extent.prod(axis=1).sum())
 
+    @cached_property
+    def target_rows(self) -> list[tuple[int, Where]]:
+        """Per box: target, and where in it. Python numbers, made once."""
+        extents, strides = map(tuple, self.extent.tolist()), map(tuple, self.target_stride.tolist())
+        where = zip(extents, strides, self.target_offset.tolist(), strict=True)
+        return list(zip(self.target.tolist(), where, strict=True))
+
+    @cached_property
+    def source_rows(self) -> list[list[tuple[int, Where]]]:
+        """Per box, per contributor: source, and where in it; a fill row has none. Python numbers, made once."""
+        return [
+            [(i, (tuple(extent), tuple(stride), offset)) for i, offset, stride in zip(*row, strict=True) if i >= 0]
+            for extent, row in zip(
+                self.extent.tolist(),
+                zip(self.source.tolist(), self.source_offset.tolist(), self.source_stride.tolist(), strict=True),
+                strict=True,
+            )
+        ]
+
     @property
     def has_fill(self) -> bool:
         return bool((self.source[:, 0] < 0).any())
@@ -97,22 +120,17 @@ class Boxes:
 
 def source_views(boxes: Boxes, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Per box, per contributor: the part of its source as a strided view of shape extent; a fill row has none."""
-    ids, offsets = boxes.source.tolist(), boxes.source_offset.tolist()
-    extents, strides = boxes.extent.tolist(), boxes.source_stride.tolist()
-    return [
-        [_view(sources[i], extent, stride, offset) for i, offset, stride in zip(*row, strict=True) if i >= 0]
-        for extent, row in zip(extents, zip(ids, offsets, strides, strict=True), strict=True)
-    ]
+    return [[_view(sources[i], *where) for i, where in row] for row in boxes.source_rows]
 
 
 def target_views(boxes: Boxes, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Per box: the part of its target as a strided view of shape extent."""
-    ids, offsets = boxes.target.tolist(), boxes.target_offset.tolist()
-    rows = zip(ids, boxes.extent.tolist(), boxes.target_stride.tolist(), offsets, strict=True)
-    return [_view(targets[i], extent, stride, offset) for i, extent, stride, offset in rows]
+    return [_view(targets[i], *where) for i, where in boxes.target_rows]
 
 
-def _view(buffer: torch.Tensor, extent: list[int], stride: list[int], offset: int) -> torch.Tensor:
+def _view(buffer: torch.Tensor, extent: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    if not offset and buffer.shape == extent and buffer.stride() == stride:
+        return buffer
     if 0 in extent:
         offset = 0  # nothing is read, and the offset may lie behind the buffer's end
     return buffer.as_strided(extent, stride, buffer.storage_offset() + offset)

@@ -91,6 +91,8 @@ def reduce_views(
     if divisor is not None:
         # A tensor, since torch multiplies by the reciprocal of a Python number on CUDA.
         by = torch.full((), divisor, dtype=accumulator, device=target.device)
+    if target.dtype is dtype and by is None and _rounds_once(dtype, op, len(contributors)):
+        accumulator = dtype
     if target.dtype is accumulator is dtype:
         # One pass over a box needs no chunks, whatever its size.
         chunks = [(target, *contributors)] if len(contributors) < 3 and by is None else _chunks([target, *contributors])
@@ -119,6 +121,14 @@ def reduce_views(
         if out.dtype is torch.float8_e4m3fn:
             total.clamp_(-448.0, 448.0)  # what older versions of torch make NaN
         out.copy_(total)
+
+
+def _rounds_once(dtype: torch.dtype, op: str, contributors: int) -> bool:
+    """Whether torch's own operation in the dtype gives what a float32 accumulator, rounded at the end, gives."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    # An operation on two of them is done in float32 and rounded; a maximum is one of its operands.
+    return op in ("max", "min") or contributors == 2
 
 
 def _is_small_float(dtype: torch.dtype) -> bool:

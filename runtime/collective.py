@@ -37,6 +37,9 @@ class CollectiveWorld:
     def open(self, address: object, nbytes: int) -> torch.Tensor:
         raise NotImplementedError("a two-sided world has no addresses")
 
+    def landings(self, ranks: tuple[int, ...]) -> None:
+        return None
+
     def announce(self, ranks: tuple[int, ...], peers: tuple[int, ...], token: int, compare: bool) -> None:
         """Post this call's request under the ranks of its mesh; if asked, compare with what the peers posted.
 
@@ -59,9 +62,8 @@ class CollectiveWorld:
             # to compare.
             if posted == call and theirs != token:
                 self._error = DisagreementError(
-                    f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, "
-                    f"layout or "
-                    f"order of calls): requests {token:#x} and {theirs:#x}; no tensor data was moved"
+                    f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout "
+                    f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
                 )
                 raise self._error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from ..kernels import Boxes as StridedBoxes
 from ..kernels import copy_boxes, copy_table, reduce_boxes, reduce_table, reduce_views, source_views, target_views
 from ..planner import FILL, Boxes, Exchange, Program, Reduce, Step, check_local_shape
+from .landings import LARGEST_KEPT, Landings
 from .meeting import Address, Meet, Transfer
 
 Run = Generator[Meet | Transfer, Any, torch.Tensor]
@@ -35,6 +37,9 @@ class World(Protocol):
 
     def open(self, address: Address, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of a buffer that a peer offered, as flat bytes."""
+
+    def landings(self, ranks: tuple[int, ...]) -> Landings | None:
+        """What the group of these ranks keeps ready between runs; None where no run follows another."""
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -215,7 +220,7 @@ class BoundStep:
 
 
 class OneSidedStep(BoundStep):
-    """Ranks push into each other's buffers between two meetings: the outputs themselves, or slabs of contributions.
+    """Ranks push into each other's buffers and meet: the outputs themselves, or slabs of contributions.
 
     Where contributions are reduced, a rank's buffer is [contributors, *output shape]: where a box goes follows from its
     contributor and its place in the output, so senders need nothing that the plan does not say.
@@ -224,46 +229,74 @@ class OneSidedStep(BoundStep):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         step, reduce = self.step, self.step.reduce
-        contributors = reduce.contributors if reduce else 1
-        slab = math.prod(self.shape)
-        self.windowed = (contributors, *self.shape) if reduce and self.peers else None
-        itemsize = self.dtype.itemsize
+        slabs = reduce.contributors if reduce else 1
+        self.landing_shape = (slabs, *self.shape) if reduce else self.shape
         self.pushes: list[tuple[int, int, Copies]] = []
+        largest = self.nbytes(self.shape, slabs)
         for index, peer in enumerate(self.peers):
             shape = self.program.local_shape(step.target, peer)
-            strides, size = contiguous_strides(shape), math.prod(shape)
+            strides, nbytes = contiguous_strides(shape), self.nbytes(shape, slabs)
+            largest = max(largest, nbytes)
             parts = []
-            for contributor in range(contributors):
+            for contributor in range(slabs):
                 rows = self.outgoing(peer, contributor)
-                source = _Side.source(rows, self.source_strides)
-                parts.append((0, 0, rows, source, _Side.target(rows, strides, contributor * size if reduce else 0)))
+                target = _Side.target(rows, strides, contributor * math.prod(shape))
+                parts.append((0, 0, rows, _Side.source(rows, self.source_strides), target))
             copies = Copies(parts, step.fill, self.dtype, self.device)
             if not copies.empty:
-                self.pushes.append((index, size * itemsize * (contributors if reduce else 1), copies))
+                self.pushes.append((index, nbytes, copies))
+        self.largest = largest
+        group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
+        self.landings = self.world.landings(group) if self.peers and largest <= LARGEST_KEPT else None
+        self.own: Copies | None = None
         if reduce:
-            staged = [_Side.target(self.incoming, self.strides, c * slab) for c in range(contributors)]
-            self.finish = self.reduction(staged)
+            slab = math.prod(self.shape)
+            staged = [_Side.target(self.incoming, self.strides, c * slab) for c in range(slabs)]
+            self.reduce = self.reduction(staged)
         else:
             rows = self.kept_rows()
             sides = _Side.source(rows, self.source_strides), _Side.target(rows, self.strides)
-            self.keep = Copies([(0, 0, rows, *sides), self.fills()], step.fill, self.dtype, self.device)
+            self.own = Copies([(0, 0, rows, *sides), self.fills()], step.fill, self.dtype, self.device)
+
+    def nbytes(self, shape: Sequence[int], slabs: int) -> int:
+        return math.prod(shape) * slabs * self.dtype.itemsize
+
+    def land(self) -> torch.Tensor:
+        """A buffer for what peers push."""
+        return self.world.empty(self.landing_shape, self.dtype, self.device)
 
     def run(self, x: torch.Tensor, token: int) -> Run:
-        world, out = self.world, self.empty()
-        window = out if self.windowed is None else world.empty(self.windowed, self.dtype, self.device)
         if self.peers:
-            addresses = yield Meet(self.peer_ranks, token, window)
-            for index, nbytes, copies in self.pushes:
-                key = addresses[index] if world.recycles else None
-                known = copies.knows(key)
-                copies([x], () if known else [world.open(addresses[index], nbytes).view(self.dtype)], key)
-        if self.step.reduce is None:
-            self.keep([x], [out])
-        if self.peers:
-            yield Meet(self.peer_ranks, token + 1, None)
-        if self.step.reduce is not None:
-            self.finish([x, window], [out])
+            landing = yield from self.exchange(x, token)
+        else:
+            landing = self.land()
+            if self.own:
+                self.own([x], [landing])
+        if self.own:
+            return landing
+        out = self.empty()
+        self.reduce([x, landing], [out])
         return out
+
+    def exchange(self, x: torch.Tensor, token: int) -> Run:
+        """Push to peers and be pushed to."""
+        world, landings = self.world, self.landings
+        kept = landings.take(token) if landings else None
+        if kept is None:
+            landing = self.land()
+            addresses = yield Meet(self.peer_ranks, token, landing)
+        else:
+            landing, addresses = kept
+        for index, nbytes, copies in self.pushes:
+            key = addresses[index] if world.recycles else None
+            known = copies.knows(key)
+            copies([x], () if known else [world.open(addresses[index], nbytes).view(self.dtype)], key)
+        own = partial(self.own, [x], [landing]) if self.own else None
+        following = self.land() if landings else None
+        addresses = yield Meet(self.peer_ranks, token + 1, following, own)
+        if landings and following is not None:
+            landings.keep(token, following, addresses, self.largest)
+        return landing
 
 
 class TwoSidedStep(BoundStep):
@@ -354,6 +387,11 @@ class BoundProgram:
 
     def run(self, x: torch.Tensor) -> Run:
         """Yields where ranks meet; returns the target shard. The input is only read."""
+        if len(self.steps) == 1:
+            return self.steps[0].run(x, self.token)
+        return self._run_all(x)
+
+    def _run_all(self, x: torch.Tensor) -> Run:
         for i, step in enumerate(self.steps):
             x = yield from step.run(x, self.token + 2 * i)
         return x

@@ -29,6 +29,9 @@ class InProcessWorld:
     def open(self, address: torch.Tensor, nbytes: int) -> torch.Tensor:
         return address.view(-1).view(torch.uint8)
 
+    def landings(self, ranks: tuple[int, ...]) -> None:
+        return None
+
 
 def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bool = True) -> list[torch.Tensor]:
     """Carry out a whole program in this process, every rank in turn.
@@ -82,6 +85,8 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
 
 def _answer(rank: int, request: Meet | Transfer, asked: dict[int, Meet | Transfer]) -> Any:
     if isinstance(request, Meet):
+        if request.meanwhile is not None:
+            request.meanwhile()
         met = [asked.get(peer) for peer in request.peers]
         if not all(isinstance(m, Meet) and m.token == request.token for m in met):
             raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")

@@ -1,8 +1,8 @@
-"""What a rank asks of its world while a program runs. The executor yields these; worlds and the simulator answer
-them."""
+"""What a rank asks of its world while a program runs: the executor yields it, worlds and the simulator answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +11,17 @@ import torch
 class Meet(NamedTuple):
     """Wait until every peer has come to the same point. One-sided worlds only.
 
-    Safe after it: peers' writes made before their own `Meet` are visible here; the answer says where each peer's
-    offered
-    buffer lies. The answer is one address per peer, in the order of `peers`; `World.open` turns it into a tensor.
+    Safe after it: peers' writes made before their own `Meet` are visible here. The answer is one address per peer, in
+    the order of `peers`: where its offered buffer lies; `World.open` turns it into a tensor.
     """
 
     peers: tuple[int, ...]
     token: int
     """Equal on all ranks that run the same point of the same request."""
     offer: torch.Tensor | None
-    """A buffer from `World.empty` that peers may write into until the next meeting."""
+    """A buffer from `World.empty` that peers may write into from now on."""
+    meanwhile: Callable[[], None] | None = None
+    """Work that no peer waits for: done between telling peers and waiting for them."""
 
 
 class Transfer(NamedTuple):

@@ -64,6 +64,9 @@ _bound_for: object = None
 
 def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str | None) -> _Bound:
     """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+    reason = why_not_backend(x.device)
+    if reason is not None and current.mesh.size() > 1:
+        raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
     if current.tensor_meta is None:
         raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
     mesh = mesh_of(current.mesh)

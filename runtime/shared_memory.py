@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
+from .futex import sleep_on, wake
+from .landings import Landings
 from .meeting import Meet, Transfer
 from .shared_pool import MAX_SEGMENTS, Segment, SharedPool, open_segment
 
@@ -21,13 +23,13 @@ Address = tuple[int, int, int]  # rank, segment, offset
 
 # The control page of a rank, in 8-byte words, written by that rank alone. A slot per peer and parity of the meeting's
 # number; its number is stored last (x86-64 keeps stores in order), so who sees it sees the rest.
-_FAILED = 0
+_FAILED, _SLEEPS_FOR = 0, 1
 _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
 _NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
 _EAGER_POLLS = 50
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 1e-3
+_SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
 
 
 def why_not_here() -> str | None:
@@ -54,9 +56,15 @@ class _Peer:
             self.pidfd: int | None = os.pidfd_open(pid)
         except (OSError, AttributeError):
             self.pidfd = None
-        self.page = memoryview(open_segment(pid, control_fd)).cast("Q")
+        mapped = open_segment(pid, control_fd)
+        self.page = memoryview(mapped).cast("Q")
+        self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         self.meetings = 0
+        self.slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._segments: dict[int, torch.Tensor] = {}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid})"
 
     def has_died(self) -> bool:
         if self.pidfd is None:
@@ -76,11 +84,10 @@ class _Peer:
 class SharedMemoryWorld:
     """The ranks of a process group on one machine.
 
-    Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when
-    first met.
-    A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for
-    it, as
-    long as each pair meets in the same order on both sides.
+    Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when first
+    met.
+    A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for it,
+    as long as each pair meets in the same order on both sides.
 
     Raises:
         WorldError: from every call after the first failure.
@@ -96,19 +103,21 @@ class SharedMemoryWorld:
         self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size))
         self._page = memoryview(self._control.map).cast("Q")
         self._pool = SharedPool("shardweave-pool")
+        self._slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._peers: dict[int, _Peer] = {}
+        self._landings: dict[tuple[int, ...], Landings] = {}
         self._error: WorldError | None = None
         post(store, rank, self._control.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        tensor, segment, offset = self._pool.empty(shape, dtype)
-        # The place travels with the tensor from here to `Meet`, and no further.
-        tensor._shardweave_place = (segment, offset)  # type: ignore[attr-defined]
-        return tensor
+        return self._pool.empty(shape, dtype)
 
     def open(self, address: Address, nbytes: int) -> torch.Tensor:
         rank, segment, offset = address
         return self._peers[rank].segment(segment)[offset : offset + nbytes]
+
+    def landings(self, ranks: tuple[int, ...]) -> Landings:
+        return self._landings.setdefault(ranks, Landings())
 
     def answer(self, request: Meet | Transfer) -> list[Address]:
         assert isinstance(request, Meet)
@@ -126,34 +135,49 @@ class SharedMemoryWorld:
         self._page[_FAILED] = 1
 
     def _meet(self, request: Meet) -> list[Address]:
-        page = self._page
+        page, token, me = self._page, request.token, self.rank + 1
         segment, offset = (0, 0) if request.offer is None else self._publish(request.offer)
         peers = [self._peers.get(rank) or self._find(rank) for rank in request.peers]
         for peer in peers:
-            peer.meetings += 1
-            slot = _SLOTS + (2 * peer.rank + (peer.meetings & 1)) * _SLOT_WORDS
-            page[slot + _TOKEN] = request.token
+            number = peer.meetings = peer.meetings + 1
+            slot = peer.slots[number & 1]
+            page[slot + _TOKEN] = token
             page[slot + _SEGMENT] = segment
             page[slot + _OFFSET] = offset
-            page[slot + _NUMBER] = peer.meetings
+            page[slot + _NUMBER] = number
+            if peer.page[_SLEEPS_FOR] == me:
+                wake(self._control.address + 8 * slot)
+        if request.meanwhile is not None:
+            request.meanwhile()
         addresses = []
         for peer in peers:
-            slot = _SLOTS + (2 * self.rank + (peer.meetings & 1)) * _SLOT_WORDS
-            theirs = peer.page
-            if theirs[slot] != peer.meetings:
-                self._wait(peer, slot)
-            if theirs[slot + _TOKEN] != request.token:
-                raise DisagreementError(
-                    f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, "
-                    f"dtype, layout or "
-                    f"order of calls): requests {request.token:#x} and {theirs[slot + _TOKEN]:#x}; no tensor data "
-                    f"was moved"
-                )
+            number, theirs = peer.meetings, peer.page
+            slot = self._slots[number & 1]
+            if theirs[slot + _NUMBER] != number:
+                try:
+                    self._wait(peer, slot)
+                except PeerError:
+                    # A peer that came and asked for something else is the better explanation.
+                    for other in peers:
+                        self._compare(other, token)
+                    raise
+            if theirs[slot + _TOKEN] != token:
+                self._compare(peer, token)
             addresses.append((peer.rank, theirs[slot + _SEGMENT], theirs[slot + _OFFSET]))
         return addresses
 
+    def _compare(self, peer: _Peer, token: int) -> None:
+        """Raises DisagreementError if a peer came to this meeting with another token."""
+        slot = self._slots[peer.meetings & 1]
+        theirs = peer.page[slot + _TOKEN]
+        if peer.page[slot + _NUMBER] == peer.meetings and theirs != token:
+            raise DisagreementError(
+                f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, dtype, layout "
+                f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
+            )
+
     def _publish(self, offer: torch.Tensor) -> tuple[int, int]:
-        segment, offset = offer._shardweave_place  # type: ignore[attr-defined]
+        segment, offset = self._pool.place(offer)
         entry = _DIRECTORY + segment
         if self._page[entry] == 0:
             self._page[entry] = self._pool.segments[segment].fd
@@ -166,25 +190,23 @@ class SharedMemoryWorld:
             if page[slot] == number:
                 return
         start = time.monotonic()
-        while page[slot] != number:
-            waited = time.monotonic() - start
-            if page[_FAILED]:
-                # It may have come to this meeting before it failed.
-                if page[slot] == number:
-                    return
-                raise PeerError(f"rank {peer.rank} (process {peer.pid}) failed; rank {self.rank} was waiting for it")
-            if peer.has_died():
-                if page[slot] == number:
-                    return
-                raise PeerError(f"rank {peer.rank} (process {peer.pid}) is gone; rank {self.rank} was waiting for it")
-            if waited > self.timeout:
-                raise MeetingTimeoutError(
-                    f"rank {peer.rank} (process {peer.pid}) did not come within {self.timeout:g} s; rank "
-                    f"{self.rank} was "
-                    f"waiting for it"
-                )
-            # A twentieth of the wait so far: an idle wait burns no core, and no wait is stretched by more than that.
-            time.sleep(min(max(waited / 20, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        # The peer rings when it comes, if it sees that this rank sleeps for it; a nap ends in any case.
+        self._page[_SLEEPS_FOR] = peer.rank + 1
+        try:
+            while (seen := page[slot]) != number:
+                waited = time.monotonic() - start
+                # A peer that failed or died may have come to this meeting before.
+                if page[_FAILED] and page[slot] != number:
+                    raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it")
+                if waited > _SHORTEST_NAP and peer.has_died() and page[slot] != number:
+                    raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")
+                if waited > self.timeout:
+                    raise MeetingTimeoutError(
+                        f"{peer} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
+                    )
+                sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
+        finally:
+            self._page[_SLEEPS_FOR] = 0
 
     def _find(self, rank: int) -> _Peer:
         _, pid, fd = read_post(self._store, rank, self.timeout).split()
@@ -206,6 +228,7 @@ class SharedMemoryWorld:
                 with suppress(OSError):
                     os.close(peer.pidfd)
         self._peers.clear()
+        self._landings.clear()
 
 
 def _post_key(rank: int) -> str:

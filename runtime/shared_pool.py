@@ -1,5 +1,4 @@
-"""Shared memory that a rank owns and its peers map: anonymous segments, blocks of them as tensors, given back
-when they die."""
+"""Shared memory that a rank owns and its peers map: anonymous segments, and tensors on blocks of them that recycle."""
 
 from __future__ import annotations
 
@@ -15,13 +14,25 @@ import torch
 SEGMENT_BYTES = 64 << 20
 MAX_SEGMENTS = 512
 KEPT_BYTES = 2 << 30
-"""Free blocks up to this many bytes keep their pages; beyond it, pages of blocks of 1 MiB and more go back to the
-system."""
+"""Free blocks up to this many bytes keep their pages; beyond it, pages of blocks of 1 MiB and more go back."""
+_KEPT_FORMS = 4096
+_TYPESTR = {
+    torch.bool: "|b1",
+    torch.uint8: "|u1",
+    torch.int8: "|i1",
+    torch.int16: "<i2",
+    torch.int32: "<i4",
+    torch.int64: "<i8",
+    torch.float16: "<f2",
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.complex64: "<c8",
+    torch.complex128: "<c16",
+}
 
 
 class Segment:
-    """A memfd mapped here; peers open it through `/proc/<pid>/fd/<fd>`. Nothing to unlink: it goes with its last
-    user."""
+    """A memfd mapped here; peers open it through `/proc/<pid>/fd/<fd>`. Nothing to unlink: its last user ends it."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -45,17 +56,15 @@ def open_segment(pid: int, fd: int) -> mmap.mmap:
 class Block:
     """A piece of a segment. The tensor made on it holds it; when the last one is gone it returns to its pool."""
 
-    __slots__ = ("__array_interface__", "address", "free", "offset", "segment", "size")
+    __slots__ = ("__array_interface__", "address", "free")
 
-    def __init__(
-        self, free: deque[tuple[int, int]], segment: int, offset: int, size: int, address: int, nbytes: int
-    ) -> None:
-        self.free, self.segment, self.offset, self.size, self.address = free, segment, offset, size, address
-        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+    def __init__(self, free: deque[int], address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.free, self.address = free, address
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
 
     def __del__(self) -> None:
         # May run on any thread: a deque's append is atomic.
-        self.free.append((self.segment, self.offset))
+        self.free.append(self.address)
 
 
 def block_size(nbytes: int) -> int:
@@ -66,6 +75,17 @@ def block_size(nbytes: int) -> int:
     return -(-nbytes // grain) * grain
 
 
+class _Form:
+    """What is the same for all tensors of one shape and dtype."""
+
+    def __init__(self, free: deque[int], shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
+        self.free, self.shape, self.size = free, shape, size
+        # numpy has no name for some dtypes: words of their size then, which torch views as the dtype.
+        named = dtype in _TYPESTR
+        self.typestr = _TYPESTR[dtype] if named else f"<i{dtype.itemsize}"
+        self.dtype = None if named else dtype
+
+
 class SharedPool:
     """Blocks carved from growing segments. `segments` is append-only: an index and an offset name a block for ever."""
 
@@ -73,28 +93,43 @@ class SharedPool:
         self.name = name
         self.segments: list[Segment] = []
         self._used = 0
-        self._free: dict[int, deque[tuple[int, int]]] = {}
+        self._free: dict[int, deque[int]] = {}
+        self._forms: dict[tuple[tuple[int, ...], torch.dtype], _Form] = {}
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, int, int]:
-        """An uninitialised contiguous tensor, its segment and its offset there.
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor.
 
         Raises:
             MemoryError: more segments than the directory has room for.
         """
-        nbytes = math.prod(shape) * dtype.itemsize
-        size = block_size(nbytes)
-        free = self._free.get(size)
-        if free is None:
-            free = self._free[size] = deque()
+        shape = tuple(shape)
+        form = self._forms.get((shape, dtype)) or self._form(shape, dtype)
+        free = form.free
         try:
-            segment, offset = free.pop()
+            address = free.pop()
         except IndexError:
-            segment, offset = self._carve(size)
-        block = Block(free, segment, offset, size, self.segments[segment].address + offset, nbytes)
-        flat = torch.from_numpy(np.asarray(block))
-        return flat.view(dtype).view(tuple(shape)), segment, offset
+            address = self._carve(form.size)
+        tensor = torch.from_numpy(np.asarray(Block(free, address, shape, form.typestr)))
+        return tensor if form.dtype is None else tensor.view(form.dtype)
 
-    def _carve(self, size: int) -> tuple[int, int]:
+    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The segment and the offset where a tensor from `empty` begins; any, if it has no elements."""
+        address = tensor.data_ptr()
+        for index in range(len(self.segments) - 1, -1, -1):
+            segment = self.segments[index]
+            if 0 <= address - segment.address < segment.nbytes:
+                return index, address - segment.address
+        assert tensor.numel() == 0, f"{hex(address)} is not in shared pool {self.name}"
+        return 0, 0
+
+    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
+        size = block_size(math.prod(shape) * dtype.itemsize)
+        if len(self._forms) >= _KEPT_FORMS:
+            self._forms.clear()
+        form = self._forms[shape, dtype] = _Form(self._free.setdefault(size, deque()), shape, dtype, size)
+        return form
+
+    def _carve(self, size: int) -> int:
         self._trim()
         if not self.segments or self._used + size + mmap.PAGESIZE > self.segments[-1].nbytes:
             if len(self.segments) == MAX_SEGMENTS:
@@ -106,17 +141,18 @@ class SharedPool:
         grain = 64 if size < mmap.PAGESIZE else mmap.PAGESIZE
         offset = -(-self._used // grain) * grain
         self._used = offset + size
-        return len(self.segments) - 1, offset
+        return self.segments[-1].address + offset
 
     def _trim(self) -> None:
+        """Give pages back where more than KEPT_BYTES of blocks are free."""
         kept = sum(size * len(free) for size, free in list(self._free.items()))
-        if kept <= KEPT_BYTES:
-            return
         for size, free in sorted(self._free.items(), reverse=True):
             if size < 1 << 20 or kept <= KEPT_BYTES:
                 break
-            for segment, offset in list(free):
+            for address in list(free):
+                segment = next(s for s in self.segments if 0 <= address - s.address < s.nbytes)
+                offset = address - segment.address
                 start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
                 length = (offset + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
-                self.segments[segment].map.madvise(mmap.MADV_REMOVE, start, length)
+                segment.map.madvise(mmap.MADV_REMOVE, start, length)
                 kept -= size

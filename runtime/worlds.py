@@ -28,7 +28,24 @@ class Worlds:
         self.timeout = _timeout(self.group)
         self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
         self._started: dict[str, AnyWorld] = {}
+        self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
+
+    def why_not_backend(self, device_type: str) -> str | None:
+        """Why the group cannot carry programs on devices of a type, or None."""
+        if device_type not in self._obstacles:
+            self._obstacles[device_type] = self._find_obstacle(device_type)
+        return self._obstacles[device_type]
+
+    def _find_obstacle(self, device_type: str) -> str | None:
+        if self.size == 1:
+            return "world size 1"
+        try:
+            # Asked of the device: a group that was made without naming a backend has one for each.
+            backend = self.group._get_backend(torch.device(device_type)).name()
+        except RuntimeError:
+            return f"the process group has no backend for {device_type}"
+        return None if backend in _BACKENDS else f"process group backend {backend!r}"
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[AnyWorld, str]:
         """The world for `ranks` and why. All of `ranks` come to the same answer, from what each posted when it started.
@@ -111,11 +128,4 @@ def current_worlds() -> Worlds:
 
 def why_not_backend(device: torch.device) -> str | None:
     """Why the default process group cannot carry programs on `device`, or None."""
-    if dist.get_world_size() == 1:
-        return "world size 1"
-    try:
-        # Asked of the device: a group that was made without naming a backend has one for each.
-        backend = current_worlds().group._get_backend(device).name()
-    except RuntimeError:
-        return f"the process group has no backend for {device.type}"
-    return None if backend in _BACKENDS else f"process group backend {backend!r}"
+    return current_worlds().why_not_backend(device.type)

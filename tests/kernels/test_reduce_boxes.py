@@ -92,6 +92,18 @@ def test_small_floats_are_rounded_once():
     assert out.tolist() == [torch.tensor(258 / 3).bfloat16().item(), torch.tensor(4 / 3).bfloat16().item()]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
+def test_two_small_floats_give_what_a_float32_accumulator_gives(dtype, op):
+    # Every bit pattern there is, against 64 others: subnormal numbers, infinities and NaN among them.
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    function = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[op]
+    for shift in np.random.default_rng(3).integers(1 << 16, size=64).tolist():
+        other, got = every.roll(shift), torch.empty_like(every)
+        reduce_views(got, [every, other], op)
+        assert_same(got, function(every.float(), other.float()).to(dtype), signed_zeros=True)
+
+
 @pytest.mark.parametrize("value", [448.0, 463.0, 465.0, 1e6, float("inf")])
 def test_float8_without_infinity_saturates(value):
     out = torch.empty(2, dtype=torch.float8_e4m3fn)
