@@ -1,7 +1,7 @@
 """shardweave: redistribution of sharded tensors by plan, with Triton kernels.
 
-Imports are absolute here, and nothing is registered: test runners import this file once more under the name of
-its folder.
+Imports are absolute here, and nothing is registered: test runners import this file once more under the name of its
+folder.
 """
 
 from shardweave.errors import (

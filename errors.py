@@ -8,8 +8,7 @@ class ShardweaveError(Exception):
 
 
 class ArgumentError(ShardweaveError, ValueError):
-    """An argument is wrong; raised before anything is communicated. The text names the argument, its value and
-    what is allowed."""
+    """An argument is wrong; raised before tensor data moves. The text names it, its value and what is allowed."""
 
 
 class LayoutSyntaxError(ArgumentError):
@@ -29,7 +28,7 @@ class WorldError(ShardweaveError, RuntimeError):
 
 
 class DisagreementError(WorldError):
-    """Ranks of one meeting asked for different things; raised before tensor data moves."""
+    """Ranks of one meeting asked for different things; no tensor that a caller holds was written."""
 
 
 class PeerError(WorldError):

@@ -26,8 +26,7 @@ class Boxes:
     """n boxes over k axes; each row says which box of which senders' shards becomes which box of the receiver's.
 
     Starts are indices into the local shards, per tensor dim; axis a of a box runs along tensor dim `axes[a]` in
-    steps, so that
-    index sets with a stride need no other table. All int64.
+    steps, so that index sets with a stride need no other table. All int64.
     """
 
     receiver: np.ndarray  # [n] mesh positions
@@ -94,9 +93,8 @@ class Change:
         reduced: mesh dims whose partial disappears.
         split: mesh dims that become partial.
         keepers: those of `split` where coordinate 0 keeps the whole value and the others hold zero (integers, bool).
-        divisor: what the value is divided by: averages that end, and floats that are split over a new sum. Below
-        1 where a
-            shard becomes an average: its owner holds n times its part.
+        divisor: what the value is divided by: averages that end, and floats that are split over a new sum. Below 1
+            where a shard becomes an average: its owner holds n times its part.
     """
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout) -> None:

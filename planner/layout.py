@@ -44,8 +44,7 @@ class Layout:
     of mesh dims.
 
     Raises:
-        ArgumentError: an unknown op, a negative tensor dim, an order that is not a permutation of the mesh dims
-        that cut.
+        ArgumentError: an unknown op, a negative tensor dim, an order that is no permutation of the mesh dims that cut.
         UnsupportedError: partial ops that do not mix (only sum with avg does).
     """
 
@@ -130,9 +129,8 @@ class Layout:
     ) -> Layout:
         """Placements where a tuple (tensor dim, split factor) is a strided shard, as torch's `_StridedShard`.
 
-        The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim
-        earlier: from
-        right to left each mesh dim is put into the order where that product is reached first.
+        The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim earlier:
+        from right to left each mesh dim is put into the order where that product is reached first.
 
         Raises:
             UnsupportedError: no order has these split factors; such a layout is an index set of its own.

@@ -16,8 +16,7 @@ class Mesh:
     """Ranks in row-major order over `shape`.
 
     `ranks[i]` is the rank at row-major position i; None means `arange`. The planner works in positions; only the
-    runtime
-    turns them into ranks.
+    runtime turns them into ranks.
 
     Raises:
         ArgumentError: a size below 1, names or ranks that do not fit the shape, a rank given twice.

@@ -75,9 +75,8 @@ def _cheapest_route(
 ) -> tuple[Layout, ...]:
     """The layouts to pass through: the direct exchange, or a stop where partial mesh dims are scattered first.
 
-    Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike.
-    Among equals a
-    stop wins where a reduced mesh dim ends up replicated: it reduces every element once, not once per replica.
+    Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike. Among
+    equals a stop wins where a reduced mesh dim ends up replicated: it reduces every element once, not once per replica.
     """
     change = Change(mesh, shape, dtype, source, target)
     if not change.reduced:

@@ -67,9 +67,8 @@ class Exchange(Step):
 class Program:
     """The steps from layout `src` to layout `dst`.
 
-    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_bound` and `peak_bytes`
-    have one int
-    per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is None where a layout is
+    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_bound` and `peak_bytes` have one
+    int per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is None where a layout is
     partial.
     """
 

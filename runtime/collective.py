@@ -34,6 +34,9 @@ class CollectiveWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
+    def address(self, buffer: torch.Tensor) -> object:
+        raise NotImplementedError("a two-sided world has no addresses")
+
     def open(self, address: object, nbytes: int) -> torch.Tensor:
         raise NotImplementedError("a two-sided world has no addresses")
 
@@ -58,8 +61,7 @@ class CollectiveWorld:
                 self._store, f"{where}/{peer}/{slot}", peer, self.timeout, lambda text: int(text.split()[0]) >= call
             )
             posted, theirs = map(int, text.split())
-            # A peer that needs nothing from here may be far ahead and have reused the slot: then there is nothing
-            # to compare.
+            # A peer that needs nothing from here may be far ahead and have reused the slot: nothing to compare then.
             if posted == call and theirs != token:
                 self._error = DisagreementError(
                     f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout "

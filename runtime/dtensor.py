@@ -25,8 +25,7 @@ def redistribute(
     """A DTensor of the same values with other placements, on the same mesh.
 
     Args:
-        dtensor: any placements of replicate, shard and partial, in any shard order (a decodable `_StridedShard`
-        is one).
+        dtensor: any placements of replicate, shard and partial, in any shard order (a decodable `_StridedShard` is).
         placements: one per mesh dim. Targets may be partial (sum, avg, max, min), which torch refuses.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
         world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
@@ -115,7 +114,9 @@ def _run(x: DTensor, target: DTensorSpec, world: str | None, requires_grad: bool
     if x.device_mesh.get_coordinate() is not None:
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
-        local = run_redistribution(local.detach(), x._spec, target, world)
+        if local.requires_grad:
+            local = local.detach()
+        local = run_redistribution(local, x._spec, target, world)
     # Without __init__, which does nothing but costs more than the rest. mypy knows the public constructor only.
     return DTensor.__new__(DTensor, local, target, requires_grad=requires_grad)  # type: ignore[call-arg]
 

@@ -35,8 +35,11 @@ class World(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised contiguous tensor that nobody else holds and that peers can address."""
 
+    def address(self, buffer: torch.Tensor) -> Address:
+        """What names a tensor from `empty` on every rank."""
+
     def open(self, address: Address, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` of a buffer that a peer offered, as flat bytes."""
+        """The first `nbytes` of the buffer at an address of this rank or a peer, as flat bytes."""
 
     def landings(self, ranks: tuple[int, ...]) -> Landings | None:
         """What the group of these ranks keeps ready between runs; None where no run follows another."""
@@ -245,7 +248,7 @@ class OneSidedStep(BoundStep):
             copies = Copies(parts, step.fill, self.dtype, self.device)
             if not copies.empty:
                 self.pushes.append((index, nbytes, copies))
-        self.largest = largest
+        self.own_nbytes, self.largest = self.nbytes(self.shape, slabs), largest
         group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
         self.landings = self.world.landings(group) if self.peers and largest <= LARGEST_KEPT else None
         self.own: Copies | None = None
@@ -265,13 +268,18 @@ class OneSidedStep(BoundStep):
         """A buffer for what peers push."""
         return self.world.empty(self.landing_shape, self.dtype, self.device)
 
+    def push(self, x: torch.Tensor, copies: Copies, address: Address, nbytes: int) -> None:
+        """Copy boxes of `x` into the buffer at an address, this rank's own included."""
+        key = address if self.world.recycles else None
+        copies([x], () if copies.knows(key) else [self.world.open(address, nbytes).view(self.dtype)], key)
+
     def run(self, x: torch.Tensor, token: int) -> Run:
         if self.peers:
             landing = yield from self.exchange(x, token)
         else:
             landing = self.land()
             if self.own:
-                self.own([x], [landing])
+                self.push(x, self.own, self.world.address(landing), self.own_nbytes)
         if self.own:
             return landing
         out = self.empty()
@@ -284,18 +292,20 @@ class OneSidedStep(BoundStep):
         kept = landings.take(token) if landings else None
         if kept is None:
             landing = self.land()
-            addresses = yield Meet(self.peer_ranks, token, landing)
+            address = world.address(landing)
+            addresses = yield Meet(self.peer_ranks, token, address)
         else:
-            landing, addresses = kept
+            landing, address, addresses = kept
         for index, nbytes, copies in self.pushes:
-            key = addresses[index] if world.recycles else None
-            known = copies.knows(key)
-            copies([x], () if known else [world.open(addresses[index], nbytes).view(self.dtype)], key)
-        own = partial(self.own, [x], [landing]) if self.own else None
-        following = self.land() if landings else None
-        addresses = yield Meet(self.peer_ranks, token + 1, following, own)
-        if landings and following is not None:
-            landings.keep(token, following, addresses, self.largest)
+            self.push(x, copies, addresses[index], nbytes)
+        own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
+        if landings is None:
+            yield Meet(self.peer_ranks, token + 1, None, own)
+        else:
+            following = self.land()
+            address = world.address(following)
+            addresses = yield Meet(self.peer_ranks, token + 1, address, own)
+            landings.keep(token, following, address, addresses, self.largest)
         return landing
 
 

@@ -26,6 +26,9 @@ class InProcessWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
+    def address(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
     def open(self, address: torch.Tensor, nbytes: int) -> torch.Tensor:
         return address.view(-1).view(torch.uint8)
 

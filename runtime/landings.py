@@ -21,22 +21,24 @@ class Landings:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, list[Address], int]] = {}
+        self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int]] = {}
         self._bytes = 0
 
-    def take(self, token: int) -> tuple[torch.Tensor, list[Address]] | None:
-        """The buffers of the step that `token` names, if they are kept; they are no longer."""
+    def take(self, token: int) -> tuple[torch.Tensor, Address, list[Address]] | None:
+        """The buffers of the step that `token` names, if they are kept; they are no longer.
+
+        Returns this rank's buffer, its address, and those of the peers' buffers.
+        """
         found = self._kept.pop(token, None)
         if found is None:
             return None
-        buffer, addresses, nbytes = found
-        self._bytes -= nbytes
-        return buffer, addresses
+        self._bytes -= found[3]
+        return found[:3]
 
-    def keep(self, token: int, buffer: torch.Tensor, addresses: list[Address], nbytes: int) -> None:
+    def keep(self, token: int, buffer: torch.Tensor, own: Address, peers: list[Address], nbytes: int) -> None:
         """Keep buffers for the next run; `nbytes` is the size of the largest. The longest unused make room."""
-        self._kept[token] = buffer, addresses, nbytes
+        self._kept[token] = buffer, own, peers, nbytes
         self._bytes += nbytes
         while self._bytes > MOST_KEPT:
             oldest = next(iter(self._kept))
-            self._bytes -= self._kept.pop(oldest)[2]
+            self._bytes -= self._kept.pop(oldest)[3]

@@ -7,19 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+Address = Any
+"""What `World.address` makes of a buffer."""
+
 
 class Meet(NamedTuple):
     """Wait until every peer has come to the same point. One-sided worlds only.
 
     Safe after it: peers' writes made before their own `Meet` are visible here. The answer is one address per peer, in
-    the order of `peers`: where its offered buffer lies; `World.open` turns it into a tensor.
+    the order of `peers`: of the buffer it offers.
     """
 
     peers: tuple[int, ...]
     token: int
     """Equal on all ranks that run the same point of the same request."""
-    offer: torch.Tensor | None
-    """A buffer from `World.empty` that peers may write into from now on."""
+    offer: Address | None
+    """The address of a buffer from `World.empty` that peers may write into from now on."""
     meanwhile: Callable[[], None] | None = None
     """Work that no peer waits for: done between telling peers and waiting for them."""
 
@@ -29,6 +32,3 @@ class Transfer(NamedTuple):
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
-
-
-Address = Any

@@ -33,6 +33,7 @@ class _Bound:
         self, program: Program, bound: BoundProgram | None, world: AnyWorld | None, ranks: tuple[int, ...]
     ) -> None:
         self.program, self.bound, self.world, self.ranks = program, bound, world, ranks
+        self.announcer = world if isinstance(world, CollectiveWorld) and bound and bound.peer_ranks else None
         self.first = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,9 +41,9 @@ class _Bound:
             return x
         world, bound = self.world, self.bound
         stats().calls[world.name] += 1
-        if bound.peer_ranks and isinstance(world, CollectiveWorld):
-            world.announce(self.ranks, bound.peer_ranks, bound.token, self.first)
-        self.first = False
+        if self.announcer is not None:
+            self.announcer.announce(self.ranks, bound.peer_ranks, bound.token, self.first)
+            self.first = False
         run = bound.run(x)
         reply: Any = None
         try:

@@ -28,6 +28,7 @@ _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
 _NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
+_NOWHERE: Address = (0, 0, 0)
 _EAGER_POLLS = 50
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
 
@@ -85,9 +86,8 @@ class SharedMemoryWorld:
     """The ranks of a process group on one machine.
 
     Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when first
-    met.
-    A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for it,
-    as long as each pair meets in the same order on both sides.
+    met. A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for
+    it, as long as each pair meets in the same order on both sides.
 
     Raises:
         WorldError: from every call after the first failure.
@@ -105,6 +105,7 @@ class SharedMemoryWorld:
         self._pool = SharedPool("shardweave-pool")
         self._slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._peers: dict[int, _Peer] = {}
+        self._met: dict[tuple[int, ...], list[_Peer]] = {}
         self._landings: dict[tuple[int, ...], Landings] = {}
         self._error: WorldError | None = None
         post(store, rank, self._control.fd)
@@ -112,9 +113,17 @@ class SharedMemoryWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._pool.empty(shape, dtype)
 
+    def address(self, buffer: torch.Tensor) -> Address:
+        segment, offset = self._pool.place(buffer)
+        entry = _DIRECTORY + segment
+        if self._page[entry] == 0:
+            self._page[entry] = self._pool.segments[segment].fd
+        return self.rank, segment, offset
+
     def open(self, address: Address, nbytes: int) -> torch.Tensor:
         rank, segment, offset = address
-        return self._peers[rank].segment(segment)[offset : offset + nbytes]
+        whole = self._pool.segments[segment].bytes if rank == self.rank else self._peers[rank].segment(segment)
+        return whole[offset : offset + nbytes]
 
     def landings(self, ranks: tuple[int, ...]) -> Landings:
         return self._landings.setdefault(ranks, Landings())
@@ -136,8 +145,8 @@ class SharedMemoryWorld:
 
     def _meet(self, request: Meet) -> list[Address]:
         page, token, me = self._page, request.token, self.rank + 1
-        segment, offset = (0, 0) if request.offer is None else self._publish(request.offer)
-        peers = [self._peers.get(rank) or self._find(rank) for rank in request.peers]
+        _, segment, offset = request.offer or _NOWHERE
+        peers = self._met.get(request.peers) or self._find_all(request.peers)
         for peer in peers:
             number = peer.meetings = peer.meetings + 1
             slot = peer.slots[number & 1]
@@ -176,13 +185,6 @@ class SharedMemoryWorld:
                 f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
             )
 
-    def _publish(self, offer: torch.Tensor) -> tuple[int, int]:
-        segment, offset = self._pool.place(offer)
-        entry = _DIRECTORY + segment
-        if self._page[entry] == 0:
-            self._page[entry] = self._pool.segments[segment].fd
-        return segment, offset
-
     def _wait(self, peer: _Peer, slot: int) -> None:
         page, number, give_way = peer.page, peer.meetings, os.sched_yield
         for _ in range(_EAGER_POLLS):
@@ -208,6 +210,10 @@ class SharedMemoryWorld:
         finally:
             self._page[_SLEEPS_FOR] = 0
 
+    def _find_all(self, ranks: tuple[int, ...]) -> list[_Peer]:
+        self._met[ranks] = [self._peers.get(rank) or self._find(rank) for rank in ranks]
+        return self._met[ranks]
+
     def _find(self, rank: int) -> _Peer:
         _, pid, fd = read_post(self._store, rank, self.timeout).split()
         try:
@@ -228,6 +234,7 @@ class SharedMemoryWorld:
                 with suppress(OSError):
                     os.close(peer.pidfd)
         self._peers.clear()
+        self._met.clear()
         self._landings.clear()
 
 

@@ -40,7 +40,8 @@ class Segment:
         os.ftruncate(self.fd, nbytes)
         self.nbytes = nbytes
         self.map = mmap.mmap(self.fd, nbytes)
-        self.address = np.frombuffer(self.map, dtype=np.uint8).ctypes.data
+        self.bytes = torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8))
+        self.address = self.bytes.data_ptr()
 
 
 def open_segment(pid: int, fd: int) -> mmap.mmap:

@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-SCALE = 4
+SCALE = 8
 SMALLEST_SCALED = 64  # smaller dims (a batch, heads) are structure, not size
 
 
 def scale(size: int) -> int:
-    """A dim's size on CPU: a quarter of its full size, odd staying odd and even even; dims below 64 as they are."""
+    """A dim's size on CPU: an eighth of its full size, odd staying odd and even even; dims below 64 as they are."""
     if size < SMALLEST_SCALED:
         return size
     scaled = size // SCALE

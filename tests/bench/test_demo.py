@@ -43,7 +43,9 @@ def test_demo_is_right(ranks: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     for case in found["cases"] + found["collective_cases"]:
-        assert case["equal"] and case["bytes_received"] == case["bytes_bound"]
+        assert case["equal"]
+        partial = "P" in case["source"] + case["target"]
+        assert case["bytes_bound"] == (None if partial else case["bytes_received"])
         assert case["torch_ms"] > 0 and case["shardweave_ms"] > 0
     assert len(found["cases"]) == len(found["collective_cases"]) == 1
 

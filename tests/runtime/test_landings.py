@@ -23,12 +23,12 @@ def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(landings, "MOST_KEPT", 100)
     kept, buffer = Landings(), torch.empty(0)
     for token in (1, 2, 3):
-        kept.keep(token, buffer, [token], 40)
+        kept.keep(token, buffer, token, [token], 40)
     assert kept.take(1) is None
-    assert kept.take(3) == (buffer, [3]) and kept.take(3) is None
-    kept.keep(4, buffer, [4], 60)
-    assert kept.take(2) == (buffer, [2]) and kept.take(4) == (buffer, [4])
-    kept.keep(5, buffer, [5], 101)
+    assert kept.take(3) == (buffer, 3, [3]) and kept.take(3) is None
+    kept.keep(4, buffer, 4, [4], 60)
+    assert kept.take(2) == (buffer, 2, [2]) and kept.take(4) == (buffer, 4, [4])
+    kept.keep(5, buffer, 5, [5], 101)
     assert kept.take(5) is None
 
 
