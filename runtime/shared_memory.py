@@ -17,7 +17,8 @@ from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldErr
 from .futex import sleep_on, wake
 from .landings import Landings
 from .meeting import Meet, Transfer
-from .shared_pool import MAX_SEGMENTS, Segment, SharedPool, open_segment
+from .segments import Segment, open_segment, process_namespace, segment_path, unlink_names, uses_names
+from .shared_pool import MAX_SEGMENTS, SharedPool
 
 Address = tuple[int, int, int]  # rank, segment, offset
 
@@ -45,19 +46,19 @@ def why_not_here() -> str | None:
 def machine_name() -> str:
     """Equal for processes that can map each other's memory: the boot and the process namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{file.read().strip()}/{process_namespace()}"
 
 
 class _Peer:
     """A rank's control page and segments as seen from another process, and a descriptor that tells when it dies."""
 
-    def __init__(self, rank: int, pid: int, control_fd: int) -> None:
-        self.rank, self.pid = rank, pid
+    def __init__(self, rank: int, pid: int, handle: int, named: bool) -> None:
+        self.rank, self.pid, self.named = rank, pid, named
         try:
             self.pidfd: int | None = os.pidfd_open(pid)
         except (OSError, AttributeError):
             self.pidfd = None
-        mapped = open_segment(pid, control_fd)
+        mapped = open_segment(segment_path(pid, handle, named))
         self.page = memoryview(mapped).cast("Q")
         self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         self.meetings = 0
@@ -77,7 +78,11 @@ class _Peer:
     def segment(self, index: int) -> torch.Tensor:
         found = self._segments.get(index)
         if found is None:
-            mapped = open_segment(self.pid, self.page[_DIRECTORY + index])
+            path = segment_path(self.pid, self.page[_DIRECTORY + index], self.named)
+            try:
+                mapped = open_segment(path)
+            except FileNotFoundError as error:
+                raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
             found = self._segments[index] = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
         return found
 
@@ -100,15 +105,16 @@ class SharedMemoryWorld:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
-        self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size))
+        named = uses_names()
+        self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size), named)
         self._page = memoryview(self._control.map).cast("Q")
-        self._pool = SharedPool("shardweave-pool")
+        self._pool = SharedPool("shardweave-pool", named)
         self._slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._peers: dict[int, _Peer] = {}
         self._met: dict[tuple[int, ...], list[_Peer]] = {}
         self._landings: dict[tuple[int, ...], Landings] = {}
         self._error: WorldError | None = None
-        post(store, rank, self._control.fd)
+        post(store, rank, self._control.handle, named)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._pool.empty(shape, dtype)
@@ -117,7 +123,7 @@ class SharedMemoryWorld:
         segment, offset = self._pool.place(buffer)
         entry = _DIRECTORY + segment
         if self._page[entry] == 0:
-            self._page[entry] = self._pool.segments[segment].fd
+            self._page[entry] = self._pool.segments[segment].handle
         return self.rank, segment, offset
 
     def open(self, address: Address, nbytes: int) -> torch.Tensor:
@@ -142,6 +148,9 @@ class SharedMemoryWorld:
         """Tell every peer that waits for this rank, now or later, that it will not come."""
         self._error = error
         self._page[_FAILED] = 1
+        if self._pool.named:
+            # Who fails may end without a word; those who have mapped this rank's memory keep it.
+            unlink_names(os.getpid())
 
     def _meet(self, request: Meet) -> list[Address]:
         page, token, me = self._page, request.token, self.rank + 1
@@ -201,6 +210,8 @@ class SharedMemoryWorld:
                 if page[_FAILED] and page[slot] != number:
                     raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it")
                 if waited > _SHORTEST_NAP and peer.has_died() and page[slot] != number:
+                    if peer.named:
+                        unlink_names(peer.pid)
                     raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")
                 if waited > self.timeout:
                     raise MeetingTimeoutError(
@@ -215,15 +226,15 @@ class SharedMemoryWorld:
         return self._met[ranks]
 
     def _find(self, rank: int) -> _Peer:
-        _, pid, fd = read_post(self._store, rank, self.timeout).split()
+        _, pid, handle, kind = read_post(self._store, rank, self.timeout).split()
         try:
-            peer = self._peers[rank] = _Peer(rank, int(pid), int(fd))
+            peer = self._peers[rank] = _Peer(rank, int(pid), int(handle), kind == "named")
         except FileNotFoundError as error:
             raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
         except PermissionError as error:
             raise WorldError(
                 f"rank {self.rank} may not map the memory of rank {rank} (process {pid}): {error}; "
-                f"SHARDWEAVE_WORLD=collective avoids shared memory"
+                f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_WORLD=collective does without"
             ) from error
         return peer
 
@@ -243,7 +254,7 @@ def _post_key(rank: int) -> str:
 
 
 def read_post(store: dist.Store, rank: int, timeout: float) -> str:
-    """What a rank posted when its world started: machine, process, control descriptor."""
+    """What a rank posted when its world started: machine, process, handle and kind of its control segment."""
     return read_when_posted(store, _post_key(rank), rank, timeout)
 
 
@@ -269,5 +280,6 @@ def read_when_posted(
         pause = min(2 * pause, 0.05)
 
 
-def post(store: dist.Store, rank: int, control_fd: int) -> None:
-    store.set(_post_key(rank), f"{machine_name()} {os.getpid()} {control_fd}")
+def post(store: dist.Store, rank: int, handle: int, named: bool) -> None:
+    kind = "named" if named else "anonymous"
+    store.set(_post_key(rank), f"{machine_name()} {os.getpid()} {handle} {kind}")

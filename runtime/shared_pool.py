@@ -1,17 +1,19 @@
-"""Shared memory that a rank owns and its peers map: anonymous segments, and tensors on blocks of them that recycle."""
+"""Tensors on blocks of memory that peers map; a block recycles when the last tensor on it dies."""
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-SEGMENT_BYTES = 64 << 20
+from .segments import Segment
+
+SEGMENT_BYTES, NAMED_SEGMENT_BYTES = 64 << 20, 4 << 20
+"""The least that a segment has. Anonymous ones take memory as they are touched, named ones at once."""
 MAX_SEGMENTS = 512
 KEPT_BYTES = 2 << 30
 """Free blocks up to this many bytes keep their pages; beyond it, pages of blocks of 1 MiB and more go back."""
@@ -29,29 +31,6 @@ _TYPESTR = {
     torch.complex64: "<c8",
     torch.complex128: "<c16",
 }
-
-
-class Segment:
-    """A memfd mapped here; peers open it through `/proc/<pid>/fd/<fd>`. Nothing to unlink: its last user ends it."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self.fd, nbytes)
-        self.nbytes = nbytes
-        self.map = mmap.mmap(self.fd, nbytes)
-        self.bytes = torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8))
-        self.address = self.bytes.data_ptr()
-
-
-def open_segment(pid: int, fd: int) -> mmap.mmap:
-    """Map a peer's whole segment."""
-    path = f"/proc/{pid}/fd/{fd}"
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(handle, os.fstat(handle).st_size)
-    finally:
-        os.close(handle)
 
 
 class Block:
@@ -90,8 +69,8 @@ class _Form:
 class SharedPool:
     """Blocks carved from growing segments. `segments` is append-only: an index and an offset name a block for ever."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, named: bool) -> None:
+        self.name, self.named = name, named
         self.segments: list[Segment] = []
         self._used = 0
         self._free: dict[int, deque[int]] = {}
@@ -102,6 +81,7 @@ class SharedPool:
 
         Raises:
             MemoryError: more segments than the directory has room for.
+            WorldError: no room for a named segment.
         """
         shape = tuple(shape)
         form = self._forms.get((shape, dtype)) or self._form(shape, dtype)
@@ -135,9 +115,10 @@ class SharedPool:
         if not self.segments or self._used + size + mmap.PAGESIZE > self.segments[-1].nbytes:
             if len(self.segments) == MAX_SEGMENTS:
                 raise MemoryError(f"shared pool {self.name}: {MAX_SEGMENTS} segments are in use")
-            # Pages are committed when they are touched, so generous segments cost nothing; doubling keeps them few.
-            grown = SEGMENT_BYTES << min(len(self.segments) // 8, 10)
-            self.segments.append(Segment(self.name, max(grown, size + 2 * mmap.PAGESIZE)))
+            # Doubling keeps them few.
+            least = NAMED_SEGMENT_BYTES if self.named else SEGMENT_BYTES
+            grown = least << min(len(self.segments) // 8, 10)
+            self.segments.append(Segment(self.name, max(grown, size + 2 * mmap.PAGESIZE), self.named))
             self._used = 0
         grain = 64 if size < mmap.PAGESIZE else mmap.PAGESIZE
         offset = -(-self._used // grain) * grain

@@ -47,7 +47,7 @@ def test_demo_is_right(ranks: int, tmp_path: Path) -> None:
         partial = "P" in case["source"] + case["target"]
         assert case["bytes_bound"] == (None if partial else case["bytes_received"])
         assert case["torch_ms"] > 0 and case["shardweave_ms"] > 0
-    assert len(found["cases"]) == len(found["collective_cases"]) == 1
+    assert len(found["cases"]) == len(found["collective_cases"]) == 2
 
 
 def _children(pid: int) -> list[int]:

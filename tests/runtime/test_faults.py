@@ -97,10 +97,34 @@ def test_bad_arguments_are_refused_before_anything_is_communicated() -> None:
     run_ranks(bad_arguments, 4)
 
 
-def test_no_shared_memory_segment_is_left_behind() -> None:
-    def segments() -> set[str]:
-        return set(os.listdir("/dev/shm"))
+@pytest.mark.parametrize("kind", ["anonymous", "named"])
+def test_no_shared_memory_segment_is_left_behind(kind: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    ends = end_ranks(die_or_wait, 4, "killed", environment={"SHARDWEAVE_SEGMENTS": kind}, timeout=60)
+    assert all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
+    assert set(os.listdir("/dev/shm")) - before == set()
 
-    before = segments()
-    end_ranks(die_or_wait, 4, "killed", timeout=60)
-    assert segments() - before == set()
+
+def use_named_segments(rank: int) -> int:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(3e6).view(1500, 2000)
+    kept = [shardweave.redistribute(distribute_tensor(whole, mesh, [Shard(0)] * 2), [Shard(1), Replicate()])]
+    kept.append(shardweave.redistribute(kept[0], [Replicate(), Replicate()]))
+    assert torch.equal(kept[1].to_local(), whole)
+    return sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm"))
+
+
+def test_named_segments_carry_the_same_and_go_at_exit() -> None:
+    before = set(os.listdir("/dev/shm"))
+    assert all(named >= 2 for named in run_ranks(use_named_segments, 4, environment={"SHARDWEAVE_SEGMENTS": "named"}))
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def ask_for_unknown_segments(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_SEGMENTS: 'wooden'; allowed: anonymous, named"):
+        shardweave.redistribute(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), [Replicate()])
+
+
+def test_unknown_segments_are_refused() -> None:
+    run_ranks(ask_for_unknown_segments, 2, environment={"SHARDWEAVE_SEGMENTS": "wooden"})

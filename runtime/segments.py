@@ -1,0 +1,115 @@
+"""Memory that one process owns and others of the machine map: anonymous where the system lets them, named otherwise."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import mmap
+import os
+import re
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from ..errors import ArgumentError, WorldError
+
+NAMED_FOLDER = "/dev/shm"
+_KINDS = ("anonymous", "named")
+_serial = itertools.count(1)
+
+
+def process_namespace() -> int:
+    """Equal for processes that see each other under the same process ids."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def uses_names() -> bool:
+    """Whether peers can only open this process's segments by name: asked for, or its `/proc/<pid>/fd` is root's.
+
+    Raises:
+        ArgumentError: SHARDWEAVE_SEGMENTS is neither "anonymous" nor "named".
+    """
+    asked = os.environ.get("SHARDWEAVE_SEGMENTS")
+    if asked:
+        if asked not in _KINDS:
+            raise ArgumentError(f"SHARDWEAVE_SEGMENTS: {asked!r}; allowed: {', '.join(_KINDS)}")
+        return asked == "named"
+    # So it is with processes that may not be looked into ("not dumpable").
+    return os.stat("/proc/self/fd").st_uid != os.geteuid()
+
+
+class Segment:
+    """Memory mapped here, that peers open by `path`.
+
+    An anonymous one (memfd) goes with its last user, however that ends. A named one is unlinked when its process exits
+    or its world fails, by a peer that finds it dead, or by the next process that makes one.
+
+    Attributes:
+        handle: with the process id and `named`, what `segment_path` makes the path of.
+
+    Raises:
+        WorldError: no room for a named segment.
+    """
+
+    def __init__(self, name: str, nbytes: int, named: bool) -> None:
+        self.nbytes = nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if named:
+            self.handle = next(_serial)
+            self.path = segment_path(os.getpid(), self.handle, named)
+            if self.handle == 1:
+                unlink_names_of_the_dead()
+                atexit.register(unlink_names, os.getpid())
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                # Reserved at once: a page that is not there when it is touched would be a bus error.
+                os.posix_fallocate(descriptor, 0, nbytes)
+                self.map = mmap.mmap(descriptor, nbytes)
+            except OSError as error:
+                os.unlink(self.path)
+                raise WorldError(f"{nbytes} bytes of shared memory in {NAMED_FOLDER}: {error}") from error
+            finally:
+                os.close(descriptor)
+        else:
+            # The descriptor stays open: it is what peers open.
+            self.handle = os.memfd_create(name, os.MFD_CLOEXEC)
+            self.path = segment_path(os.getpid(), self.handle, named)
+            os.ftruncate(self.handle, nbytes)
+            self.map = mmap.mmap(self.handle, nbytes)
+        self.bytes = torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8))
+        self.address = self.bytes.data_ptr()
+
+
+def segment_path(pid: int, handle: int, named: bool) -> str:
+    if named:
+        return f"{NAMED_FOLDER}/shardweave-{process_namespace()}-{pid}-{handle}"
+    return f"/proc/{pid}/fd/{handle}"
+
+
+def open_segment(path: str) -> mmap.mmap:
+    """Map a peer's whole segment."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def unlink_names(pid: int) -> None:
+    """Remove the names of a process's segments; who has mapped them keeps the memory."""
+    for name, owner in _names():
+        if owner == pid:
+            with suppress(OSError):
+                os.unlink(f"{NAMED_FOLDER}/{name}")
+
+
+def unlink_names_of_the_dead() -> None:
+    for pid in {owner for _, owner in _names()}:
+        if not os.path.exists(f"/proc/{pid}"):
+            unlink_names(pid)
+
+
+def _names() -> list[tuple[str, int]]:
+    pattern = re.compile(rf"shardweave-{process_namespace()}-(\d+)-\d+")
+    found = map(pattern.fullmatch, os.listdir(NAMED_FOLDER))
+    return [(match[0], int(match[1])) for match in found if match]
