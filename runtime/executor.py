@@ -83,6 +83,14 @@ class _Side:
         return side
 
 
+def _run_of(boxes: Boxes, side: _Side) -> int | None:
+    """Where boxes begin that lie in memory one after the other, each contiguous, as if packed; None if they do not."""
+    packed = _Side.packed(boxes)
+    adjoining = (side.offset - side.offset[:1] == packed.offset).all()
+    contiguous = ((side.stride == packed.stride) | (boxes.extent <= 1)).all()
+    return int(side.offset[0]) if len(boxes) and adjoining and contiguous else None
+
+
 class Copies:
     """Boxes copied from the tensors `sources` into the tensors `targets`: (source, target, boxes, source side,
     target side)."""
@@ -310,25 +318,33 @@ class OneSidedStep(BoundStep):
 
 
 class TwoSidedStep(BoundStep):
-    """Pack what each peer needs, send and receive with exact sizes, unpack or reduce what came."""
+    """Pack what each peer needs, send and receive with exact sizes, unpack or reduce what came.
+
+    What lies in one run of memory is sent from where it is, and received where it belongs.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         step, reduce = self.step, self.step.reduce
         contributors = reduce.contributors if reduce else 1
-        self.sends: list[tuple[int, int, Copies]] = []
+        self.sends: list[tuple[int, int, Copies | int]] = []
+        """Rank, elements, and how they are packed or where they begin."""
         for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
             parts, base = [], 0
             for contributor in range(contributors):
                 rows = self.outgoing(peer, contributor)
-                packed = _Side.packed(rows)
-                packed.offset = packed.offset + base
-                base += int(rows.elements.sum())
-                parts.append((0, 0, rows, _Side.source(rows, self.source_strides), packed))
+                if elements := int(rows.elements.sum()):
+                    packed = _Side.packed(rows)
+                    packed.offset = packed.offset + base
+                    base += elements
+                    parts.append((0, 0, rows, _Side.source(rows, self.source_strides), packed))
             if base:
-                self.sends.append((rank, base, Copies(parts, step.fill, self.dtype, self.device)))
+                run = _run_of(parts[0][2], parts[0][3]) if len(parts) == 1 else None
+                packing = Copies(parts, step.fill, self.dtype, self.device) if run is None else run
+                self.sends.append((rank, base, packing))
         # What a peer sends comes contributor by contributor, in the order of rows, as the peer packs it.
-        self.receives: list[tuple[int, int, int]] = []
+        self.receives: list[tuple[int, int, int, bool]] = []
+        """Rank, first and last element, and whether in the output itself."""
         staged = [_Side.target(self.incoming, self.strides) for _ in range(contributors)]
         unpack: list[tuple[int, int, Boxes, _Side, _Side]] = []
         base = 0
@@ -337,14 +353,19 @@ class TwoSidedStep(BoundStep):
             for contributor in range(contributors):
                 here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
                 rows = self.incoming.select(here)
+                target = _Side.target(rows, self.strides)
+                run = None if reduce else _run_of(rows, target)
+                if run is not None:
+                    self.receives.append((rank, run, run + int(rows.elements.sum()), True))
+                    continue
                 packed = _Side.packed(rows)
                 packed.offset = packed.offset + base
                 staged[contributor].offset[here] = packed.offset
                 staged[contributor].stride[here] = packed.stride
-                unpack.append((1, 0, rows, packed, _Side.target(rows, self.strides)))
+                unpack.append((1, 0, rows, packed, target))
                 base += int(rows.elements.sum())
             if base > first:
-                self.receives.append((rank, first, base))
+                self.receives.append((rank, first, base, False))
         self.received = base
         if reduce:
             self.finish: Reduction | Copies = self.reduction(staged)
@@ -358,15 +379,20 @@ class TwoSidedStep(BoundStep):
         out = self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
         if self.peers:
-            packed = []
-            for rank, elements, copies in self.sends:
-                buffer = torch.empty(elements, dtype=self.dtype, device=self.device)
-                copies([x], [buffer])
-                packed.append((rank, buffer.view(torch.uint8)))
-            arriving = received.view(torch.uint8)
-            size = self.dtype.itemsize
-            slices = tuple((rank, arriving[first * size : last * size]) for rank, first, last in self.receives)
-            yield Transfer(tuple(packed), slices)
+            sends = []
+            for rank, elements, packing in self.sends:
+                if isinstance(packing, int):
+                    buffer = x.as_strided((elements,), (1,), x.storage_offset() + packing)
+                else:
+                    buffer = torch.empty(elements, dtype=self.dtype, device=self.device)
+                    packing([x], [buffer])
+                sends.append((rank, buffer.view(torch.uint8)))
+            landed, arrived, size = out.view(-1).view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
+            receives = [
+                (rank, (landed if final else arrived)[first * size : last * size])
+                for rank, first, last, final in self.receives
+            ]
+            yield Transfer(tuple(sends), tuple(receives))
         self.finish([x, received], [out])
         return out
 

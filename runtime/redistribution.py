@@ -100,6 +100,9 @@ def run_redistribution(
         WorldError: the ranks could not meet.
     """
     global _bound_for
+    if x.is_conj() or x.is_neg():
+        # Programs move bytes, and these say something else than their bytes.
+        x = x.resolve_conj().resolve_neg()
     group = dist.distributed_c10d.GroupMember.WORLD
     if _bound_for is not group:
         _bound.clear()

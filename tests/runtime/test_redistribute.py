@@ -232,3 +232,20 @@ def submeshes_and_oddities(rank: int) -> None:
 
 def test_submeshes_strides_scalars_and_lifetimes() -> None:
     run_ranks(submeshes_and_oddities, 4)
+
+
+def lazy_views(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.complex(torch.arange(30.0).view(6, 5), -torch.arange(30.0).view(6, 5))
+    for lazy in (whole.conj(), whole.conj().imag):
+        for source, target in (((Shard(0), Replicate()), (Replicate(), Shard(1))), ((Shard(1), Shard(0)),) * 2):
+            local = held_by(lazy, source, mesh, {})
+            assert local.is_conj() or local.is_neg()
+            x = DTensor.from_local(local, mesh, source, run_check=False, shape=lazy.shape, stride=(5, 1))
+            y = shardweave.redistribute(x, [Replicate(), Replicate()], world=world).redistribute(mesh, target)
+            assert torch.equal(y.to_local(), held_by(lazy.resolve_conj().resolve_neg(), target, mesh, {}))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_conjugated_and_negated_views_move_what_they_say(world: str) -> None:
+    run_ranks(lazy_views, 4, world)
