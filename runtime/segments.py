@@ -76,8 +76,14 @@ class Segment:
             self.path = segment_path(os.getpid(), self.handle, named)
             os.ftruncate(self.handle, nbytes)
             self.map = mmap.mmap(self.handle, nbytes)
+        self.named = named
         self.bytes = torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8))
         self.address = self.bytes.data_ptr()
+
+    def __del__(self) -> None:
+        if hasattr(self, "named"):
+            with suppress(OSError):
+                os.unlink(self.path) if self.named else os.close(self.handle)
 
 
 def segment_path(pid: int, handle: int, named: bool) -> str:

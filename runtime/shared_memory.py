@@ -68,6 +68,12 @@ class _Peer:
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid})"
 
+    def __del__(self) -> None:
+        descriptor = getattr(self, "pidfd", None)
+        if descriptor is not None:
+            with suppress(OSError):
+                os.close(descriptor)
+
     def has_died(self) -> bool:
         if self.pidfd is None:
             return not os.path.exists(f"/proc/{self.pid}")
@@ -237,16 +243,6 @@ class SharedMemoryWorld:
                 f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_WORLD=collective does without"
             ) from error
         return peer
-
-    def close(self) -> None:
-        """Let go of peers. Tensors of the pool stay valid."""
-        for peer in self._peers.values():
-            if peer.pidfd is not None:
-                with suppress(OSError):
-                    os.close(peer.pidfd)
-        self._peers.clear()
-        self._met.clear()
-        self._landings.clear()
 
 
 def _post_key(rank: int) -> str:

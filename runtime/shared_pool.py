@@ -34,12 +34,17 @@ _TYPESTR = {
 
 
 class Block:
-    """A piece of a segment. The tensor made on it holds it; when the last one is gone it returns to its pool."""
+    """A piece of a segment. The tensor made on it holds it; when the last one is gone it returns to its pool.
 
-    __slots__ = ("__array_interface__", "address", "free")
+    It holds the segments in turn: a tensor may outlive its pool.
+    """
 
-    def __init__(self, free: deque[int], address: int, shape: tuple[int, ...], typestr: str) -> None:
-        self.free, self.address = free, address
+    __slots__ = ("__array_interface__", "address", "free", "segments")
+
+    def __init__(
+        self, segments: list[Segment], free: deque[int], address: int, shape: tuple[int, ...], typestr: str
+    ) -> None:
+        self.segments, self.free, self.address = segments, free, address
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
 
     def __del__(self) -> None:
@@ -90,7 +95,7 @@ class SharedPool:
             address = free.pop()
         except IndexError:
             address = self._carve(form.size)
-        tensor = torch.from_numpy(np.asarray(Block(free, address, shape, form.typestr)))
+        tensor = torch.from_numpy(np.asarray(Block(self.segments, free, address, shape, form.typestr)))
         return tensor if form.dtype is None else tensor.view(form.dtype)
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:

@@ -249,3 +249,23 @@ def lazy_views(rank: int, world: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_conjugated_and_negated_views_move_what_they_say(world: str) -> None:
     run_ranks(lazy_views, 4, world)
+
+
+def several_process_groups(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    kept = []
+    for life in range(4):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(30000.0).view(60, 500) + life
+        x = distribute_tensor(whole, mesh, [Shard(0)])
+        kept += [(shardweave.redistribute(x, [Replicate()]).to_local(), whole) for _ in range(3)]
+        del x, mesh
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=2)
+    # The memory of groups that are gone is still these tensors'.
+    assert all(torch.equal(y, whole) for y, whole in kept)
+
+
+def test_tensors_outlive_their_process_group() -> None:
+    run_ranks(several_process_groups, 2)
