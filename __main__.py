@@ -11,7 +11,7 @@ from pathlib import Path
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: sizes separated by commas are wanted, such as 2,2") from None
 

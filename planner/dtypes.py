@@ -28,6 +28,7 @@ ITEMSIZE = {
     "complex128": 16,
 }
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
+_MOVED_ONLY = ("uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32")
 
 
 def check_dtype(dtype: str) -> str:
@@ -42,7 +43,11 @@ def is_floating(dtype: str) -> bool:
 
 
 def check_reducible(dtype: str, op: str) -> None:
-    """Refuse what has no meaning: integer and bool averages, an order of complex numbers, products of them."""
+    """Refuse dtypes that are moved and not computed with, and what has no meaning: integer and bool averages, an order
+    of complex numbers, products of them."""
+    if dtype in _MOVED_ONLY:
+        allowed = ", ".join(name for name in ITEMSIZE if name not in _MOVED_ONLY)
+        raise UnsupportedError(f"partial op {op!r} of {dtype}: not reduced; allowed: {allowed}")
     if op == "avg" and not is_floating(dtype):
         raise UnsupportedError(f"partial op 'avg' of {dtype}: an integer average is not exact; use P (sum) and divide")
     if op in ("max", "min", "prod") and dtype.startswith("complex"):

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
 
 Coordinate = tuple[int, ...]
+
+
+def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
+    """`values` as plain integers.
+
+    Raises:
+        ArgumentError: not an iterable of whole numbers.
+    """
+    try:
+        return tuple(operator.index(n) for n in values)
+    except TypeError:
+        raise ArgumentError(f"{argument}: {values!r}; allowed: whole numbers, such as (2, 2)") from None
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,13 @@ class Mesh:
     def __init__(
         self, shape: Sequence[int] | int, names: Sequence[str] | None = None, ranks: Iterable[int] | None = None
     ) -> None:
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        sizes = whole_numbers("mesh", (shape,) if isinstance(shape, int) else shape)
         if not sizes or any(n < 1 for n in sizes):
             raise ArgumentError(f"mesh: shape {sizes} must have at least one dim, and every size must be at least 1")
         if names is not None and (len(tuple(names)) != len(sizes) or len(set(names)) != len(sizes)):
             raise ArgumentError(f"mesh: names {tuple(names)} must be {len(sizes)} different names, one per mesh dim")
         if ranks is not None:
-            ranks = tuple(int(r) for r in ranks)
+            ranks = whole_numbers("mesh: ranks", ranks)
             if len(ranks) != math.prod(sizes) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
                 raise ArgumentError(
                     f"mesh: ranks {ranks} must be {math.prod(sizes)} different ranks >= 0 for shape {sizes}"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import ITEMSIZE, check_dtype, check_reducible, identity
 from .exchange import Change
 from .index_sets import held_box
 from .layout import Layout, Partial, Placement, Replicate, Shard
-from .mesh import Mesh
+from .mesh import Mesh, whole_numbers
 from .program import Exchange, Local, Program, Reduce, Step, check_shape
 
 
@@ -37,10 +37,24 @@ def plan(
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused (partial products).
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    layouts = [Layout.parse(x, mesh.shape) if isinstance(x, str) else x for x in (src, dst)]
     if rank is not None:
+        rank = whole_numbers("rank", [rank])[0]
         mesh.coordinate(rank)
-    return _plan(mesh, check_shape(shape), check_dtype(dtype), layouts[0], layouts[1], rank)
+    source, target = _layout("src", src, mesh), _layout("dst", dst, mesh)
+    return _plan(mesh, check_shape(shape), check_dtype(dtype), source, target, rank)
+
+
+def _layout(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
+    if isinstance(given, Layout):
+        return given
+    if not isinstance(given, str):
+        raise ArgumentError(f"{argument}: {given!r}; allowed: a Layout or its text form")
+    try:
+        return Layout.parse(given, mesh.shape)
+    except LayoutSyntaxError as error:
+        raise LayoutSyntaxError(error.text, error.position, f"{argument}: {error.reason}") from None
+    except (ArgumentError, UnsupportedError) as error:
+        raise type(error)(f"{argument}: {error}") from None
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +79,7 @@ def _step(change: Change, rank: int | None) -> Step:
     plain = change.contributors == 1 and change.divisor == 1
     reduce = None if plain else Reduce(change.op, change.contributors, change.divisor)
     partials = [p for p in change.target.placements if isinstance(p, Partial)]
-    fill = identity(change.dtype, partials[0].op if partials else "sum")
+    fill = identity(change.dtype, partials[0].op) if partials else 0
     common = (change.source, change.target, change.boxes(rank), reduce, fill)
     return Exchange(*common, change.closure) if change.communicates() else Local(*common)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -18,7 +17,7 @@ from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import held_box
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,7 @@ def format_bytes(n: int | float) -> str:
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(operator.index(n) for n in shape)
+    sizes = whole_numbers("shape", shape)
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
     return sizes

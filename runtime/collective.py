@@ -30,6 +30,7 @@ class CollectiveWorld:
         self._store = store
         self._calls: dict[tuple[int, ...], int] = {}
         self._error: WorldError | None = None
+        self.busy = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -79,4 +80,4 @@ class CollectiveWorld:
             work.wait()
 
     def fail(self, error: WorldError) -> None:
-        self._error = error
+        self._error = self._error or error

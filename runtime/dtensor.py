@@ -43,7 +43,9 @@ def redistribute(
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     placements = tuple(placements)
     order = None if shard_order is None else tuple((dim, tuple(cuts)) for dim, cuts in sorted(shard_order.items()))
-    key = (dtensor._spec, placements, order)
+    mesh = dtensor._spec.mesh
+    # The mesh itself: meshes of the same ranks are equal, but their process groups may differ.
+    key = (dtensor._spec, id(mesh), placements, order)
     target = _targets.get(key)
     if target is None:
         target = _target_spec(dtensor, placements, order)

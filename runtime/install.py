@@ -30,10 +30,9 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """From now on `DTensor.redistribute`, implicit redistributions, and their backward run on shardweave in this
-    process.
+    """From now on `DTensor.redistribute`, implicit redistributions and their backward run on shardweave.
 
-    Every rank must install at the same point of the program. Doing it twice is doing it once.
+    In this process: every rank must install at the same point of the program. Doing it twice is doing it once.
     """
     _bind_everywhere(redistribute_local_tensor)
 
@@ -51,5 +50,4 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        if not before:
-            uninstall()
+        install() if before else uninstall()

@@ -40,23 +40,31 @@ class _Bound:
         if self.bound is None or self.world is None:
             return x
         world, bound = self.world, self.bound
+        if world.busy:
+            error = WorldError(
+                f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"
+            )
+            world.fail(error)
+            raise error
+        world.busy = True
         stats().calls[world.name] += 1
-        if self.announcer is not None:
-            self.announcer.announce(self.ranks, bound.peer_ranks, bound.token, self.first)
-            self.first = False
-        run = bound.run(x)
         reply: Any = None
         try:
+            if self.announcer is not None:
+                self.announcer.announce(self.ranks, bound.peer_ranks, bound.token, self.first)
+                self.first = False
+            run = bound.run(x)
             while True:
                 reply = world.answer(run.send(reply))
         except StopIteration as end:
             return end.value
-        except WorldError:
-            raise
         except BaseException as error:
             # Peers wait for this rank's next meeting: tell them that it will not come.
-            world.fail(WorldError(f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"))
+            text = f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"
+            world.fail(error if isinstance(error, WorldError) else WorldError(text))
             raise
+        finally:
+            world.busy = False
 
 
 _bound: dict[tuple, _Bound] = {}

@@ -59,7 +59,8 @@ class Segment:
             self.path = segment_path(os.getpid(), self.handle, named)
             if self.handle == 1:
                 unlink_names_of_the_dead()
-                atexit.register(unlink_names, os.getpid())
+                unlink_names(os.getpid())  # of an earlier process of this number
+                atexit.register(_unlink_own_names, os.getpid())
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 # Reserved at once: a page that is not there when it is touched would be a bus error.
@@ -76,12 +77,13 @@ class Segment:
             self.path = segment_path(os.getpid(), self.handle, named)
             os.ftruncate(self.handle, nbytes)
             self.map = mmap.mmap(self.handle, nbytes)
+        self.owner = os.getpid()
         self.named = named
         self.bytes = torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8))
         self.address = self.bytes.data_ptr()
 
     def __del__(self) -> None:
-        if hasattr(self, "named"):
+        if hasattr(self, "named") and self.owner == os.getpid():
             with suppress(OSError):
                 os.unlink(self.path) if self.named else os.close(self.handle)
 
@@ -107,6 +109,12 @@ def unlink_names(pid: int) -> None:
         if owner == pid:
             with suppress(OSError):
                 os.unlink(f"{NAMED_FOLDER}/{name}")
+
+
+def _unlink_own_names(pid: int) -> None:
+    # A forked child runs this as well, and the names are not its own.
+    if os.getpid() == pid:
+        unlink_names(pid)
 
 
 def unlink_names_of_the_dead() -> None:

@@ -49,6 +49,15 @@ def machine_name() -> str:
         return f"{file.read().strip()}/{process_namespace()}"
 
 
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is more than an exit status nobody has fetched yet."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
 class _Peer:
     """A rank's control page and segments as seen from another process, and a descriptor that tells when it dies."""
 
@@ -76,7 +85,7 @@ class _Peer:
 
     def has_died(self) -> bool:
         if self.pidfd is None:
-            return not os.path.exists(f"/proc/{self.pid}")
+            return not _is_running(self.pid)
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
@@ -87,7 +96,9 @@ class _Peer:
             path = segment_path(self.pid, self.page[_DIRECTORY + index], self.named)
             try:
                 mapped = open_segment(path)
-            except FileNotFoundError as error:
+            except (FileNotFoundError, PermissionError) as error:
+                if isinstance(error, PermissionError) and _is_running(self.pid):
+                    raise WorldError(f"the memory of {self} may no longer be mapped: {error}") from error
                 raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
             found = self._segments[index] = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
         return found
@@ -120,6 +131,7 @@ class SharedMemoryWorld:
         self._met: dict[tuple[int, ...], list[_Peer]] = {}
         self._landings: dict[tuple[int, ...], Landings] = {}
         self._error: WorldError | None = None
+        self.busy = False
         post(store, rank, self._control.handle, named)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -144,15 +156,11 @@ class SharedMemoryWorld:
         assert isinstance(request, Meet)
         if self._error is not None:
             raise self._error
-        try:
-            return self._meet(request)
-        except WorldError as error:
-            self.fail(error)
-            raise
+        return self._meet(request)
 
     def fail(self, error: WorldError) -> None:
-        """Tell every peer that waits for this rank, now or later, that it will not come."""
-        self._error = error
+        """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
+        self._error = self._error or error
         self._page[_FAILED] = 1
         if self._pool.named:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
@@ -238,6 +246,8 @@ class SharedMemoryWorld:
         except FileNotFoundError as error:
             raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
         except PermissionError as error:
+            if not _is_running(int(pid)):
+                raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
             raise WorldError(
                 f"rank {self.rank} may not map the memory of rank {rank} (process {pid}): {error}; "
                 f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_WORLD=collective does without"

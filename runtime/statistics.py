@@ -13,14 +13,17 @@ class Statistics:
     Attributes:
         calls: programs carried out, by world.
         delegations: calls left to torch's own redistribution, by reason.
+        worlds: by the ranks of a mesh, the world they use and why.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     delegations: Counter[str] = field(default_factory=Counter)
+    worlds: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.calls.clear()
         self.delegations.clear()
+        self.worlds.clear()
 
 
 _statistics = Statistics()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, UnsupportedError
 from .collective import CollectiveWorld
 from .shared_memory import SharedMemoryWorld, machine_name, read_post, why_not_here
+from .statistics import stats
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld
 NAMES = ("shared_memory", "collective")
@@ -70,6 +71,7 @@ class Worlds:
             else:
                 found = self._start("shared_memory"), "asked for" if asked else "all ranks are on this machine"
             self._chosen[key] = found
+            stats().worlds[ranks] = f"{found[0].name}: {found[1]}"
         return found
 
     def _start(self, name: str) -> AnyWorld:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -95,6 +96,57 @@ def bad_arguments(rank: int) -> None:
 
 def test_bad_arguments_are_refused_before_anything_is_communicated() -> None:
     run_ranks(bad_arguments, 4)
+
+
+def fail_alone(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
+    shardweave.redistribute(d, [Replicate()])
+    if rank == 1:
+        from shardweave.runtime.shared_pool import SharedPool
+
+        def full(*arguments: object) -> torch.Tensor:
+            raise shardweave.WorldError("no room")
+
+        SharedPool.empty = full  # type: ignore[method-assign]
+        with pytest.raises(shardweave.WorldError, match="no room"):
+            shardweave.redistribute(d, [Replicate()])
+        time.sleep(3)
+    shardweave.redistribute(d, [Replicate()])
+
+
+def test_a_rank_that_fails_between_meetings_tells_its_peers() -> None:
+    start = time.monotonic()
+    ends = end_ranks(fail_alone, 2, environment={"SHARDWEAVE_TIMEOUT": "40"}, timeout=60)
+    assert ends[0].error == "PeerError" and "rank 1" in ends[0].message and "failed" in ends[0].message
+    assert ends[1].error == "WorldError" and "no room" in ends[1].message
+    assert time.monotonic() - start < 30
+
+
+def two_threads(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
+    shardweave.redistribute(d, [Replicate()])
+    ends: list[str] = []
+
+    def many() -> None:
+        try:
+            for _ in range(2000):
+                shardweave.redistribute(d, [Replicate()])
+        except shardweave.WorldError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=many) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def test_two_threads_at_once_are_told() -> None:
+    ends = run_ranks(two_threads, 2, environment={"SHARDWEAVE_TIMEOUT": "20"})
+    assert all(ends) and any("two threads" in text for rank in ends for text in rank)
 
 
 @pytest.mark.parametrize("kind", ["anonymous", "named"])

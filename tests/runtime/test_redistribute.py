@@ -258,8 +258,13 @@ def several_process_groups(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.arange(30000.0).view(60, 500) + life
         x = distribute_tensor(whole, mesh, [Shard(0)])
-        kept += [(shardweave.redistribute(x, [Replicate()]).to_local(), whole) for _ in range(3)]
-        del x, mesh
+        for _ in range(3):
+            y = shardweave.redistribute(x, [Replicate()])
+            # Meshes of the same ranks are equal; this one's groups are those of this life.
+            assert y.device_mesh is mesh
+            kept.append((y.to_local(), whole))
+        assert list(shardweave.stats().worlds) == [(0, 1)]
+        del x, y, mesh
         dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=2)
