@@ -179,8 +179,7 @@ class Change:
         replicas: list[int],
         turn: int,
     ) -> int:
-        """Who sends: the receiver itself where it holds the piece, else among equal holders the one whose turn it
-        is."""
+        """Who sends: the receiver itself where it holds the piece, else of equal holders the one whose turn it is."""
         chosen = list(holder)
         for mesh_dim, index in zip(self.reduced, contributor, strict=True):
             chosen[mesh_dim] = index
@@ -191,8 +190,7 @@ class Change:
         return self.mesh.position(chosen)
 
     def _turn(self, receiver: Coordinate) -> int:
-        """The receiver's place among the ranks with its target set, plus the place of that set: spreads the load
-        evenly."""
+        """The receiver's place among the ranks with its target set, plus that set's place: it spreads the load."""
         among = which = 0
         for mesh_dim in self.closure:
             n = self.mesh.shape[mesh_dim]
@@ -255,8 +253,7 @@ class Change:
 
 
 def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:
-    """Equal for two layouts exactly if `mesh_dim` cuts the same tensor dim after the same earlier cuts, or not at
-    all."""
+    """Equal for two layouts exactly if `mesh_dim` cuts the same tensor dim after the same earlier cuts, or never."""
     placement = layout.placements[mesh_dim]
     if isinstance(placement, Shard):
         order = layout.order(placement.dim)

@@ -1,5 +1,4 @@
-"""What a rank holds: the span of indices left along a tensor dim after mesh dims cut it in order, as
-`torch.chunk` cuts."""
+"""What a rank holds: the span of a tensor dim that is left after mesh dims cut it in order, as torch.chunk does."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def held_box(
 
 @lru_cache(maxsize=65536)
 def cells_meeting(extent: int, sizes: tuple[int, ...], wanted: Span) -> tuple[tuple[Coordinate, Span], ...]:
-    """The cells of a dim cut by `sizes` in order that meet `wanted`: their coordinates, in cutting order, and
-    their spans.
+    """The cells of a dim cut by `sizes` in order that meet `wanted`: coordinates in cutting order, and spans.
 
     Descends only into parts that meet `wanted`, so the time goes with the number of cells found, not with the mesh.
     """

@@ -1,5 +1,4 @@
-"""A program: what every rank, or one rank, does to get from one layout to another. Frozen, data-free, printable,
-serialisable."""
+"""A program: what every rank, or one rank, does to get from one layout to another. It prints and serialises itself."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """From `source` to `target`; `fill` is the identity that boxes without a sender get; `reduce` is None for
-    plain copies."""
+    """From `source` to `target`; `fill` is what boxes without a sender get; `reduce` is None for plain copies."""
 
     source: Layout
     target: Layout
@@ -121,8 +119,7 @@ class Program:
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Input, output, and what a step holds beside them: the layout between two steps, and contributions not
-        yet reduced."""
+        """Input, output, and what a step holds beside them: a layout between steps, contributions not yet reduced."""
         size = ITEMSIZE[self.dtype]
         peaks = []
         for r in self.ranks:
@@ -142,8 +139,7 @@ class Program:
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
     def explain(self) -> str:
-        """The program as text: each step with the mesh dims it moves along, its boxes and its bytes; then the
-        totals."""
+        """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
         names = self.mesh.names or tuple(map(str, range(self.mesh.ndim)))
         title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
         lines = [title if self.rank is None else f"{title}, rank {self.rank}"]

@@ -92,8 +92,7 @@ def _run_of(boxes: Boxes, side: _Side) -> int | None:
 
 
 class Copies:
-    """Boxes copied from the tensors `sources` into the tensors `targets`: (source, target, boxes, source side,
-    target side)."""
+    """Boxes copied from some tensors into others; a part is (source, target, boxes, source side, target side)."""
 
     def __init__(
         self, parts: Sequence[tuple[int, int, Boxes, _Side, _Side]], fill: float | int | bool, dtype: torch.dtype,

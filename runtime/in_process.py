@@ -15,8 +15,7 @@ from .meeting import Meet, Transfer
 
 
 class InProcessWorld:
-    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive instead, as over a
-    network."""
+    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network."""
 
     recycles = False
 
