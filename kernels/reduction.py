@@ -76,8 +76,8 @@ def reduce_views(
 ) -> None:
     """Writes the reduction of the contributors, in their order, to `target`; all are of one shape, any strides.
 
-    The target overlaps no contributor. No temporary where the accumulator has the target's dtype; else two of a
-    chunk's size at most.
+    The target overlaps no contributor, except that it may be one of the first two itself. No temporary where the
+    accumulator has the target's dtype; else two of a chunk's size at most.
     """
     dtype = contributors[0].dtype
     check_reduction(dtype, target.dtype, op, divisor)

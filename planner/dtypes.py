@@ -43,20 +43,25 @@ def is_floating(dtype: str) -> bool:
 
 
 def check_reducible(dtype: str, op: str) -> None:
-    """Refuse dtypes that are moved and not computed with, and what has no meaning: integer and bool averages, an order
-    of complex numbers, products of them."""
-    if dtype in _MOVED_ONLY:
-        allowed = ", ".join(name for name in ITEMSIZE if name not in _MOVED_ONLY)
-        raise UnsupportedError(f"partial op {op!r} of {dtype}: not reduced; allowed: {allowed}")
+    """Refuse what has no meaning: integer and bool averages, an order of complex numbers, products of them."""
     if op == "avg" and not is_floating(dtype):
         raise UnsupportedError(f"partial op 'avg' of {dtype}: an integer average is not exact; use P (sum) and divide")
     if op in ("max", "min", "prod") and dtype.startswith("complex"):
         raise UnsupportedError(f"partial op {op!r} of {dtype}: complex tensors allow sum and avg")
 
 
+def check_computed(dtype: str) -> None:
+    """Refuse dtypes that are moved, and not computed with."""
+    if dtype in _MOVED_ONLY:
+        allowed = ", ".join(name for name in ITEMSIZE if name not in _MOVED_ONLY)
+        raise UnsupportedError(f"dtype: {dtype} is moved, not reduced; allowed in a reduction: {allowed}")
+
+
 def identity(dtype: str, op: str) -> float | int | bool:
     """The value that changes nothing under `op`: what ranks hold that contribute nothing."""
     check_reducible(dtype, op)
+    if dtype == "float8_e8m0fnu":
+        raise UnsupportedError(f"dtype: {dtype} has no identity of {op!r}; allowed: any other")
     if op in ("sum", "avg"):
         return False if dtype == "bool" else 0
     if op == "prod":

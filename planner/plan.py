@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
-from .dtypes import ITEMSIZE, check_dtype, check_reducible, identity
+from .dtypes import ITEMSIZE, check_computed, check_dtype, check_reducible, identity
 from .exchange import Change
 from .index_sets import held_box
 from .layout import Layout, Partial, Placement, Replicate, Shard
@@ -78,6 +78,8 @@ def _plan(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layo
 def _step(change: Change, rank: int | None) -> Step:
     plain = change.contributors == 1 and change.divisor == 1
     reduce = None if plain else Reduce(change.op, change.contributors, change.divisor)
+    if reduce is not None:
+        check_computed(change.dtype)
     partials = [p for p in change.target.placements if isinstance(p, Partial)]
     fill = identity(change.dtype, partials[0].op) if partials else 0
     common = (change.source, change.target, change.boxes(rank), reduce, fill)

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import held_box
-from .layout import Layout
+from .layout import Layout, Partial
 from .mesh import Mesh, whole_numbers
 
 
@@ -43,6 +43,17 @@ class Step:
     fill: float | int | bool
 
     kind = "step"
+
+    @property
+    def receivers_contribute(self) -> bool:
+        """Whether every rank is one of the contributors of all that it receives.
+
+        So it is where what a rank ends with lies within what it holds, partial values apart.
+        """
+        wanted = dict(self.target.orders)
+        within = all(wanted.get(d, ())[: len(order)] == order for d, order in self.source.orders)
+        pairs = zip(self.source.placements, self.target.placements, strict=True)
+        return within and not any(isinstance(b, Partial) and a != b for a, b in pairs)
 
 
 @dataclass(frozen=True, eq=False)

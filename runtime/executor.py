@@ -233,14 +233,17 @@ class OneSidedStep(BoundStep):
     """Ranks push into each other's buffers and meet: the outputs themselves, or slabs of contributions.
 
     Where contributions are reduced, a rank's buffer is [contributors, *output shape]: where a box goes follows from its
-    contributor and its place in the output, so senders need nothing that the plan does not say.
+    contributor and its place in the output, so senders need nothing that the plan does not say. The one contribution
+    that a rank's own is added to lands in the output itself.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         step, reduce = self.step, self.step.reduce
-        slabs = reduce.contributors if reduce else 1
-        self.landing_shape = (slabs, *self.shape) if reduce else self.shape
+        two = bool(reduce and reduce.contributors == 2 and self.peers)
+        self.lands_in_output = reduce is None or (two and step.receivers_contribute)
+        slabs = reduce.contributors if reduce and not self.lands_in_output else 1
+        self.landing_shape = self.shape if self.lands_in_output else (slabs, *self.shape)
         self.pushes: list[tuple[int, int, Copies]] = []
         largest = self.nbytes(self.shape, slabs)
         for index, peer in enumerate(self.peers):
@@ -248,9 +251,9 @@ class OneSidedStep(BoundStep):
             strides, nbytes = contiguous_strides(shape), self.nbytes(shape, slabs)
             largest = max(largest, nbytes)
             parts = []
-            for contributor in range(slabs):
+            for contributor in range(reduce.contributors if reduce else 1):
                 rows = self.outgoing(peer, contributor)
-                target = _Side.target(rows, strides, contributor * math.prod(shape))
+                target = _Side.target(rows, strides, 0 if self.lands_in_output else contributor * math.prod(shape))
                 parts.append((0, 0, rows, _Side.source(rows, self.source_strides), target))
             copies = Copies(parts, step.fill, self.dtype, self.device)
             if not copies.empty:
@@ -260,8 +263,8 @@ class OneSidedStep(BoundStep):
         self.landings = self.world.landings(group) if self.peers and largest <= LARGEST_KEPT else None
         self.own: Copies | None = None
         if reduce:
-            slab = math.prod(self.shape)
-            staged = [_Side.target(self.incoming, self.strides, c * slab) for c in range(slabs)]
+            slab = 0 if self.lands_in_output else math.prod(self.shape)
+            staged = [_Side.target(self.incoming, self.strides, c * slab) for c in range(reduce.contributors)]
             self.reduce = self.reduction(staged)
         else:
             rows = self.kept_rows()
@@ -283,13 +286,14 @@ class OneSidedStep(BoundStep):
     def run(self, x: torch.Tensor, token: int) -> Run:
         if self.peers:
             landing = yield from self.exchange(x, token)
-        else:
+        elif self.own:
             landing = self.land()
-            if self.own:
-                self.push(x, self.own, self.world.address(landing), self.own_nbytes)
+            self.push(x, self.own, self.world.address(landing), self.own_nbytes)
+        else:
+            landing = x  # nothing comes from anyone else
         if self.own:
             return landing
-        out = self.empty()
+        out = landing if self.lands_in_output else self.empty()
         self.reduce([x, landing], [out])
         return out
 

@@ -405,3 +405,54 @@ def test_check_local_shape_names_what_fits() -> None:
     assert all(
         part in str(error.value) for part in ("x", "position 2", "(3, 3)", "S0 S1", "(5, 6)", "allows only (2, 3)")
     )
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e8m0fnu", "complex32"])
+def test_dtypes_that_are_only_moved(dtype: str) -> None:
+    assert plan((2, 2), (5, 7), dtype, "S0 S1", "S1 R").bytes_bound is not None
+    for source, target in (("P R", "R R"), ("P S0", "S0 S0")):
+        with pytest.raises(UnsupportedError, match=f"dtype: {dtype} is moved, not reduced; allowed .*float32"):
+            plan((2, 2), (5, 7), dtype, source, target)
+    if dtype == "float8_e8m0fnu":
+        with pytest.raises(UnsupportedError, match="no identity of 'sum'"):
+            plan((2, 2), (5, 7), dtype, "S0 R", "P R")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (((2, 2), 8, "float32", "S0 R", "R R"), "shape: 8; allowed: whole numbers"),
+        (((2, 2), (8.0, 6), "float32", "S0 R", "R R"), r"shape: \(8.0, 6\); allowed: whole numbers"),
+        (("2,2", (8, 6), "float32", "S0 R", "R R"), "mesh: '2,2'; allowed: whole numbers"),
+        (((2, 2), (8, 6), "float32", None, "R R"), "src: None; allowed: a Layout or its text form"),
+        (((2, 2), (8, 6), "float32", "S0 R", "R Q"), "dst: unknown token 'Q'"),
+        (((2, 2), (8, 6), "float32", "S0/3 S0", "R R"), "src: .*S0/3"),
+    ],
+)
+def test_errors_name_the_argument(arguments: tuple, text: str) -> None:
+    with pytest.raises((ArgumentError, UnsupportedError), match=text):
+        plan(*arguments)
+
+
+def test_receivers_contribute_is_never_said_of_others(case: oracle.Case) -> None:
+    for program in programs(case):
+        for step in program.steps:
+            if step.reduce is not None and isinstance(step, Exchange) and step.receivers_contribute:
+                sender, receiver = step.boxes.sender, step.boxes.receiver[:, None]
+                assert (sender == receiver).any(axis=1).all(), program.explain()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("P S0", "S0/2 S0", True),
+        ("P S0", "S0 S0", False),
+        ("S1 P", "S1 S1", True),
+        ("P S1", "S0 S1", True),
+        ("P S1", "S0 R", False),
+        ("P P", "R P", True),
+    ],
+)
+def test_receivers_contribute(source: str, target: str, said: bool) -> None:
+    first = plan((2, 2), (8, 8), "float32", source, target).steps[0]
+    assert first.reduce is not None and first.receivers_contribute == said
