@@ -29,7 +29,7 @@ class CollectiveWorld:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
         self._calls: dict[tuple[int, ...], int] = {}
-        self._error: WorldError | None = None
+        self.error: WorldError | None = None
         self.busy = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -51,8 +51,6 @@ class CollectiveWorld:
             DisagreementError: a peer posted another request for the same call.
             MeetingTimeoutError: a peer posted nothing within the timeout.
         """
-        if self._error is not None:
-            raise self._error
         call = self._calls[ranks] = self._calls.get(ranks, 0) + 1
         where = f"shardweave/calls/{hash(ranks)}"
         slot = call % _KEPT_POSTS
@@ -64,11 +62,10 @@ class CollectiveWorld:
             posted, theirs = map(int, text.split())
             # A peer that needs nothing from here may be far ahead and have reused the slot: nothing to compare then.
             if posted == call and theirs != token:
-                self._error = DisagreementError(
+                raise DisagreementError(
                     f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout "
                     f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
                 )
-                raise self._error
 
     def answer(self, request: Meet | Transfer) -> None:
         assert isinstance(request, Transfer)
@@ -80,4 +77,4 @@ class CollectiveWorld:
             work.wait()
 
     def fail(self, error: WorldError) -> None:
-        self._error = self._error or error
+        self.error = self.error or error

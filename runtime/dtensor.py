@@ -101,8 +101,7 @@ def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -
         if sorted(mesh_dims) != cuts.get(tensor_dim, []):
             raise ArgumentError(
                 f"shard_order: tensor dim {tensor_dim} has {tuple(mesh_dims)}; allowed: each of the mesh dims that "
-                f"cut it, "
-                f"{tuple(cuts.get(tensor_dim, []))}, once"
+                f"cut it, {tuple(cuts.get(tensor_dim, []))}, once"
             )
         given[tensor_dim] = tuple(mesh_dims)
     entries = [ShardOrderEntry(tensor_dim=d, mesh_dims=given.get(d, tuple(c))) for d, c in sorted(cuts.items())]

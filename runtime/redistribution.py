@@ -40,6 +40,9 @@ class _Bound:
         if self.bound is None or self.world is None:
             return x
         world, bound = self.world, self.bound
+        if world.error is not None:
+            # Before anything is pushed: buffers that peers kept ready may have found another use.
+            raise world.error
         if world.busy:
             error = WorldError(
                 f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"

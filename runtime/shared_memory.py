@@ -130,7 +130,7 @@ class SharedMemoryWorld:
         self._peers: dict[int, _Peer] = {}
         self._met: dict[tuple[int, ...], list[_Peer]] = {}
         self._landings: dict[tuple[int, ...], Landings] = {}
-        self._error: WorldError | None = None
+        self.error: WorldError | None = None
         self.busy = False
         post(store, rank, self._control.handle, named)
 
@@ -154,13 +154,11 @@ class SharedMemoryWorld:
 
     def answer(self, request: Meet | Transfer) -> list[Address]:
         assert isinstance(request, Meet)
-        if self._error is not None:
-            raise self._error
         return self._meet(request)
 
     def fail(self, error: WorldError) -> None:
         """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
-        self._error = self._error or error
+        self.error = self.error or error
         self._page[_FAILED] = 1
         if self._pool.named:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
