@@ -14,8 +14,8 @@ import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .compare import KEPT, ROUNDS, mesh_for
-from .ranks import RanksFailed, run_ranks, timeout_seconds
+from .compare import KEPT, ROUNDS, mesh_for, rank_main
+from .ranks import Ranks, RanksFailed, timeout_seconds
 from .report import Result, summary, summary_line, table
 from .workloads import SCALE, SMALLEST_SCALED, load_workloads
 
@@ -30,21 +30,23 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     config = {"worlds": list(WORLDS), "rounds": ROUNDS, "only": only}
     cases = sum(only in workload.name for workload in load_workloads())
     console.print(_heading(ranks))
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+    task = progress.add_task("starting", total=len(WORLDS) * cases)
+
+    def message(rank: int, found: dict[str, Any]) -> None:
+        if gathered.add(rank, found):
+            progress.update(task, advance=1, description=f"{found['world']}: {found['name']}")
+
+    def output(rank: int, line: str) -> None:
+        if line.strip() and not line.startswith("[Gloo]"):
+            progress.console.print(f"rank {rank}: {line}", markup=False)
+
     try:
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        ) as progress:
-            task = progress.add_task("starting", total=len(WORLDS) * cases)
-
-            def message(rank: int, found: dict[str, Any]) -> None:
-                if gathered.add(rank, found):
-                    progress.update(task, advance=1, description=f"{found['world']}: {found['name']}")
-
-            def output(rank: int, line: str) -> None:
-                if line.strip() and not line.startswith("[Gloo]"):
-                    progress.console.print(f"rank {rank}: {line}", markup=False)
-
-            run_ranks(f"{__package__}.compare:rank_main", ranks, config, message, output)
+        # The bar has a thread, so the ranks are forked before it starts.
+        with Ranks(rank_main, ranks, config) as children, progress:
+            children.supervise(message, output)
     except RanksFailed as failure:
         print(f"error: the demo ends: {failure}", file=sys.stderr)
         return 1

@@ -1,28 +1,34 @@
 """N ranks as processes of this machine, and what happens when one of them dies.
 
+Ranks are forked, so that their code lies at the same addresses: where two of them share a core, what its branch
+predictor learnt from one serves the other. Between processes that each load torch at random addresses it starts anew at
+every switch, which doubles what a short call takes.
+
 The parent hosts the store, so a rank that dies takes no meeting place with it. Every rank watches the pidfds of its
 peers and of the parent in a thread of its own, because the main thread may sit in gloo, which notices a dead peer late
 or not at all. The parent watches the ranks, says which one died, and ends the rest. Ranks leave together, when the
-parent closes their standard input: until then, a peer that is gone is a peer that died.
+parent says so: until then, a peer that is gone is a peer that died.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import select
 import selectors
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from datetime import timedelta
-from typing import IO, Any, NoReturn
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
 
 DEFAULT_TIMEOUT = 120.0
 GRACE = 3.0  # seconds that ranks get to say themselves which peer they lost
@@ -50,128 +56,175 @@ def timeout_seconds() -> float:
     return seconds
 
 
-@dataclass
 class _Child:
-    rank: int
-    process: subprocess.Popen[bytes]
-    messages: int  # file descriptor
-    buffers: dict[str, bytes] = field(default_factory=lambda: {"message": b"", "output": b""})
-    done: bool = False
+    """A rank as the parent sees it: what it sends, what it prints, and how it ended."""
 
-    def lines(self, channel: str, data: bytes) -> list[bytes]:
-        *lines, self.buffers[channel] = (self.buffers[channel] + data).split(b"\n")
-        return lines
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.messages, self.its_messages = get_context("fork").Pipe()
+        self.output, self.its_output = os.pipe()
+        self.unfinished = b""  # the line it is printing
+        self.done = False
+
+    def start(self, body: Callable[[int, Connection], None], others: list[_Child]) -> None:
+        self.process = get_context("fork").Process(
+            target=self._become, args=(body, others), name=f"rank {self.rank}", daemon=True
+        )
+        self.process.start()
+
+    def _become(self, body: Callable[[int, Connection], None], others: list[_Child]) -> None:
+        # Ctrl-C reaches the parent alone, which ends them. Not a session of its own: Linux would schedule each as a
+        # group, and a rank that gives way to its peers would not.
+        os.setpgrp()
+        # A pipe ends with the last process that has it.
+        for other in others:
+            other.close()
+        self.messages.close()
+        os.close(self.output)
+        for standard in (1, 2):
+            os.dup2(self.its_output, standard)
+        os.close(self.its_output)
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+        status = 0
+        try:
+            body(self.rank, self.its_messages)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        os._exit(status)  # a group that lost a member may never come down by itself
+
+    def close_its_ends(self) -> None:
+        self.its_messages.close()
+        os.close(self.its_output)
+
+    def close(self) -> None:
+        """All ends, in a process that has nothing to do with this rank."""
+        self.close_its_ends()
+        self.messages.close()
+        os.close(self.output)
+
+    def lines(self, data: bytes) -> list[str]:
+        *lines, self.unfinished = (self.unfinished + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    @property
+    def has_died(self) -> bool:
+        """It ended as it should not."""
+        return self.process.exitcode is not None and bool(self.process.exitcode or not self.done)
 
     def epitaph(self) -> str:
-        code = self.process.returncode
+        code = self.process.exitcode
+        assert code is not None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return f"rank {self.rank} (pid {self.process.pid}) {how}"
 
 
-def run_ranks(
-    main: str,
-    size: int,
-    config: dict[str, Any],
-    on_message: Callable[[int, dict[str, Any]], None],
-    on_output: Callable[[int, str], None],
-) -> None:
-    """Run `main`, a "module:function" of type `RankMain`, as ranks 0..size-1 in a gloo world of their own.
+class Ranks:
+    """`main` as ranks 0..size-1 in a gloo world of their own, forked from this process as it is.
 
-    `on_message` gets what a rank sends, `on_output` the lines it prints. Raises RanksFailed as soon as one rank dies.
+    A context manager, to be entered before this process starts threads; leaving it ends whoever still runs.
     """
-    import torch.distributed as dist
 
-    timeout = timeout_seconds()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    spec = {"main": main, "size": size, "port": store.port, "timeout": timeout, "parent": os.getpid(), "config": config}
-    children: list[_Child] = []
-    try:
-        for rank in range(size):
-            children.append(_start(rank, spec))
-        _supervise(children, on_message, on_output)
-    finally:
-        _end(children)
+    def __init__(self, main: RankMain, size: int, config: dict[str, Any]) -> None:
+        self._main, self._config, self._parent, self._timeout = main, config, os.getpid(), timeout_seconds()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._children = [_Child(rank) for rank in range(size)]
+        for child in self._children:
+            child.start(self._run_rank, [other for other in self._children if other is not child])
+        for child in self._children:
+            child.close_its_ends()
 
+    def __enter__(self) -> Ranks:
+        return self
 
-def _start(rank: int, spec: dict[str, Any]) -> _Child:
-    read, write = os.pipe()
-    # One thread a rank, for either side of a comparison: the ranks already share the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import _rank_process; _rank_process()"]
-            + [json.dumps({**spec, "rank": rank, "messages": write})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write,),
-            env=environment,
-        )
-    finally:
-        os.close(write)
-    return _Child(rank, process, read)
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            if child.process.exitcode is None:
+                child.process.kill()
+            child.process.join()
+            child.messages.close()
+            os.close(child.output)
 
+    def supervise(
+        self, on_message: Callable[[int, dict[str, Any]], None], on_output: Callable[[int, str], None]
+    ) -> None:
+        """Let them run. `on_message` gets what a rank sends, `on_output` the lines it prints.
 
-def _supervise(
-    children: list[_Child],
-    on_message: Callable[[int, dict[str, Any]], None],
-    on_output: Callable[[int, str], None],
-) -> None:
-    deadline: float | None = None
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            selector.register(child.messages, selectors.EVENT_READ, (child, "message"))
-            assert child.process.stdout is not None
-            selector.register(child.process.stdout, selectors.EVENT_READ, (child, "output"))
-        while selector.get_map() and (deadline is None or time.monotonic() < deadline):
-            for key, _ in selector.select(timeout=0.2):
-                child, channel = key.data
-                data = os.read(key.fd, 1 << 16)
-                if not data:
-                    selector.unregister(key.fileobj)
-                for line in child.lines(channel, data):
-                    if channel == "output":
-                        on_output(child.rank, line.decode(errors="replace"))
-                    elif (message := json.loads(line)).get("kind") == "done":
+        Raises:
+            RanksFailed: a rank died or failed; at once, but for the seconds that the others get to say so.
+        """
+        self._start()
+        children, deadline = self._children, None
+        with selectors.DefaultSelector() as selector:
+            for child in children:
+                selector.register(child.messages, selectors.EVENT_READ, child)
+                selector.register(child.output, selectors.EVENT_READ, child)
+            while selector.get_map() and (deadline is None or time.monotonic() < deadline):
+                for key, _ in selector.select(timeout=0.2):
+                    child = key.data
+                    if key.fd == child.output:
+                        data = os.read(child.output, 1 << 16)
+                        for line in child.lines(data):
+                            on_output(child.rank, line)
+                        if not data:
+                            selector.unregister(child.output)
+                        continue
+                    try:
+                        message = child.messages.recv()
+                    except (EOFError, OSError):
+                        selector.unregister(child.messages)
+                        continue
+                    if message is None:
                         child.done = True
+                        if all(c.done for c in children):
+                            self._tell(None)
                     else:
                         on_message(child.rank, message)
-            if all(child.done for child in children):
-                for child in children:
-                    _close(child.process.stdin)
-            if deadline is None and (dead := _dead(children)):
-                deadline = time.monotonic() + GRACE
-                on_output(dead[0].rank, f"error: {dead[0].epitaph()}; stopping the others")
-    while deadline is not None and time.monotonic() < deadline and any(c.process.poll() is None for c in children):
-        time.sleep(0.01)
-    if deadline is None:
+                if deadline is None and (dead := self._dead()):
+                    deadline = time.monotonic() + GRACE
+                    on_output(dead[0].rank, f"error: {dead[0].epitaph()}; stopping the others")
         for child in children:
-            child.process.wait()
-    if dead := _dead(children):
-        raise RanksFailed(dead[0].epitaph())
+            child.process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if dead := self._dead():
+            raise RanksFailed(dead[0].epitaph())
 
+    def _start(self) -> None:
+        """Tell each rank where the store is, and the process ids of all."""
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout)
+        )
+        self._tell({"port": self._store.port, "pids": [child.process.pid for child in self._children]})
 
-def _dead(children: list[_Child]) -> list[_Child]:
-    """Those that ended as they should not, the cause first: a signal, then an error, then the loss of a peer."""
-    gone = [child for child in children if child.process.poll() is not None]
-    dead = [child for child in gone if child.process.returncode or not child.done]
-    return sorted(dead, key=lambda child: (child.process.returncode == PEER_DIED, child.process.returncode >= 0))
+    def _tell(self, message: object) -> None:
+        for child in self._children:
+            with suppress(OSError):  # one that died is noticed elsewhere
+                child.messages.send(message)
 
+    def _dead(self) -> list[_Child]:
+        """Those that ended as they should not, the cause first: a signal, then an error, then the loss of a peer."""
+        dead = [child for child in self._children if child.has_died]
+        return sorted(dead, key=lambda child: (child.process.exitcode == PEER_DIED, (child.process.exitcode or 0) >= 0))
 
-def _close(stream: IO[bytes] | None) -> None:
-    if stream is not None and not stream.closed:
-        stream.close()
-
-
-def _end(children: list[_Child]) -> None:
-    for child in children:
-        if child.process.poll() is None:
-            child.process.kill()
-    for child in children:
-        child.process.wait()
-        _close(child.process.stdin)
-        _close(child.process.stdout)
-        os.close(child.messages)
+    def _run_rank(self, rank: int, messages: Connection) -> None:
+        """What a child does."""
+        watch = _Watch(rank, self._parent)
+        start = messages.recv()
+        for peer, pid in enumerate(start["pids"]):
+            if peer != rank:
+                watch.add(pid, f"rank {peer}")
+        # One thread a rank, for either side of a comparison: the ranks already share the cores.
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        size, timeout = len(self._children), timedelta(seconds=self._timeout)
+        store = dist.TCPStore("127.0.0.1", start["port"], is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        self._main(rank, size, self._config, messages.send)
+        dist.barrier()
+        watch.stop()
+        messages.send(None)
+        messages.recv()
+        dist.destroy_process_group()
 
 
 class _Watch:
@@ -212,51 +265,3 @@ class _Watch:
             os.write(2, f"error: rank {self._rank} stops: {name} has died\n".encode())
         finally:
             os._exit(PEER_DIED)
-
-
-def _rank_process() -> None:
-    """What a child runs; its arguments are one JSON object."""
-    # Ctrl-C reaches the parent alone, which ends them. Not a session of its own: Linux would schedule each as a group,
-    # and a rank that gives way to its peers would not.
-    os.setpgrp()
-    spec = json.loads(sys.argv[1])
-    rank, size = spec["rank"], spec["size"]
-    watch = _Watch(rank, spec["parent"])
-    with os.fdopen(spec["messages"], "w", encoding="utf-8") as messages:
-
-        def send(message: dict[str, Any]) -> None:
-            messages.write(json.dumps(message) + "\n")
-            messages.flush()
-
-        status = 0
-        try:
-            _run_rank(spec, rank, size, watch, send)
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if status:
-            os._exit(status)  # a group that lost a member may never come down by itself
-
-
-def _run_rank(spec: dict[str, Any], rank: int, size: int, watch: _Watch, send: Send) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=spec["timeout"])
-    store = dist.TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=timeout)
-    store.set(f"pid/{rank}", str(os.getpid()))
-    for peer in range(size):
-        if peer != rank:
-            watch.add(int(store.get(f"pid/{peer}")), f"rank {peer}")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    module, _, function = spec["main"].partition(":")
-    main: RankMain = getattr(importlib.import_module(module), function)
-    main(rank, size, spec["config"], send)
-    dist.barrier()
-    watch.stop()
-    send({"kind": "done"})
-    sys.stdin.read()
-    dist.destroy_process_group()

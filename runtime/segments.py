@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import mmap
 import os
 import re
 from contextlib import suppress
+from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ class Segment:
             if self.handle == 1:
                 unlink_names_of_the_dead()
                 unlink_names(os.getpid())  # of an earlier process of this number
-                atexit.register(_unlink_own_names, os.getpid())
+                # Not atexit, which the children of multiprocessing leave without; not run in a forked child.
+                Finalize(None, unlink_names, args=(os.getpid(),), exitpriority=0)
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 # Reserved at once: a page that is not there when it is touched would be a bus error.
@@ -109,12 +110,6 @@ def unlink_names(pid: int) -> None:
         if owner == pid:
             with suppress(OSError):
                 os.unlink(f"{NAMED_FOLDER}/{name}")
-
-
-def _unlink_own_names(pid: int) -> None:
-    # A forked child runs this as well, and the names are not its own.
-    if os.getpid() == pid:
-        unlink_names(pid)
 
 
 def unlink_names_of_the_dead() -> None:

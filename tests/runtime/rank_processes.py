@@ -44,7 +44,8 @@ def end_ranks(
     function: Callable, size: int, *args: Any, environment: dict[str, str] | None = None, timeout: float = 120
 ) -> list[Ended]:
     """Run `function(rank, *args)` on `size` processes; how each ended."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["shardweave", "torch.distributed.tensor"])
     # The store lives here: it outlives every rank, however that ends.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
