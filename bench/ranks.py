@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..runtime.worlds import timeout_asked_for
+
 DEFAULT_TIMEOUT = 120.0
 GRACE = 3.0  # seconds that ranks get to say themselves which peer they lost
 PEER_DIED = 70
@@ -44,16 +46,7 @@ class RanksFailed(RuntimeError):
 
 def timeout_seconds() -> float:
     """How long any wait between ranks may take: `SHARDWEAVE_TIMEOUT` seconds, or two minutes."""
-    text = os.environ.get("SHARDWEAVE_TIMEOUT", "")
-    if not text:
-        return DEFAULT_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise ValueError(f"SHARDWEAVE_TIMEOUT is {text!r}: a positive number of seconds is wanted")
-    return seconds
+    return timeout_asked_for() or DEFAULT_TIMEOUT
 
 
 class _Child:

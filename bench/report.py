@@ -79,7 +79,7 @@ class Result:
     @property
     def counted(self) -> bool:
         """Where nothing has to move there is nothing to be faster at."""
-        return self.bytes_bound is None or any(self.bytes_bound)
+        return any(self.bytes_received if self.bytes_bound is None else self.bytes_bound)
 
     @property
     def slow(self) -> bool:

@@ -17,6 +17,7 @@ from .statistics import stats
 AnyWorld = SharedMemoryWorld | CollectiveWorld
 NAMES = ("shared_memory", "collective")
 _BACKENDS = ("gloo", "nccl")
+_LONGEST_TIMEOUT = 366 * 86400.0
 
 
 class Worlds:
@@ -94,16 +95,28 @@ class Worlds:
         return None
 
 
-def _timeout(group: Any) -> float:
-    """Seconds that a wait may take: SHARDWEAVE_TIMEOUT, else the group's own."""
+def timeout_asked_for() -> float | None:
+    """Seconds that SHARDWEAVE_TIMEOUT gives any wait for another rank; None where it is not set.
+
+    Raises:
+        ArgumentError: it is no positive number of seconds.
+    """
     text = os.environ.get("SHARDWEAVE_TIMEOUT")
-    if text:
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = -1.0
-        if not seconds > 0:
-            raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= _LONGEST_TIMEOUT:
+        raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0, a year at most")
+    return seconds
+
+
+def _timeout(group: Any) -> float:
+    """Seconds that a wait may take: those asked for, else the group's own."""
+    seconds = timeout_asked_for()
+    if seconds is not None:
         return seconds
     try:
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -35,6 +35,15 @@ def test_a_bad_layout_is_one_error_and_status_2() -> None:
     assert done.stderr.startswith("error: ") and "^" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.plan
+def test_a_bad_timeout_is_one_error_and_status_2() -> None:
+    done = subprocess.run(
+        [*SHARDWEAVE, "demo"], capture_output=True, text=True, env={**os.environ, "SHARDWEAVE_TIMEOUT": "soon"}
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: SHARDWEAVE_TIMEOUT: 'soon'; allowed: a number of seconds above 0, a year at most\n"
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_demo_is_right(ranks: int, tmp_path: Path) -> None:
