@@ -14,7 +14,19 @@ from shardweave.errors import (
     UnsupportedError,
     WorldError,
 )
-from shardweave.planner import Layout, Mesh, Partial, Program, Replicate, Shard
+from shardweave.planner import (
+    NVLINK_INFINIBAND,
+    NVLINK_NODE,
+    Layout,
+    Link,
+    Mesh,
+    Partial,
+    Program,
+    Replicate,
+    Shard,
+    Topology,
+    redistribute_cost,
+)
 from shardweave.runtime import (
     install,
     installed,
@@ -30,10 +42,13 @@ from shardweave.runtime import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "NVLINK_INFINIBAND",
+    "NVLINK_NODE",
     "ArgumentError",
     "DisagreementError",
     "Layout",
     "LayoutSyntaxError",
+    "Link",
     "MeetingTimeoutError",
     "Mesh",
     "Partial",
@@ -42,6 +57,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardweaveError",
+    "Topology",
     "UnsupportedError",
     "WorldError",
     "install",
@@ -49,6 +65,7 @@ __all__ = [
     "is_installed",
     "plan",
     "redistribute",
+    "redistribute_cost",
     "redistribute_local_tensor",
     "simulate",
     "stats",

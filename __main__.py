@@ -7,6 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardweave import Topology
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -22,6 +26,27 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
+_TOPOLOGIES = {"nvlink": "NVLINK_NODE", "nvlink-infiniband": "NVLINK_INFINIBAND"}
+
+
+def _topology(given: str | None) -> Topology | None:
+    import shardweave
+    from shardweave.errors import ArgumentError
+
+    if given is None:
+        return None
+    if given in _TOPOLOGIES:
+        return getattr(shardweave, _TOPOLOGIES[given])
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        allowed = ", ".join(_TOPOLOGIES)
+        raise ArgumentError(
+            f"--topology: {given!r} cannot be read: {error}; allowed: {allowed}, or a JSON file"
+        ) from None
+    return shardweave.Topology.from_json(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardweave", description="Redistribute tensors over a device mesh, by plan.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -30,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--mesh", type=_sizes, required=True, help="mesh shape, such as 2,2")
     plan.add_argument("--shape", type=_sizes, required=True, help='global tensor shape, such as 8,6 ("" is a scalar)')
     plan.add_argument("--dtype", default="float32", help="such as bfloat16 (default: %(default)s)")
+    plan.add_argument(
+        "--topology",
+        metavar="NAME|FILE",
+        help=f"what links the ranks: {', '.join(_TOPOLOGIES)}, or a JSON file (default: bytes alone decide)",
+    )
+    plan.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
     plan.add_argument("--json", action="store_true", help="the program as JSON")
     plan.add_argument("source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0"')
     plan.add_argument("target", help="layout, in the same form")
@@ -46,7 +77,15 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(arguments: argparse.Namespace) -> int:
     from shardweave import plan
 
-    program = plan(arguments.mesh, arguments.shape, arguments.dtype, arguments.source, arguments.target)
+    program = plan(
+        arguments.mesh,
+        arguments.shape,
+        arguments.dtype,
+        arguments.source,
+        arguments.target,
+        topology=_topology(arguments.topology),
+        max_bytes=arguments.max_bytes,
+    )
     print(json.dumps(program.to_dict(), indent=1) if arguments.json else program.explain())
     return 0
 

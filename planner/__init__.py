@@ -4,15 +4,19 @@ from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh
-from .plan import check_local_shape, plan
+from .plan import check_local_shape, plan, redistribute_cost
 from .program import Exchange, Local, Program, Reduce, Step, format_bytes
+from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
 __all__ = [
     "FILL",
     "ITEMSIZE",
+    "NVLINK_INFINIBAND",
+    "NVLINK_NODE",
     "Boxes",
     "Exchange",
     "Layout",
+    "Link",
     "Local",
     "Mesh",
     "Partial",
@@ -22,7 +26,9 @@ __all__ = [
     "Replicate",
     "Shard",
     "Step",
+    "Topology",
     "check_local_shape",
     "format_bytes",
     "plan",
+    "redistribute_cost",
 ]

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from .dtypes import is_floating
-from .index_sets import Span, cells_meeting, held_box
+from .index_sets import Span, cells_meeting, held_box, spans_at
 from .layout import Layout, Partial, Replicate, Shard
 from .mesh import Coordinate, Mesh
 
@@ -93,26 +93,37 @@ class Change:
         reduced: mesh dims whose partial disappears.
         split: mesh dims that become partial.
         keepers: those of `split` where coordinate 0 keeps the whole value and the others hold zero (integers, bool).
+        replicas: mesh dims of the closure along which the source is replicated: equal holders of a piece differ there.
+        shards_split: those of `split` that were a shard: what is held stays with its owner's coordinate.
         divisor: what the value is divided by: averages that end, and floats that are split over a new sum. Below 1
             where a shard becomes an average: its owner holds n times its part.
     """
 
-    def __init__(self, mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        shape: tuple[int, ...],
+        dtype: str,
+        source: Layout,
+        target: Layout,
+        node_size: int | None = None,
+    ) -> None:
         self.mesh, self.shape, self.dtype, self.source, self.target = mesh, shape, dtype, source, target
+        self.node_size = node_size
         pairs = list(enumerate(zip(source.placements, target.placements, strict=True)))
         self.closure = tuple(m for m, _ in pairs if _cut_prefix(source, m) != _cut_prefix(target, m))
         self.reduced = tuple(m for m, (a, b) in pairs if isinstance(a, Partial) and a != b)
         self.split = tuple(m for m, (a, b) in pairs if isinstance(b, Partial) and a != b)
-        summed = [m for m in self.split if target.placements[m] == Partial("sum") and not self._was_shard(m)]
+        self.replicas = tuple(m for m in self.closure if isinstance(source.placements[m], Replicate))
+        self.shards_split = tuple(m for m in self.split if isinstance(source.placements[m], Shard))
+        split = [m for m in self.split if m not in self.shards_split]
+        summed = [m for m in split if target.placements[m] == Partial("sum")]
         self.keepers = () if is_floating(dtype) else tuple(summed)
         divided = [m for m in self.reduced if source.placements[m] == Partial("avg")]
         divided += summed if is_floating(dtype) else []
-        multiplied = [m for m in self.split if target.placements[m] == Partial("avg") and self._was_shard(m)]
+        multiplied = [m for m in self.shards_split if target.placements[m] == Partial("avg")]
         divisor, multiplier = (math.prod(mesh.shape[m] for m in dims) for dims in (divided, multiplied))
         self.divisor: float = divisor if multiplier == 1 else divisor / multiplier
-
-    def _was_shard(self, mesh_dim: int) -> bool:
-        return isinstance(self.source.placements[mesh_dim], Shard)
 
     @property
     def contributors(self) -> int:
@@ -143,8 +154,8 @@ class Change:
             for d, (n, span) in enumerate(zip(shape, sought, strict=True))
         ]
         cut_by = [orders.get(d, ()) for d in range(len(shape))]
-        replicas = [m for m in self.closure if isinstance(self.source.placements[m], Replicate)]
-        turn = self._turn(receiver) if replicas else 0
+        turn = self._turn(receiver) if self.replicas else 0
+        near = self._near(position) if self.replicas else []
         dropped = any(receiver[m] != 0 for m in self.keepers)
         rows: list[tuple] = []
         for cells in product(*per_dim):
@@ -159,12 +170,12 @@ class Change:
             target_start = [a - t for a, (t, _) in zip(low, target_box, strict=True)]
             extent = [b - a for a, b in zip(low, high, strict=True)]
             # A shard that becomes partial stays with its owner's coordinate; the others hold the identity there.
-            elsewhere = any(holder[m] != receiver[m] and self._was_shard(m) for m in self.split)
+            elsewhere = any(holder[m] != receiver[m] for m in self.shards_split)
             if dropped or elsewhere:
                 senders = [FILL] * self.contributors
             else:
                 senders = [
-                    self._server(holder, contributor, receiver, position, replicas, turn)
+                    self._server(holder, contributor, receiver, position, near, turn)
                     for contributor in product(*(range(mesh.shape[m]) for m in self.reduced))
                 ]
             rows.append((position, senders, source_start, target_start, extent))
@@ -176,18 +187,29 @@ class Change:
         contributor: Coordinate,
         receiver: Coordinate,
         position: int,
-        replicas: list[int],
+        near: list[Coordinate],
         turn: int,
     ) -> int:
-        """Who sends: the receiver itself where it holds the piece, else of equal holders the one whose turn it is."""
+        """Who sends: the receiver itself where it holds the piece, else of equal holders, those of its node if there
+        are any, the one whose turn it is."""
         chosen = list(holder)
         for mesh_dim, index in zip(self.reduced, contributor, strict=True):
             chosen[mesh_dim] = index
-        if all(a == b for m, (a, b) in enumerate(zip(chosen, receiver, strict=True)) if m not in replicas):
+        fixed = [m for m in range(self.mesh.ndim) if m not in self.replicas]
+        if all(chosen[m] == receiver[m] for m in fixed):
             return position
-        for mesh_dim in reversed(replicas):
+        on_node = [c for c in near if all(c[m] == chosen[m] for m in fixed)]
+        if on_node:
+            return self.mesh.position(on_node[turn % len(on_node)])
+        for mesh_dim in reversed(self.replicas):
             turn, chosen[mesh_dim] = divmod(turn, self.mesh.shape[mesh_dim])
         return self.mesh.position(chosen)
+
+    def _near(self, position: int) -> list[Coordinate]:
+        """The coordinates of the ranks on a receiver's node; none where all ranks are near each other."""
+        if self.node_size is None:
+            return []
+        return [self.mesh.coordinate(p) for p in self.mesh.node_of(position, self.node_size)]
 
     def _turn(self, receiver: Coordinate) -> int:
         """The receiver's place among the ranks with its target set, plus that set's place: it spreads the load."""
@@ -243,10 +265,12 @@ class Change:
             return False
         if self.reduced:
             return True
-        if any(self._was_shard(m) for m in self.split):
+        if self.shards_split:
             boxes = self.boxes()
             return bool(((boxes.sender != boxes.receiver[:, None]) & (boxes.sender != FILL)).any())
-        source, target = (_all_spans(self.shape, layout, self.mesh) for layout in (self.source, self.target))
+        source, target = (
+            spans_at(self.shape, layout, self.mesh, np.arange(self.mesh.size)) for layout in (self.source, self.target)
+        )
         wanted = (target[..., 0] < target[..., 1]).all(axis=0)
         inside = ((source[..., 0] <= target[..., 0]) & (target[..., 1] <= source[..., 1])).all(axis=0)
         return bool((wanted & ~inside).any())
@@ -259,18 +283,3 @@ def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:
         order = layout.order(placement.dim)
         return placement, order[: order.index(mesh_dim)]
     return (placement,)
-
-
-def _all_spans(shape: Sequence[int], layout: Layout, mesh: Mesh) -> np.ndarray:
-    """Start and stop of every rank's shard: [tensor dims, ranks, 2]."""
-    coordinates = np.unravel_index(np.arange(mesh.size), mesh.shape)
-    orders = dict(layout.orders)
-    out = np.empty((len(shape), mesh.size, 2), dtype=np.int64)
-    for d, extent in enumerate(shape):
-        start, stop = np.zeros(mesh.size, dtype=np.int64), np.full(mesh.size, extent, dtype=np.int64)
-        for mesh_dim in orders.get(d, ()):
-            size = -(-(stop - start) // mesh.shape[mesh_dim])
-            low = np.minimum(start + coordinates[mesh_dim] * size, stop)
-            start, stop = low, np.minimum(low + size, stop)
-        out[d, :, 0], out[d, :, 1] = start, stop
-    return out

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from .layout import Layout
-from .mesh import Coordinate
+from .mesh import Coordinate, Mesh
 
 Span = tuple[int, int]  # start, stop
 
@@ -32,6 +34,21 @@ def held_box(
     """The spans, one per tensor dim, of the shard of the rank at `coordinate`."""
     orders = dict(layout.orders)
     return tuple(held_span(n, orders.get(d, ()), mesh_shape, coordinate) for d, n in enumerate(shape))
+
+
+def spans_at(shape: Sequence[int], layout: Layout, mesh: Mesh, positions: np.ndarray) -> np.ndarray:
+    """Start and stop of the shards at mesh positions, in each tensor dim: [tensor dims, positions, 2]."""
+    coordinates = np.unravel_index(positions, mesh.shape)
+    orders = dict(layout.orders)
+    out = np.empty((len(shape), len(positions), 2), dtype=np.int64)
+    for d, extent in enumerate(shape):
+        start, stop = np.zeros(len(positions), dtype=np.int64), np.full(len(positions), extent, dtype=np.int64)
+        for mesh_dim in orders.get(d, ()):
+            size = -(-(stop - start) // mesh.shape[mesh_dim])
+            low = np.minimum(start + coordinates[mesh_dim] * size, stop)
+            start, stop = low, np.minimum(low + size, stop)
+        out[d, :, 0], out[d, :, 1] = start, stop
+    return out
 
 
 @lru_cache(maxsize=65536)

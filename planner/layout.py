@@ -87,6 +87,11 @@ class Layout:
                 )
         object.__setattr__(self, "placements", tuple(placements))
         object.__setattr__(self, "orders", tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+        # Layouts are keys of many tables.
+        object.__setattr__(self, "_hash", hash((self.placements, self.orders)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
     def order(self, tensor_dim: int) -> tuple[int, ...]:
         """The mesh dims that cut `tensor_dim`, the first cut first."""

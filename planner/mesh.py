@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import ArgumentError
 
@@ -88,6 +89,17 @@ class Mesh:
 
     def rank_at(self, position: int) -> int:
         return position if self.ranks is None else self.ranks[position]
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks or ())}
+
+    def node_of(self, position: int, node_size: int) -> tuple[int, ...]:
+        """The positions of the ranks that share a node of `node_size` consecutive ranks with a position, ascending."""
+        first = self.rank_at(position) // node_size * node_size
+        if self.ranks is None:
+            return tuple(range(first, min(first + node_size, self.size)))
+        return tuple(sorted(self._positions[r] for r in range(first, first + node_size) if r in self._positions))
 
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
         """The positions reached from `position` by moving along `dims`, row-major."""

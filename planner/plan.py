@@ -1,4 +1,4 @@
-"""From a request to a program: one exchange, or exchange, reduce, gather where a partial tensor ends up replicated."""
+"""From a request to a program: one exchange, or as many as are cheapest where links differ or values are reduced."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .index_sets import held_box
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Exchange, Local, Program, Reduce, Step, check_shape
+from .search import Route, Search
+from .topology import NVLINK_NODE, Topology
 
 
 def plan(
@@ -23,6 +25,8 @@ def plan(
     dst: Layout | str,
     *,
     rank: int | None = None,
+    topology: Topology | None = None,
+    max_bytes: int | None = None,
 ) -> Program:
     """The program that takes a tensor of the global `shape` from layout `src` to layout `dst`.
 
@@ -31,9 +35,13 @@ def plan(
         dtype: a name such as "bfloat16".
         src, dst: layouts, or their text form (`Layout.parse`).
         rank: a mesh position: only its own program, in time proportional to its peers. None: the program of all ranks.
+        topology: what the ranks are linked by; the steps are those that take least time on it. None: all ranks reach
+            each other alike, and bytes alone decide.
+        max_bytes: what a rank may hold at most at any time: input, output, and what lies between.
 
     Raises:
-        ArgumentError: something does not fit; the text names the argument, its value and what is allowed.
+        ArgumentError: something does not fit, or no plan that was found keeps to `max_bytes`; the text names the
+            argument, its value and what is allowed.
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused (partial products).
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
@@ -41,7 +49,29 @@ def plan(
         rank = whole_numbers("rank", [rank])[0]
         mesh.coordinate(rank)
     source, target = _layout("src", src, mesh), _layout("dst", dst, mesh)
-    return _plan(mesh, check_shape(shape), check_dtype(dtype), source, target, rank)
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    if max_bytes is not None:
+        max_bytes = whole_numbers("max_bytes", [max_bytes])[0]
+    return _plan(mesh, check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes)
+
+
+@lru_cache(maxsize=65536)
+def redistribute_cost(
+    mesh: Mesh | tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout | str,
+    dst: Layout | str,
+    topology: Topology = NVLINK_NODE,
+) -> float:
+    """Microseconds that the cheapest program takes on the rank that takes longest; no program is made.
+
+    Args and errors as for `plan`. Answers are kept, so arguments are hashable.
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    source, target = _layout("src", src, mesh), _layout("dst", dst, mesh)
+    return _route(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).us
 
 
 def _layout(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
@@ -58,7 +88,32 @@ def _layout(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _plan(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, rank: int | None) -> Program:
+def _plan(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout,
+    dst: Layout,
+    rank: int | None,
+    topology: Topology | None,
+    max_bytes: int | None,
+) -> Program:
+    node_size = None if topology is None else topology.node_size
+    others: tuple[Route, ...] = ()
+    if topology is None and max_bytes is None:
+        stops = _checked(mesh, shape, dtype, src, dst)
+        if len(stops) == 2:
+            stops = _cheapest_route(mesh, shape, dtype, *stops)
+    else:
+        route = _route(mesh, shape, dtype, src, dst, topology or NVLINK_NODE, max_bytes)
+        stops, others = route.stops, route.others
+    pairs = zip(stops, stops[1:], strict=False)
+    steps = tuple(_step(Change(mesh, shape, dtype, a, b, node_size), rank) for a, b in pairs)
+    return Program(mesh, shape, dtype, src, dst, steps, rank, topology, others)
+
+
+def _checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
+    """Source and target with mesh dims of size 1 replicated, only one where they are the same then."""
     for name, layout in (("src", src), ("dst", dst)):
         layout.check(mesh.shape, len(shape), name)
         for placement in layout.placements:
@@ -68,11 +123,24 @@ def _plan(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layo
         if b == Partial("prod") and a != b:
             raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
-    if source == target:
-        return Program(mesh, shape, dtype, src, dst, (), rank)
-    stops = _cheapest_route(mesh, shape, dtype, source, target)
-    steps = tuple(_step(Change(mesh, shape, dtype, a, b), rank) for a, b in zip(stops, stops[1:], strict=False))
-    return Program(mesh, shape, dtype, src, dst, steps, rank)
+    return (source,) if source == target else (source, target)
+
+
+@lru_cache(maxsize=4096)
+def _route(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout,
+    dst: Layout,
+    topology: Topology,
+    max_bytes: int | None,
+) -> Route:
+    stops = _checked(mesh, shape, dtype, src, dst)
+    if len(stops) == 1:
+        return Route(stops, 0.0, 0)
+    source, target = stops
+    return Search(mesh, shape, dtype, source, target, topology).cheapest(max_bytes)
 
 
 def _step(change: Change, rank: int | None) -> Step:

@@ -12,11 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ArgumentError
+from .cost import Price, price
 from .dtypes import ITEMSIZE
-from .exchange import FILL, Boxes
+from .exchange import FILL, Boxes, Change
 from .index_sets import held_box
 from .layout import Layout, Partial
 from .mesh import Mesh, whole_numbers
+from .search import Route
+from .topology import Topology
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,44 @@ class Exchange(Step):
     kind = "exchange"
 
 
+@dataclass(frozen=True)
+class _Traffic:
+    """Elements that one rank exchanges with others in one step, with those of its node and with those beyond."""
+
+    received_near: int
+    received_far: int
+    sent_near: int
+    sent_far: int
+
+    @property
+    def received(self) -> int:
+        return self.received_near + self.received_far
+
+    @classmethod
+    def of(cls, boxes: Boxes, position: int, nodes: np.ndarray | None) -> _Traffic:
+        """`nodes`: the node of each mesh position; None: all are near each other."""
+        counts = []
+        elements = np.broadcast_to(boxes.elements[:, None], boxes.sender.shape)
+        receiver = np.broadcast_to(boxes.receiver[:, None], boxes.sender.shape)
+        moved = (boxes.sender != FILL) & (boxes.sender != receiver)
+        for mine, other in ((receiver == position, boxes.sender), (boxes.sender == position, receiver)):
+            rows = mine & moved
+            far = 0 if nodes is None else int(elements[rows][nodes[other[rows]] != nodes[position]].sum())
+            counts += [int(elements[rows].sum()) - far, far]
+        return cls(*counts)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The steps from layout `src` to layout `dst`.
 
-    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_bound` and `peak_bytes` have one
-    int per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is None where a layout is
-    partial.
+    `rank` is a mesh position, or None for the program of all. `bytes_received`, `bytes_over_network`, `bytes_bound` and
+    `peak_bytes` have one int per rank in mesh row-major order, or a single one if `rank` is given; `bytes_bound` is
+    None where a layout is partial.
+
+    Attributes:
+        topology: what it was planned for; None where bytes alone decided.
+        others: routes that lost on that topology, the cheapest first.
     """
 
     mesh: Mesh
@@ -87,6 +121,8 @@ class Program:
     dst: Layout
     steps: tuple[Step, ...]
     rank: int | None = None
+    topology: Topology | None = None
+    others: tuple[Route, ...] = ()
     ranks: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,6 +151,33 @@ class Program:
         return [sum(step.boxes.elements_received(r) for step in self.steps) * size for r in self.ranks]
 
     @cached_property
+    def bytes_over_network(self) -> list[int]:
+        """Of `bytes_received`, what comes from another node; 0 without a topology."""
+        size = ITEMSIZE[self.dtype]
+        return [sum(self._traffic(step, r).received_far for step in self.steps) * size for r in self.ranks]
+
+    @cached_property
+    def cost_us(self) -> float | None:
+        """Microseconds on the rank that takes longest, priced on the topology; None without one."""
+        prices = self._prices
+        return None if prices is None else sum(p.us for p in prices)
+
+    @cached_property
+    def _prices(self) -> list[Price] | None:
+        if self.topology is None:
+            return None
+        node_size = self.topology.node_size
+        changes = (Change(self.mesh, self.shape, self.dtype, s.source, s.target, node_size) for s in self.steps)
+        return [price(change, self.topology) for change in changes]
+
+    def _traffic(self, step: Step, position: int) -> _Traffic:
+        nodes = None
+        if self.topology is not None and self.topology.node_size is not None:
+            ranks = np.arange(self.mesh.size) if self.mesh.ranks is None else np.array(self.mesh.ranks)
+            nodes = ranks // self.topology.node_size
+        return _Traffic.of(step.boxes, position, nodes)
+
+    @cached_property
     def bytes_bound(self) -> list[int] | None:
         """What each rank must receive at least: its target shard without what it holds. None with partial."""
         if self.src.has_partial or self.dst.has_partial:
@@ -130,7 +193,8 @@ class Program:
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """Input, output, and what a step holds beside them: a layout between steps, contributions not yet reduced."""
+        """Input, output, and what a step holds beside them: a layout between steps, contributions not yet reduced, and
+        what is packed or not yet unpacked for links that are not one-sided."""
         size = ITEMSIZE[self.dtype]
         peaks = []
         for r in self.ranks:
@@ -138,15 +202,21 @@ class Program:
             peak = original
             for i, step in enumerate(self.steps):
                 before = self.local_bytes(step.source, r) if i else 0
-                staged = step.boxes.elements_received(r) * size if step.reduce and step.reduce.contributors > 1 else 0
-                peak = max(peak, original + before + staged + self.local_bytes(step.target, r))
+                traffic = self._traffic(step, r)
+                staged = traffic.received if step.reduce and step.reduce.contributors > 1 else 0
+                if self.topology is not None:
+                    staged += 0 if self.topology.node.one_sided else traffic.received_near + traffic.sent_near
+                    staged += 0 if self.topology.network.one_sided else traffic.received_far + traffic.sent_far
+                peak = max(peak, original + before + staged * size + self.local_bytes(step.target, r))
             peaks.append(peak)
         return peaks
 
     @cached_property
     def digest(self) -> int:
         """63 bits that differ for different requests: what ranks compare when they meet."""
-        request = [self.mesh.shape, self.mesh.ranks, self.shape, self.dtype, str(self.src), str(self.dst)]
+        request: list[object] = [self.mesh.shape, self.mesh.ranks, self.shape, self.dtype, str(self.src), str(self.dst)]
+        if self.topology is not None or len(self.steps) > 1:
+            request += [self.topology, *(str(step.target) for step in self.steps)]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
     def explain(self) -> str:
@@ -162,8 +232,12 @@ class Program:
                 what += f"   along {', '.join(names[m] for m in step.group)}"
             notes = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
             if isinstance(step, Exchange):
-                most = max(step.boxes.elements_received(r) for r in self.ranks) * ITEMSIZE[self.dtype]
+                size = ITEMSIZE[self.dtype]
+                most = max(step.boxes.elements_received(r) for r in self.ranks) * size
                 notes.append(f"receives at most {format_bytes(most)}")
+                if self.topology is not None and self.topology.node_size is not None:
+                    far = max(self._traffic(step, r).received_far for r in self.ranks) * size
+                    notes[-1] += f" ({format_bytes(far)} over the network)"
             if step.reduce:
                 notes.append(str(step.reduce))
             if (step.boxes.sender == FILL).any():
@@ -176,6 +250,13 @@ class Program:
             over = [a - b for a, b in zip(self.bytes_received, self.bytes_bound, strict=True)]
             bound = f"bound {format_bytes(max(self.bytes_bound))}, {'met exactly' if not any(over) else 'not met'}"
         lines.append(f"  received {format_bytes(received)} ({bound}), peak {format_bytes(max(self.peak_bytes))}")
+        if self.topology is not None and self.cost_us is not None:
+            over_network = format_bytes(max(self.bytes_over_network))
+            lines.append(f"  {self.cost_us:.1f} µs on {self.topology.name}, {over_network} over the network")
+            for other in self.others:
+                way = " → ".join(f"({stop})" for stop in other.stops)
+                reason = f"{other.us / self.cost_us:.2f}×" if other.us > self.cost_us else "over max_bytes"
+                lines.append(f"    not {way}: {other.us:.1f} µs, {reason}")
         return "\n".join(lines)
 
     __str__ = explain
@@ -204,10 +285,16 @@ class Program:
                 }
                 for step in self.steps
             ],
+            "topology": None if self.topology is None else self.topology.to_dict(),
+            "others": [
+                {"stops": [str(x) for x in o.stops], "us": o.us, "peak_bytes": o.peak_bytes} for o in self.others
+            ],
             "exchanges": self.exchanges,
             "bytes_received": self.bytes_received,
             "bytes_bound": self.bytes_bound,
+            "bytes_over_network": self.bytes_over_network,
             "peak_bytes": self.peak_bytes,
+            "cost_us": self.cost_us,
         }
 
     def to_json(self) -> str:
@@ -244,6 +331,11 @@ class Program:
             Layout.parse(data["dst"]),
             tuple(steps),
             data["rank"],
+            None if data["topology"] is None else Topology.from_dict(data["topology"]),
+            tuple(
+                Route(tuple(Layout.parse(stop) for stop in other["stops"]), other["us"], other["peak_bytes"])
+                for other in data["others"]
+            ),
         )
 
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..planner import Layout, Mesh, Program
+from ..planner import Layout, Mesh, Program, Topology
 from ..planner import plan as plan_on_mesh
 from .dtypes import dtype_name
 from .specs import mesh_of
@@ -21,6 +21,8 @@ def plan(
     dst: Layout | str,
     *,
     rank: int | None = None,
+    topology: Topology | None = None,
+    max_bytes: int | None = None,
 ) -> Program:
     """The program that takes a tensor of the global `shape` from layout `src` to layout `dst`.
 
@@ -29,11 +31,14 @@ def plan(
         dtype: a torch dtype or its name.
         src, dst: layouts, or their text form such as "S0 S1" (`Layout.parse`).
         rank: a row-major position in the mesh: only its own program. None: the program of all ranks.
+        topology: what the ranks are linked by; the steps are those that take least time on it. None: all ranks reach
+            each other alike, and bytes alone decide.
+        max_bytes: what a rank may hold at most at any time: input, output, and what lies between.
 
     Raises:
-        ArgumentError: something does not fit; the text names the argument, its value and what is allowed.
+        ArgumentError: something does not fit, or no plan that was found keeps to `max_bytes`; the text names the
+            argument, its value and what is allowed.
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused.
     """
-    return plan_on_mesh(
-        mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh, shape, dtype_name(dtype), src, dst, rank=rank
-    )
+    mesh = mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    return plan_on_mesh(mesh, shape, dtype_name(dtype), src, dst, rank=rank, topology=topology, max_bytes=max_bytes)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import shardweave
+
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 
 
@@ -33,6 +35,19 @@ def test_a_bad_layout_is_one_error_and_status_2() -> None:
     done = _run("plan", "--mesh", "2,2", "--shape", "8,6", "S0 S1", "S1 Q")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and "^" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.plan
+def test_plan_on_a_topology(tmp_path: Path) -> None:
+    request = ("plan", "--mesh", "4,8", "--shape", "8192,8192", "--dtype", "bfloat16", "S0 S0", "R R")
+    done = _run(*request, "--topology", "nvlink-infiniband")
+    assert done.returncode == 0 and "over the network" in done.stdout and "not (S0 S0) → (R R)" in done.stdout
+    file = tmp_path / "two_ranks_a_node.json"
+    file.write_text(json.dumps({**shardweave.NVLINK_INFINIBAND.to_dict(), "name": "mine", "node_size": 2}))
+    assert "on mine" in _run(*request, "--topology", str(file)).stdout
+    for options, text in ((("--topology", "none.json"), "cannot be read"), (("--max-bytes", "5"), "max_bytes: 5")):
+        done = _run(*request, *options)
+        assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.plan

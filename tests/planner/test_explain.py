@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.planner import Mesh, plan
+from shardweave.planner import NVLINK_INFINIBAND, Mesh, plan
 
 pytestmark = pytest.mark.plan
 
@@ -21,24 +21,30 @@ REQUESTS: dict[str, tuple] = {
     "all_reduce": (DP_TP, (7, 4096), "bfloat16", "R Pavg", "R R"),
     "shard_to_partial": ((2, 2), (8, 6), "float32", "S0 R", "Pmax R"),
 }
+ON_NODES: dict[str, tuple] = {
+    "gather_over_nodes": (Mesh((4, 8), ("node", "gpu")), (8192, 8192), "bfloat16", "S0 S0", "R R"),
+    "sum_over_nodes": (Mesh((4, 8), ("node", "gpu")), (8192, 8192), "bfloat16", "P P", "R R"),
+    "transpose_over_nodes": (Mesh((4, 8), ("node", "gpu")), (512, 512), "bfloat16", "S0 S0", "S1 S1"),
+}
 
 
 def explained(name: str) -> str:
-    program = plan(*REQUESTS[name])
-    one = plan(*REQUESTS[name], rank=1)
+    request, topology = (ON_NODES[name], NVLINK_INFINIBAND) if name in ON_NODES else (REQUESTS[name], None)
+    program = plan(*request, topology=topology)
+    one = plan(*request, rank=1, topology=topology)
     return f"{program.explain()}\n\n{one.explain()}\n"
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", [*REQUESTS, *ON_NODES])
 def test_explain(name: str) -> None:
     assert explained(name) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_golden_files_are_all_used() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(REQUESTS)
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*REQUESTS, *ON_NODES}
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for name in REQUESTS:
+    for name in [*REQUESTS, *ON_NODES]:
         (GOLDEN / f"{name}.txt").write_text(explained(name), encoding="utf-8")

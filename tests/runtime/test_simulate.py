@@ -5,6 +5,7 @@ import math
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import torch
 
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
-from shardweave.planner import Mesh, Program
+from shardweave.planner import Mesh, Program, Topology
 
 pytestmark = pytest.mark.plan
 
@@ -79,10 +80,10 @@ def carried_out(
 
 def prove(
     mesh: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, source: str, target: str,
-    contributed: torch.Tensor, one_sided: bool = True,
+    contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None,
 ) -> None:  # fmt: skip
     """Carry out a pair on exact contributions (in a wide dtype) and compare every element with the sliced whole."""
-    program = shardweave.plan(mesh, shape, dtype, source, target)
+    program = shardweave.plan(mesh, shape, dtype, source, target, topology=topology)
     locals_ = [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
     whole = oracle.whole_of(mesh, source, contributed)
     outs = [x.to(contributed.dtype) for x in carried_out(program, locals_, source, target, one_sided)]
@@ -103,6 +104,16 @@ def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case) -> None:
     for source, target in case.pairs()[::7]:
         contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
         prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, one_sided=False)
+
+
+@CASES
+@pytest.mark.parametrize("node_size", [2, 4])
+def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(case: oracle.Case, node_size: int) -> None:  # type: ignore[name-defined]
+    slow = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
+    topology = replace(shardweave.NVLINK_INFINIBAND, node_size=node_size, network=slow)
+    for source, target in case.pairs()[::11]:
+        contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
+        prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, topology=topology)
 
 
 # Ops

@@ -1,0 +1,124 @@
+"""What links ranks, and what a link costs: the prices by which plans are compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link, from the place of one rank.
+
+    Attributes:
+        latency_us: what a step over the link costs, however little moves.
+        gigabytes_per_s: 1e9 bytes a second of one rank, in each of both directions at once.
+        one_sided: ranks write straight into each other's memory; where they do not, bytes are packed and unpacked.
+        message_us: what each peer costs beside, where the link is not one-sided.
+
+    Raises:
+        ArgumentError: a negative or infinite figure, a bandwidth of 0.
+    """
+
+    latency_us: float
+    gigabytes_per_s: float
+    one_sided: bool
+    message_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_us", "gigabytes_per_s", "message_us"):
+            _check_figure(f"link: {name}", getattr(self, name), positive=name == "gigabytes_per_s")
+
+    def us(self, nbytes: Any, messages: Any) -> Any:
+        """Microseconds in which a rank moves `nbytes` to or from so many peers; numbers or arrays, 0 where 0 move."""
+        per_message = 0.0 if self.one_sided else self.message_us
+        return (nbytes > 0) * self.latency_us + messages * per_message + nbytes / (self.gigabytes_per_s * 1e3)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes of `node_size` consecutive ranks each, the links inside and between them, and each rank's memory.
+
+    Attributes:
+        node_size: ranks r and s share a node if r // node_size == s // node_size; None: all ranks do.
+        memory_gigabytes_per_s: bytes read and bytes written together.
+
+    Raises:
+        ArgumentError: a figure that is not a positive number.
+    """
+
+    name: str
+    node_size: int | None
+    node: Link
+    network: Link
+    memory_gigabytes_per_s: float
+
+    def __post_init__(self) -> None:
+        size = self.node_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ArgumentError(f"topology: node_size {size!r}; allowed: a whole number above 0, or None for one node")
+        _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
+
+    def node_of(self, rank: int) -> int:
+        return 0 if self.node_size is None else rank // self.node_size
+
+    def copy_us(self, nbytes: Any) -> Any:
+        """Microseconds to copy `nbytes` inside a rank: each is read and written."""
+        return 2 * nbytes / (self.memory_gigabytes_per_s * 1e3)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
+        """The topology that `to_dict` was called on.
+
+        Raises:
+            ArgumentError: a key too many or too few, a value that does not fit.
+        """
+        values = _fields_of(cls, "topology", data)
+        for link in ("node", "network"):
+            values[link] = Link(**_fields_of(Link, f"topology: {link}", values[link]))
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ArgumentError(f"topology: no JSON: {error}") from None
+        return cls.from_dict(data)
+
+
+def _check_figure(name: str, value: Any, positive: bool) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or value < 0 or (positive and value == 0):
+        raise ArgumentError(f"{name} {value!r}; allowed: a number {'above 0' if positive else '>= 0'}")
+
+
+def _fields_of(kind: type, name: str, data: Any) -> dict[str, Any]:
+    allowed = [f.name for f in fields(kind)]
+    if not isinstance(data, Mapping) or not set(data) <= set(allowed):
+        raise ArgumentError(f"{name}: {data!r}; allowed: an object of {', '.join(allowed)}")
+    missing = [name for name in allowed if name not in data and name != "message_us"]
+    if missing:
+        raise ArgumentError(f"{name}: {', '.join(missing)} missing")
+    return dict(data)
+
+
+_NVLINK = Link(latency_us=5.0, gigabytes_per_s=450.0, one_sided=True)
+_INFINIBAND = Link(latency_us=20.0, gigabytes_per_s=50.0, one_sided=False, message_us=2.0)
+
+NVLINK_NODE = Topology("one NVLink domain", None, _NVLINK, _INFINIBAND, 4300.0)
+"""GPUs that all reach each other. NVLink 4 has 450 GB/s a direction by its makers; memory as measured on an H200."""
+
+NVLINK_INFINIBAND = Topology("NVLink nodes of 8 on InfiniBand", 8, _NVLINK, _INFINIBAND, 4300.0)
+"""Nodes of 8 GPUs with 400 Gb/s of InfiniBand a GPU. Latencies are assumed, until measured."""

@@ -1,0 +1,215 @@
+"""Programs planned for a topology: priced as their boxes cost, near the best of all layouts, never above a cap."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise, product
+from random import Random
+
+import brute_force_oracle as oracle
+import networkx as nx
+import numpy as np
+import pytest
+
+from shardweave.errors import ArgumentError
+from shardweave.planner import (
+    FILL,
+    NVLINK_INFINIBAND,
+    NVLINK_NODE,
+    Layout,
+    Link,
+    Mesh,
+    Program,
+    Topology,
+    plan,
+    redistribute_cost,
+)
+from shardweave.planner.cost import price
+from shardweave.planner.exchange import Change
+from shardweave.planner.plan import _step
+from shardweave.planner.search import Search
+
+pytestmark = pytest.mark.plan
+
+SLOW = Link(latency_us=50, gigabytes_per_s=1, one_sided=False, message_us=10)
+TOPOLOGIES = [
+    NVLINK_NODE,
+    replace(NVLINK_INFINIBAND, node_size=2),
+    replace(NVLINK_INFINIBAND, node_size=4),
+    replace(NVLINK_INFINIBAND, name="slow network", node_size=4, network=SLOW),
+]
+CASES = [
+    oracle.Case((2, 2, 2), (9, 16), ("R", "P", "S0", "S1"), 200),
+    oracle.Case((2, 4), (7, 5), ("R", "P", "S0", "S1"), 200),
+    oracle.Case((3, 2), (13, 4), ("R", "P", "S0", "S1"), 150),
+    oracle.Case((8,), (30,), ("R", "P", "S0")),
+]
+
+
+def by_link(program: Program, topology: Topology) -> np.ndarray:
+    """[in near, in far, out near, out far] bytes, and [peers near, peers far], of each rank, counted box by box."""
+    step = program.steps[0]
+    found = np.zeros((6, program.mesh.size))
+    peers: set[tuple[int, int]] = set()
+    for receiver, senders, elements in zip(step.boxes.receiver, step.boxes.sender, step.boxes.elements, strict=True):
+        for sender in senders:
+            if sender not in (FILL, receiver) and elements:
+                far = int(topology.node_of(int(sender)) != topology.node_of(int(receiver)))
+                found[far, receiver] += elements * 4
+                found[2 + far, sender] += elements * 4
+                peers.add((int(receiver), int(sender)))
+    for receiver, sender in peers:
+        found[4 + int(topology.node_of(sender) != topology.node_of(receiver)), receiver] += 1
+    return found
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t.name}, {t.node_size}")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topology) -> None:
+    # Copies are free here: they are no part of what boxes say.
+    topology = replace(topology, memory_gigabytes_per_s=1e30)
+    mesh, checked = Mesh(case.mesh_shape), 0
+    for source, target in case.pairs():
+        a, b = Layout.parse(source), Layout.parse(target)
+        if a == b or (a.has_partial and "R" in target):
+            continue
+        change = Change(mesh, case.shape, "float32", a, b, topology.node_size)
+        program = Program(mesh, case.shape, "float32", a, b, (_step(change, None),), None, topology)
+        in_near, in_far, out_near, out_far, near, far = by_link(program, topology)
+        priced = price(change, topology).us
+        received = np.maximum(topology.node.us(in_near, near), topology.network.us(in_far, far)).max()
+        both = np.maximum(
+            topology.node.us(np.maximum(in_near, out_near), near), topology.network.us(np.maximum(in_far, out_far), far)
+        ).max()
+        if change.replicas:
+            # Equal holders share what they send, and the price is of the share.
+            assert priced <= both * (1 + 1e-9) + (topology.network.message_us + topology.node.message_us) * mesh.size
+            assert priced >= topology.network.us(in_far, 0).max() * (1 - 1e-9)
+        else:
+            assert priced == pytest.approx(both, rel=1e-9), program.explain()
+            assert priced >= received * (1 - 1e-9)
+        checked += 1
+    assert checked > 20 or case.mesh_shape == (8,)
+
+
+@pytest.mark.parametrize("case", [oracle.Case((2, 2), (8, 6), ("R", "S0", "S1")), *CASES[:3]], ids=str)
+def test_on_one_node_the_direct_exchange_wins(case: oracle.Case) -> None:
+    for source, target in case.pairs(partial=False):
+        program = plan(case.mesh_shape, case.shape, "float32", source, target, topology=NVLINK_NODE)
+        assert program.bytes_received == program.bytes_bound and len(program.steps) <= 1, program.explain()
+        assert program.bytes_over_network == [0] * program.mesh.size
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=lambda t: f"{t.name}, {t.node_size}")
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"), [((2, 2), (64, 64)), ((2, 4), (640, 128)), ((2, 2, 2), (512, 512)), ((4, 2), (9, 33))]
+)
+def test_the_search_is_near_the_best_over_all_layouts(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], topology: Topology
+) -> None:
+    """Dijkstra over every layout without partial, each pair an edge: slow, and the best that steps can do."""
+    layouts = [Layout.parse(text) for text in oracle.layout_texts(len(mesh_shape), ("R", "S0", "S1"))]
+    prices = Search(Mesh(mesh_shape), shape, "bfloat16", layouts[0], layouts[-1], topology)
+    graph = nx.DiGraph()
+    for a, b in product(layouts, layouts):
+        if a != b:
+            graph.add_edge(a, b, us=prices.price(a, b).us)
+    pairs = Random(7).sample([(a, b) for a, b in product(layouts, layouts) if a != b], 60)
+    for a, b in pairs:
+        found = Search(Mesh(mesh_shape), shape, "bfloat16", a, b, topology).cheapest()
+        best = nx.shortest_path_length(graph, a, b, weight="us")
+        assert best <= found.us + 1e-6 <= 1.25 * best + 1e-5, (str(a), str(b), [str(stop) for stop in found.stops])
+        assert prices.price(a, b).least_us <= best + 1e-6, (str(a), str(b))
+        assert found.us == pytest.approx(sum(prices.price(x, y).us for x, y in pairwise(found.stops)))
+
+
+def test_each_byte_enters_a_node_once() -> None:
+    program = plan((4, 8), (8192, 8192), "bfloat16", "S0 S0", "R R", topology=NVLINK_INFINIBAND)
+    whole = 8192 * 8192 * 2
+    by_node = np.array(program.bytes_over_network).reshape(4, 8).sum(axis=1)
+    assert by_node.tolist() == [whole * 3 // 4] * 4, program.explain()
+    direct = plan((4, 8), (8192, 8192), "bfloat16", "S0 S0", "R R")
+    assert len(direct.steps) == 1
+    # Every rank of a node brings in as much.
+    assert set(program.bytes_over_network) == {whole * 3 // 32}
+    assert program.cost_us is not None
+    assert program.others[-1].stops == (Layout.parse("S0 S0"), Layout.parse("R R"))
+    assert program.others[-1].us > 3 * program.cost_us
+
+
+def test_sums_over_nodes_are_scattered_first() -> None:
+    program = plan((4, 8), (8192, 8192), "bfloat16", "P P", "R R", topology=NVLINK_INFINIBAND)
+    # Inside a node 1/8 is left to a rank, of which 3/4 leave and 3/4 enter the node again.
+    assert max(program.bytes_over_network) == 8192 * 8192 * 2 // 8 * 3 // 4 * 2, program.explain()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=lambda t: f"{t.name}, {t.node_size}")
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_ranks_plan_alike_and_whatever_was_planned_before(case: oracle.Case, topology: Topology) -> None:
+    mesh = Mesh(case.mesh_shape)
+    pairs = case.pairs()[::10]
+    routes = [plan(mesh, case.shape, "float32", *pair, topology=topology) for pair in pairs]
+    for pair, whole in reversed(list(zip(pairs, routes, strict=True))):
+        for rank in range(mesh.size):
+            alone = plan(mesh, case.shape, "float32", *pair, rank=rank, topology=topology)
+            assert alone.digest == whole.digest
+            assert [str(step.target) for step in alone.steps] == [str(step.target) for step in whole.steps]
+            assert alone.bytes_received == [whole.bytes_received[rank]]
+            assert alone.bytes_over_network == [whole.bytes_over_network[rank]]
+            assert alone.peak_bytes == [whole.peak_bytes[rank]]
+
+
+def test_a_box_comes_from_the_own_node_where_a_rank_there_holds_it() -> None:
+    topology = replace(NVLINK_INFINIBAND, node_size=4)
+    program = plan((2, 4), (64, 64), "float32", "R S0", "R S1", topology=topology)
+    assert program.bytes_over_network == [0] * 8 and program.bytes_received == program.bytes_bound
+    elsewhere = plan(
+        Mesh((2, 4), ranks=(0, 4, 1, 5, 2, 6, 3, 7)), (64, 64), "float32", "R S0", "R S1", topology=topology
+    )
+    assert elsewhere.bytes_received == elsewhere.bytes_bound and sum(elsewhere.bytes_over_network) > 0
+
+
+@pytest.mark.parametrize(("source", "target"), [("P P", "R R"), ("S0 S0", "R R"), ("P S0", "S0 S0")])
+def test_max_bytes_caps_what_a_rank_holds(source: str, target: str) -> None:
+    request = ((4, 8), (1024, 512), "float32", source, target)
+    free = plan(*request, topology=NVLINK_INFINIBAND)
+    peaks = [max(free.peak_bytes), *(route.peak_bytes for route in free.others)]
+    for cap in (max(peaks), min(peaks)):
+        capped = plan(*request, topology=NVLINK_INFINIBAND, max_bytes=cap)
+        assert max(capped.peak_bytes) <= cap, capped.explain()
+    least = math.prod((1024, 512)) * 4 // 8
+    with pytest.raises(ArgumentError, match=rf"max_bytes: {least}; the plan found that holds least, .*, needs \d+"):
+        plan(*request, topology=NVLINK_INFINIBAND, max_bytes=least)
+
+
+def test_max_bytes_without_a_topology_is_for_one_node() -> None:
+    program = plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=10**6)
+    assert len(program.steps) == 1
+    with pytest.raises(ArgumentError, match="max_bytes: 100; the plan found that holds least"):
+        plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=100)
+    with pytest.raises(ArgumentError, match="max_bytes"):
+        plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes="much")
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_programs_with_a_topology_survive_json(case: oracle.Case) -> None:
+    for pair in case.pairs()[::40]:
+        program = plan(case.mesh_shape, case.shape, "float32", *pair, topology=TOPOLOGIES[1])
+        again = Program.from_json(program.to_json())
+        assert again.explain() == program.explain() and again.to_dict() == program.to_dict()
+        assert again.digest == program.digest
+
+
+def test_cost_is_what_the_program_says() -> None:
+    request = ((4, 8), (4096, 512), "bfloat16", "P S0", "R R")
+    for topology in TOPOLOGIES:
+        program = plan(*request, topology=topology)
+        assert redistribute_cost(*request, topology) == pytest.approx(program.cost_us, abs=0.01)
+    assert redistribute_cost((2, 2), (8, 8), "float32", "R S0", "R S0") == 0
+    assert plan((2, 2), (8, 8), "float32", "R S0", "R S0").cost_us is None
+
+
+def test_a_topology_is_refused_unless_it_is_one() -> None:
+    with pytest.raises(ArgumentError, match="topology: 'fast'; allowed: a Topology, or None"):
+        plan((2, 2), (8, 8), "float32", "R S0", "S0 R", topology="fast")  # type: ignore[arg-type]

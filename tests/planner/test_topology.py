@@ -1,0 +1,57 @@
+"""What links cost, and that a bad topology is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardweave.errors import ArgumentError
+from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
+
+pytestmark = pytest.mark.plan
+
+
+def test_a_link_is_paid_by_latency_messages_and_bytes() -> None:
+    link = Link(latency_us=20, gigabytes_per_s=50, one_sided=False, message_us=2)
+    assert link.us(0, 0) == 0
+    assert link.us(100_000, 3) == 20 + 3 * 2 + 2
+    assert replace(link, one_sided=True).us(100_000, 3) == 22
+
+
+@pytest.mark.parametrize("topology", [NVLINK_NODE, NVLINK_INFINIBAND], ids=lambda t: t.name)
+def test_topologies_survive_json(topology: Topology) -> None:
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_ranks_share_a_node_by_blocks() -> None:
+    assert [NVLINK_INFINIBAND.node_of(rank) for rank in (0, 7, 8, 17)] == [0, 0, 1, 2]
+    assert NVLINK_NODE.node_of(10**6) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"node_size": 0}, "node_size 0; allowed: a whole number above 0, or None for one node"),
+        ({"node_size": 2.5}, "node_size 2.5; allowed"),
+        ({"memory_gigabytes_per_s": 0}, "memory_gigabytes_per_s 0; allowed: a number above 0"),
+        ({"speed": 1}, "allowed: an object of name, node_size, node, network, memory_gigabytes_per_s"),
+        (
+            {"node": {"latency_us": -1, "gigabytes_per_s": 1, "one_sided": True}},
+            "latency_us -1; allowed: a number >= 0",
+        ),
+        ({"node": {"latency_us": 1, "one_sided": True}}, "topology: node: gigabytes_per_s missing"),
+        ({"network": {"latency_us": 1, "gigabytes_per_s": "fast", "one_sided": True}}, "gigabytes_per_s 'fast'"),
+        ({"network": 5}, "topology: network: 5; allowed"),
+    ],
+)
+def test_a_bad_topology_is_named(change: dict, text: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        Topology.from_json(json.dumps({**NVLINK_INFINIBAND.to_dict(), **change}))
+    assert text in str(raised.value)
+
+
+def test_what_is_no_json_is_named() -> None:
+    with pytest.raises(ArgumentError, match="no JSON"):
+        Topology.from_json("{")
