@@ -40,7 +40,7 @@ class Price:
     peak_bytes: int
 
 
-class _Ranks:
+class Ranks:
     """The ranks of a mesh that are looked at: all of it, or some receivers and everyone on their nodes.
 
     Attributes:
@@ -48,6 +48,7 @@ class _Ranks:
         receivers: [r] indices into `positions`.
         near, own: [r, q] whether on the receiver's node, whether the receiver itself.
         one_node: whether there is but one node.
+        crosses: for each mesh dim, whether ranks along it are on different nodes.
     """
 
     def __init__(self, mesh: Mesh, topology: Topology) -> None:
@@ -66,6 +67,8 @@ class _Ranks:
         self.own = self.receivers[:, None] == np.arange(len(self.positions))
         self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
         self.node_sizes = np.bincount(self.nodes)
+        table = nodes.reshape(mesh.shape)
+        self.crosses = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
         self._shares: dict[tuple, np.ndarray] = {}
         self._cuts: dict[tuple, np.ndarray] = {}
 
@@ -91,10 +94,12 @@ class _Ranks:
             found = np.where(alike[self.receivers], self.own, np.where(near > 0, self.near / np.maximum(near, 1), far))
             kinds = self._kinds(m for m in range(self.mesh.ndim) if m not in change.closure or m in change.shards_split)
             found = found * (kinds[self.receivers][:, None] == kinds)
-            if change.keepers:
-                found[(self.coordinates[list(change.keepers)].sum(axis=0) > 0)[self.receivers]] = 0
-            self._shares[key] = found
+            found = self._shares[key] = found * self.keeps(change)[:, None]
         return found
+
+    def keeps(self, change: Change) -> np.ndarray:
+        """[r] whether a receiver is one of those that keep a value which becomes a sum."""
+        return (self.coordinates[list(change.keepers)].sum(axis=0) == 0)[self.receivers]
 
     def first_of_shard(self, layout: Layout) -> np.ndarray:
         """[q] whether a rank is the first of its node with its shard."""
@@ -107,8 +112,8 @@ class _Ranks:
 
 
 @lru_cache(maxsize=64)
-def _ranks(mesh: Mesh, topology: Topology) -> _Ranks:
-    return _Ranks(mesh, topology)
+def ranks_of(mesh: Mesh, topology: Topology) -> Ranks:
+    return Ranks(mesh, topology)
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +121,7 @@ def _spans(
     mesh: Mesh, topology: Topology, shape: tuple[int, ...], layout: Layout
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Starts and stops of the shards of the ranks that are looked at, [tensor dims, q], and their elements, [q]."""
-    spans = spans_at(shape, layout, mesh, _ranks(mesh, topology).positions)
+    spans = spans_at(shape, layout, mesh.shape, ranks_of(mesh, topology).coordinates)
     start, stop = spans[..., 0].copy(), spans[..., 1].copy()
     return start, stop, (stop - start).prod(axis=0)
 
@@ -124,7 +129,7 @@ def _spans(
 def price(change: Change, topology: Topology) -> Price:
     """The price of doing `change` in one step."""
     size, node, network = ITEMSIZE[change.dtype], topology.node, topology.network
-    at = _ranks(change.mesh, topology)
+    at = ranks_of(change.mesh, topology)
     held_start, held_stop, held = _spans(change.mesh, topology, change.shape, change.source)
     start, stop, wanted = _spans(change.mesh, topology, change.shape, change.target)
     start, stop = start[:, at.receivers, None], stop[:, at.receivers, None]
@@ -143,10 +148,14 @@ def price(change: Change, topology: Topology) -> Price:
     if at.whole:
         near_out = near.sum(axis=0) - own
         far_out = far_in if at.one_node else moved.sum(axis=0) - near_out - own
-    elif not change.keepers and not change.shards_split:
+    else:
         # Only the receivers' nodes were looked at: what these have not comes from elsewhere.
-        missing = after * change.contributors - own - near_in
-        near_in, far_in = (near_in + missing, far_in) if at.one_node else (near_in, missing)
+        owned = math.prod(change.mesh.shape[m] for m in change.shards_split)
+        missing = np.maximum(after * change.contributors / owned - own - near_in, 0) * at.keeps(change)
+        if at.one_node:
+            near_in = near_in + missing
+        else:
+            far_in = missing
         near_out, far_out = near_in, far_in
         far_peers = np.ceil(far_in / np.maximum(before, 1))
     if not (node.one_sided and (network.one_sided or at.one_node)):
@@ -158,26 +167,31 @@ def price(change: Change, topology: Topology) -> Price:
     over_network = network.us(np.maximum(far_in, far_out), far_peers)
     packed = (0 * own if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
     staged = packed if change.contributors == 1 else packed + near_in + far_in
-    copies = topology.copy_us(own + packed + (change.contributors - 1) * after)
+    filled = after - (own + near_in + far_in) / change.contributors if change.split else 0
+    copies = topology.copy_us(own + packed + (change.contributors - 1) * after + filled / 2)
     us = float((np.maximum(over_node, over_network) + copies).max())
     return Price(us, _least_us(change, topology, at, overlap, after, own), math.ceil((before + after + staged).max()))
 
 
 def _least_us(
-    change: Change, topology: Topology, at: _Ranks, overlap: np.ndarray, wanted: np.ndarray, own: np.ndarray
+    change: Change, topology: Topology, at: Ranks, overlap: np.ndarray, wanted: np.ndarray, own: np.ndarray
 ) -> float:
-    """A bound from below: what a rank lacks comes in at the faster link, what its node lacks over the network."""
-    if change.source.has_partial or change.target.has_partial or not at.whole:
+    """A bound from below: what a rank lacks comes in at the faster link, what its node lacks over the network.
+
+    Of a value that is reduced, at least one term or one sum of terms has to come from elsewhere.
+    """
+    if change.split or not at.whole:
         return 0.0
-    network = topology.network.gigabytes_per_s * 1e3
-    lacking = float((wanted - own).max())
-    least = lacking / max(topology.node.gigabytes_per_s * 1e3, network)
-    if lacking:
-        least += min(topology.node.latency_us, topology.network.latency_us)
+    node, network = topology.node, topology.network
+    lacking = float((wanted if change.reduced else wanted - own).max())
+    least = min(node.latency_us, network.latency_us) if lacking else 0.0
+    least += lacking / (max(node.gigabytes_per_s, network.gigabytes_per_s) * 1e3)
     if at.one_node:
         return least
-    # Of ranks of a node that want the same box one can bring it in, and of those that hold one each has it all.
-    held = (overlap * (at.near & at.first_of_shard(change.source))).sum(axis=1)
-    missing = np.maximum(wanted - held, 0) * at.first_of_shard(change.target)
+    missing = wanted * at.first_of_shard(change.target)
+    if not any(at.crosses[m] for m in change.reduced):
+        # Of ranks of a node that want the same one can bring it in, and of those that hold the same each has it all.
+        held = (overlap * (at.near & at.first_of_shard(change.source))).sum(axis=1)
+        missing = np.maximum(wanted - held, 0) * at.first_of_shard(change.target)
     entering = float((np.bincount(at.nodes, missing) / at.node_sizes).max())
-    return max(least, entering / network + topology.network.latency_us if entering else 0.0)
+    return max(least, entering / (network.gigabytes_per_s * 1e3) + network.latency_us if entering else 0.0)

@@ -6,9 +6,8 @@ Every rank computes its own rows alone: who holds a piece and who serves it are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -19,6 +18,9 @@ from .mesh import Coordinate, Mesh
 
 FILL = -1
 """In place of a sender: the box is filled with the identity of the target's partial op."""
+
+_MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together
+_MOST_COUNTED = 1024  # ranks of a mesh up to which all boxes of a shard that becomes partial are looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,24 +67,11 @@ class Boxes:
         return int((foreign.sum(axis=1) * self.elements[mine]).sum())
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple], ndim: int, contributors: int) -> Boxes:
-        """Rows of (receiver, senders, source start, target start, extent), all with unit steps."""
-        n = len(rows)
-
-        def column(index: int, width: int) -> np.ndarray:
-            return np.array([row[index] for row in rows], dtype=np.int64).reshape(n, width)
-
-        ones = np.ones((n, ndim), dtype=np.int64)
-        return cls(
-            np.array([row[0] for row in rows], dtype=np.int64),
-            column(1, contributors),
-            column(2, ndim),
-            column(3, ndim),
-            column(4, ndim),
-            ones,
-            ones,
-            tuple(range(ndim)),
-        )
+    def concatenate(cls, parts: Sequence[Boxes]) -> Boxes:
+        if len(parts) == 1:
+            return parts[0]
+        names = [f.name for f in fields(cls) if f.name != "axes"]
+        return cls(axes=parts[0].axes, **{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
 
 
 class Change:
@@ -135,129 +124,124 @@ class Change:
         ops = {p.op for m, p in enumerate(self.source.placements) if m in self.reduced and isinstance(p, Partial)}
         return "sum" if not ops or "avg" in ops else ops.pop()
 
-    def rows_for_receiver(self, receiver: Coordinate, within: tuple[Span, ...] | None = None) -> list[tuple]:
-        """The rows that make up the target shard of `receiver`; their target boxes tile it exactly.
-
-        With `within`, a source box, only those that its holders may send, in time that goes with their number.
-        """
-        mesh, shape = self.mesh, self.shape
-        target_box = held_box(shape, self.target, mesh.shape, receiver)
-        if any(low >= high for low, high in target_box):
-            return []
-        position = mesh.position(receiver)
-        orders = dict(self.source.orders)
-        sought = target_box
-        if within is not None:
-            sought = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(target_box, within, strict=True))
-        per_dim = [
-            cells_meeting(n, tuple(mesh.shape[m] for m in orders.get(d, ())), span)
-            for d, (n, span) in enumerate(zip(shape, sought, strict=True))
-        ]
-        cut_by = [orders.get(d, ()) for d in range(len(shape))]
-        turn = self._turn(receiver) if self.replicas else 0
-        near = self._near(position) if self.replicas else []
-        dropped = any(receiver[m] != 0 for m in self.keepers)
-        rows: list[tuple] = []
-        for cells in product(*per_dim):
-            holder = list(receiver)
-            for order, (coordinate, _) in zip(cut_by, cells, strict=True):
-                for mesh_dim, index in zip(order, coordinate, strict=True):
-                    holder[mesh_dim] = index
-            spans = [span for _, span in cells]
-            low = [max(a, t) for (a, _), (t, _) in zip(spans, target_box, strict=True)]
-            high = [min(b, t) for (_, b), (_, t) in zip(spans, target_box, strict=True)]
-            source_start = [a - s for a, (s, _) in zip(low, spans, strict=True)]
-            target_start = [a - t for a, (t, _) in zip(low, target_box, strict=True)]
-            extent = [b - a for a, b in zip(low, high, strict=True)]
-            # A shard that becomes partial stays with its owner's coordinate; the others hold the identity there.
-            elsewhere = any(holder[m] != receiver[m] for m in self.shards_split)
-            if dropped or elsewhere:
-                senders = [FILL] * self.contributors
-            else:
-                senders = [
-                    self._server(holder, contributor, receiver, position, near, turn)
-                    for contributor in product(*(range(mesh.shape[m]) for m in self.reduced))
-                ]
-            rows.append((position, senders, source_start, target_start, extent))
-        return rows
-
-    def _server(
-        self,
-        holder: list[int],
-        contributor: Coordinate,
-        receiver: Coordinate,
-        position: int,
-        near: list[Coordinate],
-        turn: int,
-    ) -> int:
-        """Who sends: the receiver itself where it holds the piece, else of equal holders, those of its node if there
-        are any, the one whose turn it is."""
-        chosen = list(holder)
-        for mesh_dim, index in zip(self.reduced, contributor, strict=True):
-            chosen[mesh_dim] = index
-        fixed = [m for m in range(self.mesh.ndim) if m not in self.replicas]
-        if all(chosen[m] == receiver[m] for m in fixed):
-            return position
-        on_node = [c for c in near if all(c[m] == chosen[m] for m in fixed)]
-        if on_node:
-            return self.mesh.position(on_node[turn % len(on_node)])
-        for mesh_dim in reversed(self.replicas):
-            turn, chosen[mesh_dim] = divmod(turn, self.mesh.shape[mesh_dim])
-        return self.mesh.position(chosen)
-
-    def _near(self, position: int) -> list[Coordinate]:
-        """The coordinates of the ranks on a receiver's node; none where all ranks are near each other."""
-        if self.node_size is None:
-            return []
-        return [self.mesh.coordinate(p) for p in self.mesh.node_of(position, self.node_size)]
-
-    def _turn(self, receiver: Coordinate) -> int:
-        """The receiver's place among the ranks with its target set, plus that set's place: it spreads the load."""
-        among = which = 0
-        for mesh_dim in self.closure:
-            n = self.mesh.shape[mesh_dim]
-            if isinstance(self.target.placements[mesh_dim], Shard):
-                which = which * n + receiver[mesh_dim]
-            else:
-                among = among * n + receiver[mesh_dim]
-        return among + which
-
     def boxes(self, rank: int | None = None) -> Boxes:
-        """Every row, or those in which position `rank` receives or sends."""
-        mesh = self.mesh
-        if rank is None:
-            rows = [row for receiver in product(*map(range, mesh.shape)) for row in self.rows_for_receiver(receiver)]
-        else:
-            me = mesh.coordinate(rank)
-            mine = held_box(self.shape, self.source, mesh.shape, me)
-            near = self._receivers_near(me)
-            rows = [row for r in near for row in self.rows_for_receiver(r, None if r == me else mine)]
-        boxes = Boxes.from_rows(rows, len(self.shape), self.contributors)
-        if rank is None:
-            return boxes
-        return boxes.select((boxes.receiver == rank) | (boxes.sender == rank).any(axis=1))
+        """Every row, or those in which position `rank` receives or sends; a receiver's rows tile its target shard.
 
-    def _receivers_near(self, rank: Coordinate) -> list[Coordinate]:
-        """The rank itself and every receiver whose target meets the rank's source box."""
-        source_box = held_box(self.shape, self.source, self.mesh.shape, rank)
-        found = {rank}
-        if all(low < high for low, high in source_box):
-            orders = dict(self.target.orders)
-            per_dim = [
-                cells_meeting(n, tuple(self.mesh.shape[m] for m in orders.get(d, ())), source_box[d])
-                for d, n in enumerate(self.shape)
-            ]
-            free = [m for m in self.closure if not isinstance(self.target.placements[m], Shard)]
-            for cells in product(*per_dim):
-                near = list(rank)
-                for d, (coordinate, _) in enumerate(cells):
-                    for mesh_dim, index in zip(orders.get(d, ()), coordinate, strict=True):
-                        near[mesh_dim] = index
-                for indices in product(*(range(self.mesh.shape[m]) for m in free)):
-                    for mesh_dim, index in zip(free, indices, strict=True):
-                        near[mesh_dim] = index
-                    found.add(tuple(near))
-        return sorted(found)
+        Rows are in the order of receivers, then of the source's cells, tensor dim by tensor dim in cutting order.
+        """
+        if rank is None:
+            parts = [self._boxes(*pairs) for pairs in self._all_pairs()]
+            return Boxes.concatenate(parts)
+        me = self.mesh.coordinate(rank)
+        sent = self._boxes(*self._pairs_from(me))
+        mine = (sent.sender == rank).any(axis=1) & (sent.receiver != rank)
+        found = Boxes.concatenate([self._boxes(*self._pairs_to(me)), sent.select(mine)])
+        return found.select(np.argsort(found.receiver, kind="stable"))
+
+    def _all_pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Coordinates of receivers and of holders of each cell that they may need, [n, mesh dims] each, in parts."""
+        mesh = self.mesh
+        cut = [m for _, order in self.source.orders for m in order if m in self.closure]
+        cells = _grid([mesh.shape[m] for m in cut])
+        at_once = max(1, _MOST_PAIRS // len(cells))
+        for first in range(0, mesh.size, at_once):
+            positions = np.arange(first, min(first + at_once, mesh.size))
+            receivers = np.stack(np.unravel_index(positions, mesh.shape), axis=1).repeat(len(cells), axis=0)
+            holders = receivers.copy()
+            holders[:, cut] = np.tile(cells, (len(positions), 1))
+            yield receivers, holders
+
+    def _pairs_to(self, me: Coordinate) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs of which `me` is the receiver."""
+        box = held_box(self.shape, self.target, self.mesh.shape, me)
+        holders = self._places(self.source, box, me)
+        return np.broadcast_to(np.array(me), holders.shape), holders
+
+    def _pairs_from(self, me: Coordinate) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs in which the cell is that of `me`, with every receiver whose target meets it."""
+        box = held_box(self.shape, self.source, self.mesh.shape, me)
+        free = [m for m in self.closure if not isinstance(self.target.placements[m], Shard)]
+        receivers = self._places(self.target, box, me, free)
+        holders = receivers.copy()
+        cut = [m for m in self.closure if isinstance(self.source.placements[m], Shard)]
+        holders[:, cut] = np.array(me)[cut]
+        return receivers, holders
+
+    def _places(self, layout: Layout, box: tuple[Span, ...], start: Coordinate, free: Sequence[int] = ()) -> np.ndarray:
+        """Coordinates whose shards under `layout` meet `box`, [n, mesh dims], in the order of cells; `start` elsewhere,
+        and each coordinate along the mesh dims `free`."""
+        orders = dict(layout.orders)
+        cells = [
+            cells_meeting(n, tuple(self.mesh.shape[m] for m in orders.get(d, ())), span)
+            for d, (n, span) in enumerate(zip(self.shape, box, strict=True))
+        ]
+        sizes = [len(found) for found in cells] + [self.mesh.shape[m] for m in free]
+        index = _grid(sizes)
+        places = np.tile(np.array(start, dtype=np.int64), (len(index), 1))
+        for d, found in enumerate(cells):
+            places[:, orders.get(d, ())] = found[index[:, d]]
+        places[:, free] = index[:, len(cells) :]
+        return places
+
+    def _boxes(self, receivers: np.ndarray, holders: np.ndarray) -> Boxes:
+        """The rows of pairs of a receiver and a holder of a cell, without those where nothing meets."""
+        mesh = self.mesh
+        source = spans_at(self.shape, self.source, mesh.shape, holders.T)
+        target = spans_at(self.shape, self.target, mesh.shape, receivers.T)
+        low, high = np.maximum(source[..., 0], target[..., 0]), np.minimum(source[..., 1], target[..., 1])
+        meet = (low < high).all(axis=0)
+        receivers, holders, low, high = receivers[meet], holders[meet], low[:, meet], high[:, meet]
+        ones = np.ones((len(receivers), len(self.shape)), dtype=np.int64)
+        return Boxes(
+            receiver=receivers @ mesh.strides,
+            sender=self._senders(receivers, holders),
+            source_start=(low - source[:, meet, 0]).T,
+            target_start=(low - target[:, meet, 0]).T,
+            extent=(high - low).T,
+            source_step=ones,
+            target_step=ones,
+            axes=tuple(range(len(self.shape))),
+        )
+
+    def _senders(self, receivers: np.ndarray, holders: np.ndarray) -> np.ndarray:
+        """Positions [n, contributors]: the receiver itself where it holds the cell, else of equal holders, those of its
+        node if there are any, the one whose turn it is."""
+        mesh = self.mesh
+        terms = _grid([mesh.shape[m] for m in self.reduced])
+        chosen = holders[:, None, :].repeat(len(terms), axis=1)
+        chosen[:, :, self.reduced] = terms
+        itself = receivers[:, None, :]
+        fixed = [m for m in range(mesh.ndim) if m not in self.replicas]
+        own = (chosen[:, :, fixed] == itself[:, :, fixed]).all(axis=2)
+        if self.replicas:
+            turn = self._turn(receivers)[:, None]
+            digits = turn
+            for m in reversed(self.replicas):
+                digits, chosen[:, :, m] = np.divmod(digits, mesh.shape[m])
+        senders = chosen @ mesh.strides
+        if self.replicas and self.node_size is not None:
+            near = mesh.node_of(receivers @ mesh.strides, self.node_size)
+            places = np.stack(np.unravel_index(np.maximum(near, 0), mesh.shape), axis=2)
+            alike = (places[:, None, :, fixed] == chosen[:, :, None, fixed]).all(axis=3) & (near >= 0)[:, None]
+            count = alike.sum(axis=2)
+            nth = (alike.cumsum(axis=2) == (turn % np.maximum(count, 1))[:, :, None] + 1).argmax(axis=2)
+            senders = np.where(count > 0, np.take_along_axis(near, nth, axis=1), senders)
+        senders = np.where(own, receivers @ mesh.strides[:, None], senders)
+        # A shard that becomes partial stays with its owner's coordinate; the others hold the identity there.
+        filled = (holders != receivers)[:, self.shards_split].any(axis=1)
+        filled |= (receivers[:, self.keepers] != 0).any(axis=1)
+        senders[filled] = FILL
+        return senders
+
+    def _turn(self, receivers: np.ndarray) -> np.ndarray:
+        """A receiver's place among the ranks with its target set, plus that set's place: it spreads the load."""
+        among = which = np.zeros(len(receivers), dtype=np.int64)
+        for m in self.closure:
+            if isinstance(self.target.placements[m], Shard):
+                which = which * self.mesh.shape[m] + receivers[:, m]
+            else:
+                among = among * self.mesh.shape[m] + receivers[:, m]
+        return among + which
 
     def communicates(self) -> bool:
         """Whether any rank at all must receive anything: the same answer on every rank."""
@@ -265,15 +249,23 @@ class Change:
             return False
         if self.reduced:
             return True
+        if self.closure == self.shards_split:
+            return False
         if self.shards_split:
+            if self.mesh.size > _MOST_COUNTED:
+                return True  # to be sure would take every rank's boxes
             boxes = self.boxes()
             return bool(((boxes.sender != boxes.receiver[:, None]) & (boxes.sender != FILL)).any())
-        source, target = (
-            spans_at(self.shape, layout, self.mesh, np.arange(self.mesh.size)) for layout in (self.source, self.target)
-        )
+        coordinates = np.stack(np.unravel_index(np.arange(self.mesh.size), self.mesh.shape))
+        source, target = (spans_at(self.shape, x, self.mesh.shape, coordinates) for x in (self.source, self.target))
         wanted = (target[..., 0] < target[..., 1]).all(axis=0)
         inside = ((source[..., 0] <= target[..., 0]) & (target[..., 1] <= source[..., 1])).all(axis=0)
         return bool((wanted & ~inside).any())
+
+
+def _grid(sizes: Sequence[int]) -> np.ndarray:
+    """Every index of an array of such sizes, row-major: [n, sizes]."""
+    return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
 
 
 def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from .layout import Layout
-from .mesh import Coordinate, Mesh
+from .mesh import Coordinate
 
 Span = tuple[int, int]  # start, stop
 
@@ -36,37 +36,37 @@ def held_box(
     return tuple(held_span(n, orders.get(d, ()), mesh_shape, coordinate) for d, n in enumerate(shape))
 
 
-def spans_at(shape: Sequence[int], layout: Layout, mesh: Mesh, positions: np.ndarray) -> np.ndarray:
-    """Start and stop of the shards at mesh positions, in each tensor dim: [tensor dims, positions, 2]."""
-    coordinates = np.unravel_index(positions, mesh.shape)
+def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray) -> np.ndarray:
+    """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n, 2]."""
     orders = dict(layout.orders)
-    out = np.empty((len(shape), len(positions), 2), dtype=np.int64)
+    out = np.empty((len(shape), coordinates.shape[1], 2), dtype=np.int64)
     for d, extent in enumerate(shape):
-        start, stop = np.zeros(len(positions), dtype=np.int64), np.full(len(positions), extent, dtype=np.int64)
+        out[d, :, 0], out[d, :, 1] = 0, extent
         for mesh_dim in orders.get(d, ()):
-            size = -(-(stop - start) // mesh.shape[mesh_dim])
+            start, stop = out[d, :, 0], out[d, :, 1]
+            size = -(-(stop - start) // mesh_shape[mesh_dim])
             low = np.minimum(start + coordinates[mesh_dim] * size, stop)
-            start, stop = low, np.minimum(low + size, stop)
-        out[d, :, 0], out[d, :, 1] = start, stop
+            out[d, :, 0], out[d, :, 1] = low, np.minimum(low + size, stop)
     return out
 
 
-@lru_cache(maxsize=65536)
-def cells_meeting(extent: int, sizes: tuple[int, ...], wanted: Span) -> tuple[tuple[Coordinate, Span], ...]:
-    """The cells of a dim cut by `sizes` in order that meet `wanted`: coordinates in cutting order, and spans.
+@lru_cache(maxsize=4096)
+def cells_meeting(extent: int, sizes: tuple[int, ...], wanted: Span) -> np.ndarray:
+    """The cells of a dim cut by `sizes` in order that meet `wanted`: coordinates in cutting order, [n, cuts].
 
     Descends only into parts that meet `wanted`, so the time goes with the number of cells found, not with the mesh.
     """
     low, high = wanted
-    if low >= high:
-        return ()
-    found: list[tuple[Coordinate, Span]] = [((), (0, extent))]
+    count = 1 if low < high else 0
+    cells = np.zeros((count, 0), dtype=np.int64)
+    start, stop = np.zeros(count, dtype=np.int64), np.full(count, extent, dtype=np.int64)
     for parts in sizes:
-        deeper = []
-        for coordinate, span in found:
-            size = -(-(span[1] - span[0]) // parts)
-            first = max(low - span[0], 0) // size
-            last = (min(high, span[1]) - 1 - span[0]) // size
-            deeper += [((*coordinate, i), cut(span, parts, i)) for i in range(first, last + 1)]
-        found = deeper
-    return tuple(found)
+        size = -(-(stop - start) // parts)
+        first = np.maximum(low - start, 0) // size
+        found = (np.minimum(high, stop) - 1 - start) // size - first + 1
+        index = np.arange(found.sum()) - np.repeat(found.cumsum() - found, found) + np.repeat(first, found)
+        cells = np.concatenate([np.repeat(cells, found, axis=0), index[:, None]], axis=1)
+        size = np.repeat(size, found)
+        start = np.repeat(start, found) + index * size
+        stop = np.minimum(start + size, np.repeat(stop, found))
+    return cells

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ..errors import ArgumentError
 
 Coordinate = tuple[int, ...]
@@ -91,22 +93,32 @@ class Mesh:
         return position if self.ranks is None else self.ranks[position]
 
     @cached_property
-    def _positions(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self.ranks or ())}
+    def strides(self) -> np.ndarray:
+        """[mesh dims] what a step along each adds to a position."""
+        return np.array([math.prod(self.shape[d + 1 :]) for d in range(self.ndim)], dtype=np.int64)
 
-    def node_of(self, position: int, node_size: int) -> tuple[int, ...]:
-        """The positions of the ranks that share a node of `node_size` consecutive ranks with a position, ascending."""
-        first = self.rank_at(position) // node_size * node_size
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        """[ranks] the position of each rank up to the last, -1 for those that are not in the mesh."""
+        ranks = np.arange(self.size) if self.ranks is None else np.array(self.ranks)
+        positions = np.full(ranks.max() + 1, -1)
+        positions[ranks] = np.arange(self.size)
+        return positions
+
+    def node_of(self, positions: np.ndarray, node_size: int) -> np.ndarray:
+        """The positions on the same node of `node_size` consecutive ranks, -1 for none: [n, node_size]."""
+        ranks = positions if self.ranks is None else np.array(self.ranks)[positions]
+        node = (ranks // node_size * node_size)[:, None] + np.arange(node_size)
         if self.ranks is None:
-            return tuple(range(first, min(first + node_size, self.size)))
-        return tuple(sorted(self._positions[r] for r in range(first, first + node_size) if r in self._positions))
+            return np.where(node < self.size, node, -1)
+        return np.where(node < len(self._positions), self._positions[np.minimum(node, len(self._positions) - 1)], -1)
 
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
         """The positions reached from `position` by moving along `dims`, row-major."""
         positions = [self.position([0 if d in dims else c for d, c in enumerate(self.coordinate(position))])]
-        strides = [math.prod(self.shape[d + 1 :]) for d in range(self.ndim)]
         for d in sorted(dims):
-            positions = [p + i * strides[d] for p in positions for i in range(self.shape[d])]
+            stride = math.prod(self.shape[d + 1 :])
+            positions = [p + i * stride for p in positions for i in range(self.shape[d])]
         return tuple(positions)
 
     def __str__(self) -> str:

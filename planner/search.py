@@ -7,10 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ..errors import ArgumentError, UnsupportedError
-from .cost import Price, price
+from .cost import Price, price, ranks_of
 from .exchange import Change
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh
@@ -54,7 +52,8 @@ class Search:
         used = {p.dim for x in (source, target) for p in x.placements if isinstance(p, Shard)}
         by_size = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (d not in used, -shape[d]))
         self.tensor_dims = sorted(by_size[:_MOST_TENSOR_DIMS])
-        self.inside = _inside_nodes(mesh, topology)
+        crosses = ranks_of(mesh, topology).crosses
+        self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not crosses[m]]
 
     def price(self, a: Layout, b: Layout) -> Price:
         """Of one step; microseconds in whole nanoseconds, so that no rounding decides between two plans."""
@@ -164,13 +163,3 @@ def replaced(layout: Layout, change: Mapping[int, Placement], like: Layout) -> L
         new = [m for m in cut_by if m not in kept]
         orders[d] = (*kept, *sorted(new, key=lambda m: (wanted.index(m) if m in wanted else len(wanted), m)))
     return Layout(placements, orders)
-
-
-def _inside_nodes(mesh: Mesh, topology: Topology) -> list[int]:
-    """The mesh dims along which no link leaves a node."""
-    dims = [m for m in range(mesh.ndim) if mesh.shape[m] > 1]
-    if topology.node_size is None:
-        return dims
-    ranks = np.arange(mesh.size) if mesh.ranks is None else np.array(mesh.ranks)
-    nodes = (ranks // topology.node_size).reshape(mesh.shape)
-    return [m for m in dims if (nodes == nodes.take([0], axis=m)).all()]
