@@ -206,32 +206,40 @@ class Change:
     def _senders(self, receivers: np.ndarray, holders: np.ndarray) -> np.ndarray:
         """Positions [n, contributors]: the receiver itself where it holds the cell, else of equal holders, those of its
         node if there are any, the one whose turn it is."""
-        mesh = self.mesh
-        terms = _grid([mesh.shape[m] for m in self.reduced])
-        chosen = holders[:, None, :].repeat(len(terms), axis=1)
-        chosen[:, :, self.reduced] = terms
-        itself = receivers[:, None, :]
-        fixed = [m for m in range(mesh.ndim) if m not in self.replicas]
-        own = (chosen[:, :, fixed] == itself[:, :, fixed]).all(axis=2)
+        mesh, reduced = self.mesh, list(self.reduced)
+        fixed = [m for m in range(mesh.ndim) if m not in self.replicas and m not in reduced]
+        terms = _grid([mesh.shape[m] for m in reduced])
+        itself = receivers @ mesh.strides
+        alike = (holders[:, fixed] == receivers[:, fixed]).all(axis=1)
+        own = alike[:, None] & (self._term(receivers)[:, None] == np.arange(len(terms)))
+        base = holders[:, fixed] @ mesh.strides[fixed]
         if self.replicas:
-            turn = self._turn(receivers)[:, None]
-            digits = turn
+            turn = digits = self._turn(receivers)
             for m in reversed(self.replicas):
-                digits, chosen[:, :, m] = np.divmod(digits, mesh.shape[m])
-        senders = chosen @ mesh.strides
+                digits, digit = np.divmod(digits, mesh.shape[m])
+                base = base + digit * mesh.strides[m]
+        senders = base[:, None] + terms @ mesh.strides[reduced]
         if self.replicas and self.node_size is not None:
-            near = mesh.node_of(receivers @ mesh.strides, self.node_size)
+            near = mesh.node_of(itself, self.node_size)
             places = np.stack(np.unravel_index(np.maximum(near, 0), mesh.shape), axis=2)
-            alike = (places[:, None, :, fixed] == chosen[:, :, None, fixed]).all(axis=3) & (near >= 0)[:, None]
-            count = alike.sum(axis=2)
-            nth = (alike.cumsum(axis=2) == (turn % np.maximum(count, 1))[:, :, None] + 1).argmax(axis=2)
+            holds = (places[:, :, fixed] == holders[:, None, fixed]).all(axis=2) & (near >= 0)
+            holds = holds[:, None, :] & (self._term(places)[:, None, :] == np.arange(len(terms))[:, None])
+            count = holds.sum(axis=2)
+            nth = (holds.cumsum(axis=2) == (turn[:, None] % np.maximum(count, 1))[:, :, None] + 1).argmax(axis=2)
             senders = np.where(count > 0, np.take_along_axis(near, nth, axis=1), senders)
-        senders = np.where(own, receivers @ mesh.strides[:, None], senders)
+        senders = np.where(own, itself[:, None], senders)
         # A shard that becomes partial stays with its owner's coordinate; the others hold the identity there.
         filled = (holders != receivers)[:, self.shards_split].any(axis=1)
         filled |= (receivers[:, self.keepers] != 0).any(axis=1)
         senders[filled] = FILL
         return senders
+
+    def _term(self, coordinates: np.ndarray) -> np.ndarray:
+        """Which contribution ranks make, from coordinates [..., mesh dims]."""
+        term = np.zeros(coordinates.shape[:-1], dtype=np.int64)
+        for m in self.reduced:
+            term = term * self.mesh.shape[m] + coordinates[..., m]
+        return term
 
     def _turn(self, receivers: np.ndarray) -> np.ndarray:
         """A receiver's place among the ranks with its target set, plus that set's place: it spreads the load."""
