@@ -14,6 +14,7 @@ import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..errors import ArgumentError
 from .compare import KEPT, ROUNDS, mesh_for, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .report import Result, summary, summary_line, table
@@ -28,7 +29,12 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     gathered = _Gathered(ranks)
     config = {"worlds": list(WORLDS), "rounds": ROUNDS, "only": only}
-    cases = sum(only in workload.name for workload in load_workloads())
+    names = [workload.name for workload in load_workloads()]
+    cases = sum(only in name for name in names)
+    if not cases:
+        raise ArgumentError(f"--only: {only!r} is in no case's name; allowed: part of one of {', '.join(names)}")
+    if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):
+        raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
     console.print(_heading(ranks))
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console

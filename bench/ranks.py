@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..runtime.segments import unlink_names
 from ..runtime.worlds import timeout_asked_for
 
 DEFAULT_TIMEOUT = 120.0
@@ -78,13 +79,11 @@ class _Child:
             os.dup2(self.its_output, standard)
         os.close(self.its_output)
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        status = 0
         try:
             body(self.rank, self.its_messages)
         except BaseException:
             traceback.print_exc()
-            status = 1
-        os._exit(status)  # a group that lost a member may never come down by itself
+            os._exit(1)  # a group that lost a member may never come down by itself
 
     def close_its_ends(self) -> None:
         self.its_messages.close()
@@ -136,6 +135,8 @@ class Ranks:
             if child.process.exitcode is None:
                 child.process.kill()
             child.process.join()
+            assert child.process.pid is not None
+            unlink_names(child.process.pid)
             child.messages.close()
             os.close(child.output)
 
@@ -162,6 +163,8 @@ class Ranks:
                             on_output(child.rank, line)
                         if not data:
                             selector.unregister(child.output)
+                            if child.unfinished:
+                                on_output(child.rank, child.unfinished.decode(errors="replace"))
                         continue
                     try:
                         message = child.messages.recv()

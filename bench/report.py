@@ -126,8 +126,9 @@ def summary_line(results: list[Result]) -> str:
     found = summary(results)
     if not found["counted"]:
         return "nothing has to move between these ranks, so nothing is counted"
+    cases = "case" if found["counted"] == 1 else "cases"
     line = (
-        f"{found['counted']} counted cases: median ratio {found['median_ratio']:.1f}, "
+        f"{found['counted']} counted {cases}: median ratio {found['median_ratio']:.1f}, "
         f"least {found['min_ratio']:.1f} ({found['min_case']})"
     )
     if found["slow"]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import REDUCE_OPS
+from .mesh import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,21 @@ class Layout:
     def __init__(
         self, placements: Sequence[Placement], orders: Mapping[int, Sequence[int]] | Orders | None = None
     ) -> None:
-        given = dict(orders or {})
+        try:
+            placements = tuple(placements)
+            given = {operator.index(d): whole_numbers("layout: orders", o) for d, o in dict(orders or {}).items()}
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"layout: placements {placements!r}, orders {orders!r}; allowed: a sequence of placements, and a "
+                f"mapping of tensor dims to mesh dims"
+            ) from None
         cuts: dict[int, list[int]] = {}
         ops = set()
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
-                if placement.dim < 0:
+                if not isinstance(placement.dim, int) or placement.dim < 0:
                     raise ArgumentError(
-                        f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim}; allowed: 0 and up"
+                        f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim!r}; allowed: 0 and up"
                     )
                 cuts.setdefault(placement.dim, []).append(mesh_dim)
             elif isinstance(placement, Partial):
@@ -178,6 +187,8 @@ class Layout:
         Raises:
             LayoutSyntaxError: the text does not parse; the message has a caret under the spot.
         """
+        if not isinstance(text, str):
+            raise ArgumentError(f"layout: {text!r}; allowed: a text such as 'S0 R'")
         head, at, tail = text.partition("@")
         tokens: list[Placement | tuple[int, int]] = []
         strided_at = None

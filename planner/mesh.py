@@ -48,6 +48,12 @@ class Mesh:
         sizes = whole_numbers("mesh", (shape,) if isinstance(shape, int) else shape)
         if not sizes or any(n < 1 for n in sizes):
             raise ArgumentError(f"mesh: shape {sizes} must have at least one dim, and every size must be at least 1")
+        if names is not None and (
+            isinstance(names, str)
+            or not isinstance(names, Sequence)
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise ArgumentError(f"mesh: names {names!r}; allowed: {len(sizes)} different names, one per mesh dim")
         if names is not None and (len(tuple(names)) != len(sizes) or len(set(names)) != len(sizes)):
             raise ArgumentError(f"mesh: names {tuple(names)} must be {len(sizes)} different names, one per mesh dim")
         if ranks is not None:

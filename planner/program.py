@@ -132,6 +132,12 @@ class Program:
     def exchanges(self) -> int:
         return sum(isinstance(step, Exchange) for step in self.steps)
 
+    def first_peers(self, position: int) -> tuple[int, ...]:
+        """The ranks that a mesh position meets first; none if nothing is exchanged."""
+        groups = (step.group for step in self.steps if isinstance(step, Exchange))
+        group = self.mesh.subgroup(position, next(groups, ()))
+        return tuple(sorted(self.mesh.rank_at(p) for p in group if p != position))
+
     @property
     def is_identity(self) -> bool:
         """Nothing moves and nothing changes: the output is the input."""
@@ -359,8 +365,13 @@ def format_bytes(n: int | float) -> str:
     return f"{n:.4g} GiB"
 
 
+_MOST_ELEMENTS = 1 << 58  # of 16 bytes each, 2**62
+
+
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = whole_numbers("shape", shape)
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
+    if math.prod(max(n, 1) for n in sizes) > _MOST_ELEMENTS:
+        raise ArgumentError(f"shape: {sizes} has more than 2**58 elements; allowed: what 64-bit offsets reach")
     return sizes

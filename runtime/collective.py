@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DisagreementError, WorldError
+from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from .meeting import Meet, Transfer
 from .shared_memory import read_when_posted
 
 _KEPT_POSTS = 64
+_REFUSED = 0  # in place of a token
 
 
 class CollectiveWorld:
@@ -61,11 +64,21 @@ class CollectiveWorld:
             )
             posted, theirs = map(int, text.split())
             # A peer that needs nothing from here may be far ahead and have reused the slot: nothing to compare then.
+            if posted == call and theirs == _REFUSED:
+                raise DisagreementError(
+                    f"rank {peer} refused: its arguments do not fit, see the error there; rank {self.rank} was waiting "
+                    f"for it"
+                )
             if posted == call and theirs != token:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout "
                     f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
                 )
+
+    def refuse(self, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
+        """Post, where peers that compile the request look, that this rank's argument is wrong; wait for nobody."""
+        if peers:
+            self.announce(ranks, peers, _REFUSED, False)
 
     def answer(self, request: Meet | Transfer) -> None:
         assert isinstance(request, Transfer)
@@ -73,8 +86,26 @@ class CollectiveWorld:
         operations += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in request.sends]
         if not operations:
             return
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            peers = sorted({operation.peer for operation in operations})
+            raise PeerError(f"rank {self.rank} lost one of ranks {peers}: {error}") from error
+        if operations[0].tensor.device.type != "cpu":
+            for work in works:
+                work.wait()  # the stream waits, not this process
+            return
+        deadline = time.monotonic() + self.timeout
+        for operation, work in zip(operations, works, strict=True):
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            except RuntimeError as error:
+                if time.monotonic() >= deadline:
+                    raise MeetingTimeoutError(
+                        f"rank {operation.peer} did not come within {self.timeout:g} s; rank {self.rank} was waiting "
+                        f"for it"
+                    ) from error
+                raise PeerError(f"rank {self.rank} lost rank {operation.peer}: {error}") from error
 
     def fail(self, error: WorldError) -> None:
         self.error = self.error or error

@@ -9,9 +9,12 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.layout import Orders
+from ..planner.mesh import whole_numbers
+from .group_caches import kept_with_group
 from .redistribution import run_redistribution
 
 
@@ -41,12 +44,18 @@ def redistribute(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    placements = tuple(placements)
-    order = None if shard_order is None else tuple((dim, tuple(cuts)) for dim, cuts in sorted(shard_order.items()))
+    if type(placements) is not tuple:
+        if not isinstance(placements, Sequence):
+            raise ArgumentError(f"placements: {placements!r}; allowed: a sequence of Replicate, Shard, Partial")
+        placements = tuple(placements)
+    order = None if shard_order is None else _given_order(shard_order)
     mesh = dtensor._spec.mesh
     # The mesh itself: meshes of the same ranks are equal, but their process groups may differ.
     key = (dtensor._spec, id(mesh), placements, order)
-    target = _targets.get(key)
+    try:
+        target = _targets.get(key)
+    except TypeError:  # a placement that cannot be hashed is none: the spec's own check names it
+        target = None
     if target is None:
         target = _target_spec(dtensor, placements, order)
         if len(_targets) >= _KEPT_TARGETS:
@@ -58,7 +67,16 @@ def redistribute(
 
 
 _KEPT_TARGETS = 2048
-_targets: dict[tuple, DTensorSpec] = {}
+_targets: dict[tuple, DTensorSpec] = kept_with_group({})
+
+
+def _given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
+    """`shard_order` as sorted tuples of whole numbers."""
+    try:
+        return tuple((dim, whole_numbers("shard_order", cuts)) for dim, cuts in sorted(shard_order.items()))
+    except (AttributeError, TypeError):
+        pass
+    raise ArgumentError(f"shard_order: {shard_order!r}; allowed: a mapping of tensor dims to sequences of mesh dims")
 
 
 def _target_spec(dtensor: DTensor, placements: tuple[Placement, ...], order: Orders | None) -> DTensorSpec:
@@ -76,8 +94,11 @@ def _target_spec(dtensor: DTensor, placements: tuple[Placement, ...], order: Ord
         if dim is not None and not -dtensor.ndim <= dim < dtensor.ndim:
             allowed = f"{-dtensor.ndim}..{dtensor.ndim - 1}" if dtensor.ndim else "none, the tensor has no dims"
             raise ArgumentError(f"placements: mesh dim {mesh_dim} shards tensor dim {dim}; allowed: {allowed}")
-        negative = type(placement) is Shard and placement.dim < 0
-        normal.append(Shard(placement.dim + dtensor.ndim) if negative else placement)  # type: ignore[attr-defined]
+        if dim is not None and dim < 0 and type(placement) is Shard:
+            placement = Shard(dim + dtensor.ndim)
+        elif dim is not None and dim < 0 and type(placement) is _StridedShard:
+            placement = _StridedShard(dim + dtensor.ndim, split_factor=placement.split_factor)
+        normal.append(placement)
     return DTensorSpec(mesh, tuple(normal), dtensor._spec.tensor_meta, **_ordered(normal, order, dtensor.ndim))
 
 
@@ -95,9 +116,12 @@ def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -
             )
     given: dict[int, tuple[int, ...]] = {}
     for tensor_dim, mesh_dims in order:
-        if not -ndim <= tensor_dim < ndim:
-            raise ArgumentError(f"shard_order: tensor dim {tensor_dim}; allowed: {-ndim}..{ndim - 1}")
+        if not isinstance(tensor_dim, int) or not -ndim <= tensor_dim < ndim:
+            allowed = f"{-ndim}..{ndim - 1}" if ndim else "none, the tensor has no dims"
+            raise ArgumentError(f"shard_order: tensor dim {tensor_dim!r}; allowed: {allowed}")
         tensor_dim %= ndim
+        if tensor_dim in given:
+            raise ArgumentError(f"shard_order: tensor dim {tensor_dim} is given twice; allowed: once each")
         if sorted(mesh_dims) != cuts.get(tensor_dim, []):
             raise ArgumentError(
                 f"shard_order: tensor dim {tensor_dim} has {tuple(mesh_dims)}; allowed: each of the mesh dims that "

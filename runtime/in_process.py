@@ -46,10 +46,15 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
 
     Returns:
         One tensor per rank, of the shape that layout `dst` gives it. The inputs themselves where nothing is to be done.
+        No gradients are recorded.
 
     Raises:
         ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
     """
+    if not isinstance(program, Program):
+        raise ArgumentError(f"program: {program!r}; allowed: a Program")
+    if not isinstance(locals_, Sequence):
+        raise ArgumentError(f"locals_: a {type(locals_).__name__}; allowed: a list of tensors, one per rank")
     if program.rank is not None:
         raise ArgumentError(f"program: it is rank {program.rank}'s alone; allowed: one of all ranks (rank=None)")
     if len(locals_) != program.mesh.size:
@@ -57,6 +62,9 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
             f"locals_: {len(locals_)} tensors for a mesh of {program.mesh.size} ranks; allowed: one each"
         )
     for position, x in enumerate(locals_):
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
+            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
+            raise ArgumentError(f"locals_[{position}]: {what}; allowed: a strided tensor with memory")
         check_local_shape(program, position, x.shape, f"locals_[{position}]")
         if name_of(x.dtype) != program.dtype:
             raise ArgumentError(f"locals_[{position}]: dtype {name_of(x.dtype)}; the program allows {program.dtype}")
@@ -69,6 +77,8 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
     world = InProcessWorld(one_sided)
     runs = {}
     for position, x in enumerate(locals_):
+        # Programs move bytes: lazy views are made what they say first. No gradient is recorded.
+        x = x.detach().resolve_conj().resolve_neg()
         bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
         runs[program.mesh.rank_at(position)] = bound.run(x)
     outputs: dict[int, torch.Tensor] = {}

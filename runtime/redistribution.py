@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as torch_redistribute
+from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -16,6 +17,7 @@ from ..planner import Program, check_local_shape, plan
 from .collective import CollectiveWorld
 from .dtypes import dtype_name
 from .executor import BoundProgram
+from .group_caches import forget_dead_groups, kept_with_group
 from .specs import layout_of_spec, mesh_of
 from .statistics import stats
 from .worlds import AnyWorld, current_worlds, why_not_backend
@@ -70,8 +72,7 @@ class _Bound:
             world.busy = False
 
 
-_bound: dict[tuple, _Bound] = {}
-_bound_for: object = None
+_bound: dict[tuple, _Bound] = kept_with_group({})
 
 
 def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str | None) -> _Bound:
@@ -87,7 +88,6 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str
     assert coordinate is not None
     position = mesh.position(coordinate)
     program = plan(mesh, tuple(current.tensor_meta.shape), dtype_name(x.dtype), src, dst, rank=position)
-    check_local_shape(program, position, x.shape)
     ranks = tuple(sorted(mesh.rank_at(p) for p in range(mesh.size)))
     if ranks[-1] >= dist.get_world_size():
         raise ArgumentError(
@@ -95,8 +95,16 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str
             f"allowed: 0..{dist.get_world_size() - 1}"
         )
     if program.is_identity:
+        check_local_shape(program, position, x.shape)
         return _Bound(program, None, None, ranks)
-    world, _ = current_worlds().choose(ranks, x.device, asked)
+    # Where nothing is exchanged nobody else has to be there.
+    met = ranks if program.exchanges else (mesh.rank_at(position),)
+    world, _ = current_worlds().choose(met, x.device, asked)
+    try:
+        check_local_shape(program, position, x.shape)
+    except ArgumentError:
+        world.refuse(ranks, program.first_peers(position))
+        raise
     return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world, ranks)
 
 
@@ -110,14 +118,18 @@ def run_redistribution(
         UnsupportedError: placements or dtypes that programs do not carry.
         WorldError: the ranks could not meet.
     """
-    global _bound_for
+    if torch.is_inference_mode_enabled():
+        # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
+        with torch.inference_mode(False):
+            return run_redistribution(x, current, target, asked)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, and these say something else than their bytes.
         x = x.resolve_conj().resolve_neg()
-    group = dist.distributed_c10d.GroupMember.WORLD
-    if _bound_for is not group:
-        _bound.clear()
-        _bound_for = group
+    if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+        raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+    forget_dead_groups()
+    if asked is not None and not isinstance(asked, str):
+        raise ArgumentError(f"world: {asked!r}; allowed: a name, or None")
     key = (current, target, x.shape, x.stride(), x.dtype, x.device, asked)
     found = _bound.get(key)
     if found is None:
@@ -172,6 +184,11 @@ def redistribute_local_tensor(
     elif current_spec.mesh.get_coordinate() is None:
         return local_tensor
     else:
+        for name, spec in (("current_spec", current_spec), ("target_spec", target_spec)):
+            if len(spec.placements) != spec.mesh.ndim:
+                raise ArgumentError(
+                    f"{name}: {len(spec.placements)} placements for a mesh of {spec.mesh.ndim} dims; allowed: one each"
+                )
         torch_redistribute.assert_no_mixed_partial_types(current_spec.placements)
         torch_redistribute.assert_no_mixed_partial_types(target_spec.placements)
         reason = why_delegate(x, current_spec, target_spec)

@@ -120,5 +120,5 @@ def unlink_names_of_the_dead() -> None:
 
 def _names() -> list[tuple[str, int]]:
     pattern = re.compile(rf"shardweave-{process_namespace()}-(\d+)-\d+")
-    found = map(pattern.fullmatch, os.listdir(NAMED_FOLDER))
+    found = map(pattern.fullmatch, os.listdir(NAMED_FOLDER) if os.path.isdir(NAMED_FOLDER) else [])
     return [(match[0], int(match[1])) for match in found if match]

@@ -30,6 +30,7 @@ _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
 _NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
 _NOWHERE: Address = (0, 0, 0)
+_REFUSED = 0  # in place of a token
 _EAGER_POLLS = 50
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
 
@@ -164,10 +165,17 @@ class SharedMemoryWorld:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
             unlink_names(os.getpid())
 
-    def _meet(self, request: Meet) -> list[Address]:
-        page, token, me = self._page, request.token, self.rank + 1
-        _, segment, offset = request.offer or _NOWHERE
-        peers = self._met.get(request.peers) or self._find_all(request.peers)
+    def refuse(self, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
+        """Come to the next meeting with `peers` to say that this rank's argument is wrong, and wait for nobody.
+
+        Where all ranks refuse alike their world lives on.
+        """
+        self._come(self._met.get(peers) or self._find_all(peers), _REFUSED, _NOWHERE)
+
+    def _come(self, peers: list[_Peer], token: int, offer: Address) -> None:
+        """Tell peers that this rank has come to their next meeting."""
+        page, me = self._page, self.rank + 1
+        _, segment, offset = offer
         for peer in peers:
             number = peer.meetings = peer.meetings + 1
             slot = peer.slots[number & 1]
@@ -177,6 +185,11 @@ class SharedMemoryWorld:
             page[slot + _NUMBER] = number
             if peer.page[_SLEEPS_FOR] == me:
                 wake(self._control.address + 8 * slot)
+
+    def _meet(self, request: Meet) -> list[Address]:
+        token = request.token
+        peers = self._met.get(request.peers) or self._find_all(request.peers)
+        self._come(peers, token, request.offer or _NOWHERE)
         if request.meanwhile is not None:
             request.meanwhile()
         addresses = []
@@ -200,28 +213,34 @@ class SharedMemoryWorld:
         """Raises DisagreementError if a peer came to this meeting with another token."""
         slot = self._slots[peer.meetings & 1]
         theirs = peer.page[slot + _TOKEN]
-        if peer.page[slot + _NUMBER] == peer.meetings and theirs != token:
+        # A rank that refuses waits for nobody: its number may have gone beyond.
+        if peer.page[slot + _NUMBER] < peer.meetings or theirs == token:
+            return
+        if theirs == _REFUSED:
             raise DisagreementError(
-                f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, dtype, layout "
-                f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
+                f"{peer} refused: its arguments do not fit, see the error there; rank {self.rank} was waiting for it"
             )
+        raise DisagreementError(
+            f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, dtype, layout "
+            f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
+        )
 
     def _wait(self, peer: _Peer, slot: int) -> None:
         page, number, give_way = peer.page, peer.meetings, os.sched_yield
         for _ in range(_EAGER_POLLS):
             give_way()
-            if page[slot] == number:
+            if page[slot] >= number:
                 return
         start = time.monotonic()
         # The peer rings when it comes, if it sees that this rank sleeps for it; a nap ends in any case.
         self._page[_SLEEPS_FOR] = peer.rank + 1
         try:
-            while (seen := page[slot]) != number:
+            while (seen := page[slot]) < number:
                 waited = time.monotonic() - start
                 # A peer that failed or died may have come to this meeting before.
-                if page[_FAILED] and page[slot] != number:
+                if page[_FAILED] and page[slot] < number:
                     raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it")
-                if waited > _SHORTEST_NAP and peer.has_died() and page[slot] != number:
+                if waited > _SHORTEST_NAP and peer.has_died() and page[slot] < number:
                     if peer.named:
                         unlink_names(peer.pid)
                     raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")

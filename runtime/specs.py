@@ -11,9 +11,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import UnsupportedError
 from ..planner import Layout, Mesh, Partial, Placement, Replicate, Shard
+from .group_caches import kept_with_group
 
 _OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
-_meshes: dict[DeviceMesh, Mesh] = {}
+_meshes: dict[DeviceMesh, Mesh] = kept_with_group({})
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

@@ -57,7 +57,7 @@ class Worlds:
             UnsupportedError: the world asked for cannot carry these ranks.
         """
         asked = asked or os.environ.get("SHARDWEAVE_WORLD") or None
-        if asked is not None and asked not in NAMES:
+        if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
             raise ArgumentError(f"world: {asked!r} is not known; allowed: {', '.join(NAMES)}")
         key = (ranks, device.type, asked)
         found = self._chosen.get(key)

@@ -51,6 +51,25 @@ def test_plan_on_a_topology(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(("--only", "nonsense"), "'nonsense' is in no case's name"), (("--json", "/no/where.json"), "cannot be written")],
+)
+def test_a_bad_option_is_one_error_and_status_2(options: tuple[str, ...], text: str) -> None:
+    done = _run("demo", *options)
+    assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.multi
+def test_named_segments_go_with_the_demo() -> None:
+    environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
+    demo = [*SHARDWEAVE, "demo", "--only", "order/split"]
+    done = subprocess.run(demo, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(Path("/dev/shm").glob("*shardweave*"))
+
+
+@pytest.mark.plan
 def test_a_bad_timeout_is_one_error_and_status_2() -> None:
     done = subprocess.run(
         [*SHARDWEAVE, "demo"], capture_output=True, text=True, env={**os.environ, "SHARDWEAVE_TIMEOUT": "soon"}

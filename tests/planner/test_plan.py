@@ -4,6 +4,7 @@ import json
 import math
 import tracemalloc
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache
 
 import brute_force_oracle as oracle
@@ -20,6 +21,7 @@ from shardweave.planner import (
     Local,
     Mesh,
     Program,
+    Shard,
     Topology,
     check_local_shape,
     plan,
@@ -455,11 +457,30 @@ def test_dtypes_that_are_only_moved(dtype: str) -> None:
         (((2, 2), (8, 6), "float32", None, "R R"), "src: None; allowed: a Layout or its text form"),
         (((2, 2), (8, 6), "float32", "S0 R", "R Q"), "dst: unknown token 'Q'"),
         (((2, 2), (8, 6), "float32", "S0/3 S0", "R R"), "src: .*S0/3"),
+        (((2, 2), (2**62, 8), "float32", "S0 R", "R R"), r"shape: .* has more than 2\*\*58 elements"),
     ],
 )
 def test_errors_name_the_argument(arguments: tuple, text: str) -> None:
     with pytest.raises((ArgumentError, UnsupportedError), match=text):
         plan(*arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Layout(None),
+        lambda: Layout([Shard(0)], {0: 5}),
+        lambda: Layout([Shard("x")]),
+        lambda: Layout([Shard(0.5)]),
+        lambda: Layout.parse(None),
+        lambda: Mesh((2, 2), names="ab"),
+        lambda: Mesh((2, 2), names=5),
+        lambda: Mesh((2, 2), names=([], [])),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(make: Callable[[], object]) -> None:
+    with pytest.raises(ArgumentError, match="^(layout|mesh): .*allowed: "):
+        make()
 
 
 def test_receivers_contribute_is_never_said_of_others(case: oracle.Case) -> None:

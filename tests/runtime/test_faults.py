@@ -38,7 +38,39 @@ def test_ranks_that_ask_for_different_things_are_told(world: str) -> None:
         assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
 
-def die_or_wait(rank: int, how: str) -> None:
+def misfit_on_one(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    rows = 3 if rank == 2 else 2
+    d = DTensor.from_local(
+        torch.zeros(rows, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
+    )
+    shardweave.redistribute(d, [Replicate()], world=world)
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_a_rank_whose_tensor_does_not_fit_tells_its_peers(world: str) -> None:
+    start = time.monotonic()
+    ends = end_ranks(misfit_on_one, 4, world, timeout=60)
+    assert time.monotonic() - start < 45
+    assert ends[2].error == "ArgumentError" and "gave shape (3, 4)" in ends[2].message
+    others = [end for rank, end in enumerate(ends) if rank != 2]
+    assert any(end.error == "DisagreementError" and "rank 2" in end.message for end in others)
+    assert {end.error for end in others} <= {"DisagreementError", "PeerError"}
+
+
+def one_rank_alone(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(24.0).view(4, 6)
+    if rank == 3:
+        d = DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=False)
+        assert torch.equal(shardweave.redistribute(d, [Shard(0), Shard(1)]).to_local(), whole[2:, 3:])
+
+
+def test_a_rank_that_exchanges_nothing_waits_for_nobody() -> None:
+    run_ranks(one_rank_alone, 4, environment={"SHARDWEAVE_TIMEOUT": "5"})
+
+
+def die_or_wait(rank: int, how: str, world: str = "shared_memory") -> None:
     mesh = init_device_mesh("cpu", (4,))
     d = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])
     for call in range(50):
@@ -48,21 +80,23 @@ def die_or_wait(rank: int, how: str) -> None:
             if how == "exit":
                 os._exit(0)
             time.sleep(10)
-        shardweave.redistribute(d, [Shard(1)])
+        shardweave.redistribute(d, [Shard(1)], world=world)
 
 
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
 @pytest.mark.parametrize("how", ["killed", "exit"])
-def test_a_dead_rank_is_named(how: str) -> None:
+def test_a_dead_rank_is_named(how: str, world: str) -> None:
     start = time.monotonic()
-    ends = end_ranks(die_or_wait, 4, how, timeout=60)
+    ends = end_ranks(die_or_wait, 4, how, world, timeout=60)
     # Far below the group's timeout of 60 s: the death itself was noticed.
     assert time.monotonic() - start < 45
     named = [end.message for r, end in enumerate(ends) if r != 1 and "rank 1" in end.message]
     assert named and all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
 
 
-def test_a_stalled_rank_ends_the_wait() -> None:
-    ends = end_ranks(die_or_wait, 4, "stall", environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_a_stalled_rank_ends_the_wait(world: str) -> None:
+    ends = end_ranks(die_or_wait, 4, "stall", world, environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
     errors = [end for r, end in enumerate(ends) if r != 1]
     assert any(end.error == "MeetingTimeoutError" and "rank 1" in end.message for end in errors)
     assert {end.error for end in errors} <= {"MeetingTimeoutError", "PeerError"}

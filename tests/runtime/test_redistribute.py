@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import random
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -251,9 +255,33 @@ def test_conjugated_and_negated_views_move_what_they_say(world: str) -> None:
     run_ranks(lazy_views, 4, world)
 
 
+def modes(rank: int, world: str) -> None:
+    """Inference mode in between, then training, then fake tensors."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(30.0).view(6, 5)
+    x = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+    for first, target in ((True, [Replicate(), Shard(1)]), (False, [Shard(1), Shard(1)])):
+        for inference in (first, not first, first):
+            with torch.inference_mode(inference):
+                y = shardweave.redistribute(x, target, world=world).to_local()
+                assert torch.equal(y, held_by(whole, target, mesh, {}))
+        weight = torch.ones_like(y, requires_grad=True)
+        y = shardweave.redistribute(x, target, world=world).to_local()
+        (y * weight).sum().backward()
+        assert weight.grad is not None and torch.equal(weight.grad, y)
+    with FakeTensorMode(), pytest.raises(shardweave.UnsupportedError, match="fake tensor mode"):
+        shardweave.redistribute(x, [Replicate(), Replicate()], world=world)
+    assert torch.equal(shardweave.redistribute(x, [Replicate(), Replicate()], world=world).to_local(), whole)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_modes_come_and_go(world: str) -> None:
+    run_ranks(modes, 4, world)
+
+
 def several_process_groups(rank: int) -> None:
     store = dist.distributed_c10d._get_default_store()
-    kept = []
+    kept, sockets = [], []
     for life in range(4):
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.arange(30000.0).view(60, 500) + life
@@ -268,6 +296,9 @@ def several_process_groups(rank: int) -> None:
         dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=2)
+        gc.collect()
+        sockets.append(sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()))
+    assert sockets[1] == sockets[-1], "groups that are gone are kept alive"
     # The memory of groups that are gone is still these tensors'.
     assert all(torch.equal(y, whole) for y, whole in kept)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -468,15 +469,29 @@ def test_simulate_may_be_called_again() -> None:
         ([torch.zeros(4, 3), torch.zeros(4, 3)], ["locals_[1]", "position 1", "(4, 3)", "S0", "(7, 3)", "only (3, 3)"]),
         ([torch.zeros(4, 3), torch.zeros(9)], ["locals_[1]", "(9,)", "only (3, 3)"]),
         ([torch.zeros(4, 3), torch.zeros(3, 3).half()], ["locals_[1]", "float16", "float32"]),
-        ([torch.zeros(4, 3), torch.zeros(3, 3, device="meta")], ["locals_[1]", "meta", "cpu"]),
+        ([torch.zeros(4, 3), torch.zeros(3, 3, device="meta")], ["locals_[1]", "meta", "memory"]),
+        ([torch.zeros(4, 3), 5], ["locals_[1]", "5", "strided tensor"]),
+        (None, ["locals_", "NoneType", "list of tensors"]),
     ],
-    ids=range(6),
+    ids=range(8),
 )
-def test_simulate_refuses(locals_: list[torch.Tensor], parts: list[str]) -> None:
+def test_simulate_refuses(locals_: Any, parts: list[str]) -> None:
     program = shardweave.plan((2,), (7, 3), torch.float32, "S0", "S1")
     with pytest.raises(ArgumentError) as error:
         shardweave.simulate(program, locals_)
     assert [part for part in parts if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize(("source", "target"), [("R", "S0"), ("P", "R"), ("S0", "R"), ("P", "S0"), ("R", "P")])
+def test_simulate_takes_lazy_views_and_leaves_of_a_graph(source: str, target: str, one_sided: bool) -> None:
+    program = shardweave.plan((2,), (4, 3), torch.complex64, source, target)
+    shape = program.local_shape(program.src, 0)
+    plain = [torch.randn(shape, dtype=torch.complex64) for _ in range(2)]
+    expected = shardweave.simulate(program, [x.conj().resolve_conj() for x in plain], one_sided=one_sided)
+    for given in ([x.conj() for x in plain], [x.conj().resolve_conj().requires_grad_() for x in plain]):
+        found = shardweave.simulate(program, given, one_sided=one_sided)
+        assert all(a.equal(b) and not a.requires_grad for a, b in zip(found, expected, strict=True))
 
 
 def test_simulate_refuses_the_program_of_one_rank() -> None:
