@@ -132,11 +132,16 @@ class Program:
     def exchanges(self) -> int:
         return sum(isinstance(step, Exchange) for step in self.steps)
 
-    def first_peers(self, position: int) -> tuple[int, ...]:
-        """The ranks that a mesh position meets first; none if nothing is exchanged."""
-        groups = (step.group for step in self.steps if isinstance(step, Exchange))
-        group = self.mesh.subgroup(position, next(groups, ()))
-        return tuple(sorted(self.mesh.rank_at(p) for p in group if p != position))
+    def first_met(self, position: int) -> tuple[int, ...]:
+        """The ranks of the first exchange of a mesh position, itself included, ascending; itself if there is none."""
+        return self._ranks_along(position, next((s.group for s in self.steps if isinstance(s, Exchange)), ()))
+
+    def company(self, position: int) -> tuple[int, ...]:
+        """The ranks that run the program in step with a mesh position, itself included, ascending."""
+        return self._ranks_along(position, [m for s in self.steps if isinstance(s, Exchange) for m in s.group])
+
+    def _ranks_along(self, position: int, mesh_dims: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(map(self.mesh.rank_at, self.mesh.subgroup(position, sorted(set(mesh_dims))))))
 
     @property
     def is_identity(self) -> bool:

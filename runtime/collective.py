@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
+from ..planner import Program
 from .meeting import Meet, Transfer
 from .shared_memory import read_when_posted
 
@@ -47,8 +48,8 @@ class CollectiveWorld:
     def landings(self, ranks: tuple[int, ...]) -> None:
         return None
 
-    def announce(self, ranks: tuple[int, ...], peers: tuple[int, ...], token: int, compare: bool) -> None:
-        """Post this call's request under the ranks of its mesh; if asked, compare with what the peers posted.
+    def announce(self, ranks: tuple[int, ...], token: int, compare: bool) -> None:
+        """Post this call's request under the ranks that run it in step; if asked, compare with what the others posted.
 
         Raises:
             DisagreementError: a peer posted another request for the same call.
@@ -58,7 +59,9 @@ class CollectiveWorld:
         where = f"shardweave/calls/{hash(ranks)}"
         slot = call % _KEPT_POSTS
         self._store.set(f"{where}/{self.rank}/{slot}", f"{call} {token}")
-        for peer in peers if compare else ():
+        for peer in ranks if compare else ():
+            if peer == self.rank:
+                continue
             text = read_when_posted(
                 self._store, f"{where}/{peer}/{slot}", peer, self.timeout, lambda text: int(text.split()[0]) >= call
             )
@@ -75,10 +78,11 @@ class CollectiveWorld:
                     f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
                 )
 
-    def refuse(self, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
+    def refuse(self, program: Program, position: int) -> None:
         """Post, where peers that compile the request look, that this rank's argument is wrong; wait for nobody."""
-        if peers:
-            self.announce(ranks, peers, _REFUSED, False)
+        ranks = program.company(position)
+        if len(ranks) > 1:
+            self.announce(ranks, _REFUSED, False)
 
     def answer(self, request: Meet | Transfer) -> None:
         assert isinstance(request, Transfer)

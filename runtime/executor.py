@@ -417,9 +417,6 @@ class BoundProgram:
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.local_shape(step.source, position))
             self.steps.append(kind(program, step, position, before, world, dtype, device))
-        everyone = {p for step in program.steps if isinstance(step, Exchange)
-                    for p in program.mesh.subgroup(position, step.group)}  # fmt: skip
-        self.peer_ranks = tuple(sorted(program.mesh.rank_at(p) for p in everyone - {position}))
 
     def check(self, x: torch.Tensor) -> None:
         check_local_shape(self.program, self.position, x.shape)

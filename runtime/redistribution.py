@@ -31,11 +31,10 @@ _KEPT = 2048
 class _Bound:
     """A program on its world, ready to be called."""
 
-    def __init__(
-        self, program: Program, bound: BoundProgram | None, world: AnyWorld | None, ranks: tuple[int, ...]
-    ) -> None:
-        self.program, self.bound, self.world, self.ranks = program, bound, world, ranks
-        self.announcer = world if isinstance(world, CollectiveWorld) and bound and bound.peer_ranks else None
+    def __init__(self, program: Program, bound: BoundProgram | None, world: AnyWorld | None) -> None:
+        self.program, self.bound, self.world = program, bound, world
+        self.company = program.company(bound.position) if bound else ()
+        self.announcer = world if isinstance(world, CollectiveWorld) and len(self.company) > 1 else None
         self.first = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +55,7 @@ class _Bound:
         reply: Any = None
         try:
             if self.announcer is not None:
-                self.announcer.announce(self.ranks, bound.peer_ranks, bound.token, self.first)
+                self.announcer.announce(self.company, bound.token, self.first)
                 self.first = False
             run = bound.run(x)
             while True:
@@ -96,16 +95,16 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str
         )
     if program.is_identity:
         check_local_shape(program, position, x.shape)
-        return _Bound(program, None, None, ranks)
+        return _Bound(program, None, None)
     # Where nothing is exchanged nobody else has to be there.
     met = ranks if program.exchanges else (mesh.rank_at(position),)
     world, _ = current_worlds().choose(met, x.device, asked)
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError:
-        world.refuse(ranks, program.first_peers(position))
+        world.refuse(program, position)
         raise
-    return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world, ranks)
+    return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world)
 
 
 def run_redistribution(

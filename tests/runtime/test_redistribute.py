@@ -255,6 +255,25 @@ def test_conjugated_and_negated_views_move_what_they_say(world: str) -> None:
     run_ranks(lazy_views, 4, world)
 
 
+def unequal_speeds(rank: int, world: str) -> None:
+    """Rows of a mesh exchange among themselves, each as often as it likes, and meet the others in between."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(30.0).view(6, 5)
+    x = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    for _ in range(4):
+        for _ in range(3 if rank < 2 else 70):
+            y = shardweave.redistribute(x, [Replicate(), Replicate()], world=world)
+            assert torch.equal(y.to_local(), whole)
+        z = shardweave.redistribute(x, [Shard(1), Shard(0)], world=world)
+        z = shardweave.redistribute(z, [Shard(0), Shard(1)], world=world)
+        assert torch.equal(z.to_local(), held_by(whole, z.placements, mesh, {}))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_groups_of_one_mesh_go_at_their_own_speed(world: str) -> None:
+    run_ranks(unequal_speeds, 4, world)
+
+
 def modes(rank: int, world: str) -> None:
     """Inference mode in between, then training, then fake tensors."""
     mesh = init_device_mesh("cpu", (2, 2))
