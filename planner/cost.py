@@ -55,7 +55,7 @@ class Ranks:
         self.mesh = mesh
         self.whole = mesh.size <= PRICED_WHOLE
         everyone = np.arange(mesh.size)
-        ranks = everyone if mesh.ranks is None else np.array(mesh.ranks)
+        ranks = mesh.rank_array
         nodes = np.zeros_like(ranks) if topology.node_size is None else ranks // topology.node_size
         self.one_node = bool((nodes == nodes[0]).all())
         sampled = everyone if self.whole else np.unique(np.linspace(0, mesh.size - 1, _SAMPLED).astype(np.int64))

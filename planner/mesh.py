@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ArgumentError
 
 Coordinate = tuple[int, ...]
+Pair = tuple[int, int]  # size, stride
 
 
 def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -27,20 +28,27 @@ def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
         raise ArgumentError(f"{argument}: {values!r}; allowed: whole numbers, such as (2, 2)") from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Mesh:
     """Ranks in row-major order over `shape`.
 
-    `ranks[i]` is the rank at row-major position i; None means `arange`. The planner works in positions; only the
-    runtime turns them into ranks.
+    Each mesh dim is a row-major list of (size, stride) pairs, as in the layout algebra of CuTe: which rank stands at a
+    coordinate is `offset` plus strides times digits, an index into `table` if there is one. So slicing, flattening in
+    any order, unflattening and transposing make new pairs and no list of ranks. The planner works in positions; only
+    the runtime turns them into ranks. Meshes are equal if they are described alike.
+
+    Args:
+        ranks: the rank at each row-major position; None means `arange`.
 
     Raises:
         ArgumentError: a size below 1, names or ranks that do not fit the shape, a rank given twice.
     """
 
     shape: tuple[int, ...]
-    names: tuple[str, ...] | None = None
-    ranks: tuple[int, ...] | None = None
+    names: tuple[str, ...] | None
+    dims: tuple[tuple[Pair, ...], ...]
+    offset: int
+    table: tuple[int, ...] | None
 
     def __init__(
         self, shape: Sequence[int] | int, names: Sequence[str] | None = None, ranks: Iterable[int] | None = None
@@ -48,25 +56,195 @@ class Mesh:
         sizes = whole_numbers("mesh", (shape,) if isinstance(shape, int) else shape)
         if not sizes or any(n < 1 for n in sizes):
             raise ArgumentError(f"mesh: shape {sizes} must have at least one dim, and every size must be at least 1")
-        if names is not None and (
-            isinstance(names, str)
-            or not isinstance(names, Sequence)
-            or not all(isinstance(name, str) for name in names)
-        ):
-            raise ArgumentError(f"mesh: names {names!r}; allowed: {len(sizes)} different names, one per mesh dim")
-        if names is not None and (len(tuple(names)) != len(sizes) or len(set(names)) != len(sizes)):
-            raise ArgumentError(f"mesh: names {tuple(names)} must be {len(sizes)} different names, one per mesh dim")
+        strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+        offset, table = 0, None
         if ranks is not None:
             ranks = whole_numbers("mesh: ranks", ranks)
             if len(ranks) != math.prod(sizes) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
                 raise ArgumentError(
                     f"mesh: ranks {ranks} must be {math.prod(sizes)} different ranks >= 0 for shape {sizes}"
                 )
-            if ranks == tuple(range(len(ranks))):
-                ranks = None
-        object.__setattr__(self, "shape", sizes)
-        object.__setattr__(self, "names", None if names is None else tuple(names))
-        object.__setattr__(self, "ranks", ranks)
+            steps = [ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, strides, strict=True)]
+            if (_sums(ranks[0], list(zip(sizes, steps, strict=True))) == np.array(ranks)).all():
+                offset, strides = ranks[0], steps
+            else:
+                table = ranks
+        self._set([((n, step),) for n, step in zip(sizes, strides, strict=True)], names, offset, table)
+
+    def _set(
+        self,
+        dims: Iterable[Sequence[Pair]],
+        names: Sequence[str] | None,
+        offset: int,
+        table: tuple[int, ...] | None,
+    ) -> Mesh:
+        dims = tuple(map(_coalesced, dims))
+        shape = tuple(math.prod(n for n, _ in pairs) for pairs in dims)
+        if names is not None and (
+            isinstance(names, str)
+            or not isinstance(names, Sequence)
+            or not all(isinstance(name, str) for name in names)
+            or len(names) != len(shape)
+            or len(set(names)) != len(shape)
+        ):
+            given = tuple(names) if isinstance(names, list | tuple) else names
+            raise ArgumentError(f"mesh: names {given!r}; allowed: {len(shape)} different names, one per mesh dim")
+        fields = {"shape": shape, "names": None if names is None else tuple(names), "dims": dims, "offset": offset}
+        for name, value in {**fields, "table": table}.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def _derived(self, dims: Iterable[Sequence[Pair]], names: Sequence[str] | None, offset: int | None = None) -> Mesh:
+        return Mesh.__new__(Mesh)._set(dims, names, self.offset if offset is None else offset, self.table)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The rank at each row-major position; None where that is `arange`."""
+        whole = _coalesced([pair for pairs in self.dims for pair in pairs])
+        if self.table is None and self.offset == 0 and whole == _coalesced([(self.size, 1)]):
+            return None
+        return tuple(self.rank_array.tolist())
+
+    @cached_property
+    def rank_array(self) -> np.ndarray:
+        """[size] the rank at each row-major position."""
+        index = _sums(self.offset, [pair for pairs in self.dims for pair in pairs])
+        return index if self.table is None else np.array(self.table)[index]
+
+    def dim(self, given: int | str) -> int:
+        """The index of a mesh dim given by name or index.
+
+        Raises:
+            ArgumentError: there is no such mesh dim.
+        """
+        if isinstance(given, str) and given in (self.names or ()):
+            assert self.names is not None
+            return self.names.index(given)
+        if isinstance(given, int) and -self.ndim <= given < self.ndim:
+            return given % self.ndim
+        allowed = [*range(self.ndim), *(self.names or ())]
+        raise ArgumentError(f"mesh dim: {given!r}; allowed: {', '.join(map(str, allowed))}")
+
+    def _dims(self, given: Sequence[int | str] | int | str) -> list[int]:
+        found = [self.dim(d) for d in ([given] if isinstance(given, int | str) else given)]
+        if len(set(found)) != len(found):
+            raise ArgumentError(f"mesh dims: {given!r} names one twice; allowed: each once")
+        return found
+
+    def __getitem__(self, dims: str | tuple[str, ...]) -> Mesh:
+        """The mesh along some dims, in the order given, through the first rank; `submesh` goes through any."""
+        return self.submesh(0, dims)
+
+    def submesh(self, position: int, dims: Sequence[int | str] | int | str) -> Mesh:
+        """The mesh along `dims`, in the order given, through the rank at a position."""
+        found = self._dims(dims)
+        offset = self.offset
+        for d, c in enumerate(self.coordinate(position)):
+            if d not in found:
+                for n, stride in reversed(self.dims[d]):
+                    c, digit = divmod(c, n)
+                    offset += digit * stride
+        return self._derived([self.dims[d] for d in found], self._names(found), offset)
+
+    def submeshes(self, dims: Sequence[int | str] | int | str) -> list[Mesh]:
+        """All meshes along `dims`, in row-major order of the other coordinates: every rank is in exactly one."""
+        found = self._dims(dims)
+        starts = np.arange(self.size).reshape(self.shape)
+        for d in found:
+            starts = starts.take([0], axis=d)
+        return [self.submesh(position, dims) for position in starts.reshape(-1).tolist()]
+
+    def transpose(self, dims: Sequence[int | str]) -> Mesh:
+        """The same ranks with the mesh dims in another order."""
+        found = self._dims(dims)
+        if len(found) != self.ndim:
+            raise ArgumentError(f"mesh dims: {tuple(dims)}; allowed: all {self.ndim}, each once")
+        return self._derived([self.dims[d] for d in found], self._names(found))
+
+    def flatten(self, dims: Sequence[int | str], name: str | None = None) -> Mesh:
+        """One mesh dim in place of several, neighbours or not, the first given slowest, where the leftmost stood.
+
+        `name` is needed where the mesh has names.
+        """
+        found = self._dims(dims)
+        if not found:
+            raise ArgumentError("mesh dims: none given; allowed: one or more")
+        new: list[Sequence[Pair]] = []
+        names: list[str | None] = []
+        for d in range(self.ndim):
+            if d == min(found):
+                new.append([pair for f in found for pair in self.dims[f]])
+                names.append(name)
+            elif d not in found:
+                new.append(self.dims[d])
+                names.append(self.names[d] if self.names else None)
+        return self._derived(new, names if self.names or name is not None else None)  # type: ignore[arg-type]
+
+    def unflatten(self, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
+        """Several mesh dims of `sizes`, row-major, in place of one; `names` are needed where the mesh has names.
+
+        Raises:
+            ArgumentError: sizes that do not make up the dim, or that cut across one that was flattened of others.
+        """
+        d, wanted = self.dim(dim), whole_numbers("sizes", sizes)
+        pairs = list(self.dims[d])
+        if not wanted or any(n < 1 for n in wanted) or math.prod(wanted) != self.shape[d]:
+            raise ArgumentError(
+                f"sizes: {wanted}; allowed: sizes whose product is that of the mesh dim, {self.shape[d]}"
+            )
+        new: list[list[Pair]] = []
+        for size in reversed(wanted):
+            taken: list[Pair] = []
+            left = size
+            while left > 1:
+                n, stride = pairs.pop()
+                part = math.gcd(n, left)
+                if part == 1 or (n != part and left != part):
+                    raise ArgumentError(
+                        f"sizes: {wanted} cut across the dims that mesh dim {d} was flattened of, of sizes "
+                        f"{tuple(n for n, _ in self.dims[d])}; allowed: sizes that divide these or are made of them"
+                    )
+                taken.insert(0, (part, stride))
+                if n != part:
+                    pairs.append((n // part, stride * part))
+                left //= part
+            new.insert(0, taken)
+        mine = self.names[d : d + 1] if self.names else None
+        given = names if names is not None else (mine if len(wanted) == 1 else None)
+        if self.names and given is None:
+            raise ArgumentError(f"mesh: names None; allowed: {len(wanted)} names for what mesh dim {d} becomes")
+        around = None
+        if given is not None:
+            before = self.names or tuple(f"dim{i}" for i in range(self.ndim))
+            around = (*before[:d], *given, *before[d + 1 :])
+        return self._derived([*self.dims[:d], *new, *self.dims[d + 1 :]], around)
+
+    def complement(self, world_size: int) -> Mesh:
+        """The mesh, of one dim, of the ranks that this one may begin at so that its copies tile `range(world_size)`.
+
+        Raises:
+            ArgumentError: no copies of it tile the world: it has a table, strides that leave gaps of another size, or
+                steps that overlap.
+        """
+        pairs = sorted((pair for dim in self.dims for pair in dim), key=lambda pair: pair[1])
+        gaps: list[Pair] = []
+        covered = 1
+        for n, stride in pairs:
+            if self.table is not None or self.offset or stride % covered or stride < covered:
+                raise ArgumentError(f"world_size: copies of mesh {self} tile no world")
+            gaps.insert(0, (stride // covered, covered))
+            covered = n * stride
+        if world_size % covered:
+            raise ArgumentError(f"world_size: {world_size}; allowed: a multiple of {covered}")
+        gaps.insert(0, (world_size // covered, covered))
+        return self._derived([gaps], None)
+
+    def overlaps(self, other: Mesh) -> bool:
+        """Whether a rank is in both meshes."""
+        return bool(np.isin(self.rank_array, other.rank_array).any())
+
+    def _names(self, dims: Sequence[int]) -> tuple[str, ...] | None:
+        return None if self.names is None else tuple(self.names[d] for d in dims)
 
     @property
     def ndim(self) -> int:
@@ -96,7 +274,12 @@ class Mesh:
         return position
 
     def rank_at(self, position: int) -> int:
-        return position if self.ranks is None else self.ranks[position]
+        index = self.offset
+        for pairs in reversed(self.dims):
+            for n, stride in reversed(pairs):
+                position, digit = divmod(position, n)
+                index += digit * stride
+        return index if self.table is None else self.table[index]
 
     @cached_property
     def strides(self) -> np.ndarray:
@@ -106,14 +289,13 @@ class Mesh:
     @cached_property
     def _positions(self) -> np.ndarray:
         """[ranks] the position of each rank up to the last, -1 for those that are not in the mesh."""
-        ranks = np.arange(self.size) if self.ranks is None else np.array(self.ranks)
-        positions = np.full(ranks.max() + 1, -1)
-        positions[ranks] = np.arange(self.size)
+        positions = np.full(self.rank_array.max() + 1, -1)
+        positions[self.rank_array] = np.arange(self.size)
         return positions
 
     def node_of(self, positions: np.ndarray, node_size: int) -> np.ndarray:
         """The positions on the same node of `node_size` consecutive ranks, -1 for none: [n, node_size]."""
-        ranks = positions if self.ranks is None else np.array(self.ranks)[positions]
+        ranks = positions if self.ranks is None else self.rank_array[positions]
         node = (ranks // node_size * node_size)[:, None] + np.arange(node_size)
         if self.ranks is None:
             return np.where(node < self.size, node, -1)
@@ -129,3 +311,22 @@ class Mesh:
 
     def __str__(self) -> str:
         return "×".join(map(str, self.shape)) + (f" ({', '.join(self.names)})" if self.names else "")
+
+
+def _coalesced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    """Row-major pairs with those of size 1 left out, and those that run on into each other made one."""
+    found: list[Pair] = []
+    for n, stride in pairs:
+        if found and n > 1 and found[-1][1] == n * stride:
+            found[-1] = found[-1][0] * n, stride
+        elif n > 1:
+            found.append((n, stride))
+    return tuple(found)
+
+
+def _sums(offset: int, pairs: Sequence[Pair]) -> np.ndarray:
+    """`offset` plus strides times digits, for all digits, row-major."""
+    index = np.array([offset])
+    for n, stride in pairs:
+        index = (index[:, None] + np.arange(n) * stride).reshape(-1)
+    return index

@@ -184,8 +184,7 @@ class Program:
     def _traffic(self, step: Step, position: int) -> _Traffic:
         nodes = None
         if self.topology is not None and self.topology.node_size is not None:
-            ranks = np.arange(self.mesh.size) if self.mesh.ranks is None else np.array(self.mesh.ranks)
-            nodes = ranks // self.topology.node_size
+            nodes = self.mesh.rank_array // self.topology.node_size
         return _Traffic.of(step.boxes, position, nodes)
 
     @cached_property

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +73,130 @@ def test_mesh_refuses(arguments: tuple, parts: list[str]) -> None:
     with pytest.raises(ArgumentError) as error:
         Mesh(*arguments)
     assert [part for part in parts if part not in str(error.value)] == []
+
+
+# The algebra, against arrays of ranks
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Meshes in order, permuted, strided, and made of others by the algebra itself."""
+    shape = draw(shapes)
+    size = math.prod(shape)
+    names = draw(st.sampled_from([None, tuple("abcd"[: len(shape)])]))
+    kind = draw(st.sampled_from(["arange", "strided", "permuted", "some"]))
+    ranks: list[int] | None = list(range(size))
+    if kind == "arange":
+        ranks = None
+    elif kind == "strided":
+        ranks = [5 + 3 * r for r in range(size)]
+    elif kind == "permuted":
+        ranks = draw(st.permutations(range(size)))
+    else:
+        ranks = draw(st.lists(st.integers(0, 4 * size), min_size=size, max_size=size, unique=True))
+    mesh = Mesh(shape, names, ranks)
+    for _ in range(draw(st.integers(0, 2))):
+        dims = draw(st.permutations(range(mesh.ndim)))
+        how = draw(st.sampled_from(["transpose", "submesh", "flatten"]))
+        if how == "transpose":
+            mesh = mesh.transpose(dims)
+        elif how == "submesh":
+            mesh = mesh.submesh(draw(st.integers(0, mesh.size - 1)), dims[: max(1, mesh.ndim - 1)])
+        else:
+            mesh = mesh.flatten(dims[: max(1, mesh.ndim - 1)], name="".join(mesh.names) + "f" if mesh.names else None)
+    return mesh
+
+
+def table_of(mesh: Mesh) -> np.ndarray:
+    """Rank by rank, as `rank_at` says."""
+    return np.array([mesh.rank_at(p) for p in range(mesh.size)]).reshape(mesh.shape)
+
+
+def alike(mesh: Mesh, table: np.ndarray) -> bool:
+    assert mesh.rank_array.tolist() == table_of(mesh).reshape(-1).tolist()
+    assert mesh.ranks is None or list(mesh.ranks) == mesh.rank_array.tolist()
+    if mesh.ranks is None:
+        assert mesh.rank_array.tolist() == list(range(mesh.size))
+    again = Mesh(mesh.shape, mesh.names, mesh.ranks)
+    assert again.rank_array.tolist() == mesh.rank_array.tolist()
+    return mesh.shape == table.shape and (table_of(mesh) == table).all()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(meshes(), st.data())
+def test_transposing_and_slicing_move_ranks_as_arrays_do(mesh: Mesh, data: st.DataObject) -> None:
+    table = table_of(mesh)
+    order = data.draw(st.permutations(range(mesh.ndim)))
+    assert alike(mesh.transpose(order), table.transpose(order))
+    position = data.draw(st.integers(0, mesh.size - 1))
+    kept = order[: data.draw(st.integers(1, mesh.ndim))]
+    index = tuple(slice(None) if d in kept else c for d, c in enumerate(mesh.coordinate(position)))
+    ascending = sorted(kept)
+    assert alike(mesh.submesh(position, kept), table[index].transpose([ascending.index(d) for d in kept]))
+    parts = mesh.submeshes(kept)
+    assert sorted(r for part in parts for r in part.rank_array.tolist()) == sorted(table.reshape(-1).tolist())
+    assert all(part.shape == tuple(mesh.shape[d] for d in kept) for part in parts)
+    assert not any(a.overlaps(b) for i, a in enumerate(parts[:4]) for b in parts[:i])
+    assert all(part.overlaps(mesh) for part in parts[:4])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(meshes(), st.data())
+def test_flattening_moves_ranks_as_reshaping_does_and_back(mesh: Mesh, data: st.DataObject) -> None:
+    table = table_of(mesh)
+    order = data.draw(st.permutations(range(mesh.ndim)))
+    dims = order[: data.draw(st.integers(1, mesh.ndim))]
+    flat = mesh.flatten(dims, name="flat" if mesh.names else None)
+    rest = [d for d in range(mesh.ndim) if d not in dims]
+    place = sum(d < min(dims) for d in rest)
+    moved = table.transpose([*rest[:place], *dims, *rest[place:]])
+    sizes = [mesh.shape[d] for d in dims]
+    expected = moved.reshape(
+        [*(mesh.shape[d] for d in rest[:place]), math.prod(sizes), *moved.shape[place + len(dims) :]]
+    )
+    assert alike(flat, expected)
+    names = [f"n{i}" for i in range(len(dims))] if mesh.names else None
+    assert alike(flat.unflatten(place, sizes, names), moved)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_a_complement_tiles_the_world(a: int, gap: int, b: int, step: int, times: int) -> None:
+    mesh = Mesh((times * 2, gap, b, step), ("w", "x", "y", "z")).submesh(0, ("y",) if a % 2 else ("x", "z"))
+    world = 2 * times * gap * b * step
+    starts = mesh.complement(world)
+    tiles = np.add.outer(starts.rank_array, mesh.rank_array).reshape(-1)
+    assert sorted(tiles.tolist()) == list(range(world))
+
+
+def test_names_choose_dims() -> None:
+    mesh = Mesh((2, 3, 4), ("pp", "dp", "tp"))
+    assert mesh["tp"] == Mesh((4,), ("tp",))
+    assert mesh["pp", "dp"].rank_array.tolist() == [0, 4, 8, 12, 16, 20]
+    assert mesh.submesh(23, "dp").rank_array.tolist() == [15, 19, 23]
+    assert mesh.flatten(("tp", "pp"), "fsdp").names == ("fsdp", "dp")
+    assert mesh.flatten(("tp", "pp"), "fsdp").submesh(0, "fsdp").ranks == (0, 12, 1, 13, 2, 14, 3, 15)
+    assert mesh.unflatten("tp", (2, 2), ("cp", "ep")).names == ("pp", "dp", "cp", "ep")
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda m: m["ep"], "mesh dim: 'ep'; allowed: 0, 1, dp, tp"),
+        (lambda m: m.submesh(0, 2), "mesh dim: 2; allowed: 0, 1, dp, tp"),
+        (lambda m: m.transpose(("dp",)), r"mesh dims: \('dp',\); allowed: all 2, each once"),
+        (lambda m: m.flatten(("dp", "dp"), "x"), "names one twice"),
+        (lambda m: m.flatten(("dp", "tp")), "names .*allowed: 1 different names"),
+        (lambda m: m.unflatten("tp", (3, 2), ("a", "b")), r"sizes: \(3, 2\); allowed: .* of the mesh dim, 4"),
+        (lambda m: m.unflatten("tp", (2, 2)), "allowed: 2 names|mesh: names None"),
+        (lambda m: m.flatten(("tp", "dp"), "x").unflatten("x", (2, 3, 2), ("a", "b", "c")), "cut across"),
+        (lambda m: m.complement(13), "world_size: 13; allowed: a multiple of 12"),
+        (lambda m: m.transpose((1, 0)).submesh(4, 0).complement(12), "tile no world"),
+    ],
+)
+def test_the_algebra_refuses(call: Callable[[Mesh], Mesh], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        call(Mesh((3, 4), ("dp", "tp")))
 
 
 @pytest.mark.parametrize("position", [-1, 4])
