@@ -13,6 +13,7 @@ from .index_sets import held_box
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Exchange, Local, Program, Reduce, Step, check_shape
+from .refinement import refined
 from .search import Route, Search
 from .topology import NVLINK_NODE, Topology
 
@@ -35,8 +36,9 @@ def plan(
         dtype: a name such as "bfloat16".
         src, dst: layouts, or their text form (`Layout.parse`).
         rank: a mesh position: only its own program, in time proportional to its peers. None: the program of all ranks.
-        topology: what the ranks are linked by; the steps are those that take least time on it. None: all ranks reach
-            each other alike, and bytes alone decide.
+        topology: what the ranks are linked by; the steps are those that take least time on it. A mesh dim that runs
+            through several nodes is two in the program, between nodes and inside them, at the same positions. None: all
+            ranks reach each other alike, and bytes alone decide.
         max_bytes: what a rank may hold at most at any time: input, output, and what lies between.
 
     Raises:
@@ -70,8 +72,10 @@ def redistribute_cost(
     Args and errors as for `plan`. Answers are kept, so arguments are hashable.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    source, target = _layout("src", src, mesh), _layout("dst", dst, mesh)
-    return _route(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).us
+    source, target, shape = _layout("src", src, mesh), _layout("dst", dst, mesh), check_shape(shape)
+    _checked(mesh, shape, check_dtype(dtype), source, target)
+    mesh, (source, target) = refined(mesh, shape, (source, target), topology)
+    return _route(mesh, shape, dtype, source, target, topology, None).us
 
 
 def _layout(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
@@ -105,7 +109,10 @@ def _plan(
         if len(stops) == 2:
             stops = _cheapest_route(mesh, shape, dtype, *stops)
     else:
-        route = _route(mesh, shape, dtype, src, dst, topology or NVLINK_NODE, max_bytes)
+        topology = topology or NVLINK_NODE
+        _checked(mesh, shape, dtype, src, dst)
+        mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
+        route = _route(mesh, shape, dtype, src, dst, topology, max_bytes)
         stops, others = route.stops, route.others
     pairs = zip(stops, stops[1:], strict=False)
     steps = tuple(_step(Change(mesh, shape, dtype, a, b, node_size), rank) for a, b in pairs)

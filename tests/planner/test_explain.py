@@ -20,10 +20,20 @@ REQUESTS: dict[str, tuple] = {
     "gradient": (DP_TP, (14336, 4096), "float32", "P S0", "S0 S0"),
     "all_reduce": (DP_TP, (7, 4096), "bfloat16", "R Pavg", "R R"),
     "shard_to_partial": ((2, 2), (8, 6), "float32", "S0 R", "Pmax R"),
+    "scalar_sum": ((2, 2), (), "float64", "P P", "R R"),
+    "empty": ((2, 2), (0, 4), "float32", "S0 R", "S1 R"),
+    "uneven_rows_to_columns": ((2, 2), (128257, 4096), "bfloat16", "S0 R", "S1 R"),
+    "replicated_to_sum_of_integers": ((2, 2), (7, 3), "int64", "R R", "P S0"),
+    "one_partial_to_another": ((2, 2), (8, 6), "float32", "P R", "Pmax R"),
+    "strided_order": ((2, 2), (1792, 512), "bfloat16", "S0/2 S0", "R S0"),
+    "mesh_dim_of_one": ((1, 4), (9, 5), "float32", "S0 S0", "S1 S1"),
+    "three_mesh_dims": (Mesh((2, 2, 2), ("pp", "dp", "tp")), (64, 64), "float32", "P S0 S1", "S0 R S1 @ 0:0"),
+    "smaller_than_the_mesh": ((2, 4), (3,), "float32", "S0 S0", "R S0"),
 }
 ON_NODES: dict[str, tuple] = {
     "gather_over_nodes": (Mesh((4, 8), ("node", "gpu")), (8192, 8192), "bfloat16", "S0 S0", "R R"),
     "sum_over_nodes": (Mesh((4, 8), ("node", "gpu")), (8192, 8192), "bfloat16", "P P", "R R"),
+    "one_mesh_dim_over_nodes": (Mesh((32,), ("fsdp",)), (65536, 4096), "bfloat16", "S0", "R"),
     "transpose_over_nodes": (Mesh((4, 8), ("node", "gpu")), (512, 512), "bfloat16", "S0 S0", "S1 S1"),
 }
 

@@ -27,7 +27,9 @@ from shardweave.planner import (
 )
 from shardweave.planner.cost import price
 from shardweave.planner.exchange import Change
+from shardweave.planner.index_sets import held_box
 from shardweave.planner.plan import _step
+from shardweave.planner.refinement import refined
 from shardweave.planner.search import Search
 
 pytestmark = pytest.mark.plan
@@ -168,6 +170,44 @@ def test_a_box_comes_from_the_own_node_where_a_rank_there_holds_it() -> None:
         Mesh((2, 4), ranks=(0, 4, 1, 5, 2, 6, 3, 7)), (64, 64), "float32", "R S0", "R S1", topology=topology
     )
     assert elsewhere.bytes_received == elsewhere.bytes_bound and sum(elsewhere.bytes_over_network) > 0
+
+
+@pytest.mark.parametrize("order", ["arange", "reversed", "nodes interleaved", "shuffled"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"), [((8,), (16, 6)), ((4, 4), (16, 32)), ((2, 8), (8, 7)), ((6,), (12,))]
+)
+def test_a_mesh_dim_through_several_nodes_is_split_in_place(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], order: str
+) -> None:
+    size = math.prod(mesh_shape)
+    ranks = {
+        "arange": list(range(size)),
+        "reversed": list(range(size))[::-1],
+        "nodes interleaved": [r % 2 * (size // 2) + r // 2 for r in range(size)],
+        "shuffled": Random(5).sample(range(size), size),
+    }[order]
+    mesh, topology = Mesh(mesh_shape, ranks=ranks), replace(NVLINK_INFINIBAND, node_size=2)
+    texts = list(oracle.layout_texts(len(mesh_shape), ("R", "P", *(f"S{d}" for d in range(len(shape))))))
+    split = 0
+    for text in texts:
+        layout = Layout.parse(text)
+        finer, (same,) = refined(mesh, shape, (layout,), topology)
+        assert finer.rank_array.tolist() == ranks
+        split += finer.ndim > mesh.ndim
+        for position in range(size):
+            boxes = [held_box(shape, x, m.shape, m.coordinate(position)) for x, m in ((layout, mesh), (same, finer))]
+            assert boxes[0] == boxes[1], (text, str(same))
+    assert (split > 0) == (order in ("arange", "reversed"))
+
+
+def test_a_gather_along_one_mesh_dim_enters_a_node_once() -> None:
+    program = plan((32,), (65536, 4096), "bfloat16", "S0", "R", topology=NVLINK_INFINIBAND)
+    whole = 65536 * 4096 * 2
+    assert sum(program.bytes_over_network) == 4 * whole * 3 // 4, program.explain()
+    uneven = plan((32,), (65537, 4096), "bfloat16", "S0", "R", topology=NVLINK_INFINIBAND)
+    assert uneven.mesh.shape == (32,) and uneven.bytes_received == uneven.bytes_bound
+    request = ((32,), (65536, 4096), "bfloat16", "S0", "R", NVLINK_INFINIBAND)
+    assert redistribute_cost(*request) == pytest.approx(program.cost_us, abs=0.01)
 
 
 @pytest.mark.parametrize(("source", "target"), [("P P", "R R"), ("S0 S0", "R R"), ("P S0", "S0 S0")])
