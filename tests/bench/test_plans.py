@@ -1,0 +1,49 @@
+"""The counting of torch's plans, against figures counted from the collectives that it issues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardweave import Layout, Mesh
+from shardweave.bench.plans import EVEN, Stock, compare, count_ours, count_stock
+
+pytestmark = pytest.mark.plan
+
+
+@pytest.fixture(autouse=True)
+def nobody_else() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "greedy", "graph", "bound"),
+    [
+        ((4, 4), "S0 S1", "S1 S0", 96, 96, 16),
+        ((2, 8), "S0 S1", "S1 S0", 176, 44, 16),
+        ((4, 4), "R S0", "S0 S0", 192, 60, 16),
+        ((2, 8), "R S0", "S0 S0", 224, 42, 16),
+        ((4, 4), "S0 S0", "R S0", 240, 108, 64),
+    ],
+)
+def test_bytes_of_wasteful_plans(
+    mesh: tuple[int, ...], source: str, target: str, greedy: int, graph: int, bound: int
+) -> None:
+    shape, layouts = (8192, 8192), (Layout.parse(source), Layout.parse(target))
+    for uses_graph, mebibytes in ((False, greedy), (True, graph)):
+        found = count_stock(Mesh(mesh), shape, Stock(mesh, uses_graph).stops(shape, *layouts))
+        assert found.received == mebibytes << 20
+    ours, least = count_ours(Mesh(mesh), shape, *layouts)
+    assert ours.received == least == bound << 20 and ours.collectives == 1
+
+
+def test_a_row_for_each_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardweave.bench.plans.MESHES", ((2, 2),))
+    rows = list(compare(EVEN[:2]))
+    assert [row.split("|")[1].strip() for row in rows] == ["torch greedy", "torch graph", "shardweave"]
+    assert "| 1.00 | 1.00 | 1.0 | 1.0 | 100.0% | 100% / 0% / 0% / 0% |" in rows[2] and rows[2].endswith("| 0 |")
