@@ -301,7 +301,7 @@ def test_modes_come_and_go(world: str) -> None:
 def several_process_groups(rank: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     kept, sockets = [], []
-    for life in range(4):
+    for life in range(6):
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.arange(30000.0).view(60, 500) + life
         x = distribute_tensor(whole, mesh, [Shard(0)])
@@ -317,7 +317,8 @@ def several_process_groups(rank: int) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=2)
         gc.collect()
         sockets.append(sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()))
-    assert sockets[1] == sockets[-1], "groups that are gone are kept alive"
+    # Two more each life if the groups that are gone were kept; those of the last ones may close late.
+    assert sockets[-1] - sockets[1] < 6, f"groups that are gone are kept alive: {sockets}"
     # The memory of groups that are gone is still these tensors'.
     assert all(torch.equal(y, whole) for y, whole in kept)
 
