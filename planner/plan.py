@@ -58,10 +58,9 @@ def plan(
     return _plan(mesh, check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes)
 
 
-@lru_cache(maxsize=65536)
 def redistribute_cost(
-    mesh: Mesh | tuple[int, ...],
-    shape: tuple[int, ...],
+    mesh: Mesh | Sequence[int],
+    shape: Sequence[int],
     dtype: str,
     src: Layout | str,
     dst: Layout | str,
@@ -69,13 +68,24 @@ def redistribute_cost(
 ) -> float:
     """Microseconds that the cheapest program takes on the rank that takes longest; no program is made.
 
-    Args and errors as for `plan`. Answers are kept, so arguments are hashable.
+    Args and errors as for `plan`. Answers are kept.
     """
+    mesh = mesh if isinstance(mesh, Mesh | tuple) else whole_numbers("mesh", mesh)
+    return _cost(mesh, shape if isinstance(shape, tuple) else check_shape(shape), dtype, src, dst, topology)
+
+
+@lru_cache(maxsize=65536)
+def _cost(
+    mesh: Mesh | tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout | str,
+    dst: Layout | str,
+    topology: Topology,
+) -> float:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    source, target, shape = _layout("src", src, mesh), _layout("dst", dst, mesh), check_shape(shape)
-    _checked(mesh, shape, check_dtype(dtype), source, target)
-    mesh, (source, target) = refined(mesh, shape, (source, target), topology)
-    return _route(mesh, shape, dtype, source, target, topology, None).us
+    source, target = _layout("src", src, mesh), _layout("dst", dst, mesh)
+    return _routed(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None)[3].us
 
 
 def _layout(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
@@ -102,7 +112,6 @@ def _plan(
     topology: Topology | None,
     max_bytes: int | None,
 ) -> Program:
-    node_size = None if topology is None else topology.node_size
     others: tuple[Route, ...] = ()
     if topology is None and max_bytes is None:
         stops = _checked(mesh, shape, dtype, src, dst)
@@ -110,13 +119,25 @@ def _plan(
             stops = _cheapest_route(mesh, shape, dtype, *stops)
     else:
         topology = topology or NVLINK_NODE
-        _checked(mesh, shape, dtype, src, dst)
-        mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
-        route = _route(mesh, shape, dtype, src, dst, topology, max_bytes)
+        mesh, src, dst, route = _routed(mesh, shape, dtype, src, dst, topology, max_bytes)
         stops, others = route.stops, route.others
+    node_size = None if topology is None else topology.node_size
     pairs = zip(stops, stops[1:], strict=False)
     steps = tuple(_step(Change(mesh, shape, dtype, a, b, node_size), rank) for a, b in pairs)
     return Program(mesh, shape, dtype, src, dst, steps, rank, topology, others)
+
+
+@lru_cache(maxsize=4096)
+def _routed(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
+) -> tuple[Mesh, Layout, Layout, Route]:
+    """The request on the mesh that is planned for, and the cheapest route."""
+    _checked(mesh, shape, dtype, src, dst)
+    mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
+    source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
+    if source == target:
+        return mesh, src, dst, Route((source,), 0.0, 0)
+    return mesh, src, dst, Search(mesh, shape, dtype, source, target, topology).cheapest(max_bytes)
 
 
 def _checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
@@ -131,23 +152,6 @@ def _checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: L
             raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     return (source,) if source == target else (source, target)
-
-
-@lru_cache(maxsize=4096)
-def _route(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    src: Layout,
-    dst: Layout,
-    topology: Topology,
-    max_bytes: int | None,
-) -> Route:
-    stops = _checked(mesh, shape, dtype, src, dst)
-    if len(stops) == 1:
-        return Route(stops, 0.0, 0)
-    source, target = stops
-    return Search(mesh, shape, dtype, source, target, topology).cheapest(max_bytes)
 
 
 def _step(change: Change, rank: int | None) -> Step:

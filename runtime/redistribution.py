@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError:
-        world.refuse(program, position)
+        with suppress(WorldError):  # peers that are gone need not be told
+            world.refuse(program, position)
         raise
     return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world)
 

@@ -247,6 +247,7 @@ def test_cost_is_what_the_program_says() -> None:
         program = plan(*request, topology=topology)
         assert redistribute_cost(*request, topology) == pytest.approx(program.cost_us, abs=0.01)
     assert redistribute_cost((2, 2), (8, 8), "float32", "R S0", "R S0") == 0
+    assert redistribute_cost([2, 2], [8, 8], "float32", "R S0", "R S0") == 0
     assert plan((2, 2), (8, 8), "float32", "R S0", "R S0").cost_us is None
 
 
