@@ -24,6 +24,7 @@ from shardweave.planner import (
     Program,
     Replicate,
     Shard,
+    StridedShard,
     Topology,
     redistribute_cost,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardweaveError",
+    "StridedShard",
     "Topology",
     "UnsupportedError",
     "WorldError",

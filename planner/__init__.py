@@ -2,7 +2,7 @@
 
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
-from .layout import Layout, Partial, Placement, Replicate, Shard
+from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
 from .plan import check_local_shape, plan, redistribute_cost
 from .program import Exchange, Local, Program, Reduce, Step, format_bytes
@@ -26,6 +26,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Step",
+    "StridedShard",
     "Topology",
     "check_local_shape",
     "format_bytes",

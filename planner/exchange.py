@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from .dtypes import is_floating
-from .index_sets import Span, cells_meeting, held_box, spans_at
+from .index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
 from .layout import Layout, Partial, Replicate, Shard
 from .mesh import Coordinate, Mesh
+from .overlay import Overlay, overlay
 
 FILL = -1
 """In place of a sender: the box is filled with the identity of the target's partial op."""
@@ -65,6 +66,13 @@ class Boxes:
         mine = self.receiver == position
         foreign = (self.sender[mine] != position) & (self.sender[mine] != FILL)
         return int((foreign.sum(axis=1) * self.elements[mine]).sum())
+
+    @classmethod
+    def of(cls, found: Overlay, receiver: np.ndarray, sender: np.ndarray) -> Boxes:
+        """The boxes found, with the receiver and the senders of each."""
+        starts = found.source_start, found.target_start
+        steps = found.source_step, found.target_step
+        return cls(receiver, sender, *starts, found.extent, *steps, found.axes)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Boxes]) -> Boxes:
@@ -170,38 +178,24 @@ class Change:
     def _places(self, layout: Layout, box: tuple[Span, ...], start: Coordinate, free: Sequence[int] = ()) -> np.ndarray:
         """Coordinates whose shards under `layout` meet `box`, [n, mesh dims], in the order of cells; `start` elsewhere,
         and each coordinate along the mesh dims `free`."""
-        orders = dict(layout.orders)
         cells = [
-            cells_meeting(n, tuple(self.mesh.shape[m] for m in orders.get(d, ())), span)
+            cells_meeting(n, layout.cuts(d), self.mesh.shape, span)
             for d, (n, span) in enumerate(zip(self.shape, box, strict=True))
         ]
         sizes = [len(found) for found in cells] + [self.mesh.shape[m] for m in free]
         index = _grid(sizes)
         places = np.tile(np.array(start, dtype=np.int64), (len(index), 1))
         for d, found in enumerate(cells):
-            places[:, orders.get(d, ())] = found[index[:, d]]
+            places[:, layout.order(d)] = found[index[:, d]]
         places[:, free] = index[:, len(cells) :]
         return places
 
     def _boxes(self, receivers: np.ndarray, holders: np.ndarray) -> Boxes:
         """The rows of pairs of a receiver and a holder of a cell, without those where nothing meets."""
         mesh = self.mesh
-        source = spans_at(self.shape, self.source, mesh.shape, holders.T)
-        target = spans_at(self.shape, self.target, mesh.shape, receivers.T)
-        low, high = np.maximum(source[..., 0], target[..., 0]), np.minimum(source[..., 1], target[..., 1])
-        meet = (low < high).all(axis=0)
-        receivers, holders, low, high = receivers[meet], holders[meet], low[:, meet], high[:, meet]
-        ones = np.ones((len(receivers), len(self.shape)), dtype=np.int64)
-        return Boxes(
-            receiver=receivers @ mesh.strides,
-            sender=self._senders(receivers, holders),
-            source_start=(low - source[:, meet, 0]).T,
-            target_start=(low - target[:, meet, 0]).T,
-            extent=(high - low).T,
-            source_step=ones,
-            target_step=ones,
-            axes=tuple(range(len(self.shape))),
-        )
+        found = overlay(self.shape, self.source, mesh.shape, holders, self.target, mesh.shape, receivers)
+        receivers, holders = receivers[found.pair], holders[found.pair]
+        return Boxes.of(found, receivers @ mesh.strides, self._senders(receivers, holders))
 
     def _senders(self, receivers: np.ndarray, holders: np.ndarray) -> np.ndarray:
         """Positions [n, contributors]: the receiver itself where it holds the cell, else of equal holders, those of its
@@ -264,11 +258,18 @@ class Change:
                 return True  # to be sure would take every rank's boxes
             boxes = self.boxes()
             return bool(((boxes.sender != boxes.receiver[:, None]) & (boxes.sender != FILL)).any())
+        if self.source.strided_dims or self.target.strided_dims:
+            return not all(self._has_all(self.mesh.coordinate(position)) for position in range(self.mesh.size))
         coordinates = np.stack(np.unravel_index(np.arange(self.mesh.size), self.mesh.shape))
         source, target = (spans_at(self.shape, x, self.mesh.shape, coordinates) for x in (self.source, self.target))
         wanted = (target[..., 0] < target[..., 1]).all(axis=0)
         inside = ((source[..., 0] <= target[..., 0]) & (target[..., 1] <= source[..., 1])).all(axis=0)
         return bool((wanted & ~inside).any())
+
+    def _has_all(self, coordinate: Coordinate) -> bool:
+        at = self.mesh.shape, coordinate
+        wanted = math.prod(held_sizes(self.shape, self.target, *at))
+        return elements_in_common(self.shape, self.source, at, self.target, at) == wanted
 
 
 def _grid(sizes: Sequence[int]) -> np.ndarray:
@@ -280,6 +281,6 @@ def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:
     """Equal for two layouts exactly if `mesh_dim` cuts the same tensor dim after the same earlier cuts, or never."""
     placement = layout.placements[mesh_dim]
     if isinstance(placement, Shard):
-        order = layout.order(placement.dim)
-        return placement, order[: order.index(mesh_dim)]
+        cuts = layout.cuts(placement.dim)
+        return placement, cuts[: layout.order(placement.dim).index(mesh_dim)]
     return (placement,)

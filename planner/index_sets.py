@@ -1,16 +1,23 @@
-"""What a rank holds: the span of a tensor dim that is left after mesh dims cut it in order, as torch.chunk does."""
+"""What a rank holds along a tensor dim: what is left after mesh dims cut it in order, as torch.chunk does.
+
+Plain cuts leave one span. A strided cut takes a part of each of several pieces, so it leaves several spans, ascending;
+locally they lie one after the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from .layout import Layout
+from .layout import Cuts, Layout
 from .mesh import Coordinate
 
 Span = tuple[int, int]  # start, stop
+Parts = tuple[tuple[int, int, int], ...]
+"""The cuts of a tensor dim as one rank sees them: parts, pieces that are cut first, and the index of its part."""
 
 
 def cut(span: Span, parts: int, index: int) -> Span:
@@ -20,25 +27,145 @@ def cut(span: Span, parts: int, index: int) -> Span:
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def held_span(extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinate: Coordinate) -> Span:
-    """The span of a tensor dim of `extent` that the rank at `coordinate` holds."""
+def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> Parts:
+    return tuple((mesh_shape[m], split, coordinate[m]) for m, split in cuts)
+
+
+def held_span(extent: int, parts: Parts) -> Span:
+    """The first and last index of a tensor dim of `extent` that a rank holds, as a span; what plain cuts leave."""
+    if any(split > 1 for _, split, _ in parts):
+        held = held_spans(extent, parts)
+        return (int(held[0, 0]), int(held[-1, 1])) if len(held) else (0, 0)
     span = (0, extent)
-    for mesh_dim in order:
-        span = cut(span, mesh_shape[mesh_dim], coordinate[mesh_dim])
+    for number, _, index in parts:
+        span = cut(span, number, index)
     return span
+
+
+@lru_cache(maxsize=8192)
+def held_spans(extent: int, parts: Parts) -> np.ndarray:
+    """The indices of a tensor dim of `extent` that a rank holds: ascending spans that do not touch, [n, 2]."""
+    held = _not_empty(np.array([[0, extent]], dtype=np.int64))
+    for number, split, index in parts:
+        lengths = held[:, 1] - held[:, 0]
+        total = int(lengths.sum())
+        piece = -(-total // split)
+        starts = np.minimum(np.arange(min(split, total)) * piece, total)
+        stops = np.minimum(starts + piece, total)
+        size = -(-(stops - starts) // number)
+        low = np.minimum(starts + index * size, stops)
+        wanted = _not_empty(np.stack([low, np.minimum(low + size, stops)], axis=1))
+        first = lengths.cumsum() - lengths  # of each span, among all that is held
+        i, j, low, high = _meeting(np.stack([first, first + lengths], axis=1), wanted)
+        shift = held[i, 0] - first[i]
+        held = _joined(np.stack([low + shift, high + shift], axis=1))
+    return held
+
+
+def _not_empty(spans: np.ndarray) -> np.ndarray:
+    return spans[spans[:, 0] < spans[:, 1]]
+
+
+def _joined(spans: np.ndarray) -> np.ndarray:
+    """Ascending spans with those that touch made one."""
+    begins = np.ones(len(spans), dtype=bool)
+    begins[1:] = spans[1:, 0] != spans[:-1, 1]
+    ends = np.roll(begins, -1)
+    return np.stack([spans[begins, 0], spans[ends, 1]], axis=1)
+
+
+def _meeting(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Where ascending spans of `a` and of `b`, none of them empty, meet: which of each, from where, to where."""
+    first = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    count = np.maximum(np.searchsorted(b[:, 0], a[:, 1], side="left") - first, 0)
+    i = np.repeat(np.arange(len(a)), count)
+    j = np.arange(count.sum()) - np.repeat(count.cumsum() - count - first, count)
+    return i, j, np.maximum(a[i, 0], b[j, 0]), np.minimum(a[i, 1], b[j, 1])
+
+
+@lru_cache(maxsize=8192)
+def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
+    """What a holder and a receiver have in common along a tensor dim of `extent`, as runs: [n, 6] int64.
+
+    A run is `count` spans of `length`: start in the holder's shard, start in the receiver's, count, length, and what a
+    span is from the next in each shard.
+    """
+    a, b = held_spans(extent, held), held_spans(extent, wanted)
+    i, j, low, high = _meeting(a, b)
+    places = []
+    for spans, which in ((a, i), (b, j)):
+        lengths = spans[:, 1] - spans[:, 0]
+        places.append(low + (lengths.cumsum() - lengths - spans[:, 0])[which])
+    source, target, length = places[0], places[1], high - low
+    # Neighbours in both shards are one span.
+    begins = np.ones(len(low), dtype=bool)
+    begins[1:] = (np.diff(source) != length[:-1]) | (np.diff(target) != length[:-1])
+    starts = np.flatnonzero(begins)
+    source, target, length = source[starts], target[starts], np.add.reduceat(length, starts) if len(starts) else length
+    steps = np.stack([np.diff(source), np.diff(target)], axis=1)
+    same = length[1:] == length[:-1]
+    runs, first = [], 0
+    # A run goes on for as long as lengths and steps stay the same.
+    goes_on = same[1:] & same[:-1] & (steps[1:] == steps[:-1]).all(axis=1) if len(steps) else np.zeros(0, dtype=bool)
+    breaks = np.flatnonzero(~goes_on) + 2
+    while first < len(length):
+        last = first + 1
+        if first < len(same) and same[first]:
+            at = np.searchsorted(breaks, first + 2)
+            last = int(breaks[at]) if at < len(breaks) else len(length)
+        step = steps[first] if last > first + 1 else (1, 1)
+        runs.append((source[first], target[first], last - first, length[first], *step))
+        first = last
+    return np.array(runs, dtype=np.int64).reshape(len(runs), 6)
+
+
+def held_sizes(
+    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Coordinate
+) -> tuple[int, ...]:
+    """The shape of the shard of the rank at `coordinate`."""
+    sizes = []
+    for d, extent in enumerate(shape):
+        parts = parts_of(layout.cuts(d), mesh_shape, coordinate)
+        if d in layout.strided_dims:
+            held = held_spans(extent, parts)
+            sizes.append(int((held[:, 1] - held[:, 0]).sum()))
+        else:
+            low, high = held_span(extent, parts)
+            sizes.append(high - low)
+    return tuple(sizes)
 
 
 def held_box(
     shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Coordinate
 ) -> tuple[Span, ...]:
-    """The spans, one per tensor dim, of the shard of the rank at `coordinate`."""
-    orders = dict(layout.orders)
-    return tuple(held_span(n, orders.get(d, ()), mesh_shape, coordinate) for d, n in enumerate(shape))
+    """The spans, one per tensor dim, of the shard of the rank at `coordinate`; first to last where it is strided."""
+    return tuple(held_span(n, parts_of(layout.cuts(d), mesh_shape, coordinate)) for d, n in enumerate(shape))
+
+
+def elements_in_common(
+    shape: Sequence[int], held: Layout, held_at: tuple[Sequence[int], Coordinate], wanted: Layout,
+    wanted_at: tuple[Sequence[int], Coordinate],
+) -> int:  # fmt: skip
+    """Elements of one rank's shard under `wanted` that are in one rank's under `held`; mesh shape and coordinate of
+    each."""
+    count = 1
+    for d, extent in enumerate(shape):
+        a, b = parts_of(held.cuts(d), *held_at), parts_of(wanted.cuts(d), *wanted_at)
+        if d in held.strided_dims or d in wanted.strided_dims:
+            runs = common_runs(extent, a, b)
+            count *= int((runs[:, 2] * runs[:, 3]).sum())
+        else:
+            (low, high), (start, stop) = held_span(extent, a), held_span(extent, b)
+            count *= max(0, min(high, stop) - max(low, start))
+    return count
 
 
 def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray) -> np.ndarray:
-    """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n, 2]."""
-    orders = dict(layout.orders)
+    """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n, 2].
+
+    Of tensor dims that are cut plainly; of strided ones the whole dim.
+    """
+    orders = {d: order for d, order in layout.orders if d not in layout.strided_dims}
     out = np.empty((len(shape), coordinates.shape[1], 2), dtype=np.int64)
     for d, extent in enumerate(shape):
         out[d, :, 0], out[d, :, 1] = 0, extent
@@ -50,12 +177,19 @@ def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], co
     return out
 
 
-@lru_cache(maxsize=4096)
-def cells_meeting(extent: int, sizes: tuple[int, ...], wanted: Span) -> np.ndarray:
-    """The cells of a dim cut by `sizes` in order that meet `wanted`: coordinates in cutting order, [n, cuts].
+def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Span) -> np.ndarray:
+    """The cells of a cut dim that may meet `wanted`: coordinates in cutting order, [n, cuts].
 
-    Descends only into parts that meet `wanted`, so the time goes with the number of cells found, not with the mesh.
+    Exactly those that do, where the cuts are plain, in time that goes with their number; all where one is strided.
     """
+    sizes = tuple(mesh_shape[m] for m, _ in cuts)
+    if any(split > 1 for _, split in cuts):
+        return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
+    return _plain_cells_meeting(extent, sizes, wanted)
+
+
+@lru_cache(maxsize=4096)
+def _plain_cells_meeting(extent: int, sizes: tuple[int, ...], wanted: Span) -> np.ndarray:
     low, high = wanted
     count = 1 if low < high else 0
     cells = np.zeros((count, 0), dtype=np.int64)

@@ -27,6 +27,25 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class StridedShard(Shard):
+    """What is there is cut into `split` pieces first, and each rank has its part of every piece.
+
+    Where a shard order says the same it is that order, as soon as the mesh is known (`Layout.decoded`); otherwise an
+    index set of its own: mesh dims then cut the tensor dim from left to right.
+
+    Args:
+        own: an index set of its own although an order would have these split factors. For uneven sizes that is not
+            the same; torch means it so where a view made the shard.
+    """
+
+    split: int
+    own: bool = False
+
+    def __str__(self) -> str:
+        return f"S{self.dim}{'//' if self.own else '/'}{self.split}"
+
+
+@dataclass(frozen=True)
 class Partial:
     op: str = "sum"
 
@@ -36,6 +55,8 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 Orders = tuple[tuple[int, tuple[int, ...]], ...]
+Cuts = tuple[tuple[int, int], ...]
+"""What cuts a tensor dim, the first cut first: mesh dim, and the pieces that are cut first (1 but for strided shards)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ class Layout:
                 f"mapping of tensor dims to mesh dims"
             ) from None
         cuts: dict[int, list[int]] = {}
+        strided: set[int] = set()
         ops = set()
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
@@ -73,6 +95,12 @@ class Layout:
                         f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim!r}; allowed: 0 and up"
                     )
                 cuts.setdefault(placement.dim, []).append(mesh_dim)
+                if isinstance(placement, StridedShard):
+                    strided.add(placement.dim)
+                    if not isinstance(placement.split, int) or placement.split < 1:
+                        raise ArgumentError(
+                            f"layout: mesh dim {mesh_dim} has split factor {placement.split!r}; allowed: 1 and up"
+                        )
             elif isinstance(placement, Partial):
                 if placement.op not in REDUCE_OPS:
                     raise ArgumentError(
@@ -94,6 +122,8 @@ class Layout:
                     f"layout: the order of tensor dim {tensor_dim} is {order}, but the mesh dims that cut it are "
                     f"{tuple(cuts.get(tensor_dim, []))}; allowed: a permutation of those"
                 )
+            if tensor_dim in strided and order != tuple(cuts[tensor_dim]):
+                raise ArgumentError(f"layout: tensor dim {tensor_dim} is strided and has an order as well; give one")
         object.__setattr__(self, "placements", tuple(placements))
         object.__setattr__(self, "orders", tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
         # Layouts are keys of many tables.
@@ -105,6 +135,18 @@ class Layout:
     def order(self, tensor_dim: int) -> tuple[int, ...]:
         """The mesh dims that cut `tensor_dim`, the first cut first."""
         return dict(self.orders).get(tensor_dim, ())
+
+    def cuts(self, tensor_dim: int) -> Cuts:
+        """What cuts `tensor_dim`."""
+        placements = self.placements
+        return tuple(
+            (m, p.split if isinstance(p := placements[m], StridedShard) else 1) for m in self.order(tensor_dim)
+        )
+
+    @property
+    def strided_dims(self) -> tuple[int, ...]:
+        """The tensor dims that strided shards cut."""
+        return tuple(sorted({p.dim for p in self.placements if isinstance(p, StridedShard)}))
 
     @property
     def has_partial(self) -> bool:
@@ -137,52 +179,45 @@ class Layout:
         odd = [f"{d}:{','.join(map(str, order))}" for d, order in self.orders if list(order) != sorted(order)]
         return f"{text} @ {' '.join(odd)}" if odd else text
 
-    @classmethod
-    def from_strided(
-        cls, tokens: Sequence[Placement | tuple[int, int]], mesh_shape: Sequence[int], orders: Orders | None = None
-    ) -> Layout:
-        """Placements where a tuple (tensor dim, split factor) is a strided shard, as torch's `_StridedShard`.
+    def decoded(self, mesh_shape: Sequence[int]) -> Layout:
+        """The same shards with strided ones as a shard order where there is one.
 
         The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim earlier:
         from right to left each mesh dim is put into the order where that product is reached first.
-
-        Raises:
-            UnsupportedError: no order has these split factors; such a layout is an index set of its own.
         """
-        found: dict[int, list[int]] = {}
-        for mesh_dim in reversed(range(len(tokens))):
-            token = tokens[mesh_dim]
-            if isinstance(token, Shard):
-                token = (token.dim, 1)
-            if not isinstance(token, tuple):
-                continue
-            dim, factor = token
-            order = found.setdefault(dim, [])
+        strided = self.strided_dims
+        if not strided:
+            return self
+        placements, orders = list(self.placements), dict(self.orders)
+        for d in strided:
+            order = self._order_of_strided(d, mesh_shape)
+            if order is not None:
+                orders[d] = order
+                for m in order:
+                    placements[m] = Shard(d)
+        return Layout(placements, orders)
+
+    def _order_of_strided(self, tensor_dim: int, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
+        order: list[int] = []
+        for mesh_dim, split in reversed(self.cuts(tensor_dim)):
+            placement = self.placements[mesh_dim]
+            if isinstance(placement, StridedShard) and placement.own:
+                return None
             product, place = 1, 0
-            while product != factor and place < len(order):
+            while product != split and place < len(order):
                 product *= mesh_shape[order[place]]
                 place += 1
-            if product != factor:
-                raise UnsupportedError(
-                    f"strided shard S{dim}/{factor} on mesh dim {mesh_dim} is no shard order: no product of the "
-                    f"sizes of "
-                    f"mesh dims {tuple(order)} to its right, in the order they cut, is {factor}"
-                )
+            if product != split:
+                return None
             order.insert(place, mesh_dim)
-        placements = [Shard(t[0]) if isinstance(t, tuple) else t for t in tokens]
-        strided = {t[0] for t in tokens if isinstance(t, tuple)}
-        if orders and strided & set(dict(orders)):
-            raise ArgumentError(
-                f"layout: tensor dims {sorted(strided)} are strided and have an order as well; give one"
-            )
-        return cls(placements, dict(orders or {}) | {d: tuple(found[d]) for d in strided})
+        return tuple(order)
 
     @classmethod
     def parse(cls, text: str, mesh_shape: Sequence[int] | None = None) -> Layout:
         """Read the text form: a token per mesh dim, `R`, `S0`, `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`, `S0/2`, then
         orders, `@ 0:1,0`.
 
-        `S0/2` (strided, split factor 2) needs `mesh_shape` to become an order.
+        `S0/2` (strided, split factor 2) becomes an order if there is one, given `mesh_shape`; `S0//2` never does.
 
         Raises:
             LayoutSyntaxError: the text does not parse; the message has a caret under the spot.
@@ -190,15 +225,14 @@ class Layout:
         if not isinstance(text, str):
             raise ArgumentError(f"layout: {text!r}; allowed: a text such as 'S0 R'")
         head, at, tail = text.partition("@")
-        tokens: list[Placement | tuple[int, int]] = []
-        strided_at = None
+        tokens: list[Placement] = []
         for match in re.finditer(r"\S+", head):
             word, position = match.group(), match.start()
             if word == "R":
                 tokens.append(Replicate())
-            elif m := re.fullmatch(r"S(\d+)(?:/([1-9]\d*))?", word):
-                tokens.append((int(m[1]), int(m[2])) if m[2] else Shard(int(m[1])))
-                strided_at = position if m[2] and strided_at is None else strided_at
+            elif m := re.fullmatch(r"S(\d+)(?:(//?)([1-9]\d*))?", word):
+                dim = int(m[1])
+                tokens.append(StridedShard(dim, int(m[3]), m[2] == "//") if m[2] else Shard(dim))
             elif word[0] == "P" and word[1:] in ("", *REDUCE_OPS):
                 tokens.append(Partial(word[1:] or "sum"))
             elif word[0] == "P":
@@ -223,20 +257,21 @@ class Layout:
                 raise LayoutSyntaxError(text, position, f"a second order for tensor dim {dim_text}")
             order = tuple(map(int, order_text.split(",")))
             dim = int(dim_text)
-            cut_by = [m for m, t in enumerate(tokens) if t == Shard(dim) or (isinstance(t, tuple) and t[0] == dim)]
+            cut_by = [m for m, t in enumerate(tokens) if isinstance(t, Shard) and t.dim == dim]
             if len(set(order)) != len(order):
                 raise LayoutSyntaxError(text, position, f"the order {order_text} names a mesh dim twice")
             if sorted(order) != cut_by:
                 raise LayoutSyntaxError(
                     text, position, f"tensor dim {dim_text} is cut by mesh dims {cut_by}, not {order_text}"
                 )
+            if order != tuple(cut_by) and any(isinstance(tokens[m], StridedShard) for m in cut_by):
+                raise LayoutSyntaxError(text, position, f"tensor dim {dim} is strided and has an order as well")
             orders[dim] = order
         if at and not orders:
             raise LayoutSyntaxError(text, len(head), "no order after '@'")
-        if strided_at is not None:
-            if mesh_shape is None:
-                raise LayoutSyntaxError(text, strided_at, "a strided shard can only be read with the sizes of the mesh")
-            if len(mesh_shape) != len(tokens):
-                raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
-            return cls.from_strided(tokens, mesh_shape, tuple(orders.items()))
-        return cls([t for t in tokens if not isinstance(t, tuple)], orders)
+        layout = cls(tokens, orders)
+        if mesh_shape is None or not layout.strided_dims:
+            return layout
+        if len(mesh_shape) != len(tokens):
+            raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
+        return layout.decoded(mesh_shape)

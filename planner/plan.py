@@ -9,7 +9,7 @@ from functools import lru_cache
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import ITEMSIZE, check_computed, check_dtype, check_reducible, identity
 from .exchange import Change
-from .index_sets import held_box
+from .index_sets import held_sizes
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Exchange, Local, Program, Reduce, Step, check_shape
@@ -90,7 +90,7 @@ def _cost(
 
 def _layout(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
     if isinstance(given, Layout):
-        return given
+        return given.decoded(mesh.shape) if len(given.placements) == mesh.ndim else given
     if not isinstance(given, str):
         raise ArgumentError(f"{argument}: {given!r}; allowed: a Layout or its text form")
     try:
@@ -189,8 +189,7 @@ def _cheapest_route(
     def price(route: tuple[Layout, ...]) -> tuple[int, int]:
         taken = 0
         for a, b in zip(route, route[1:], strict=False):
-            box = held_box(shape, b, mesh.shape, (0,) * mesh.ndim)
-            elements = math.prod(high - low for low, high in box)
+            elements = math.prod(held_sizes(shape, b, mesh.shape, (0,) * mesh.ndim))
             taken += elements * Change(mesh, shape, dtype, a, b).contributors * ITEMSIZE[dtype]
         return taken, -len(route) if replicated else len(route)
 
@@ -202,7 +201,9 @@ def _scattered(base: Layout, mesh_dims: tuple[int, ...], tensor_dim: int) -> Lay
     moved = [m for m in mesh_dims if not isinstance(base.placements[m], Shard)]
     placements: list[Placement] = [Shard(tensor_dim) if m in moved else p for m, p in enumerate(base.placements)]
     orders = dict(base.orders)
-    if moved:
+    if tensor_dim in base.strided_dims:
+        orders.pop(tensor_dim)  # strided shards have no order
+    elif moved:
         orders[tensor_dim] = (*orders.get(tensor_dim, ()), *moved)
     return Layout(placements, orders)
 

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from .cost import Price, price
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes, Change
-from .index_sets import held_box
+from .index_sets import elements_in_common, held_sizes
 from .layout import Layout, Partial
 from .mesh import Mesh, whole_numbers
 from .search import Route
@@ -53,8 +53,8 @@ class Step:
 
         So it is where what a rank ends with lies within what it holds, partial values apart.
         """
-        wanted = dict(self.target.orders)
-        within = all(wanted.get(d, ())[: len(order)] == order for d, order in self.source.orders)
+        cuts = ((self.source.cuts(d), self.target.cuts(d)) for d, _ in self.source.orders)
+        within = all(wanted[: len(held)] == held for held, wanted in cuts)
         pairs = zip(self.source.placements, self.target.placements, strict=True)
         return within and not any(isinstance(b, Partial) and a != b for a, b in pairs)
 
@@ -150,8 +150,7 @@ class Program:
 
     def local_shape(self, layout: Layout, position: int) -> tuple[int, ...]:
         """The shape of the shard that a mesh position holds under `layout`."""
-        box = held_box(self.shape, layout, self.mesh.shape, self.mesh.coordinate(position))
-        return tuple(high - low for low, high in box)
+        return held_sizes(self.shape, layout, self.mesh.shape, self.mesh.coordinate(position))
 
     def local_bytes(self, layout: Layout, position: int) -> int:
         return math.prod(self.local_shape(layout, position)) * ITEMSIZE[self.dtype]
@@ -194,11 +193,9 @@ class Program:
             return None
         bound = []
         for r in self.ranks:
-            coordinate = self.mesh.coordinate(r)
-            source, target = (held_box(self.shape, x, self.mesh.shape, coordinate) for x in (self.src, self.dst))
-            held = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(source, target, strict=True)]
-            wanted = [b - a for a, b in target]
-            bound.append((math.prod(wanted) - math.prod(held)) * ITEMSIZE[self.dtype])
+            at = self.mesh.shape, self.mesh.coordinate(r)
+            held = elements_in_common(self.shape, self.src, at, self.dst, at)
+            bound.append((math.prod(self.local_shape(self.dst, r)) - held) * ITEMSIZE[self.dtype])
         return bound
 
     @cached_property
@@ -314,6 +311,10 @@ class Program:
     def from_dict(cls, data: dict) -> Program:
         """The program that `to_dict` was called on."""
         mesh = Mesh(**data["mesh"])
+
+        def layout(text: str) -> Layout:
+            return Layout.parse(text, mesh.shape)
+
         ndim = len(data["shape"])
         steps: list[Step] = []
         for entry in data["steps"]:
@@ -327,7 +328,7 @@ class Program:
             }
             boxes = Boxes(np.array(raw["receiver"], dtype=np.int64), axes=tuple(raw["axes"]), **arrays)
             fill = _read_fill(entry["fill"])
-            common = (Layout.parse(entry["source"]), Layout.parse(entry["target"]), boxes)
+            common = (layout(entry["source"]), layout(entry["target"]), boxes)
             reduce = Reduce(**entry["reduce"]) if entry["reduce"] else None
             if entry["kind"] == "exchange":
                 steps.append(Exchange(*common, reduce, fill, tuple(entry["group"])))
@@ -337,13 +338,13 @@ class Program:
             mesh,
             tuple(data["shape"]),
             data["dtype"],
-            Layout.parse(data["src"]),
-            Layout.parse(data["dst"]),
+            layout(data["src"]),
+            layout(data["dst"]),
             tuple(steps),
             data["rank"],
             None if data["topology"] is None else Topology.from_dict(data["topology"]),
             tuple(
-                Route(tuple(Layout.parse(stop) for stop in other["stops"]), other["us"], other["peak_bytes"])
+                Route(tuple(layout(stop) for stop in other["stops"]), other["us"], other["peak_bytes"])
                 for other in data["others"]
             ),
         )

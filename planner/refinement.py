@@ -47,8 +47,11 @@ def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> 
     """Whether all cuts of a tensor dim up to that of a mesh dim are even."""
     for d, order in layout.orders:
         if mesh_dim in order:
-            before = order[: order.index(mesh_dim) + 1]
-            return shape[d] % math.prod(mesh.shape[m] for m in before) == 0
+            before = layout.cuts(d)[: order.index(mesh_dim) + 1]
+            return all(
+                shape[d] % (split * math.prod(mesh.shape[m] for m, _ in before[: i + 1])) == 0
+                for i, (_, split) in enumerate(before)
+            )
     return True
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..errors import ArgumentError, UnsupportedError
 from .cost import Price, price, ranks_of
 from .exchange import Change
-from .layout import Layout, Partial, Placement, Replicate, Shard
+from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
 from .topology import Topology
 
@@ -154,7 +154,9 @@ def replaced(layout: Layout, change: Mapping[int, Placement], like: Layout) -> L
     placements = [change.get(m, p) for m, p in enumerate(layout.placements)]
     orders: dict[int, tuple[int, ...]] = {}
     for d in sorted({p.dim for p in placements if isinstance(p, Shard)}):
-        cut_by = [m for m, p in enumerate(placements) if p == Shard(d)]
+        cut_by = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == d]
+        if any(isinstance(placements[m], StridedShard) for m in cut_by):
+            continue  # has no order
         wanted = like.order(d)
         if sorted(wanted) == cut_by:
             orders[d] = wanted

@@ -10,7 +10,7 @@ from torch.distributed.tensor import placement_types as torch_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import UnsupportedError
-from ..planner import Layout, Mesh, Partial, Placement, Replicate, Shard
+from ..planner import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
 from .group_caches import kept_with_group
 
 _OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
@@ -30,40 +30,46 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def layout_of(placements: Sequence[Any], mesh_shape: Sequence[int], shard_order: Any = None) -> Layout:
-    """The layout that torch's placements and shard order state; strided shards are read as an order.
+    """The layout that torch's placements and shard order state; strided shards are read as an order where there is one.
 
     Raises:
-        UnsupportedError: a placement that carries state or reduces bitwise, or a strided shard that is no order.
+        UnsupportedError: a placement that carries state or reduces bitwise.
     """
-    tokens: list[Placement | tuple[int, int]] = []
-    for mesh_dim, p in enumerate(placements):
-        if type(p) is torch_types.Shard:
-            tokens.append(Shard(p.dim))
-        elif type(p) is torch_types.Replicate:
-            tokens.append(Replicate())
-        elif type(p) is torch_types._StridedShard:
-            tokens.append((p.dim, int(p.split_factor)))
-        elif type(p) is torch_types.Partial and p.reduce_op in _OPS:
-            tokens.append(Partial(_OPS[p.reduce_op]))
-        else:
-            raise UnsupportedError(
-                f"placement {p} on mesh dim {mesh_dim}; allowed: Replicate, Shard, Partial of {list(_OPS)}"
-            )
-    if any(isinstance(token, tuple) for token in tokens):
-        return Layout.from_strided(tokens, mesh_shape)
-    order = {entry.tensor_dim: tuple(entry.mesh_dims) for entry in shard_order or ()}
-    return Layout([token for token in tokens if not isinstance(token, tuple)], order)
+    return Layout(_planners(placements), _orders(shard_order)).decoded(mesh_shape)
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:
     """The layout of a DTensor.
 
     Raises:
-        UnsupportedError: as `layout_of`; or strided shards that are meant as index sets of their own.
+        UnsupportedError: as `layout_of`.
     """
-    strided = any(isinstance(p, torch_types._StridedShard) for p in spec.placements)
-    if strided and not spec.use_strided_shard_as_shard_order:
-        raise UnsupportedError(
-            f"placements {spec.placements}: strided shards made by a view are index sets of their own"
-        )
-    return layout_of(spec.placements, spec.mesh.shape, None if strided else spec.shard_order)
+    if not any(isinstance(p, torch_types._StridedShard) for p in spec.placements):
+        return layout_of(spec.placements, spec.mesh.shape, spec.shard_order)
+    if spec.use_strided_shard_as_shard_order:
+        return layout_of(spec.placements, spec.mesh.shape)
+    # Made by a view: mesh dims cut from left to right, also where an order has the same split factors.
+    own = [StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p for p in _planners(spec.placements)]
+    return Layout(own)
+
+
+def _orders(shard_order: Any) -> dict[int, tuple[int, ...]]:
+    return {entry.tensor_dim: tuple(entry.mesh_dims) for entry in shard_order or ()}
+
+
+def _planners(placements: Sequence[Any]) -> list[Placement]:
+    found: list[Placement] = []
+    for mesh_dim, p in enumerate(placements):
+        if type(p) is torch_types.Shard:
+            found.append(Shard(p.dim))
+        elif type(p) is torch_types.Replicate:
+            found.append(Replicate())
+        elif type(p) is torch_types._StridedShard:
+            found.append(StridedShard(p.dim, int(p.split_factor)))
+        elif type(p) is torch_types.Partial and p.reduce_op in _OPS:
+            found.append(Partial(_OPS[p.reduce_op]))
+        else:
+            raise UnsupportedError(
+                f"placement {p} on mesh dim {mesh_dim}; allowed: Replicate, Shard, Partial of {list(_OPS)}"
+            )
+    return found

@@ -25,6 +25,10 @@ class Spec:
     tokens: tuple[str, ...]
     orders: dict[int, tuple[int, ...]] = field(hash=False)
 
+    def split(self, mesh_dim: int) -> int:
+        """The pieces that a strided shard, an index set of its own, cuts first."""
+        return int(self.tokens[mesh_dim].replace("//", "/").partition("/")[2] or 1)
+
     @property
     def partial_dims(self) -> tuple[int, ...]:
         return tuple(m for m, token in enumerate(self.tokens) if token.startswith("P"))
@@ -41,7 +45,8 @@ def read(text: str) -> Spec:
     orders: dict[int, tuple[int, ...]] = {}
     for mesh_dim, token in enumerate(tokens):
         if token.startswith("S"):
-            orders[int(token[1:])] = (*orders.get(int(token[1:]), ()), mesh_dim)
+            dim = int(token[1:].partition("/")[0])
+            orders[dim] = (*orders.get(dim, ()), mesh_dim)
     for entry in tail.split():
         dim, _, order = entry.partition(":")
         orders[int(dim)] = tuple(map(int, order.split(",")))
@@ -49,10 +54,11 @@ def read(text: str) -> Spec:
 
 
 def layout_texts(mesh_dims: int, tokens: Sequence[str]) -> Iterator[str]:
-    """Every layout over `tokens`, in every shard order, as text."""
+    """Every layout over `tokens`, in every shard order, as text; strided shards are cut from left to right."""
     for chosen in product(tokens, repeat=mesh_dims):
         orders = read(" ".join(chosen)).orders
-        for orderings in product(*(permutations(dims) for dims in orders.values())):
+        strided = {int(token[1]) for token in chosen if "/" in token}
+        for orderings in product(*([c] if dim in strided else permutations(c) for dim, c in orders.items())):
             odd = [
                 f"{dim}:{','.join(map(str, order))}"
                 for dim, order in sorted(zip(orders, orderings, strict=True))
@@ -74,9 +80,12 @@ def held_indices(mesh_shape: Sizes, shape: Sizes, text: str) -> tuple[torch.Tens
         part = torch.arange(math.prod(shape)).view(shape)
         for dim, order in spec.orders.items():
             for mesh_dim in order:
-                chunks = part.chunk(mesh_shape[mesh_dim], dim)
-                index = coordinate[mesh_dim]
-                part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+                taken = []
+                for piece in part.chunk(spec.split(mesh_dim), dim):
+                    chunks = piece.chunk(mesh_shape[mesh_dim], dim)
+                    index = coordinate[mesh_dim]
+                    taken.append(chunks[index] if index < len(chunks) else piece.narrow(dim, 0, 0))
+                part = torch.cat(taken, dim)
         out.append(part)
     return tuple(out)
 
@@ -217,6 +226,13 @@ SAMPLED = [
     Case((1, 4, 1), (6, 5), ("R", "P", "S0", "S1"), 150),
     Case((3, 2), (7, 11), ("R", "P", "S0", "S1"), 150),
     Case((2, 2, 3), (13, 6), ("R", "S0", "S1"), 100),
+    Case((2, 2), (24, 12), ("R", "P", "S0", "S1", "S0/3", "S1//2"), 200),
+    Case((2, 2), (11, 7), ("R", "P", "S0", "S1", "S0/3", "S1//2"), 200),
+    Case((2, 2), (5, 0), ("R", "S0", "S1", "S0/3", "S1//2"), 60),
+    Case((3, 2), (29, 4), ("R", "P", "S0", "S0/4", "S0//2", "S1"), 150),
+    Case((2, 2, 2), (40, 3), ("R", "S0", "S1", "S0/5", "S0//2"), 120),
+    Case((4,), (67,), ("R", "P", "S0", "S0/8", "S0/3")),
+    Case((2, 1), (9, 2), ("R", "P", "S0", "S0/3", "S1")),
     Case((2, 2), (), ("R", "P")),
     Case((6,), (13, 5), ("R", "P", "S0", "S1")),
     Case((1,), (3, 2), ("R", "P", "S0", "S1")),

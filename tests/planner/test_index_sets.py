@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import Layout, Mesh
-from shardweave.planner.index_sets import cells_meeting, cut, held_box, held_span
+from shardweave.planner.index_sets import cells_meeting, common_runs, cut, held_box, held_sizes, held_span, held_spans
 
 pytestmark = pytest.mark.plan
 
@@ -57,11 +57,66 @@ def test_cells_meeting_finds_every_cell_that_meets(extent: int, sizes: tuple[int
     low = data.draw(st.integers(0, extent))
     high = data.draw(st.integers(low, extent))
     mesh = Mesh(sizes or (1,))
-    order = range(len(sizes))
+    cuts = tuple((m, 1) for m in range(len(sizes)))
     expected = []
     for position in range(mesh.size):
         coordinate = mesh.coordinate(position)[: len(sizes)]
-        start, stop = held_span(extent, order, sizes, coordinate)
+        start, stop = held_span(extent, tuple((n, 1, c) for n, c in zip(sizes, coordinate, strict=True)))
         if max(start, low) < min(stop, high):
             expected.append(list(coordinate))
-    assert cells_meeting(extent, sizes, (low, high)).tolist() == expected
+    assert cells_meeting(extent, cuts, sizes, (low, high)).tolist() == expected
+
+
+parts = st.lists(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 6), st.integers(0, n - 1))))
+
+
+def indices(extent: int, cuts: list[tuple[int, int, int]]) -> torch.Tensor:
+    """By cutting a tensor of indices with torch.chunk."""
+    held = torch.arange(extent)
+    for number, split, index in cuts:
+        pieces = [piece.chunk(number) for piece in held.chunk(split)]
+        held = torch.cat([piece[index] for piece in pieces if index < len(piece)] or [held[:0]])
+    return held
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.integers(0, 60), parts)
+def test_strided_cuts_leave_what_torch_chunk_leaves(extent: int, cuts: list[tuple[int, int, int]]) -> None:
+    spans = held_spans(extent, tuple(cuts))
+    found = [i for low, high in spans.tolist() for i in range(low, high)]
+    assert found == indices(extent, cuts).tolist()
+    assert (spans[:, 0] < spans[:, 1]).all() and (spans[1:, 0] > spans[:-1, 1]).all()
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.integers(0, 60), parts, parts)
+def test_common_runs_are_what_both_hold(
+    extent: int, held: list[tuple[int, int, int]], wanted: list[tuple[int, int, int]]
+) -> None:
+    a, b = indices(extent, held), indices(extent, wanted)
+    found = []
+    for source, target, count, length, source_step, target_step in common_runs(
+        extent, tuple(held), tuple(wanted)
+    ).tolist():
+        for i in range(count):
+            for k in range(length):
+                here, there = a[source + i * source_step + k], b[target + i * target_step + k]
+                assert here == there
+                found.append(int(here))
+    assert found == sorted(set(a.tolist()) & set(b.tolist()))
+
+
+def test_runs_are_few_where_spans_are_many() -> None:
+    """A strided shard that a view made has thousands of spans, and a table of them would be as long."""
+    assert len(held_spans(1 << 20, ((4, 1 << 12, 1),))) == 1 << 12
+    assert len(common_runs(1 << 20, ((4, 1 << 12, 1),), ((4, 1, 2),))) == 1
+    assert len(common_runs(1 << 20, ((4, 1 << 12, 1),), ((2, 1 << 13, 0),))) <= 2
+    assert common_runs(1 << 20, ((4, 1 << 12, 1),), ((4, 1 << 12, 1),)).tolist() == [[0, 0, 1, 1 << 18, 1, 1]]
+
+
+@pytest.mark.parametrize("text", ["S0/3 R", "S0//2 S0", "R S0/5", "S0/2 S1/3", "S0/3 S0/2"])
+def test_held_sizes_of_strided_shards(text: str) -> None:
+    mesh_shape, shape = (2, 3), (11, 7)
+    for position, expected in enumerate(oracle.held_indices(mesh_shape, shape, text)):
+        coordinate = Mesh(mesh_shape).coordinate(position)
+        assert held_sizes(shape, Layout.parse(text), mesh_shape, coordinate) == tuple(expected.shape)

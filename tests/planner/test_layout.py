@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
-from shardweave.planner import Layout, Partial, Replicate, Shard
+from shardweave.planner import Layout, Partial, Replicate, Shard, StridedShard
 
 pytestmark = pytest.mark.plan
 
@@ -101,24 +101,32 @@ def torch_order(tokens: tuple[str, ...], mesh_shape: tuple[int, ...]) -> dict[in
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 2), (2, 3), (2, 2, 2), (2, 3, 4), (4, 2, 1)], ids=str)
 def test_parse_decodes_strided_shards_as_torch_does(mesh_shape: tuple[int, ...]) -> None:
     choices = ("R", "S0", "S1", "S0/2", "S0/3", "S0/4", "S0/6", "S0/8", "S1/2")
-    decoded = refused = 0
+    decoded = kept = 0
     for tokens in product(choices, repeat=len(mesh_shape)):
         if not any("/" in token for token in tokens):
             continue
         expected = torch_order(tokens, mesh_shape)
+        layout = Layout.parse(" ".join(tokens), mesh_shape)
+        assert Layout.parse(str(layout), mesh_shape) == Layout.parse(str(layout)) == layout
         if expected is None:
-            with pytest.raises(UnsupportedError, match="is no shard order"):
-                Layout.parse(" ".join(tokens), mesh_shape)
-            refused += 1
+            assert layout.strided_dims
+            kept += 1
         else:
-            layout = Layout.parse(" ".join(tokens), mesh_shape)
             assert dict(layout.orders) == expected, tokens
-            assert Layout.parse(str(layout)) == layout
+            assert not layout.strided_dims
             decoded += 1
-    assert decoded and refused
+    assert decoded and kept
 
 
-def test_from_strided_holds_what_torch_splits() -> None:
+def test_a_strided_shard_may_be_kept_from_becoming_an_order() -> None:
+    layout = Layout.parse("S0//2 S0", (2, 2))
+    assert layout.placements == (StridedShard(0, 2, own=True), Shard(0)) and str(layout) == "S0//2 S0"
+    assert layout.order(0) == (0, 1) and layout.cuts(0) == ((0, 2), (1, 1))
+    assert Layout((StridedShard(0, 2), Shard(0))).decoded((2, 2)) == Layout.parse("S0 S0 @ 0:1,0")
+    assert Layout.parse("S0/2 S0") == Layout((StridedShard(0, 2), Shard(0)))
+
+
+def test_decoded_holds_what_torch_splits() -> None:
     # FSDP over a mesh dim of 4, tensor parallel over 2: the right one cuts first.
     layout = Layout.parse("S0/2 S0", (4, 2))
     assert layout == Layout.parse("S0 S0 @ 0:1,0")
@@ -131,8 +139,12 @@ def test_from_strided_holds_what_torch_splits() -> None:
 def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
     layout = Layout.parse("S0/2 S0 S1 S1 @ 1:3,2", (2, 2, 2, 2))
     assert layout == Layout.parse("S0 S0 S1 S1 @ 0:1,0 1:3,2")
-    with pytest.raises(ArgumentError, match=r"tensor dims \[0\] are strided and have an order as well; give one"):
+    with pytest.raises(LayoutSyntaxError, match="tensor dim 0 is strided and has an order as well"):
         Layout.parse("S0/2 S0 @ 0:1,0", (2, 2))
+    with pytest.raises(ArgumentError, match="tensor dim 0 is strided and has an order as well; give one"):
+        Layout((StridedShard(0, 2), Shard(0)), {0: (1, 0)})
+    with pytest.raises(ArgumentError, match="mesh dim 0 has split factor 0; allowed: 1 and up"):
+        Layout((StridedShard(0, 0), Shard(0)))
 
 
 # Errors
@@ -165,7 +177,7 @@ def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
         ("S0 S0 @ 0:2,0", 8, ["tensor dim 0", "[0, 1]", "2,0"]),
         ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "not 1"]),
         ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "not 0"]),
-        ("S0 S0/2", 3, ["sizes of the mesh"]),
+        ("S0 S0/0", 3, ["unknown token 'S0/0'"]),
     ],
 )
 def test_parse_refuses_with_a_caret(text: str, caret: int, parts: list[str]) -> None:

@@ -1,0 +1,91 @@
+"""Two layouts laid over each other: of pairs of a holder and a receiver, the boxes that both have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .index_sets import common_runs, parts_of, spans_at
+from .layout import Cuts, Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Overlay:
+    """n boxes; `pair` says of which pair each is, the rest as in `Boxes`."""
+
+    pair: np.ndarray  # [n]
+    source_start: np.ndarray  # [n, tensor dims]
+    target_start: np.ndarray  # [n, tensor dims]
+    extent: np.ndarray  # [n, axes]
+    source_step: np.ndarray  # [n, axes]
+    target_step: np.ndarray  # [n, axes]
+    axes: tuple[int, ...]
+
+
+def overlay(
+    shape: Sequence[int],
+    source: Layout,
+    source_mesh: Sequence[int],
+    holders: np.ndarray,
+    target: Layout,
+    target_mesh: Sequence[int],
+    receivers: np.ndarray,
+) -> Overlay:
+    """The boxes of pairs of coordinates, [pairs, mesh dims] each on its own mesh, in the order of pairs.
+
+    A tensor dim that a strided shard cuts has two axes, one from span to span and one along them.
+    """
+    low, high = spans_at(shape, source, source_mesh, holders.T), spans_at(shape, target, target_mesh, receivers.T)
+    start, stop = np.maximum(low[..., 0], high[..., 0]), np.minimum(low[..., 1], high[..., 1])
+    strided = sorted({*source.strided_dims, *target.strided_dims})
+    plain = [d for d in range(len(shape)) if d not in strided]
+    pair = np.flatnonzero((start < stop)[plain].all(axis=0))
+    source_start, target_start = (start - low[..., 0])[:, pair].T, (start - high[..., 0])[:, pair].T
+    length, runs = (stop - start)[:, pair].T, {}
+    for d in strided:
+        found, which = _runs_of_pairs(
+            shape[d], source.cuts(d), source_mesh, holders[pair], target.cuts(d), target_mesh, receivers[pair]
+        )
+        pair, source_start, target_start, length = (x[which] for x in (pair, source_start, target_start, length))
+        runs = {other: rows[which] for other, rows in runs.items()} | {d: found}
+        source_start[:, d], target_start[:, d] = found[:, 0], found[:, 1]
+    extent, source_step, target_step, axes = [], [], [], []
+    ones = np.ones(len(pair), dtype=np.int64)
+    for d in range(len(shape)):
+        if d in runs:
+            extent += [runs[d][:, 2], runs[d][:, 3]]
+            source_step += [runs[d][:, 4], ones]
+            target_step += [runs[d][:, 5], ones]
+            axes += [d, d]
+        else:
+            extent.append(length[:, d])
+            source_step.append(ones)
+            target_step.append(ones)
+            axes.append(d)
+    columns = (np.stack(x, axis=1) if x else ones[:, None][:, :0] for x in (extent, source_step, target_step))
+    return Overlay(pair, source_start, target_start, *columns, tuple(axes))
+
+
+def _runs_of_pairs(
+    extent: int, held: Cuts, held_mesh: Sequence[int], holders: np.ndarray, wanted: Cuts,
+    wanted_mesh: Sequence[int], receivers: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The runs of each pair along one tensor dim, [n, 6], and the pair each is of, [n]."""
+    mine, theirs = [m for m, _ in held], [m for m, _ in wanted]
+    kinds, kind = np.unique(
+        np.concatenate([holders[:, mine], receivers[:, theirs]], axis=1), axis=0, return_inverse=True
+    )
+    tables = []
+    for row in kinds.tolist():
+        at, to = dict(zip(mine, row, strict=False)), dict(zip(theirs, row[len(mine) :], strict=True))
+        tables.append(common_runs(extent, parts_of(held, held_mesh, at), parts_of(wanted, wanted_mesh, to)))
+    kind = kind.reshape(-1)
+    sizes = np.array([len(table) for table in tables], dtype=np.int64)
+    first = sizes.cumsum() - sizes
+    count = sizes[kind] if len(tables) else np.zeros(0, dtype=np.int64)
+    which = np.repeat(np.arange(len(kind)), count)
+    row_of = np.arange(len(which)) - np.repeat(count.cumsum() - count - first[kind] if len(tables) else count, count)
+    rows = np.concatenate(tables) if tables else np.zeros((0, 6), dtype=np.int64)
+    return rows[row_of], which
