@@ -69,6 +69,7 @@ class Ranks:
         self.node_sizes = np.bincount(self.nodes)
         table = nodes.reshape(mesh.shape)
         self.crosses = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+        self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.crosses[m]]
         self._shares: dict[tuple, np.ndarray] = {}
         self._cuts: dict[tuple, np.ndarray] = {}
 

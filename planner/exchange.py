@@ -6,7 +6,7 @@ Every rank computes its own rows alone: who holds a piece and who serves it are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -150,7 +150,7 @@ class Change:
         """Coordinates of receivers and of holders of each cell that they may need, [n, mesh dims] each, in parts."""
         mesh = self.mesh
         cut = [m for _, order in self.source.orders for m in order if m in self.closure]
-        cells = _grid([mesh.shape[m] for m in cut])
+        cells = grid([mesh.shape[m] for m in cut])
         at_once = max(1, _MOST_PAIRS // len(cells))
         for first in range(0, mesh.size, at_once):
             positions = np.arange(first, min(first + at_once, mesh.size))
@@ -183,7 +183,7 @@ class Change:
             for d, (n, span) in enumerate(zip(self.shape, box, strict=True))
         ]
         sizes = [len(found) for found in cells] + [self.mesh.shape[m] for m in free]
-        index = _grid(sizes)
+        index = grid(sizes)
         places = np.tile(np.array(start, dtype=np.int64), (len(index), 1))
         for d, found in enumerate(cells):
             places[:, layout.order(d)] = found[index[:, d]]
@@ -202,19 +202,19 @@ class Change:
         node if there are any, the one whose turn it is."""
         mesh, reduced = self.mesh, list(self.reduced)
         fixed = [m for m in range(mesh.ndim) if m not in self.replicas and m not in reduced]
-        terms = _grid([mesh.shape[m] for m in reduced])
+        terms = grid([mesh.shape[m] for m in reduced])
         itself = receivers @ mesh.strides
         alike = (holders[:, fixed] == receivers[:, fixed]).all(axis=1)
         own = alike[:, None] & (self._term(receivers)[:, None] == np.arange(len(terms)))
         base = holders[:, fixed] @ mesh.strides[fixed]
         if self.replicas:
-            turn = digits = self._turn(receivers)
+            turn = digits = turn_of(receivers, self.target, mesh.shape, self.closure)
             for m in reversed(self.replicas):
                 digits, digit = np.divmod(digits, mesh.shape[m])
                 base = base + digit * mesh.strides[m]
         senders = base[:, None] + terms @ mesh.strides[reduced]
         if self.replicas and self.node_size is not None:
-            near = mesh.node_of(itself, self.node_size)
+            near = mesh.on_node_of(mesh.rank_array[itself], self.node_size)
             places = np.stack(np.unravel_index(np.maximum(near, 0), mesh.shape), axis=2)
             holds = (places[:, :, fixed] == holders[:, None, fixed]).all(axis=2) & (near >= 0)
             holds = holds[:, None, :] & (self._term(places)[:, None, :] == np.arange(len(terms))[:, None])
@@ -234,16 +234,6 @@ class Change:
         for m in self.reduced:
             term = term * self.mesh.shape[m] + coordinates[..., m]
         return term
-
-    def _turn(self, receivers: np.ndarray) -> np.ndarray:
-        """A receiver's place among the ranks with its target set, plus that set's place: it spreads the load."""
-        among = which = np.zeros(len(receivers), dtype=np.int64)
-        for m in self.closure:
-            if isinstance(self.target.placements[m], Shard):
-                which = which * self.mesh.shape[m] + receivers[:, m]
-            else:
-                among = among * self.mesh.shape[m] + receivers[:, m]
-        return among + which
 
     def communicates(self) -> bool:
         """Whether any rank at all must receive anything: the same answer on every rank."""
@@ -272,9 +262,20 @@ class Change:
         return elements_in_common(self.shape, self.source, at, self.target, at) == wanted
 
 
-def _grid(sizes: Sequence[int]) -> np.ndarray:
+def grid(sizes: Sequence[int]) -> np.ndarray:
     """Every index of an array of such sizes, row-major: [n, sizes]."""
     return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
+
+
+def turn_of(receivers: np.ndarray, target: Layout, mesh_shape: Sequence[int], mesh_dims: Iterable[int]) -> np.ndarray:
+    """A receiver's place among the ranks with its target set, plus that set's place: it spreads the load. [n]"""
+    among = which = np.zeros(len(receivers), dtype=np.int64)
+    for m in mesh_dims:
+        if isinstance(target.placements[m], Shard):
+            which = which * mesh_shape[m] + receivers[:, m]
+        else:
+            among = among * mesh_shape[m] + receivers[:, m]
+    return among + which
 
 
 def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:

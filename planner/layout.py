@@ -56,7 +56,7 @@ class Partial:
 Placement = Replicate | Shard | Partial
 Orders = tuple[tuple[int, tuple[int, ...]], ...]
 Cuts = tuple[tuple[int, int], ...]
-"""What cuts a tensor dim, the first cut first: mesh dim, and the pieces that are cut first (1 but for strided shards)."""
+"""What cuts a tensor dim, the first cut first: mesh dim, and its split factor, 1 where it is no strided shard."""
 
 
 @dataclass(frozen=True)

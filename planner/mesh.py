@@ -239,6 +239,10 @@ class Mesh:
         gaps.insert(0, (world_size // covered, covered))
         return self._derived([gaps], None)
 
+    def same_ranks(self, other: Mesh) -> bool:
+        """Whether the same rank stands at each coordinate: meshes that differ at most in names."""
+        return self.shape == other.shape and bool((self.rank_array == other.rank_array).all())
+
     def overlaps(self, other: Mesh) -> bool:
         """Whether a rank is in both meshes."""
         return bool(np.isin(self.rank_array, other.rank_array).any())
@@ -293,13 +297,15 @@ class Mesh:
         positions[self.rank_array] = np.arange(self.size)
         return positions
 
-    def node_of(self, positions: np.ndarray, node_size: int) -> np.ndarray:
-        """The positions on the same node of `node_size` consecutive ranks, -1 for none: [n, node_size]."""
-        ranks = positions if self.ranks is None else self.rank_array[positions]
-        node = (ranks // node_size * node_size)[:, None] + np.arange(node_size)
+    def positions_of(self, ranks: np.ndarray) -> np.ndarray:
+        """The position of each of some ranks, -1 for those that are not in the mesh."""
         if self.ranks is None:
-            return np.where(node < self.size, node, -1)
-        return np.where(node < len(self._positions), self._positions[np.minimum(node, len(self._positions) - 1)], -1)
+            return np.where(ranks < self.size, ranks, -1)
+        return np.where(ranks < len(self._positions), self._positions[np.minimum(ranks, len(self._positions) - 1)], -1)
+
+    def on_node_of(self, ranks: np.ndarray, node_size: int) -> np.ndarray:
+        """The positions on the same nodes of `node_size` consecutive ranks, -1 for none: [n, node_size]."""
+        return self.positions_of((ranks // node_size * node_size)[:, None] + np.arange(node_size))
 
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
         """The positions reached from `position` by moving along `dims`, row-major."""

@@ -43,7 +43,8 @@ def overlay(
     plain = [d for d in range(len(shape)) if d not in strided]
     pair = np.flatnonzero((start < stop)[plain].all(axis=0))
     source_start, target_start = (start - low[..., 0])[:, pair].T, (start - high[..., 0])[:, pair].T
-    length, runs = (stop - start)[:, pair].T, {}
+    length = (stop - start)[:, pair].T
+    runs: dict[int, np.ndarray] = {}
     for d in strided:
         found, which = _runs_of_pairs(
             shape[d], source.cuts(d), source_mesh, holders[pair], target.cuts(d), target_mesh, receivers[pair]
@@ -64,8 +65,9 @@ def overlay(
             source_step.append(ones)
             target_step.append(ones)
             axes.append(d)
-    columns = (np.stack(x, axis=1) if x else ones[:, None][:, :0] for x in (extent, source_step, target_step))
-    return Overlay(pair, source_start, target_start, *columns, tuple(axes))
+    none = ones[:, None][:, :0]  # of a scalar
+    sizes, here, there = (np.stack(x, axis=1) if x else none for x in (extent, source_step, target_step))
+    return Overlay(pair, source_start, target_start, sizes, here, there, tuple(axes))
 
 
 def _runs_of_pairs(

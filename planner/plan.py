@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from .cost import Price, ranks_of
+from .crossing import Crossing, everyone, price_step
 from .dtypes import ITEMSIZE, check_computed, check_dtype, check_reducible, identity
-from .exchange import Change
+from .exchange import FILL, Change
 from .index_sets import held_sizes
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Exchange, Local, Program, Reduce, Step, check_shape
 from .refinement import refined
-from .search import Route, Search
+from .search import Route, Search, replaced
 from .topology import NVLINK_NODE, Topology
 
 
@@ -25,6 +30,7 @@ def plan(
     src: Layout | str,
     dst: Layout | str,
     *,
+    target_mesh: Mesh | Sequence[int] | None = None,
     rank: int | None = None,
     topology: Topology | None = None,
     max_bytes: int | None = None,
@@ -35,6 +41,8 @@ def plan(
         mesh: a `Mesh`, or its shape.
         dtype: a name such as "bfloat16".
         src, dst: layouts, or their text form (`Layout.parse`).
+        target_mesh: the mesh that `dst` is on, if it is another: of the same ranks, of some of them, of none. Positions
+            are then counted over everyone, the ranks of `mesh` first (`Program.mesh`).
         rank: a mesh position: only its own program, in time proportional to its peers. None: the program of all ranks.
         topology: what the ranks are linked by; the steps are those that take least time on it. A mesh dim that runs
             through several nodes is two in the program, between nodes and inside them, at the same positions. None: all
@@ -47,15 +55,17 @@ def plan(
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused (partial products).
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    other = mesh if target_mesh is None else target_mesh if isinstance(target_mesh, Mesh) else Mesh(target_mesh)
     if rank is not None:
         rank = whole_numbers("rank", [rank])[0]
-        mesh.coordinate(rank)
-    source, target = _layout("src", src, mesh), _layout("dst", dst, mesh)
+        everyone(mesh, other).coordinate(rank)
+    source, target = _layout("src", src, mesh), _layout("dst", dst, other)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     if max_bytes is not None:
         max_bytes = whole_numbers("max_bytes", [max_bytes])[0]
-    return _plan(mesh, check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes)
+    request = check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes
+    return _plan(mesh, *request) if mesh.same_ranks(other) else _plan_crossing(mesh, other, *request)
 
 
 def redistribute_cost(
@@ -128,6 +138,93 @@ def _plan(
 
 
 @lru_cache(maxsize=4096)
+def _plan_crossing(
+    source_mesh: Mesh,
+    target_mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout,
+    dst: Layout,
+    rank: int | None,
+    topology: Topology | None,
+    max_bytes: int | None,
+) -> Program:
+    """Values that are partial are reduced on the source's mesh, and made partial on the target's; one exchange between.
+
+    On a topology the target's mesh may also take in shards, which its nodes then gather inside.
+    """
+    _check("src", src, source_mesh, shape, dtype)
+    _check("dst", dst, target_mesh, shape, dtype)
+    _check_target(dst, [None] * target_mesh.ndim)
+    if topology is not None or max_bytes is not None:
+        topology = topology or NVLINK_NODE
+        source_mesh, (src,) = refined(source_mesh, shape, (src,), topology)
+        target_mesh, (dst,) = refined(target_mesh, shape, (dst,), topology)
+    source, target = src.without_size_one(source_mesh.shape), dst.without_size_one(target_mesh.shape)
+    partial = tuple(m for m, p in enumerate(source.placements) if isinstance(p, Partial))
+    before = [source]
+    if partial:
+        before = [_scattered(source, partial, d) for d in range(len(shape)) if shape[d] > 1]
+        before.append(replaced(source, {m: Replicate() for m in partial}, source))
+    whole = replaced(
+        target, {m: Replicate() for m, p in enumerate(target.placements) if isinstance(p, Partial)}, target
+    )
+    after = [whole]
+    if topology is not None:
+        inside = ranks_of(target_mesh, topology).inside
+        shared = [m for m in inside if whole.placements[m] == Replicate()]
+        after += [replaced(whole, {m: Shard(d) for m in shared}, whole) for d in range(len(shape)) if shared]
+    node_size = None if topology is None else topology.node_size
+
+    def legs(first: Layout, last: Layout) -> list[tuple[Mesh, Layout, Mesh, Layout]]:
+        stops: list[tuple[Mesh, Layout]] = [(source_mesh, source), (source_mesh, first), (target_mesh, last)]
+        stops += [(target_mesh, whole), (target_mesh, target)]
+        return [(*a, *b) for a, b in zip(stops, stops[1:], strict=False) if a != b]
+
+    def price(route: list[tuple[Mesh, Layout, Mesh, Layout]]) -> Price:
+        if topology is not None:
+            prices = [price_step(*leg, shape, dtype, topology) for leg in route]
+            return Price(sum(round(p.us, 3) for p in prices), 0.0, max(p.peak_bytes for p in prices))
+        taken = 0
+        for mesh, a, other, b in route:
+            contributors = Change(mesh, shape, dtype, a, b).contributors if mesh == other else 1
+            taken += math.prod(held_sizes(shape, b, other.shape, (0,) * other.ndim)) * contributors
+        return Price(taken, 0.0, 0)
+
+    routes = [(price(route), route) for route in (legs(a, b) for a in before for b in after)]
+    fitting = [(p, route) for p, route in routes if max_bytes is None or p.peak_bytes <= max_bytes]
+    if not fitting:
+        least = min(p.peak_bytes for p, _ in routes)
+        raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least needs {least}")
+    _, chosen = min(fitting, key=lambda found: (found[0].us, len(found[1])))
+    both = everyone(source_mesh, target_mesh)
+    steps = []
+    for mesh, a, other, b in chosen:
+        if mesh == other:
+            steps.append(_step_inside(both, Change(mesh, shape, dtype, a, b, node_size), rank))
+            continue
+        crossing = Crossing(shape, mesh, a, other, b, node_size)
+        common = mesh, a, other, b, crossing.boxes(rank), None, 0
+        steps.append(Exchange(*common, None) if crossing.communicates() else Local(*common))
+    return Program(both, shape, dtype, src, dst, tuple(steps), rank, topology, (), source_mesh, target_mesh)
+
+
+def _step_inside(both: Mesh, change: Change, rank: int | None) -> Step:
+    """A step of one of two meshes, in positions of everyone."""
+    mesh = change.mesh
+    if rank is not None:
+        (rank,) = mesh.positions_of(np.array([both.rank_at(rank)])).tolist()
+    if rank == -1:
+        step = _step(change, 0)
+        return replace(step, boxes=step.boxes.select(np.zeros(len(step.boxes), dtype=bool)))
+    step = _step(change, rank)
+    places = both.positions_of(mesh.rank_array)
+    sender = np.where(step.boxes.sender == FILL, FILL, places[step.boxes.sender])
+    boxes = replace(step.boxes, receiver=places[step.boxes.receiver], sender=sender)
+    return replace(step, boxes=boxes.select(np.argsort(boxes.receiver, kind="stable")))
+
+
+@lru_cache(maxsize=4096)
 def _routed(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
 ) -> tuple[Mesh, Layout, Layout, Route]:
@@ -142,16 +239,24 @@ def _routed(
 
 def _checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
     """Source and target with mesh dims of size 1 replicated, only one where they are the same then."""
-    for name, layout in (("src", src), ("dst", dst)):
-        layout.check(mesh.shape, len(shape), name)
-        for placement in layout.placements:
-            if isinstance(placement, Partial):
-                check_reducible(dtype, placement.op)
-    for mesh_dim, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
-        if b == Partial("prod") and a != b:
-            raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
+    _check("src", src, mesh, shape, dtype)
+    _check("dst", dst, mesh, shape, dtype)
+    _check_target(dst, src.placements)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     return (source,) if source == target else (source, target)
+
+
+def _check(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> None:
+    layout.check(mesh.shape, len(shape), name)
+    for placement in layout.placements:
+        if isinstance(placement, Partial):
+            check_reducible(dtype, placement.op)
+
+
+def _check_target(dst: Layout, before: Sequence[Placement | None]) -> None:
+    for mesh_dim, (a, b) in enumerate(zip(before, dst.placements, strict=True)):
+        if b == Partial("prod") and a != b:
+            raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
 
 
 def _step(change: Change, rank: int | None) -> Step:
@@ -161,7 +266,7 @@ def _step(change: Change, rank: int | None) -> Step:
         check_computed(change.dtype)
     partials = [p for p in change.target.placements if isinstance(p, Partial)]
     fill = identity(change.dtype, partials[0].op) if partials else 0
-    common = (change.source, change.target, change.boxes(rank), reduce, fill)
+    common = (change.mesh, change.source, change.mesh, change.target, change.boxes(rank), reduce, fill)
     return Exchange(*common, change.closure) if change.communicates() else Local(*common)
 
 
@@ -210,9 +315,9 @@ def _scattered(base: Layout, mesh_dims: tuple[int, ...], tensor_dim: int) -> Lay
 
 def check_local_shape(program: Program, position: int, given: Sequence[int], name: str = "local tensor") -> None:
     """Raise ArgumentError unless `given` is the shape of the source shard at a mesh position."""
-    needed = program.local_shape(program.src, position)
+    needed = program.source_shape(position)
     if tuple(given) != needed:
         raise ArgumentError(
             f"{name}: rank at mesh position {position} gave shape {tuple(given)}; layout {program.src} of global shape "
-            f"{program.shape} on mesh {program.mesh.shape} allows only {needed}"
+            f"{program.shape} on mesh {program.source_mesh.shape} allows only {needed}"
         )

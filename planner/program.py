@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
-from .cost import Price, price
+from .cost import Price
+from .crossing import everyone, price_step
 from .dtypes import ITEMSIZE
-from .exchange import FILL, Boxes, Change
+from .exchange import FILL, Boxes
 from .index_sets import elements_in_common, held_sizes
 from .layout import Layout, Partial
 from .mesh import Mesh, whole_numbers
@@ -37,9 +39,12 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """From `source` to `target`; `fill` is what boxes without a sender get; `reduce` is None for plain copies."""
+    """From `source` to `target`, each on its mesh; `fill` is what boxes without a sender get; `reduce` is None for
+    plain copies. Boxes are in positions of the program's mesh."""
 
+    source_mesh: Mesh
     source: Layout
+    target_mesh: Mesh
     target: Layout
     boxes: Boxes
     reduce: Reduce | None
@@ -53,6 +58,8 @@ class Step:
 
         So it is where what a rank ends with lies within what it holds, partial values apart.
         """
+        if self.source_mesh != self.target_mesh:
+            return False
         cuts = ((self.source.cuts(d), self.target.cuts(d)) for d, _ in self.source.orders)
         within = all(wanted[: len(held)] == held for held, wanted in cuts)
         pairs = zip(self.source.placements, self.target.placements, strict=True)
@@ -68,9 +75,9 @@ class Local(Step):
 
 @dataclass(frozen=True, eq=False)
 class Exchange(Step):
-    """Ranks that differ only along the mesh dims `group` meet."""
+    """Ranks that differ only along the mesh dims `group` meet; between two meshes those that have a box in common."""
 
-    group: tuple[int, ...] = ()
+    group: tuple[int, ...] | None = ()
     kind = "exchange"
 
 
@@ -110,8 +117,11 @@ class Program:
     None where a layout is partial.
 
     Attributes:
+        mesh: what positions are counted on. Between two meshes one mesh dim of everyone: the ranks of the source's mesh
+            in its order, then those that only the target's has.
         topology: what it was planned for; None where bytes alone decided.
         others: routes that lost on that topology, the cheapest first.
+        source_mesh, target_mesh: the meshes of `src` and `dst`; None: `mesh`.
     """
 
     mesh: Mesh
@@ -123,37 +133,101 @@ class Program:
     rank: int | None = None
     topology: Topology | None = None
     others: tuple[Route, ...] = ()
+    source_mesh: Mesh = None  # type: ignore[assignment]
+    target_mesh: Mesh = None  # type: ignore[assignment]
     ranks: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        for name in ("source_mesh", "target_mesh"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.mesh)
         object.__setattr__(self, "ranks", tuple(range(self.mesh.size)) if self.rank is None else (self.rank,))
 
     @property
     def exchanges(self) -> int:
         return sum(isinstance(step, Exchange) for step in self.steps)
 
+    @property
+    def crosses(self) -> bool:
+        """Whether source and target are on two meshes."""
+        return self.source_mesh != self.target_mesh
+
+    def members(self, step: Step, position: int) -> tuple[int, ...]:
+        """The positions that meet in a step, itself included, ascending."""
+        if not isinstance(step, Exchange):
+            return (position,)
+        if step.group is not None:
+            return self._along(step.target_mesh, position, step.group)
+        boxes = step.boxes
+        peers = np.concatenate(
+            [boxes.sender[boxes.receiver == position, 0], boxes.receiver[boxes.sender[:, 0] == position]]
+        )
+        return tuple(np.unique(np.append(peers, position)).tolist())
+
     def first_met(self, position: int) -> tuple[int, ...]:
         """The ranks of the first exchange of a mesh position, itself included, ascending; itself if there is none."""
-        return self._ranks_along(position, next((s.group for s in self.steps if isinstance(s, Exchange)), ()))
+        for step in self.steps:
+            members = self.members(step, position)
+            if len(members) > 1:
+                return self._ranks(members)
+        return self._ranks([position])
 
     def company(self, position: int) -> tuple[int, ...]:
         """The ranks that run the program in step with a mesh position, itself included, ascending."""
-        return self._ranks_along(position, [m for s in self.steps if isinstance(s, Exchange) for m in s.group])
+        exchanges = [step for step in self.steps if isinstance(step, Exchange)]
+        if self.crosses and exchanges:
+            return self._ranks(range(self.mesh.size))
+        return self._ranks(self._along(self.mesh, position, {m for step in exchanges for m in step.group or ()}))
 
-    def _ranks_along(self, position: int, mesh_dims: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(map(self.mesh.rank_at, self.mesh.subgroup(position, sorted(set(mesh_dims))))))
+    def _along(self, mesh: Mesh, position: int, mesh_dims: Collection[int]) -> tuple[int, ...]:
+        """The positions along mesh dims of a mesh, the program's own or another; itself where it is not in it."""
+        if mesh == self.mesh:
+            return tuple(sorted(mesh.subgroup(position, sorted(mesh_dims))))
+        (at,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
+        if at < 0:
+            return (position,)
+        ranks = mesh.rank_array[list(mesh.subgroup(at, sorted(mesh_dims)))]
+        return tuple(sorted(self.mesh.positions_of(ranks).tolist()))
+
+    def _ranks(self, positions: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(map(self.mesh.rank_at, positions)))
 
     @property
     def is_identity(self) -> bool:
         """Nothing moves and nothing changes: the output is the input."""
         return not self.steps
 
-    def local_shape(self, layout: Layout, position: int) -> tuple[int, ...]:
-        """The shape of the shard that a mesh position holds under `layout`."""
-        return held_sizes(self.shape, layout, self.mesh.shape, self.mesh.coordinate(position))
+    def local_shape(self, layout: Layout, position: int, mesh: Mesh | None = None) -> tuple[int, ...]:
+        """The shape of the shard that a position holds under `layout` on `mesh` (the program's, unless given).
+
+        A rank that is not in the mesh holds nothing: (0,) * max(tensor dims, 1).
+        """
+        mesh = mesh or self.mesh
+        if mesh != self.mesh:
+            (position,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
+            if position < 0:
+                return (0,) * max(len(self.shape), 1)
+        return held_sizes(self.shape, layout, mesh.shape, mesh.coordinate(position))
+
+    def source_shape(self, position: int) -> tuple[int, ...]:
+        """The shape of what a position holds at first."""
+        return self.local_shape(self.src, position, self.source_mesh)
+
+    def target_shape(self, position: int) -> tuple[int, ...]:
+        """The shape of what a position ends with."""
+        return self.local_shape(self.dst, position, self.target_mesh)
+
+    def shape_before(self, step: Step, position: int) -> tuple[int, ...]:
+        return self.local_shape(step.source, position, step.source_mesh)
+
+    def shape_after(self, step: Step, position: int) -> tuple[int, ...]:
+        return self.local_shape(step.target, position, step.target_mesh)
 
     def local_bytes(self, layout: Layout, position: int) -> int:
-        return math.prod(self.local_shape(layout, position)) * ITEMSIZE[self.dtype]
+        return self._bytes(self.local_shape(layout, position))
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * ITEMSIZE[self.dtype]
 
     @cached_property
     def bytes_received(self) -> list[int]:
@@ -176,9 +250,10 @@ class Program:
     def _prices(self) -> list[Price] | None:
         if self.topology is None:
             return None
-        node_size = self.topology.node_size
-        changes = (Change(self.mesh, self.shape, self.dtype, s.source, s.target, node_size) for s in self.steps)
-        return [price(change, self.topology) for change in changes]
+        return [
+            price_step(s.source_mesh, s.source, s.target_mesh, s.target, self.shape, self.dtype, self.topology)
+            for s in self.steps
+        ]
 
     def _traffic(self, step: Step, position: int) -> _Traffic:
         nodes = None
@@ -193,10 +268,15 @@ class Program:
             return None
         bound = []
         for r in self.ranks:
-            at = self.mesh.shape, self.mesh.coordinate(r)
-            held = elements_in_common(self.shape, self.src, at, self.dst, at)
-            bound.append((math.prod(self.local_shape(self.dst, r)) - held) * ITEMSIZE[self.dtype])
+            at, to = (self._at(mesh, r) for mesh in (self.source_mesh, self.target_mesh))
+            held = 0 if at is None or to is None else elements_in_common(self.shape, self.src, at, self.dst, to)
+            bound.append(self._bytes(self.target_shape(r)) - held * ITEMSIZE[self.dtype])
         return bound
+
+    def _at(self, mesh: Mesh, position: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The mesh's shape and a position's coordinate there; None if it is not in it."""
+        (at,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
+        return None if at < 0 else (mesh.shape, mesh.coordinate(at))
 
     @cached_property
     def peak_bytes(self) -> list[int]:
@@ -205,16 +285,16 @@ class Program:
         size = ITEMSIZE[self.dtype]
         peaks = []
         for r in self.ranks:
-            original = self.local_bytes(self.src, r)
+            original = self._bytes(self.source_shape(r))
             peak = original
             for i, step in enumerate(self.steps):
-                before = self.local_bytes(step.source, r) if i else 0
+                before = self._bytes(self.shape_before(step, r)) if i else 0
                 traffic = self._traffic(step, r)
                 staged = traffic.received if step.reduce and step.reduce.contributors > 1 else 0
                 if self.topology is not None:
                     staged += 0 if self.topology.node.one_sided else traffic.received_near + traffic.sent_near
                     staged += 0 if self.topology.network.one_sided else traffic.received_far + traffic.sent_far
-                peak = max(peak, original + before + staged * size + self.local_bytes(step.target, r))
+                peak = max(peak, original + before + staged * size + self._bytes(self.shape_after(step, r)))
             peaks.append(peak)
         return peaks
 
@@ -222,21 +302,26 @@ class Program:
     def digest(self) -> int:
         """63 bits that differ for different requests: what ranks compare when they meet."""
         request: list[object] = [self.mesh.shape, self.mesh.ranks, self.shape, self.dtype, str(self.src), str(self.dst)]
+        if self.crosses:
+            request += [(mesh.shape, mesh.ranks) for mesh in (self.source_mesh, self.target_mesh)]
         if self.topology is not None or len(self.steps) > 1:
             request += [self.topology, *(str(step.target) for step in self.steps)]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
     def explain(self) -> str:
         """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
-        names = self.mesh.names or tuple(map(str, range(self.mesh.ndim)))
-        title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
+        if self.crosses:
+            request = f"{self.src} on {_described(self.source_mesh)} → {self.dst} on {_described(self.target_mesh)}"
+            title = f"{request}   {self.dtype}{list(self.shape)}"
+        else:
+            title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
         lines = [title if self.rank is None else f"{title}, rank {self.rank}"]
         if self.is_identity:
             lines.append("  nothing to do: the output is the input")
         for number, step in enumerate(self.steps, 1):
             what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
             if isinstance(step, Exchange):
-                what += f"   along {', '.join(names[m] for m in step.group)}"
+                what += f"   {self._between(step)}"
             notes = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
             if isinstance(step, Exchange):
                 size = ITEMSIZE[self.dtype]
@@ -266,12 +351,22 @@ class Program:
                 lines.append(f"    not {way}: {other.us:.1f} µs, {reason}")
         return "\n".join(lines)
 
+    def _between(self, step: Exchange) -> str:
+        if step.group is None:
+            return "from mesh to mesh"
+        names = step.target_mesh.names or tuple(map(str, range(step.target_mesh.ndim)))
+        mesh = (
+            "" if not self.crosses else f" of the {'source' if step.target_mesh == self.source_mesh else 'target'} mesh"
+        )
+        return f"along {', '.join(names[m] for m in step.group)}{mesh}"
+
     __str__ = explain
 
     def to_dict(self) -> dict:
         """Plain values, ready for JSON."""
         return {
-            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names, "ranks": self.mesh.ranks},
+            "mesh": _mesh_to_dict(self.source_mesh),
+            "target_mesh": _mesh_to_dict(self.target_mesh) if self.crosses else None,
             "shape": self.shape,
             "dtype": self.dtype,
             "src": str(self.src),
@@ -282,6 +377,10 @@ class Program:
                     "kind": step.kind,
                     "source": str(step.source),
                     "target": str(step.target),
+                    "meshes": [
+                        "target" if self.crosses and mesh == self.target_mesh else "source"
+                        for mesh in (step.source_mesh, step.target_mesh)
+                    ],
                     "group": step.group if isinstance(step, Exchange) else None,
                     "reduce": step.reduce and {f.name: getattr(step.reduce, f.name) for f in fields(step.reduce)},
                     "fill": repr(step.fill),
@@ -311,10 +410,7 @@ class Program:
     def from_dict(cls, data: dict) -> Program:
         """The program that `to_dict` was called on."""
         mesh = Mesh(**data["mesh"])
-
-        def layout(text: str) -> Layout:
-            return Layout.parse(text, mesh.shape)
-
+        meshes = {"source": mesh, "target": mesh if data["target_mesh"] is None else Mesh(**data["target_mesh"])}
         ndim = len(data["shape"])
         steps: list[Step] = []
         for entry in data["steps"]:
@@ -328,30 +424,47 @@ class Program:
             }
             boxes = Boxes(np.array(raw["receiver"], dtype=np.int64), axes=tuple(raw["axes"]), **arrays)
             fill = _read_fill(entry["fill"])
-            common = (layout(entry["source"]), layout(entry["target"]), boxes)
+            here, there = (meshes[on] for on in entry["meshes"])
+            source, target = Layout.parse(entry["source"], here.shape), Layout.parse(entry["target"], there.shape)
+            common = here, source, there, target, boxes
             reduce = Reduce(**entry["reduce"]) if entry["reduce"] else None
             if entry["kind"] == "exchange":
-                steps.append(Exchange(*common, reduce, fill, tuple(entry["group"])))
+                group = None if entry["group"] is None else tuple(entry["group"])
+                steps.append(Exchange(*common, reduce, fill, group))
             else:
                 steps.append(Local(*common, reduce, fill))
         return cls(
-            mesh,
+            everyone(meshes["source"], meshes["target"]),
             tuple(data["shape"]),
             data["dtype"],
-            layout(data["src"]),
-            layout(data["dst"]),
+            Layout.parse(data["src"], mesh.shape),
+            Layout.parse(data["dst"], meshes["target"].shape),
             tuple(steps),
             data["rank"],
             None if data["topology"] is None else Topology.from_dict(data["topology"]),
             tuple(
-                Route(tuple(layout(stop) for stop in other["stops"]), other["us"], other["peak_bytes"])
+                Route(tuple(Layout.parse(stop) for stop in other["stops"]), other["us"], other["peak_bytes"])
                 for other in data["others"]
             ),
+            mesh,
+            meshes["target"],
         )
 
     @classmethod
     def from_json(cls, text: str) -> Program:
         return cls.from_dict(json.loads(text))
+
+
+def _mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
+    return {"shape": mesh.shape, "names": mesh.names, "ranks": mesh.ranks}
+
+
+def _described(mesh: Mesh) -> str:
+    """A mesh with its ranks, if they are few."""
+    ranks = mesh.rank_array.tolist()
+    if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{mesh} of ranks {ranks[0]}..{ranks[-1]}"
+    return f"{mesh} of ranks {', '.join(map(str, ranks))}" if len(ranks) <= 16 else f"{mesh} of {len(ranks)} ranks"
 
 
 def _read_fill(text: str) -> float | int | bool:

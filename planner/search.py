@@ -52,8 +52,7 @@ class Search:
         used = {p.dim for x in (source, target) for p in x.placements if isinstance(p, Shard)}
         by_size = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (d not in used, -shape[d]))
         self.tensor_dims = sorted(by_size[:_MOST_TENSOR_DIMS])
-        crosses = ranks_of(mesh, topology).crosses
-        self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not crosses[m]]
+        self.inside = ranks_of(mesh, topology).inside
 
     def price(self, a: Layout, b: Layout) -> Price:
         """Of one step; microseconds in whole nanoseconds, so that no rounding decides between two plans."""

@@ -174,10 +174,11 @@ class BoundStep:
                  device: torch.device) -> None:  # fmt: skip
         self.program, self.step, self.me = program, step, me
         self.world, self.dtype, self.device = world, dtype, device
-        self.source_strides = tuple(strides)
-        self.shape = program.local_shape(step.target, me)
-        self.strides = contiguous_strides(self.shape)
-        group = program.mesh.subgroup(me, step.group) if isinstance(step, Exchange) else (me,)
+        # Of a rank that is not in a mesh, and holds nothing, more strides may be given than the tensor has dims.
+        self.source_strides = tuple(strides)[: len(program.shape)]
+        self.shape = program.shape_after(step, me)
+        self.strides = contiguous_strides(self.shape)[: len(program.shape)]
+        group = program.members(step, me)
         # Each rank begins with the peer after itself: writes spread over the peers.
         start = group.index(me)
         self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
@@ -247,8 +248,8 @@ class OneSidedStep(BoundStep):
         self.pushes: list[tuple[int, int, Copies]] = []
         largest = self.nbytes(self.shape, slabs)
         for index, peer in enumerate(self.peers):
-            shape = self.program.local_shape(step.target, peer)
-            strides, nbytes = contiguous_strides(shape), self.nbytes(shape, slabs)
+            shape = self.program.shape_after(step, peer)
+            strides, nbytes = contiguous_strides(shape)[: len(self.program.shape)], self.nbytes(shape, slabs)
             largest = max(largest, nbytes)
             parts = []
             for contributor in range(reduce.contributors if reduce else 1):
@@ -260,7 +261,9 @@ class OneSidedStep(BoundStep):
                 self.pushes.append((index, nbytes, copies))
         self.own_nbytes, self.largest = self.nbytes(self.shape, slabs), largest
         group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
-        self.landings = self.world.landings(group) if self.peers and largest <= LARGEST_KEPT else None
+        # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
+        alike = isinstance(step, Exchange) and step.group is not None
+        self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
         self.own: Copies | None = None
         if reduce:
             slab = 0 if self.lands_in_output else math.prod(self.shape)
@@ -415,7 +418,7 @@ class BoundProgram:
         kind = OneSidedStep if world.one_sided else TwoSidedStep
         self.steps: list[OneSidedStep | TwoSidedStep] = []
         for i, step in enumerate(program.steps):
-            before = strides if i == 0 else contiguous_strides(program.local_shape(step.source, position))
+            before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
             self.steps.append(kind(program, step, position, before, world, dtype, device))
 
     def check(self, x: torch.Tensor) -> None:

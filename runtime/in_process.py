@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ..errors import ArgumentError, DisagreementError
 from ..planner import Program, check_local_shape
 from .dtypes import name_of
-from .executor import BoundProgram
+from .executor import BoundProgram, Run
 from .meeting import Meet, Transfer
 
 
@@ -40,8 +41,8 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
 
     Args:
         program: the program of all ranks (`plan(..., rank=None)`).
-        locals_: one tensor per rank in mesh row-major order, each of the shape that layout `src` gives it, all of the
-            program's dtype and on one device; any strides.
+        locals_: one tensor per rank in the order of the program's mesh, each of the shape that layout `src` gives it
+            (`Program.source_shape`), all of the program's dtype and on one device; any strides.
         one_sided: ranks push into each other's buffers; False: they pack, send, receive and unpack.
 
     Returns:
@@ -81,31 +82,67 @@ def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bo
         x = x.detach().resolve_conj().resolve_neg()
         bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
         runs[program.mesh.rank_at(position)] = bound.run(x)
-    outputs: dict[int, torch.Tensor] = {}
-    replies: dict[int, Any] = dict.fromkeys(runs)
-    while runs:
-        asked: dict[int, Meet | Transfer] = {}
-        for rank in list(runs):
-            try:
-                asked[rank] = runs[rank].send(replies.get(rank))
-            except StopIteration as end:
-                outputs[rank] = end.value
-                del runs[rank]
-        replies = {rank: _answer(rank, request, asked) for rank, request in asked.items()}
+    outputs = _run_all(runs)
     return [outputs[program.mesh.rank_at(position)] for position in range(program.mesh.size)]
 
 
-def _answer(rank: int, request: Meet | Transfer, asked: dict[int, Meet | Transfer]) -> Any:
+def _run_all(runs: dict[int, Run]) -> dict[int, torch.Tensor]:
+    """Each rank goes on as soon as its peers have posted what it waits for; their outputs.
+
+    Raises:
+        DisagreementError: ranks meet at different points, expect other sizes than are sent, or wait for each other.
+    """
+    outputs: dict[int, torch.Tensor] = {}
+    posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from one rank to another
+    waiting: dict[int, Meet | Transfer] = {}
+
+    def go_on(rank: int, reply: Any) -> None:
+        try:
+            waiting[rank] = runs[rank].send(reply)
+        except StopIteration as end:
+            outputs[rank] = end.value
+            waiting.pop(rank, None)
+            return
+        _post(rank, waiting[rank], posted)
+
+    for rank in runs:
+        go_on(rank, None)
+    while waiting:
+        ready = [r for r, request in waiting.items() if all(posted[peer, r] for peer in _awaited(request))]
+        if not ready:
+            raise DisagreementError(f"ranks {sorted(waiting)} wait for peers that post nothing more")
+        for rank in ready:
+            request = waiting[rank]
+            came = {peer: posted[peer, rank].popleft() for peer in _awaited(request)}
+            go_on(rank, _reply(rank, request, came))
+    return outputs
+
+
+def _awaited(request: Meet | Transfer) -> list[int]:
+    return list(request.peers if isinstance(request, Meet) else dict.fromkeys(peer for peer, _ in request.receives))
+
+
+def _post(rank: int, request: Meet | Transfer, posted: dict[tuple[int, int], deque[Any]]) -> None:
     if isinstance(request, Meet):
+        for peer in request.peers:
+            posted[rank, peer].append((request.token, request.offer))
         if request.meanwhile is not None:
             request.meanwhile()
-        met = [asked.get(peer) for peer in request.peers]
-        if not all(isinstance(m, Meet) and m.token == request.token for m in met):
+        return
+    messages: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for peer, buffer in request.sends:
+        messages[peer].append(buffer.clone())
+    for peer, buffers in messages.items():
+        posted[rank, peer].append(buffers)
+
+
+def _reply(rank: int, request: Meet | Transfer, came: dict[int, Any]) -> Any:
+    if isinstance(request, Meet):
+        if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):
             raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")
-        return [m.offer for m in met if isinstance(m, Meet)]
+        return [came[peer][1] for peer in request.peers]
     for peer, buffer in request.receives:
-        theirs = asked.get(peer)
-        sent = dict(theirs.sends).get(rank) if isinstance(theirs, Transfer) else None
+        sent = came[peer].pop(0) if isinstance(came[peer], list) and came[peer] else None
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(
                 f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"

@@ -20,6 +20,7 @@ def plan(
     src: Layout | str,
     dst: Layout | str,
     *,
+    target_mesh: Mesh | DeviceMesh | Sequence[int] | None = None,
     rank: int | None = None,
     topology: Topology | None = None,
     max_bytes: int | None = None,
@@ -30,6 +31,8 @@ def plan(
         mesh: a shape, a `Mesh` or a `DeviceMesh`.
         dtype: a torch dtype or its name.
         src, dst: layouts, or their text form such as "S0 S1" (`Layout.parse`).
+        target_mesh: the mesh that `dst` is on, if it is another: of the same ranks, of some of them, of none. Positions
+            are then counted over everyone, the ranks of `mesh` first (`Program.mesh`).
         rank: a row-major position in the mesh: only its own program. None: the program of all ranks.
         topology: what the ranks are linked by; the steps are those that take least time on it. None: all ranks reach
             each other alike, and bytes alone decide.
@@ -41,4 +44,7 @@ def plan(
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused.
     """
     mesh = mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
-    return plan_on_mesh(mesh, shape, dtype_name(dtype), src, dst, rank=rank, topology=topology, max_bytes=max_bytes)
+    other = mesh_of(target_mesh) if isinstance(target_mesh, DeviceMesh) else target_mesh
+    return plan_on_mesh(
+        mesh, shape, dtype_name(dtype), src, dst, target_mesh=other, rank=rank, topology=topology, max_bytes=max_bytes
+    )

@@ -49,7 +49,9 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
     if spec.use_strided_shard_as_shard_order:
         return layout_of(spec.placements, spec.mesh.shape)
     # Made by a view: mesh dims cut from left to right, also where an order has the same split factors.
-    own = [StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p for p in _planners(spec.placements)]
+    own = [
+        StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p for p in _planners(spec.placements)
+    ]
     return Layout(own)
 
 

@@ -1,0 +1,184 @@
+"""From a layout on one mesh to a layout on another, with real values, on meshes that share all, some or no ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from test_simulate import integers, oracle, poison  # noqa: F401
+
+import shardweave
+from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, Topology
+
+pytestmark = pytest.mark.plan
+
+SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
+NODES = [None, replace(NVLINK_INFINIBAND, node_size=2), replace(NVLINK_INFINIBAND, node_size=4, network=SLOW)]
+MESHES = {
+    "disjoint": (Mesh((2, 2)), Mesh((4,), ranks=(4, 5, 6, 7))),
+    "some in common": (Mesh((2, 3)), Mesh((2, 2), ranks=(4, 5, 6, 7))),
+    "one within the other": (Mesh((2, 2, 2)), Mesh((2,), ranks=(3, 6))),
+    "the same, of another shape": (Mesh((4, 2)), Mesh((2, 4))),
+    "the same, in another order": (Mesh((2, 2), ranks=(0, 1, 2, 3)), Mesh((2, 2), ranks=(3, 1, 0, 2))),
+    "far apart": (Mesh((3,), ranks=(1, 9, 20)), Mesh((2, 1, 2), ranks=(9, 0, 31, 20))),
+}
+SHAPES = [(12, 8), (7, 5), (1, 3), (0, 4), (16,), ()]
+
+
+def held_by_rank(mesh: Mesh, locals_: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    return dict(zip(mesh.rank_array.tolist(), locals_, strict=True))
+
+
+def prove(
+    source_mesh: Mesh, target_mesh: Mesh, shape: tuple[int, ...], source: str, target: str,
+    topology: Topology | None = None, one_sided: bool = True, dtype: torch.dtype = torch.float32,
+) -> Program:  # fmt: skip
+    """Carry a pair out and compare every element with the sliced whole; bytes with what each rank lacks."""
+    program = shardweave.plan(source_mesh, shape, dtype, source, target, target_mesh=target_mesh, topology=topology)
+    contributed = integers(oracle.contribution_shape(source_mesh.shape, shape, source), source + target)
+    given = held_by_rank(source_mesh, oracle.local_shards(source_mesh.shape, shape, source, contributed))
+    everyone = program.mesh.rank_array.tolist()
+    assert sorted(everyone) == sorted({*source_mesh.rank_array.tolist(), *target_mesh.rank_array.tolist()})
+    nothing = torch.empty((0,) * max(len(shape), 1), dtype=dtype)
+    outs = shardweave.simulate(
+        program, [given[rank].to(dtype) if rank in given else nothing for rank in everyone], one_sided=one_sided
+    )
+    by_rank = dict(zip(everyone, outs, strict=True))
+    whole = oracle.whole_of(source_mesh.shape, source, contributed).reshape(*(1 for _ in target_mesh.shape), *shape)
+    wanted = oracle.local_shards(target_mesh.shape, shape, target, whole)
+    mine = [by_rank[rank].to(contributed.dtype) for rank in target_mesh.rank_array.tolist()]
+    for got, want in zip(oracle.assembled(target_mesh.shape, target, mine), wanted, strict=True):
+        assert got.equal(want), program.explain()
+    outside = set(everyone) - set(target_mesh.rank_array.tolist())
+    assert all(by_rank[rank].numel() == 0 for rank in outside)
+    return program
+
+
+def bound(source_mesh: Mesh, target_mesh: Mesh, shape: tuple[int, ...], source: str, target: str) -> dict[int, int]:
+    held = held_by_rank(source_mesh, list(oracle.held_indices(source_mesh.shape, shape, source)))
+    wanted = held_by_rank(target_mesh, list(oracle.held_indices(target_mesh.shape, shape, target)))
+    return {
+        rank: len(set(x.reshape(-1).tolist()) - set(held[rank].reshape(-1).tolist() if rank in held else ()))
+        for rank, x in wanted.items()
+    }
+
+
+def texts(mesh: Mesh, shape: tuple[int, ...], partial: bool, seed: str) -> list[str]:
+    tokens = ["R", *(f"S{d}" for d in range(len(shape))), *(["S0/3"] if shape else []), *(["P"] if partial else [])]
+    found = list(oracle.layout_texts(mesh.ndim, tokens))
+    return Random(seed).sample(found, min(7, len(found)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("meshes", list(MESHES))
+def test_without_partial_it_is_one_exchange_of_the_bound(meshes: str, shape: tuple[int, ...]) -> None:
+    a, b = MESHES[meshes]
+    for source in texts(a, shape, False, meshes):
+        for target in texts(b, shape, False, meshes + "to"):
+            program = prove(a, b, shape, source, target)
+            least = bound(a, b, shape, source, target)
+            everyone = program.mesh.rank_array.tolist()
+            assert program.bytes_received == program.bytes_bound == [4 * least.get(rank, 0) for rank in everyone]
+            assert program.exchanges == (1 if any(least.values()) else 0), program.explain()
+
+
+@pytest.mark.parametrize("topology", NODES, ids=["bytes", "nodes of 2", "slow nodes of 4"])
+@pytest.mark.parametrize("shape", [(12, 8), (7, 5), (16,), ()], ids=str)
+@pytest.mark.parametrize("meshes", list(MESHES))
+def test_partial_values_and_nodes(meshes: str, shape: tuple[int, ...], topology: Topology | None) -> None:
+    a, b = MESHES[meshes]
+    for one_sided, source in enumerate(texts(a, shape, True, meshes)):
+        for target in texts(b, shape, True, meshes + "to")[:4]:
+            program = prove(a, b, shape, source, target, topology, bool(one_sided % 2))
+            again = Program.from_json(program.to_json())
+            assert again.explain() == program.explain() and again.to_dict() == program.to_dict()
+            assert again.digest == program.digest
+
+
+@pytest.mark.parametrize("meshes", list(MESHES))
+def test_a_ranks_program_is_its_part_of_the_whole(meshes: str) -> None:
+    a, b = MESHES[meshes]
+    for source in texts(a, (7, 5), True, meshes)[:3]:
+        for target in texts(b, (7, 5), True, meshes + "to")[:3]:
+            for topology in NODES:
+                request = {"target_mesh": b, "topology": topology}
+                whole = shardweave.plan(a, (7, 5), "float32", source, target, **request)
+                for rank in whole.ranks:
+                    alone = shardweave.plan(a, (7, 5), "float32", source, target, rank=rank, **request)
+                    assert alone.digest == whole.digest
+                    assert alone.bytes_received == [whole.bytes_received[rank]]
+                    assert alone.peak_bytes == [whole.peak_bytes[rank]]
+                    assert alone.company(rank) == whole.company(rank)
+                    for mine, step in zip(alone.steps, whole.steps, strict=True):
+                        assert type(mine) is type(step)
+                        assert alone.members(mine, rank) == whole.members(step, rank)
+                        rows = (step.boxes.receiver == rank) | (step.boxes.sender == rank).any(axis=1)
+                        assert (mine.boxes.sender == step.boxes.sender[rows]).all()
+                        assert (mine.boxes.receiver == step.boxes.receiver[rows]).all()
+
+
+def test_whoever_meets_is_met() -> None:
+    a, b = MESHES["some in common"]
+    program = shardweave.plan(a, (7, 5), "float32", "S0 S1", "S1 R", target_mesh=b)
+    (step,) = program.steps
+    assert isinstance(step, Exchange) and step.group is None
+    met = [program.members(step, rank) for rank in program.ranks]
+    assert all(rank in met[other] for rank in program.ranks for other in met[rank])
+
+
+def test_over_nodes_each_byte_enters_a_node_once() -> None:
+    trainer, generator = Mesh((2, 8)), Mesh((2, 8), ranks=range(16, 32))
+    program = shardweave.plan(
+        trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", target_mesh=generator, topology=NVLINK_INFINIBAND
+    )
+    entering = sum(program.bytes_over_network[16:24]), sum(program.bytes_over_network[24:])
+    assert entering == (4096 * 4096 * 2,) * 2, program.explain()
+    direct = shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", target_mesh=generator)
+    assert direct.exchanges == 1 and direct.bytes_received == direct.bytes_bound
+    capped = {"target_mesh": generator, "topology": NVLINK_INFINIBAND}
+    with pytest.raises(ArgumentError, match=r"max_bytes: 1000; the plan found that holds least needs \d+"):
+        shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", max_bytes=1000, **capped)
+
+
+def test_meshes_that_differ_in_names_are_one() -> None:
+    program = shardweave.plan(Mesh((2, 2), ("a", "b")), (8, 6), "float32", "S0 S1", "S1 S0", target_mesh=Mesh((2, 2)))
+    assert not program.crosses and program.exchanges == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "error", "text"),
+    [
+        ("S0 R", "S0 R", ArgumentError, "dst: S0 R has 2 placements, the mesh"),
+        ("S0", "S0", ArgumentError, "src: S0 has 1 placements, the mesh"),
+        ("S0 R", "S2", ArgumentError, "dst: mesh dim 0 shards tensor dim 2, out of range"),
+        ("S0 R", "Pprod", UnsupportedError, "dst: mesh dim 0 becomes a partial product"),
+    ],
+)
+def test_layouts_that_do_not_fit_their_mesh_are_refused(
+    source: str, target: str, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        shardweave.plan((2, 2), (8, 6), "float32", source, target, target_mesh=Mesh((2,), ranks=(4, 5)))
+    with pytest.raises(ArgumentError, match=r"rank: position 6 is outside the mesh \(6,\)"):
+        shardweave.plan((2, 2), (8, 6), "float32", "S0 R", "S0", target_mesh=Mesh((2,), ranks=(4, 5)), rank=6)
+
+
+def test_a_ranks_program_between_large_meshes_takes_room_by_its_peers() -> None:
+    trainer = Mesh((256, 64))
+    generator = Mesh((512, 8), ranks=range(16384, 16384 + 4096))
+    for position in (77, 16384 + 99):
+        program = shardweave.plan(
+            trainer, (65536, 8192), "bfloat16", "S0 S1", "R S0", target_mesh=generator, rank=position
+        )
+        assert sum(len(step.boxes) for step in program.steps) <= 16384
+        assert program.bytes_received == program.bytes_bound
+    assert math.prod(program.target_shape(16384 + 99)) == 65536 * 8192 // 8
+
+
+def test_layouts_are_read_with_their_own_mesh() -> None:
+    program = shardweave.plan((2, 2), (8,), "float32", "S0/2 S0", "S0/2", target_mesh=Mesh((2,), ranks=(0, 3)))
+    assert program.src == Layout.parse("S0 S0 @ 0:1,0") and str(program.dst) == "S0/2"
