@@ -1,5 +1,6 @@
 """Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
+from .batch import Batch, Request, plan_batch
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
@@ -13,6 +14,7 @@ __all__ = [
     "ITEMSIZE",
     "NVLINK_INFINIBAND",
     "NVLINK_NODE",
+    "Batch",
     "Boxes",
     "Exchange",
     "Layout",
@@ -24,6 +26,7 @@ __all__ = [
     "Program",
     "Reduce",
     "Replicate",
+    "Request",
     "Shard",
     "Step",
     "StridedShard",
@@ -31,5 +34,6 @@ __all__ = [
     "check_local_shape",
     "format_bytes",
     "plan",
+    "plan_batch",
     "redistribute_cost",
 ]

@@ -19,9 +19,9 @@ from .topology import Topology
 _MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together
 
 
-def everyone(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
+def union(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
     """The ranks of both meshes as one mesh dim: the source's in its order, then those that only the target has."""
-    if source_mesh == target_mesh:
+    if source_mesh.same_ranks(target_mesh):
         return source_mesh
     ranks = source_mesh.rank_array
     others = target_mesh.rank_array[~np.isin(target_mesh.rank_array, ranks)]
@@ -47,7 +47,7 @@ class Crossing:
     ) -> None:
         self.shape, self.node_size = shape, node_size
         self.source_mesh, self.source, self.target_mesh, self.target = source_mesh, source, target_mesh, target
-        self.both = everyone(source_mesh, target_mesh)
+        self.both = union(source_mesh, target_mesh)
         self._cut = [m for _, order in source.orders for m in order]
         self._replicas = [m for m in range(source_mesh.ndim) if m not in self._cut]
 

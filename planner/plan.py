@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .cost import Price, ranks_of
-from .crossing import Crossing, everyone, price_step
+from .crossing import Crossing, price_step, union
 from .dtypes import ITEMSIZE, check_computed, check_dtype, check_reducible, identity
 from .exchange import FILL, Change
 from .index_sets import held_sizes
@@ -58,7 +58,7 @@ def plan(
     other = mesh if target_mesh is None else target_mesh if isinstance(target_mesh, Mesh) else Mesh(target_mesh)
     if rank is not None:
         rank = whole_numbers("rank", [rank])[0]
-        everyone(mesh, other).coordinate(rank)
+        union(mesh, other).coordinate(rank)
     source, target = _layout("src", src, mesh), _layout("dst", dst, other)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
@@ -197,7 +197,7 @@ def _plan_crossing(
         least = min(p.peak_bytes for p, _ in routes)
         raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least needs {least}")
     _, chosen = min(fitting, key=lambda found: (found[0].us, len(found[1])))
-    both = everyone(source_mesh, target_mesh)
+    both = union(source_mesh, target_mesh)
     steps = []
     for mesh, a, other, b in chosen:
         if mesh == other:

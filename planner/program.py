@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .cost import Price
-from .crossing import everyone, price_step
+from .crossing import price_step, union
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import elements_in_common, held_sizes
@@ -434,7 +434,7 @@ class Program:
             else:
                 steps.append(Local(*common, reduce, fill))
         return cls(
-            everyone(meshes["source"], meshes["target"]),
+            union(meshes["source"], meshes["target"]),
             tuple(data["shape"]),
             data["dtype"],
             Layout.parse(data["src"], mesh.shape),

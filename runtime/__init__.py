@@ -3,7 +3,7 @@
 from .dtensor import redistribute
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
-from .planning import plan
+from .planning import plan, plan_batch
 from .redistribution import redistribute_local_tensor
 from .statistics import Statistics, stats
 
@@ -14,6 +14,7 @@ __all__ = [
     "installed",
     "is_installed",
     "plan",
+    "plan_batch",
     "redistribute",
     "redistribute_local_tensor",
     "simulate",

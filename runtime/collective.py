@@ -45,6 +45,12 @@ class CollectiveWorld:
     def open(self, address: object, nbytes: int) -> torch.Tensor:
         raise NotImplementedError("a two-sided world has no addresses")
 
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[object, object]:
+        raise NotImplementedError("a two-sided world has no addresses")
+
+    def offered(self, address: object, number: int) -> Sequence[object]:
+        raise NotImplementedError("a two-sided world has no addresses")
+
     def landings(self, ranks: tuple[int, ...]) -> None:
         return None
 

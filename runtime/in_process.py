@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, DisagreementError
-from ..planner import Program, check_local_shape
+from ..planner import Batch, Program, check_local_shape
+from .batches import BatchRun, BoundBatch
+from .bound_step import Run
 from .dtypes import name_of
-from .executor import BoundProgram, Run
+from .executor import BoundProgram
 from .meeting import Meet, Transfer
 
 
@@ -32,67 +34,108 @@ class InProcessWorld:
     def open(self, address: torch.Tensor, nbytes: int) -> torch.Tensor:
         return address.view(-1).view(torch.uint8)
 
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Sequence[torch.Tensor | None], object]:
+        return buffers, None
+
+    def offered(self, address: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
+        return address
+
     def landings(self, ranks: tuple[int, ...]) -> None:
         return None
 
 
-def simulate(program: Program, locals_: Sequence[torch.Tensor], *, one_sided: bool = True) -> list[torch.Tensor]:
-    """Carry out a whole program in this process, every rank in turn.
+def simulate(program: Program | Batch, locals_: Sequence[Any], *, one_sided: bool = True) -> list[Any]:
+    """Carry out a whole program, or a batch of them, in this process, every rank in turn.
 
     Args:
-        program: the program of all ranks (`plan(..., rank=None)`).
+        program: the program of all ranks (`plan(..., rank=None)`), or a batch of such.
         locals_: one tensor per rank in the order of the program's mesh, each of the shape that layout `src` gives it
-            (`Program.source_shape`), all of the program's dtype and on one device; any strides.
+            (`Program.source_shape`), all of the program's dtype and on one device; any strides. Of a batch a list of
+            these for each of its programs.
         one_sided: ranks push into each other's buffers; False: they pack, send, receive and unpack.
 
     Returns:
-        One tensor per rank, of the shape that layout `dst` gives it. The inputs themselves where nothing is to be done.
-        No gradients are recorded.
+        One tensor per rank, of the shape that layout `dst` gives it; of a batch a list of these for each program. The
+        inputs themselves where nothing is to be done. No gradients are recorded.
 
     Raises:
         ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
     """
+    if isinstance(program, Batch):
+        return _simulate_batch(program, locals_, one_sided)
     if not isinstance(program, Program):
-        raise ArgumentError(f"program: {program!r}; allowed: a Program")
-    if not isinstance(locals_, Sequence):
-        raise ArgumentError(f"locals_: a {type(locals_).__name__}; allowed: a list of tensors, one per rank")
-    if program.rank is not None:
-        raise ArgumentError(f"program: it is rank {program.rank}'s alone; allowed: one of all ranks (rank=None)")
-    if len(locals_) != program.mesh.size:
-        raise ArgumentError(
-            f"locals_: {len(locals_)} tensors for a mesh of {program.mesh.size} ranks; allowed: one each"
-        )
-    for position, x in enumerate(locals_):
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
-            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
-            raise ArgumentError(f"locals_[{position}]: {what}; allowed: a strided tensor with memory")
-        check_local_shape(program, position, x.shape, f"locals_[{position}]")
-        if name_of(x.dtype) != program.dtype:
-            raise ArgumentError(f"locals_[{position}]: dtype {name_of(x.dtype)}; the program allows {program.dtype}")
-        if x.device != locals_[0].device:
-            raise ArgumentError(
-                f"locals_[{position}]: device {x.device}; allowed: that of the others, {locals_[0].device}"
-            )
+        raise ArgumentError(f"program: {program!r}; allowed: a Program or a Batch")
+    _check_locals(program, locals_, "locals_")
     if program.is_identity:
         return list(locals_)
     world = InProcessWorld(one_sided)
     runs = {}
-    for position, x in enumerate(locals_):
-        # Programs move bytes: lazy views are made what they say first. No gradient is recorded.
-        x = x.detach().resolve_conj().resolve_neg()
+    for position, x in enumerate(map(_plain, locals_)):
         bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
         runs[program.mesh.rank_at(position)] = bound.run(x)
     outputs = _run_all(runs)
     return [outputs[program.mesh.rank_at(position)] for position in range(program.mesh.size)]
 
 
-def _run_all(runs: dict[int, Run]) -> dict[int, torch.Tensor]:
+def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], one_sided: bool) -> list[Any]:
+    if not isinstance(locals_, Sequence) or len(locals_) != len(batch.programs):
+        number = len(locals_) if isinstance(locals_, Sequence) else repr(locals_)
+        raise ArgumentError(
+            f"locals_: {number} for a batch of {len(batch.programs)} programs; allowed: a list for each"
+        )
+    for i, (program, given) in enumerate(zip(batch.programs, locals_, strict=True)):
+        _check_locals(program, given, f"locals_[{i}]")
+    world = InProcessWorld(one_sided)
+    runs = {}
+    for rank in batch.everyone:
+        positions = [batch.position(i, rank) for i in range(len(batch.programs))]
+        # A rank that is not in a program's mesh has nothing of it.
+        xs = [
+            torch.empty(0, dtype=given[0].dtype) if p is None else _plain(given[p])
+            for p, given in zip(positions, locals_, strict=True)
+        ]
+        strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
+        runs[rank] = BoundBatch(batch, rank, strides, world, dtypes, locals_[0][0].device).run(xs)
+    outputs = _run_all(runs)
+    found: list[list[torch.Tensor]] = []
+    for i, program in enumerate(batch.programs):
+        found.append([outputs[program.mesh.rank_at(position)][i] for position in range(program.mesh.size)])
+    return found
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """Programs move bytes: lazy views are made what they say first. No gradient is recorded."""
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _check_locals(program: Program, locals_: Sequence[torch.Tensor], name: str) -> None:
+    if not isinstance(locals_, Sequence):
+        raise ArgumentError(f"{name}: a {type(locals_).__name__}; allowed: a list of tensors, one per rank")
+    if program.rank is not None:
+        raise ArgumentError(f"program: it is rank {program.rank}'s alone; allowed: one of all ranks (rank=None)")
+    if len(locals_) != program.mesh.size:
+        raise ArgumentError(
+            f"{name}: {len(locals_)} tensors for a mesh of {program.mesh.size} ranks; allowed: one each"
+        )
+    for position, x in enumerate(locals_):
+        here = f"{name}[{position}]"
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
+            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
+            raise ArgumentError(f"{here}: {what}; allowed: a strided tensor with memory")
+        check_local_shape(program, position, x.shape, here)
+        if name_of(x.dtype) != program.dtype:
+            raise ArgumentError(f"{here}: dtype {name_of(x.dtype)}; the program allows {program.dtype}")
+        if x.device != locals_[0].device:
+            raise ArgumentError(f"{here}: device {x.device}; allowed: that of the others, {locals_[0].device}")
+
+
+def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
     """Each rank goes on as soon as its peers have posted what it waits for; their outputs.
 
     Raises:
         DisagreementError: ranks meet at different points, expect other sizes than are sent, or wait for each other.
     """
-    outputs: dict[int, torch.Tensor] = {}
+    outputs: dict[int, Any] = {}
     posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from one rank to another
     waiting: dict[int, Meet | Transfer] = {}
 

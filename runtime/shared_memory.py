@@ -151,6 +151,17 @@ class SharedMemoryWorld:
         whole = self._pool.segments[segment].bytes if rank == self.rank else self._peers[rank].segment(segment)
         return whole[offset : offset + nbytes]
 
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
+        book = self._pool.empty((len(buffers), 2), torch.int64)
+        for row, buffer in enumerate(buffers):
+            if buffer is not None:
+                _, book[row, 0], book[row, 1] = self.address(buffer)
+        return self.address(book), book
+
+    def offered(self, address: Address, number: int) -> list[Address]:
+        book = self.open(address, 16 * number).view(torch.int64).view(number, 2)
+        return [(address[0], segment, offset) for segment, offset in book.tolist()]
+
     def landings(self, ranks: tuple[int, ...]) -> Landings:
         return self._landings.setdefault(ranks, Landings())
 

@@ -1,0 +1,211 @@
+"""A batch bound to a world: the exchanges of many tensors as one, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..planner import Batch, Exchange, Program
+from .bound_step import World
+from .copies import contiguous_strides
+from .meeting import Meet, Transfer
+from .one_sided import OneSidedStep
+from .two_sided import TwoSidedStep
+
+BatchRun = Generator[Meet | Transfer, Any, list[torch.Tensor]]
+
+_ALIGNMENT = 16  # bytes; of what a tensor sends or receives, in a message that others share
+
+
+class _Round:
+    """The next exchange of every program, as this rank takes part in it; `steps` by the number of the tensor."""
+
+    def __init__(self, world: World, rank: int, device: torch.device) -> None:
+        self.world, self.rank, self.device = world, rank, device
+        self.steps: dict[int, Any] = {}
+
+    def meets(self) -> tuple[int, ...]:
+        """The ranks that any of its steps meets, the one after this rank first."""
+        ranks = sorted({rank for step in self.steps.values() for rank in step.peer_ranks})
+        return tuple([r for r in ranks if r > self.rank] + [r for r in ranks if r < self.rank])
+
+
+class OneSidedRound(_Round):
+    """Every tensor has a buffer of its own; a rank tells its peers all of them at once."""
+
+    steps: dict[int, OneSidedStep]
+
+    def bind(self, tensors: int) -> None:
+        self.tensors = tensors
+        self.peers = self.meets()
+
+    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Meet | Transfer, Any, None]:
+        world = self.world
+        landings = {i: step.land() for i, step in self.steps.items()}
+        address, book = world.offer([landings.get(i) for i in range(self.tensors)])
+        addresses = (yield Meet(self.peers, token, address)) if self.peers else []
+        books = {r: world.offered(a, self.tensors) for r, a in zip(self.peers, addresses, strict=True)}
+        for i, step in self.steps.items():
+            for index, nbytes, copies in step.pushes:
+                step.push(xs[i], copies, books[step.peer_ranks[index]][i], nbytes)
+        if self.peers:
+            yield Meet(self.peers, token + 1, None, partial(self._push_own, xs, landings))
+        else:
+            self._push_own(xs, landings)
+        del book  # every peer has read it
+        for i, step in self.steps.items():
+            xs[i] = step.finish(xs[i], landings[i])
+
+    def _push_own(self, xs: list[torch.Tensor], landings: dict[int, torch.Tensor]) -> None:
+        for i, step in self.steps.items():
+            if step.own:
+                step.push(xs[i], step.own, self.world.address(landings[i]), step.own_nbytes)
+
+
+class TwoSidedRound(_Round):
+    """One message to each peer and one from it: what each tensor has in it, one after the other."""
+
+    steps: dict[int, TwoSidedStep]
+
+    def bind(self, tensors: int) -> None:
+        self.sends: list[tuple[int, int, list[tuple[int, int, int, Any]]]] = []
+        """Rank, bytes of the message, and tensor, first byte, elements and packing of each part."""
+        for rank in self.meets():
+            end, parts = 0, []
+            for i, step in self.steps.items():
+                for to, elements, packing in step.sends:
+                    if to == rank:
+                        parts.append((i, end, elements, packing))
+                        end = aligned(end + elements * step.dtype.itemsize)
+            if end:
+                self.sends.append((rank, end, parts))
+
+    def receive_from(self, messages: Sequence[tuple[int, int, int]], nbytes: int) -> None:
+        """Rank, first and last byte of each message in a buffer of so many bytes."""
+        self.messages, self.received = messages, nbytes
+
+    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Meet | Transfer, Any, None]:
+        sends = []
+        for rank, nbytes, parts in self.sends:
+            message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            for i, first, elements, packing in parts:
+                step = self.steps[i]
+                place = message[first : first + elements * step.dtype.itemsize].view(step.dtype)
+                if isinstance(packing, int):
+                    place.copy_(step.run_from(xs[i], packing, elements))
+                else:
+                    packing([xs[i]], [place])
+            sends.append((rank, message))
+        received = torch.empty(self.received, dtype=torch.uint8, device=self.device)
+        if sends or self.messages:
+            yield Transfer(tuple(sends), tuple((rank, received[a:b]) for rank, a, b in self.messages))
+        for i, step in self.steps.items():
+            out = step.empty()
+            step.finish([xs[i], received.view(step.dtype)], [out])
+            xs[i] = out
+
+
+_BoundStep = OneSidedStep | TwoSidedStep
+_BoundRound = OneSidedRound | TwoSidedRound
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class BoundBatch:
+    """One rank's part of a batch on one world, for inputs with the given strides.
+
+    Tensors of programs that the rank has no part in pass through as they are.
+
+    Attributes:
+        token: what ranks compare when they meet; differs for different batches.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        rank: int,
+        strides: Sequence[Sequence[int]],
+        world: World,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self.batch, self.rank, self.token = batch, rank, batch.digest & ~0xFFFF
+        self.world, self.dtypes, self.device = world, dtypes, device
+        self.rounds: list[tuple[list[tuple[int, _BoundStep]], _BoundRound | None]] = []
+        """Steps without an exchange, by tensor, and the exchange after them."""
+        taking_part = [i for i in range(len(batch.programs)) if batch.position(i, rank) is not None]
+        left = {i: list(batch.programs[i].steps) for i in taking_part}
+        given = {i: tuple(strides[i]) for i in taking_part}
+        while any(left.values()):
+            before: list[tuple[int, _BoundStep]] = []
+            exchanges: dict[int, Exchange] = {}
+            for i, steps in left.items():
+                while steps and i not in exchanges:
+                    step = steps.pop(0)
+                    if isinstance(step, Exchange):
+                        exchanges[i] = step
+                    else:
+                        before.append((i, self._bound(i, step, given)))
+            self.rounds.append((before, self._round(exchanges, given) if exchanges else None))
+
+    def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], **options: Any) -> Any:
+        program = self.batch.programs[i]
+        position = self.batch.position(i, self.rank)
+        kind = OneSidedStep if self.world.one_sided else TwoSidedStep
+        bound = kind(program, step, position, given[i], self.world, self.dtypes[i], self.device, **options)
+        given[i] = contiguous_strides(bound.shape)
+        return bound
+
+    def _round(self, exchanges: dict[int, Exchange], given: dict[int, tuple[int, ...]]) -> _BoundRound:
+        if self.world.one_sided:
+            one_sided = OneSidedRound(self.world, self.rank, self.device)
+            one_sided.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}
+            one_sided.bind(len(self.batch.programs))
+            return one_sided
+        # What a peer sends of each tensor lies in its message in the order of tensors, as the peer packs it.
+        coming: dict[int, list[tuple[int, int, int]]] = {}
+        for i, step in exchanges.items():
+            program, position = self.batch.programs[i], self.batch.position(i, self.rank)
+            assert position is not None
+            for peer, elements in elements_from(program, step, position):
+                coming.setdefault(program.mesh.rank_at(peer), []).append((i, peer, elements))
+        received_at: dict[int, dict[int, int]] = {i: {} for i in exchanges}
+        messages, end = [], 0
+        for rank, parts in sorted(coming.items()):
+            first = end
+            for i, peer, elements in parts:
+                received_at[i][peer] = end // self.dtypes[i].itemsize
+                end = aligned(end + elements * self.dtypes[i].itemsize)
+            if end > first:
+                messages.append((rank, first, end))
+        two_sided = TwoSidedRound(self.world, self.rank, self.device)
+        two_sided.steps = {i: self._bound(i, step, given, received_at=received_at[i]) for i, step in exchanges.items()}
+        two_sided.bind(len(self.batch.programs))
+        two_sided.receive_from(messages, end)
+        return two_sided
+
+    def run(self, xs: Sequence[torch.Tensor]) -> BatchRun:
+        """Yields where ranks meet; returns the target shards. The inputs are only read."""
+        outs = list(xs)
+        for number, (before, exchange) in enumerate(self.rounds):
+            for i, step in before:
+                outs[i] = yield from step.run(outs[i], self.token)
+            if exchange is not None:
+                yield from exchange.run(outs, self.token + 2 * number)
+        return outs
+
+
+def elements_from(program: Program, step: Exchange, position: int) -> list[tuple[int, int]]:
+    """Every peer of a position in a step, and the elements that it sends; 0 where it sends nothing."""
+    boxes = step.boxes.select(step.boxes.receiver == position)
+    sizes = boxes.elements
+    return [
+        (peer, int(((boxes.sender == peer).sum(axis=1) * sizes).sum()))
+        for peer in program.members(step, position)
+        if peer != position
+    ]

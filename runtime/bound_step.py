@@ -1,0 +1,108 @@
+"""What binding a step to a world needs, whichever way data moves: its boxes as one rank sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..kernels import Boxes as StridedBoxes
+from ..planner import FILL, Boxes, Program, Step
+from .copies import Reduction, Side, contiguous_strides
+from .landings import Landings
+from .meeting import Address, Meet, Transfer
+
+Run = Generator[Meet | Transfer, Any, torch.Tensor]
+
+
+class World(Protocol):
+    """Where ranks meet."""
+
+    one_sided: bool
+    """Ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
+    recycles: bool
+    """The same address always means the same memory, so views on it may be kept."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised contiguous tensor that nobody else holds and that peers can address."""
+
+    def address(self, buffer: torch.Tensor) -> Address:
+        """What names a tensor from `empty` on every rank."""
+
+    def open(self, address: Address, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of the buffer at an address of this rank or a peer, as flat bytes."""
+
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
+        """One address that stands for those of several buffers, None for those that this rank has not; and what must
+        live until peers have read it."""
+
+    def offered(self, address: Address, number: int) -> Sequence[Address]:
+        """The addresses that a peer's `offer` of so many buffers stands for."""
+
+    def landings(self, ranks: tuple[int, ...]) -> Landings | None:
+        """What the group of these ranks keeps ready between runs; None where no run follows another."""
+
+
+class BoundStep:
+    """What both kinds of transport need of one step on one rank."""
+
+    def __init__(self, program: Program, step: Step, me: int, strides: Sequence[int], world: World, dtype: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        self.program, self.step, self.me = program, step, me
+        self.world, self.dtype, self.device = world, dtype, device
+        # Of a rank that is not in a mesh, and holds nothing, more strides may be given than the tensor has dims.
+        self.source_strides = tuple(strides)[: len(program.shape)]
+        self.shape = program.shape_after(step, me)
+        self.strides = contiguous_strides(self.shape)[: len(program.shape)]
+        group = program.members(step, me)
+        # Each rank begins with the peer after itself: writes spread over the peers.
+        start = group.index(me)
+        self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
+        self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
+        self.incoming = step.boxes.select(step.boxes.receiver == me)
+
+    def fill_rows(self) -> Boxes:
+        return self.incoming.select(self.incoming.sender[:, 0] == FILL)
+
+    def kept_rows(self) -> Boxes:
+        """Rows that this rank sends itself."""
+        return self.incoming.select(self.incoming.sender[:, 0] == self.me)
+
+    def outgoing(self, peer: int, contributor: int) -> Boxes:
+        """Rows that this rank contributes to a peer."""
+        boxes = self.step.boxes
+        return boxes.select((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
+
+    def fills(self) -> tuple[int, int, Boxes, Side, Side]:
+        rows = self.fill_rows()
+        return FILL, 0, rows, Side.packed(rows), Side.target(rows, self.strides)
+
+    def empty(self) -> torch.Tensor:
+        return self.world.empty(self.shape, self.dtype, self.device)
+
+    def reduction(self, staged: list[Side]) -> Reduction:
+        """Reduce into the output from the input (source 0) and the contributions of others (source 1, at `staged`)."""
+        rows, reduce = self.incoming, self.step.reduce
+        assert reduce is not None
+        own = Side.source(rows, self.source_strides)
+        source, offset, stride = [], [], []
+        for contributor in range(reduce.contributors):
+            sender = rows.sender[:, contributor]
+            is_own = sender == self.me
+            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, 1)))
+            offset.append(np.where(is_own, own.offset, staged[contributor].offset))
+            stride.append(np.where(is_own[:, None], own.stride, staged[contributor].stride))
+        target = Side.target(rows, self.strides)
+        boxes = StridedBoxes(
+            source=np.stack(source, axis=1),
+            target=np.zeros(len(rows), np.int64),
+            source_offset=np.stack(offset, axis=1),
+            target_offset=target.offset,
+            extent=rows.extent,
+            source_stride=np.stack(stride, axis=1),
+            target_stride=target.stride,
+            fill=self.step.fill,
+        )
+        return Reduction(boxes, reduce, self.dtype, self.device)

@@ -1,0 +1,133 @@
+"""Boxes bound to buffers: views or kernel tables made once, so that a call only copies or reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..kernels import Boxes as StridedBoxes
+from ..kernels import copy_boxes, copy_table, reduce_boxes, reduce_table, reduce_views, source_views, target_views
+from ..planner import Boxes, Reduce
+from .meeting import Address
+
+_CACHED_ADDRESSES = 64
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+class Side:
+    """Where boxes lie in one buffer: offsets [n] and strides [n, axes], in elements."""
+
+    def __init__(
+        self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: int = 0
+    ) -> None:
+        per_dim = np.array(strides, dtype=np.int64)
+        self.offset = start @ per_dim + base
+        self.stride = step * per_dim[list(boxes.axes)]
+
+    @classmethod
+    def source(cls, boxes: Boxes, strides: Sequence[int]) -> Side:
+        return cls(boxes, boxes.source_start, boxes.source_step, strides)
+
+    @classmethod
+    def target(cls, boxes: Boxes, strides: Sequence[int], base: int = 0) -> Side:
+        return cls(boxes, boxes.target_start, boxes.target_step, strides, base)
+
+    @classmethod
+    def packed(cls, boxes: Boxes) -> Side:
+        """Boxes one after the other, each contiguous."""
+        side = cls.__new__(cls)
+        sizes = boxes.elements
+        side.offset = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if len(sizes) else sizes
+        tail = np.cumprod(np.maximum(boxes.extent[:, :0:-1], 1), axis=1)[:, ::-1]
+        axes = boxes.extent.shape[1]
+        side.stride = np.concatenate([tail, np.ones((len(boxes), min(axes, 1)), np.int64)], axis=1)
+        return side
+
+
+def run_of(boxes: Boxes, side: Side) -> int | None:
+    """Where boxes begin that lie in memory one after the other, each contiguous, as if packed; None if they do not."""
+    packed = Side.packed(boxes)
+    adjoining = (side.offset - side.offset[:1] == packed.offset).all()
+    contiguous = ((side.stride == packed.stride) | (boxes.extent <= 1)).all()
+    return int(side.offset[0]) if len(boxes) and adjoining and contiguous else None
+
+
+class Copies:
+    """Boxes copied from some tensors into others; a part is (source, target, boxes, source side, target side)."""
+
+    def __init__(
+        self, parts: Sequence[tuple[int, int, Boxes, Side, Side]], fill: float | int | bool, dtype: torch.dtype,
+        device: torch.device
+    ) -> None:  # fmt: skip
+        parts = [part for part in parts if len(part[2])]
+        self.empty = not parts
+        if self.empty:
+            return
+        self.boxes = StridedBoxes(
+            source=np.concatenate([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
+            target=np.concatenate([np.full(len(b), t) for _, t, b, _, _ in parts]),
+            source_offset=np.concatenate([s.offset for _, _, _, s, _ in parts])[:, None],
+            target_offset=np.concatenate([t.offset for _, _, _, _, t in parts]),
+            extent=np.concatenate([b.extent for _, _, b, _, _ in parts]),
+            source_stride=np.concatenate([s.stride for _, _, _, s, _ in parts])[:, None],
+            target_stride=np.concatenate([t.stride for _, _, _, _, t in parts]),
+            fill=fill,
+        )
+        self.table = None if device.type == "cpu" else copy_table(self.boxes, dtype, device)
+        self._views: dict[Address, list[torch.Tensor]] = {}
+
+    def knows(self, key: Address) -> bool:
+        """Whether views on the memory that `key` names are kept, so that a call needs no targets."""
+        return key is not None and not self.empty and key in self._views
+
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
+        """`key` names the targets' memory: views on it are kept for the next call with the same key."""
+        if self.empty:
+            return
+        if self.table is not None:
+            copy_boxes(self.table, sources, targets)
+            return
+        views = None if key is None else self._views.get(key)
+        if views is None:
+            views = target_views(self.boxes, targets)
+            if key is not None:
+                if len(self._views) >= _CACHED_ADDRESSES:
+                    self._views.pop(next(iter(self._views)))
+                self._views[key] = views
+        for target, source in zip(views, source_views(self.boxes, sources), strict=True):
+            if source:
+                target.copy_(source[0])
+            else:
+                target.fill_(self.boxes.fill)
+
+
+class Reduction:
+    """Boxes of `sources` reduced into boxes of `targets`: the contributor axis of `boxes` is reduced in order."""
+
+    def __init__(self, boxes: StridedBoxes, reduce: Reduce, dtype: torch.dtype, device: torch.device) -> None:
+        self.boxes, self.reduce = boxes, reduce
+        divisor = None if reduce.divisor == 1 else reduce.divisor
+        self.divisor = divisor
+        cpu = device.type == "cpu"
+        self.table = None if cpu else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
+
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        if self.table is not None:
+            reduce_boxes(self.table, sources, targets)
+            return
+        for target, contributors in zip(
+            target_views(self.boxes, targets), source_views(self.boxes, sources), strict=True
+        ):
+            if contributors:
+                reduce_views(target, contributors, self.reduce.op, self.divisor)
+            else:
+                target.fill_(self.boxes.fill)
