@@ -25,6 +25,7 @@ from shardweave.planner import (
     Replicate,
     Shard,
     Topology,
+    draw,
     redistribute_cost,
 )
 from shardweave.runtime import (
@@ -60,6 +61,7 @@ __all__ = [
     "Topology",
     "UnsupportedError",
     "WorldError",
+    "draw",
     "install",
     "installed",
     "is_installed",

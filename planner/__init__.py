@@ -1,5 +1,6 @@
 """Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
+from .drawing import draw
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard
@@ -28,6 +29,7 @@ __all__ = [
     "Step",
     "Topology",
     "check_local_shape",
+    "draw",
     "format_bytes",
     "plan",
     "redistribute_cost",

@@ -229,47 +229,64 @@ class Program:
             request += [self.topology, *(str(step.target) for step in self.steps)]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
-    def explain(self) -> str:
-        """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
+    def along(self, step: Step) -> str:
+        """The mesh dims that an exchange moves along, by name; empty for a local step."""
         names = self.mesh.names or tuple(map(str, range(self.mesh.ndim)))
-        title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
-        lines = [title if self.rank is None else f"{title}, rank {self.rank}"]
-        if self.is_identity:
-            lines.append("  nothing to do: the output is the input")
-        for number, step in enumerate(self.steps, 1):
-            what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
-            if isinstance(step, Exchange):
-                what += f"   along {', '.join(names[m] for m in step.group)}"
-            notes = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
-            if isinstance(step, Exchange):
-                size = ITEMSIZE[self.dtype]
-                most = max(step.boxes.elements_received(r) for r in self.ranks) * size
-                notes.append(f"receives at most {format_bytes(most)}")
-                if self.topology is not None and self.topology.node_size is not None:
-                    far = max(self._traffic(step, r).received_far for r in self.ranks) * size
-                    notes[-1] += f" ({format_bytes(far)} over the network)"
-            if step.reduce:
-                notes.append(str(step.reduce))
-            if (step.boxes.sender == FILL).any():
-                notes.append(f"fills the rest with {step.fill}")
-            lines += [what, "     " + ", ".join(notes)]
+        return ", ".join(names[m] for m in step.group) if isinstance(step, Exchange) else ""
+
+    def notes(self, step: Step) -> list[str]:
+        """What a step takes: boxes, bytes, reduction, fill."""
+        notes = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
+        if isinstance(step, Exchange):
+            size = ITEMSIZE[self.dtype]
+            most = max(step.boxes.elements_received(r) for r in self.ranks) * size
+            notes.append(f"receives at most {format_bytes(most)}")
+            if self.topology is not None and self.topology.node_size is not None:
+                far = max(self._traffic(step, r).received_far for r in self.ranks) * size
+                notes[-1] += f" ({format_bytes(far)} over the network)"
+        if step.reduce:
+            notes.append(str(step.reduce))
+        if (step.boxes.sender == FILL).any():
+            notes.append(f"fills the rest with {step.fill}")
+        return notes
+
+    def totals(self) -> list[str]:
+        """Lines of text: bytes, bound and peak; on a topology the price too, and the routes that lost."""
         received = max(self.bytes_received)
         if self.bytes_bound is None:
             bound = "no bound with partial"
         else:
             over = [a - b for a, b in zip(self.bytes_received, self.bytes_bound, strict=True)]
             bound = f"bound {format_bytes(max(self.bytes_bound))}, {'met exactly' if not any(over) else 'not met'}"
-        lines.append(f"  received {format_bytes(received)} ({bound}), peak {format_bytes(max(self.peak_bytes))}")
+        lines = [f"received {format_bytes(received)} ({bound}), peak {format_bytes(max(self.peak_bytes))}"]
         if self.topology is not None and self.cost_us is not None:
             over_network = format_bytes(max(self.bytes_over_network))
-            lines.append(f"  {self.cost_us:.1f} µs on {self.topology.name}, {over_network} over the network")
+            lines.append(f"{self.cost_us:.1f} µs on {self.topology.name}, {over_network} over the network")
             for other in self.others:
                 way = " → ".join(f"({stop})" for stop in other.stops)
                 reason = f"{other.us / self.cost_us:.2f}×" if other.us > self.cost_us else "over max_bytes"
-                lines.append(f"    not {way}: {other.us:.1f} µs, {reason}")
-        return "\n".join(lines)
+                lines.append(f"  not {way}: {other.us:.1f} µs, {reason}")
+        return lines
+
+    def explain(self) -> str:
+        """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
+        title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
+        lines = [title if self.rank is None else f"{title}, rank {self.rank}"]
+        if self.is_identity:
+            lines.append("  nothing to do: the output is the input")
+        for number, step in enumerate(self.steps, 1):
+            along = self.along(step)
+            what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
+            lines += [f"{what}   along {along}" if along else what, "     " + ", ".join(self.notes(step))]
+        return "\n".join([*lines, *(f"  {line}" for line in self.totals())])
 
     __str__ = explain
+
+    def to_svg(self) -> str:
+        """The program as a picture: `shardweave.draw`."""
+        from .drawing import draw  # a drawing is made of programs, so it comes after them
+
+        return draw(self)
 
     def to_dict(self) -> dict:
         """Plain values, ready for JSON."""
