@@ -18,7 +18,7 @@ from .svg import Place, Sheet, text_width, wrapped
 _MOST_RANKS = 64
 _WIDTH = 1380.0  # that columns share where they can: a laptop's screen
 _MARGIN = 24.0
-_GAP = 176.0  # between two columns: what a step does, and its arrows
+_GAP = 184.0  # between two columns: what a step does, and its arrows
 _APART = 16.0  # between two panels
 _STRIP = 17.0  # over each panel: its rank and coordinate
 _NODE_STRIP = 16.0  # over each node: its number

@@ -174,7 +174,9 @@ class Panels:
         for piece in pieces:
             # What is too small to be seen is shown all the same.
             width, height = max(piece.width, 1.0), max(piece.height, 1.0)
-            self._mark(piece.x, piece.y, width, height, **paint)
+            # An outline would leave nothing of a thin one.
+            outline = {"style": "stroke: none"} if min(width, height) < 4 else {}
+            self._mark(piece.x, piece.y, width, height, **paint, **outline)
             if kept and min(width, height) > 6:
                 rim = {"class_": "rim", "fill": "none", "stroke": colour(region.holder)}
                 self._mark(piece.x + 1, piece.y + 1, width - 2, height - 2, **rim)
@@ -220,7 +222,7 @@ class Panels:
         """The middle of a text's place, and whether that is in its region; None if there is none."""
         x, y = piece.x + piece.width / 2, piece.y + piece.height / 2
         if not self.program.shape:
-            x = piece.x + piece.height * 1.15 + width / 2  # beside the dot
+            x = piece.x + piece.height * 1.25 + width / 2  # beside the dot
             return (x, y, False) if x + width / 2 <= panel.right else None
         if width + 3 <= piece.width and height + 1.5 <= piece.height:
             return x, y, True

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-# Okabe and Ito's for the first four ranks, then each as far as can be from all before it, to the normal eye and to
-# three kinds of colour blindness, neither too light nor too dark for white and for black paper.
+# Four of Okabe and Ito's, then each as far as can be from all before it, to the normal eye and to three kinds of colour
+# blindness: 14 or more apart in CIE Lab. None is too light for white paper or too dark for black.
 _PALETTE = (
     "#0072b2 #e69f00 #009e73 #cc79a7 #6a570d #dada8f #4cc9f0 #8f326a "
-    "#a2a2ff #a28f45 #8fdab4 #a21f45 #dab457 #ffa2da #c75757 #b46a0d"
+    "#a2dab4 #a28f45 #8fa2ff #a21f45 #dab457 #c75757 #b46a0d #a2b47d"
 ).split()
 
 _LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "line": "#8c959f", "faint": "#eff2f5"}
