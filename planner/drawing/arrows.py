@@ -45,7 +45,7 @@ class Arrows:
         most = max(self.transfers.values(), default=1)
         for (sender, receiver), elements in self.transfers.items():
             width = 1 + 2 * elements / most
-            sheet.open(titles[sender, receiver], class_="arrow", data_sender=sender, data_receiver=receiver)
+            sheet.open(titles[sender, receiver], class_="arrow")
             start, leaving = self._start(source(sender), sender, gap[0], before)
             end, arriving, head = self._end(target(receiver), sender, receiver, gap[1])
             middle = (gap[0] + gap[1]) / 2

@@ -321,6 +321,15 @@ def test_strided_boxes_are_drawn_run_by_run() -> None:
     fine = replace(boxes, extent=np.array([[300, 1, 3]] * n))
     with pytest.raises(ArgumentError, match="300 pieces along one tensor dim"):
         draw(replace(base, dst=layout, steps=(replace(step, boxes=fine),)))
+    combs = replace(boxes, extent=np.array([[2, 1, 200]] * n), target_step=np.array([[4, 1, 2]] * n), axes=(0, 0, 1))
+    wide = plan((2,), (16, 400), "float32", "S0", "S1")
+    assert (
+        len(Picture(replace(wide, dst=layout, steps=(replace(step, boxes=combs),))).panels[1, 0][0].rectangles) == 400
+    )
+    combs = replace(combs, extent=np.array([[150, 1, 200]] * n))
+    tall = plan((2,), (1200, 400), "float32", "S0", "S1")
+    with pytest.raises(ArgumentError, match="120002 pieces; allowed in a drawing: 20000"):
+        draw(replace(tall, dst=layout, steps=(replace(step, boxes=combs),)))
 
 
 def test_names_of_any_characters() -> None:
