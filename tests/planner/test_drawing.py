@@ -332,6 +332,39 @@ def test_strided_boxes_are_drawn_run_by_run() -> None:
         draw(replace(tall, dst=layout, steps=(replace(step, boxes=combs),)))
 
 
+def test_shards_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second pair of rows each, and a rank that holds nothing: a box of local rows falls into runs."""
+
+    def held(program: Program, layout: Layout, position: int) -> tuple:
+        return [(((0, 2), (4, 6)), ((0, 3),)), (((2, 4), (6, 8)), ((0, 3),)), ((), ((0, 3),))][position]
+
+    monkeypatch.setattr("shardweave.planner.drawing.regions.held_runs", held)
+    layout, ones = Layout.parse("S0"), np.ones((4, 2), dtype=int)
+    starts = np.array([[0, 0], [1, 0], [3, 0], [0, 0]])
+    boxes = Boxes(
+        receiver=np.array([0, 0, 0, 1]),
+        sender=np.array([[0], [1], [0], [1]]),
+        source_start=starts,
+        target_start=starts,
+        extent=np.array([[1, 3], [2, 3], [1, 3], [4, 3]]),
+        source_step=ones,
+        target_step=ones,
+        axes=(0, 1),
+    )
+    base = plan((3,), (8, 3), "float32", "S0", "S1")
+    picture = Picture(replace(base, dst=layout, steps=(Exchange(layout, layout, boxes, None, 0, (0,)),)))
+    ranges = {key: [r.title.split("[")[1].split(",")[0] for r in drawn] for key, drawn in picture.panels.items()}
+    assert ranges[0, 0] == ["0:2∪4:6"] and ranges[0, 2] == ranges[1, 2] == []
+    assert ranges[1, 0] == ["0:1", "1:2∪4:5", "5:6"] and ranges[1, 1] == ["2:4∪6:8"]
+
+
+def test_outer_mesh_dims_are_further_apart() -> None:
+    root = Picture(program_of("three_mesh_dims")).root
+    first = [p for p in root.iter() if p.get("class") == "rank" and p.get("data-column") == "0"]
+    tops = sorted({float(p[1].attrib["y"]) for p in first})
+    assert len(tops) == 4 and tops[2] - tops[1] > tops[1] - tops[0] == pytest.approx(tops[3] - tops[2])
+
+
 def test_names_of_any_characters() -> None:
     mesh = Mesh((2, 2), ("<b>&\"'", "]]>\x00\ud800 \u65e5\u672c"))
     picture = Picture(plan(mesh, (8, 6), "float32", "S0 S1", "S1 S0"))
