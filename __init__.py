@@ -27,6 +27,7 @@ from shardweave.planner import (
     Shard,
     StridedShard,
     Topology,
+    draw,
     redistribute_cost,
 )
 from shardweave.runtime import (
@@ -65,6 +66,7 @@ __all__ = [
     "Topology",
     "UnsupportedError",
     "WorldError",
+    "draw",
     "install",
     "installed",
     "is_installed",

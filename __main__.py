@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
     plan.add_argument("--json", action="store_true", help="the program as JSON")
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="also draw the program there (up to 64 ranks)")
     plan.add_argument("source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0"')
     plan.add_argument("target", help="layout, in the same form")
     plan.set_defaults(run=_plan)
@@ -75,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from shardweave import plan
+    from shardweave import draw, plan
+    from shardweave.errors import ArgumentError
 
     program = plan(
         arguments.mesh,
@@ -87,6 +89,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         max_bytes=arguments.max_bytes,
     )
     print(json.dumps(program.to_dict(), indent=1) if arguments.json else program.explain())
+    if arguments.svg is not None:
+        try:
+            arguments.svg.write_text(draw(program), encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(f"--svg: '{arguments.svg}' cannot be written: {error}; allowed: a file") from None
     return 0
 
 

@@ -1,6 +1,7 @@
 """Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
 from .batch import Batch, Request, plan_batch
+from .drawing import draw
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
@@ -32,6 +33,7 @@ __all__ = [
     "StridedShard",
     "Topology",
     "check_local_shape",
+    "draw",
     "format_bytes",
     "plan",
     "plan_batch",

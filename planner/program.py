@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .cost import Price
-from .crossing import price_step, union
+from .crossing import price_step
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import elements_in_common, held_sizes
@@ -82,7 +82,7 @@ class Exchange(Step):
 
 
 @dataclass(frozen=True)
-class _Traffic:
+class Traffic:
     """Elements that one rank exchanges with others in one step, with those of its node and with those beyond."""
 
     received_near: int
@@ -95,7 +95,7 @@ class _Traffic:
         return self.received_near + self.received_far
 
     @classmethod
-    def of(cls, boxes: Boxes, position: int, nodes: np.ndarray | None) -> _Traffic:
+    def of(cls, boxes: Boxes, position: int, nodes: np.ndarray | None) -> Traffic:
         """`nodes`: the node of each mesh position; None: all are near each other."""
         counts = []
         elements = np.broadcast_to(boxes.elements[:, None], boxes.sender.shape)
@@ -203,11 +203,8 @@ class Program:
         A rank that is not in the mesh holds nothing: (0,) * max(tensor dims, 1).
         """
         mesh = mesh or self.mesh
-        if mesh != self.mesh:
-            (position,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
-            if position < 0:
-                return (0,) * max(len(self.shape), 1)
-        return held_sizes(self.shape, layout, mesh.shape, mesh.coordinate(position))
+        at = self.coordinate_in(mesh, position)
+        return (0,) * max(len(self.shape), 1) if at is None else held_sizes(self.shape, layout, mesh.shape, at)
 
     def source_shape(self, position: int) -> tuple[int, ...]:
         """The shape of what a position holds at first."""
@@ -238,7 +235,7 @@ class Program:
     def bytes_over_network(self) -> list[int]:
         """Of `bytes_received`, what comes from another node; 0 without a topology."""
         size = ITEMSIZE[self.dtype]
-        return [sum(self._traffic(step, r).received_far for step in self.steps) * size for r in self.ranks]
+        return [sum(self.traffic(step, r).received_far for step in self.steps) * size for r in self.ranks]
 
     @cached_property
     def cost_us(self) -> float | None:
@@ -255,11 +252,11 @@ class Program:
             for s in self.steps
         ]
 
-    def _traffic(self, step: Step, position: int) -> _Traffic:
+    def traffic(self, step: Step, position: int) -> Traffic:
         nodes = None
         if self.topology is not None and self.topology.node_size is not None:
             nodes = self.mesh.rank_array // self.topology.node_size
-        return _Traffic.of(step.boxes, position, nodes)
+        return Traffic.of(step.boxes, position, nodes)
 
     @cached_property
     def bytes_bound(self) -> list[int] | None:
@@ -267,16 +264,20 @@ class Program:
         if self.src.has_partial or self.dst.has_partial:
             return None
         bound = []
+        source, target = self.source_mesh, self.target_mesh
         for r in self.ranks:
-            at, to = (self._at(mesh, r) for mesh in (self.source_mesh, self.target_mesh))
-            held = 0 if at is None or to is None else elements_in_common(self.shape, self.src, at, self.dst, to)
+            at, to = self.coordinate_in(source, r), self.coordinate_in(target, r)
+            held = 0
+            if at is not None and to is not None:
+                held = elements_in_common(self.shape, self.src, (source.shape, at), self.dst, (target.shape, to))
             bound.append(self._bytes(self.target_shape(r)) - held * ITEMSIZE[self.dtype])
         return bound
 
-    def _at(self, mesh: Mesh, position: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The mesh's shape and a position's coordinate there; None if it is not in it."""
-        (at,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
-        return None if at < 0 else (mesh.shape, mesh.coordinate(at))
+    def coordinate_in(self, mesh: Mesh, position: int) -> tuple[int, ...] | None:
+        """The coordinate of a position in a mesh, the program's own or another; None if it is not in it."""
+        if mesh != self.mesh:
+            (position,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
+        return None if position < 0 else mesh.coordinate(position)
 
     @cached_property
     def peak_bytes(self) -> list[int]:
@@ -289,7 +290,7 @@ class Program:
             peak = original
             for i, step in enumerate(self.steps):
                 before = self._bytes(self.shape_before(step, r)) if i else 0
-                traffic = self._traffic(step, r)
+                traffic = self.traffic(step, r)
                 staged = traffic.received if step.reduce and step.reduce.contributors > 1 else 0
                 if self.topology is not None:
                     staged += 0 if self.topology.node.one_sided else traffic.received_near + traffic.sent_near
@@ -310,168 +311,37 @@ class Program:
 
     def explain(self) -> str:
         """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
-        if self.crosses:
-            request = f"{self.src} on {_described(self.source_mesh)} → {self.dst} on {_described(self.target_mesh)}"
-            title = f"{request}   {self.dtype}{list(self.shape)}"
-        else:
-            title = f"{self.src} → {self.dst}   {self.dtype}{list(self.shape)} on {self.mesh}"
-        lines = [title if self.rank is None else f"{title}, rank {self.rank}"]
-        if self.is_identity:
-            lines.append("  nothing to do: the output is the input")
-        for number, step in enumerate(self.steps, 1):
-            what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
-            if isinstance(step, Exchange):
-                what += f"   {self._between(step)}"
-            notes = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
-            if isinstance(step, Exchange):
-                size = ITEMSIZE[self.dtype]
-                most = max(step.boxes.elements_received(r) for r in self.ranks) * size
-                notes.append(f"receives at most {format_bytes(most)}")
-                if self.topology is not None and self.topology.node_size is not None:
-                    far = max(self._traffic(step, r).received_far for r in self.ranks) * size
-                    notes[-1] += f" ({format_bytes(far)} over the network)"
-            if step.reduce:
-                notes.append(str(step.reduce))
-            if (step.boxes.sender == FILL).any():
-                notes.append(f"fills the rest with {step.fill}")
-            lines += [what, "     " + ", ".join(notes)]
-        received = max(self.bytes_received)
-        if self.bytes_bound is None:
-            bound = "no bound with partial"
-        else:
-            over = [a - b for a, b in zip(self.bytes_received, self.bytes_bound, strict=True)]
-            bound = f"bound {format_bytes(max(self.bytes_bound))}, {'met exactly' if not any(over) else 'not met'}"
-        lines.append(f"  received {format_bytes(received)} ({bound}), peak {format_bytes(max(self.peak_bytes))}")
-        if self.topology is not None and self.cost_us is not None:
-            over_network = format_bytes(max(self.bytes_over_network))
-            lines.append(f"  {self.cost_us:.1f} µs on {self.topology.name}, {over_network} over the network")
-            for other in self.others:
-                way = " → ".join(f"({stop})" for stop in other.stops)
-                reason = f"{other.us / self.cost_us:.2f}×" if other.us > self.cost_us else "over max_bytes"
-                lines.append(f"    not {way}: {other.us:.1f} µs, {reason}")
-        return "\n".join(lines)
+        from .explanation import explain  # told of programs, so it comes after them
 
-    def _between(self, step: Exchange) -> str:
-        if step.group is None:
-            return "from mesh to mesh"
-        names = step.target_mesh.names or tuple(map(str, range(step.target_mesh.ndim)))
-        mesh = (
-            "" if not self.crosses else f" of the {'source' if step.target_mesh == self.source_mesh else 'target'} mesh"
-        )
-        return f"along {', '.join(names[m] for m in step.group)}{mesh}"
+        return explain(self)
 
     __str__ = explain
 
-    def to_dict(self) -> dict:
+    def to_svg(self) -> str:
+        """The program as a picture: `shardweave.draw`."""
+        from .drawing import draw
+
+        return draw(self)
+
+    def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {
-            "mesh": _mesh_to_dict(self.source_mesh),
-            "target_mesh": _mesh_to_dict(self.target_mesh) if self.crosses else None,
-            "shape": self.shape,
-            "dtype": self.dtype,
-            "src": str(self.src),
-            "dst": str(self.dst),
-            "rank": self.rank,
-            "steps": [
-                {
-                    "kind": step.kind,
-                    "source": str(step.source),
-                    "target": str(step.target),
-                    "meshes": [
-                        "target" if self.crosses and mesh == self.target_mesh else "source"
-                        for mesh in (step.source_mesh, step.target_mesh)
-                    ],
-                    "group": step.group if isinstance(step, Exchange) else None,
-                    "reduce": step.reduce and {f.name: getattr(step.reduce, f.name) for f in fields(step.reduce)},
-                    "fill": repr(step.fill),
-                    "boxes": {
-                        f.name: v.tolist() if isinstance(v := getattr(step.boxes, f.name), np.ndarray) else v
-                        for f in fields(step.boxes)
-                    },
-                }
-                for step in self.steps
-            ],
-            "topology": None if self.topology is None else self.topology.to_dict(),
-            "others": [
-                {"stops": [str(x) for x in o.stops], "us": o.us, "peak_bytes": o.peak_bytes} for o in self.others
-            ],
-            "exchanges": self.exchanges,
-            "bytes_received": self.bytes_received,
-            "bytes_bound": self.bytes_bound,
-            "bytes_over_network": self.bytes_over_network,
-            "peak_bytes": self.peak_bytes,
-            "cost_us": self.cost_us,
-        }
+        from .serialisation import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Program:
+        """The program that `to_dict` was called on."""
+        from .serialisation import from_dict
+
+        return from_dict(data)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
     @classmethod
-    def from_dict(cls, data: dict) -> Program:
-        """The program that `to_dict` was called on."""
-        mesh = Mesh(**data["mesh"])
-        meshes = {"source": mesh, "target": mesh if data["target_mesh"] is None else Mesh(**data["target_mesh"])}
-        ndim = len(data["shape"])
-        steps: list[Step] = []
-        for entry in data["steps"]:
-            raw = entry["boxes"]
-            n, axes = len(raw["receiver"]), len(raw["axes"])
-            contributors = entry["reduce"]["contributors"] if entry["reduce"] else 1
-            width = {"sender": contributors, "source_start": ndim, "target_start": ndim}
-            arrays = {
-                name: np.array(raw[name], dtype=np.int64).reshape(n, width.get(name, axes))
-                for name in ("sender", "source_start", "target_start", "extent", "source_step", "target_step")
-            }
-            boxes = Boxes(np.array(raw["receiver"], dtype=np.int64), axes=tuple(raw["axes"]), **arrays)
-            fill = _read_fill(entry["fill"])
-            here, there = (meshes[on] for on in entry["meshes"])
-            source, target = Layout.parse(entry["source"], here.shape), Layout.parse(entry["target"], there.shape)
-            common = here, source, there, target, boxes
-            reduce = Reduce(**entry["reduce"]) if entry["reduce"] else None
-            if entry["kind"] == "exchange":
-                group = None if entry["group"] is None else tuple(entry["group"])
-                steps.append(Exchange(*common, reduce, fill, group))
-            else:
-                steps.append(Local(*common, reduce, fill))
-        return cls(
-            union(meshes["source"], meshes["target"]),
-            tuple(data["shape"]),
-            data["dtype"],
-            Layout.parse(data["src"], mesh.shape),
-            Layout.parse(data["dst"], meshes["target"].shape),
-            tuple(steps),
-            data["rank"],
-            None if data["topology"] is None else Topology.from_dict(data["topology"]),
-            tuple(
-                Route(tuple(Layout.parse(stop) for stop in other["stops"]), other["us"], other["peak_bytes"])
-                for other in data["others"]
-            ),
-            mesh,
-            meshes["target"],
-        )
-
-    @classmethod
     def from_json(cls, text: str) -> Program:
         return cls.from_dict(json.loads(text))
-
-
-def _mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
-    return {"shape": mesh.shape, "names": mesh.names, "ranks": mesh.ranks}
-
-
-def _described(mesh: Mesh) -> str:
-    """A mesh with its ranks, if they are few."""
-    ranks = mesh.rank_array.tolist()
-    if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{mesh} of ranks {ranks[0]}..{ranks[-1]}"
-    return f"{mesh} of ranks {', '.join(map(str, ranks))}" if len(ranks) <= 16 else f"{mesh} of {len(ranks)} ranks"
-
-
-def _read_fill(text: str) -> float | int | bool:
-    """The fill that `repr` wrote: JSON itself knows no infinity."""
-    if text in ("True", "False"):
-        return text == "True"
-    return float(text) if any(c in text for c in ".einf") else int(text)
 
 
 def format_bytes(n: int | float) -> str:

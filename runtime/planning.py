@@ -47,9 +47,9 @@ def plan(
             argument, its value and what is allowed.
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused.
     """
-    mesh, other = _planners(mesh), _planners(target_mesh)
+    here, there = _planners(mesh), _planners(target_mesh)
     return plan_on_mesh(
-        mesh, shape, dtype_name(dtype), src, dst, target_mesh=other, rank=rank, topology=topology, max_bytes=max_bytes
+        here, shape, dtype_name(dtype), src, dst, target_mesh=there, rank=rank, topology=topology, max_bytes=max_bytes
     )
 
 

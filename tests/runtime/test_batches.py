@@ -101,7 +101,7 @@ def test_a_batch_explains_itself() -> None:
     assert text.splitlines() == [
         "2 tensors in 1 round",
         "  received 24 B (bound 24 B, met exactly), peak 76 B",
-        "  a rank exchanges with at most 2 peers over all rounds; tensor after tensor it would be 2",
+        "  a rank exchanges with at most 4 peers over all rounds; tensor after tensor it would be 4",
         "  S0 S1 → S0   bfloat16[8, 6]: exchange, receives 24 B",
         "  R R → R R   float32[7]: nothing to do, receives 0 B",
     ]

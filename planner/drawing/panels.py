@@ -1,0 +1,256 @@
+"""Panels: each is the whole tensor, with what one rank holds of it filled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ...errors import ArgumentError
+from ..dtypes import ITEMSIZE
+from ..program import Program, format_bytes
+from .regions import Region, Runs, Stage
+from .svg import Place, Sheet, colour, text_on, text_width
+
+_MOST_PIECES = 20_000
+_KEPT = 0.3  # how strong a colour is where nothing has moved
+
+
+class _Axis:
+    """One side of a panel: tensor dims inside each other, the outermost first, as places between 0 and 1.
+
+    An outer dim is cut into segments wherever any region starts or stops; each segment, to scale, holds the whole of
+    the next dim. So every region is a few rectangles, and areas go with elements.
+    """
+
+    def __init__(self, dims: Sequence[int], shape: Sequence[int], regions: Sequence[Region]) -> None:
+        self.dims, self.sizes = dims, [shape[d] for d in dims]
+        self._cuts = [sorted({end for r in regions for run in r.runs[d] for end in run} | {0, shape[d]}) for d in dims]
+
+    def places(self, runs: Sequence[Runs], level: int = 0) -> list[tuple[float, float]]:
+        if level == len(self.dims):
+            return [(0.0, 1.0)]
+        inside = self.places(runs, level + 1)
+        size, found = self.sizes[level], []
+        for start, stop in runs[self.dims[level]]:
+            whole = inside == [(0.0, 1.0)]
+            ends = [start, stop] if whole else [c for c in self._cuts[level] if start <= c <= stop]
+            for low, high in pairwise(ends):
+                found += [((low + (high - low) * a) / size, (low + (high - low) * b) / size) for a, b in inside]
+        return found
+
+    def seams(self) -> list[float]:
+        """Where segments of the outermost dim meet, if there are dims inside it."""
+        return [cut / self.sizes[0] for cut in self._cuts[0][1:-1]] if len(self.dims) > 1 else []
+
+    def __str__(self) -> str:
+        return " inside ".join(f"dim {d}" for d in reversed(self.dims))
+
+
+class Panels:
+    """Draws panels, all of one program and alike.
+
+    Attributes:
+        down, across: which tensor dims run along the sides.
+
+    Raises:
+        ArgumentError: more pieces than can be seen.
+    """
+
+    def __init__(self, program: Program, stages: Sequence[Stage], sheet: Sheet) -> None:
+        self.program, self.mesh, self.stages, self.sheet = program, program.mesh, stages, sheet
+        shape = self.program.shape
+        regions = [r for stage in self.stages for held in stage.regions for r in held]
+        # Dims that every region has whole do not change the picture; two are shown in any case, where there are two.
+        cut = [d for d, n in enumerate(shape) if any(r.runs[d] != ((0, n),) for r in regions)]
+        whole = sorted(set(range(len(shape))) - set(cut), key=lambda d: (shape[d] == 1, d))
+        dims = sorted(cut + whole[: max(0, 2 - len(cut))])
+        self._left_out = len(shape) - len(dims)
+        half = len(dims) // 2
+        self.down, self.across = (_Axis(some, shape, regions) for some in (dims[:half], dims[half:]))
+        pieces = sum(len(self.down.places(r.runs)) * len(self.across.places(r.runs)) for r in regions)
+        if pieces > _MOST_PIECES:
+            raise ArgumentError(
+                f"program: what its ranks hold falls into {pieces} pieces; allowed in a drawing: {_MOST_PIECES}. Draw "
+                f"a smaller shape that is cut alike"
+            )
+
+    def how_to_read(self) -> str:
+        if not self.program.shape:
+            how = "Each panel is the one value of the tensor."
+        elif not self.down.dims:
+            how = f"Each panel is the whole tensor, {self.across} from left to right."
+        else:
+            how = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
+        if self._left_out:
+            how += " The dims left out are whole everywhere."
+        return how + " Colours and numbers say which rank a part came from."
+
+    def rank(self, position: int) -> str:
+        return str(self.mesh.rank_at(position))
+
+    def coordinate(self, position: int) -> str:
+        return f"({','.join(map(str, self.mesh.coordinate(position)))})"
+
+    def label_width(self, position: int) -> float:
+        return text_width(self.rank(position), 10) + text_width(self.coordinate(position), 9) + 14
+
+    def size(self, elements: int) -> str:
+        nbytes = format_bytes(elements * ITEMSIZE[self.program.dtype])
+        return f"{elements} element{'' if elements == 1 else 's'}, {nbytes}"
+
+    def kinds(self) -> Iterator[tuple[str, list[dict[str, object]]]]:
+        """The kinds of region that there are, and the rectangles of a swatch of each."""
+        after = [r for stage in self.stages[1:] for held in stage.regions for r in held]
+        if any(len(r.senders) == 1 and not r.kept for r in after):
+            yield "received", [{"class_": "moved", "fill": colour(1)}]
+        if any(r.kept for r in after):
+            yield "kept", [{"fill": colour(0), "fill_opacity": _KEPT}, {"fill": "none", "stroke": colour(0)}]
+        if any(len(r.senders) > 1 for r in after):
+            yield "reduced from several ranks", [{"fill": self.sheet.stripes([colour(0), colour(1)])}]
+        if any(not r.senders for r in after):
+            yield "filled", [{"class_": "filled"}]
+        if any(map(self._partial, self.stages)):
+            yield "partial: still to be reduced", [{"class_": "panel"}, {"fill": self.sheet.hatch()}]
+        if any(not held for stage in self.stages for held in stage.regions):
+            yield "empty", [{"class_": "panel without"}]
+
+    def _partial(self, stage: Stage) -> bool:
+        return stage.layout.without_size_one(stage.mesh.shape).has_partial
+
+    def draw(self, column: int, position: int, place: Place) -> None:
+        """The panel of one rank in one column, under its number and coordinate."""
+        sheet, stage = self.sheet, self.stages[column]
+        regions = stage.regions[position]
+        rank, coordinate = self.rank(position), self.coordinate(position)
+        held = sum(r.elements for r in regions)
+        share = f"{self.size(held)}, of {math.prod(self.program.shape)}"
+        title = f"rank {rank} at {coordinate} under {stage.layout}: {share}"
+        sheet.open(title, class_="rank", data_rank=rank, data_column=column)
+        chip = text_width(rank, 10) + 6
+        sheet.add("rect", x=place.x, y=place.y - 15, width=chip, height=12.0, rx=3, fill=colour(position))
+        sheet.text(place.x + 3, place.y - 5.5, rank, 10, text_on(colour(position)), font_weight="bold")
+        sheet.text(place.x + chip + 4, place.y - 5.5, coordinate, 9, "muted")
+        box = dict(zip(("x", "y", "width", "height"), place, strict=True))
+        sheet.add("rect", class_="panel" if regions else "panel without", **box)
+        for region in regions:
+            self._region(stage, region, place)
+        for at in self.down.seams():
+            y = place.y + at * place.height
+            sheet.add("path", class_="seam", d=f"M{place.x:.1f},{y:.1f} H{place.right:.1f}")
+        for at in self.across.seams():
+            x = place.x + at * place.width
+            sheet.add("path", class_="seam", d=f"M{x:.1f},{place.y:.1f} V{place.bottom:.1f}")
+        if not regions:
+            x, y = place.x + place.width / 2, place.y + place.height / 2
+            sheet.text(x, y + 3.5, "empty", 10, "muted", text_anchor="middle")
+        sheet.close()
+
+    def _region(self, stage: Stage, region: Region, panel: Place) -> None:
+        sheet, ranks = self.sheet, [self.rank(s) for s in region.senders]
+        holder, first = self.rank(region.holder), stage.step is None
+        ranges = ", ".join(_written(runs) for runs in region.runs)
+        sheet.open(
+            f"rank {holder} {_verb(stage, region, ranks)}: [{ranges}], {self.size(region.elements)}",
+            class_="region",
+            data_holder=holder,
+            data_senders=" ".join(ranks),
+        )
+        paint: dict[str, object] = {"class_": "held" if first else "moved"}
+        if not ranks:
+            paint = {"class_": "filled"}
+        elif len(ranks) > 1:
+            paint["fill"] = sheet.stripes([colour(s) for s in region.senders])
+        else:
+            paint["fill"] = colour(region.senders[0])
+        kept = region.kept and not first
+        if kept:
+            paint |= {"class_": "kept", "fill_opacity": _KEPT}
+        pieces = [
+            Place(panel.x + x * panel.width, panel.y + y * panel.height, width * panel.width, height * panel.height)
+            for y, height in ((low, high - low) for low, high in self.down.places(region.runs))
+            for x, width in ((low, high - low) for low, high in self.across.places(region.runs))
+        ]
+        for piece in pieces:
+            # What is too small to be seen is shown all the same.
+            width, height = max(piece.width, 1.0), max(piece.height, 1.0)
+            # An outline would leave nothing of a thin one.
+            outline = {"style": "stroke: none"} if min(width, height) < 4 else {}
+            self._mark(piece.x, piece.y, width, height, **paint, **outline)
+            if kept and min(width, height) > 6:
+                rim = {"class_": "rim", "fill": "none", "stroke": colour(region.holder)}
+                self._mark(piece.x + 1, piece.y + 1, width - 2, height - 2, **rim)
+            if self._partial(stage):
+                self._mark(piece.x, piece.y, width, height, class_="partial", fill=sheet.hatch())
+        self._number(stage, region, max(pieces, key=lambda p: p.width * p.height), panel)
+        sheet.close()
+
+    def _mark(self, x: float, y: float, width: float, height: float, **attributes: object) -> None:
+        """A rectangle, or a dot for the one value of a tensor without dims."""
+        if self.program.shape:
+            self.sheet.add("rect", x=x, y=y, width=width, height=height, **attributes)
+        else:
+            self.sheet.add("circle", cx=x + height * 0.6, cy=y + height / 2, r=height * 0.4, **attributes)
+
+    def _number(self, stage: Stage, region: Region, piece: Place, panel: Place) -> None:
+        """Who a region came from, in as much as there is room."""
+        step, ranks = stage.step, [self.rank(s) for s in region.senders]
+        op = step.reduce.op if step and step.reduce else "sum"
+        if len(ranks) > 1:
+            texts = [("+" if op == "sum" else ",").join(ranks), f"{'Σ' if op == 'sum' else op}{len(ranks)}"]
+        else:
+            texts = ranks or [f"={step.fill}" if step else ""]
+        alone = len(stage.regions[region.holder]) == 1
+        for text, size in [(text, size) for text in texts for size in (11, 9)]:
+            width, height = text_width(text, size), 0.75 * size  # numbers reach no further down than the line
+            spot = self._spot(width, height, piece, panel, alone)
+            if spot is None:
+                continue
+            x, y, inside = spot
+            plain = len(ranks) == 1 and not self._partial(stage)
+            if inside and not plain:
+                plate = {"x": x - width / 2 - 1, "y": y - height / 2 - 1, "width": width + 2, "height": height + 2}
+                self.sheet.add("rect", class_="plate", rx=2, **plate)
+            on_colour = inside and plain and not (region.kept and step)
+            class_ = text_on(colour(region.senders[0])) if on_colour else ""
+            self.sheet.text(x, y + height / 2, text, size, class_, text_anchor="middle")
+            return
+
+    def _spot(
+        self, width: float, height: float, piece: Place, panel: Place, alone: bool
+    ) -> tuple[float, float, bool] | None:
+        """The middle of a text's place, and whether that is in its region; None if there is none."""
+        x, y = piece.x + piece.width / 2, piece.y + piece.height / 2
+        if not self.program.shape:
+            x = piece.x + piece.height * 1.25 + width / 2  # beside the dot
+            return (x, y, False) if x + width / 2 <= panel.right else None
+        if width + 3 <= piece.width and height + 1.5 <= piece.height:
+            return x, y, True
+        if not alone or width > panel.width:
+            return None
+        # A region that is alone in its panel has room around it.
+        x = min(max(x, panel.x + width / 2), panel.right - width / 2)
+        away = 2 + height / 2
+        y = piece.bottom + away if piece.bottom + height + 4 <= panel.bottom else piece.y - away
+        return None if y - height / 2 < panel.y else (x, y, False)
+
+
+def _verb(stage: Stage, region: Region, ranks: Sequence[str]) -> str:
+    """What the holder does with a region, or with what it gets of it."""
+    step = stage.step
+    if step is None:
+        return "holds"
+    if not ranks:
+        return f"fills with {step.fill}"
+    reduced = f" ({step.reduce})" if step.reduce else ""
+    if region.kept:
+        return f"keeps{reduced}"
+    if len(ranks) == 1:
+        return f"receives from rank {ranks[0]}{reduced}"
+    return f"reduces from ranks {', '.join(ranks)}{reduced}"
+
+
+def _written(runs: Runs) -> str:
+    """Index ranges as in Python; of many only the first."""
+    text = "∪".join(f"{start}:{stop}" for start, stop in runs[:8])
+    return f"{text}∪… ({len(runs)} runs)" if len(runs) > 8 else text

@@ -1,0 +1,158 @@
+"""Where the shards lie in the whole tensor, before and after each step, and who each part came from.
+
+Boxes count inside local shards; a picture needs the place in the tensor. What a rank holds is taken from the table of
+boxes, except at the start, where no box has brought it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ArgumentError
+from ..exchange import FILL, Boxes
+from ..index_sets import held_spans, parts_of
+from ..layout import Layout
+from ..mesh import Mesh
+from ..program import Program, Step
+
+Run = tuple[int, int]  # start, stop
+Runs = tuple[Run, ...]
+
+_MOST_RUNS = 256  # along one tensor dim of one box
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a rank holds of the tensor: the product over tensor dims of `runs`.
+
+    `senders` are the mesh positions that it came from, in the order of reduction: the holder alone where it was kept,
+    none where it was filled.
+    """
+
+    holder: int
+    senders: tuple[int, ...]
+    runs: tuple[Runs, ...]
+
+    @property
+    def kept(self) -> bool:
+        return self.senders == (self.holder,)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All ranks under one layout on its mesh, by position; `step` led here, None at the start."""
+
+    mesh: Mesh
+    layout: Layout
+    step: Step | None
+    regions: tuple[tuple[Region, ...], ...]
+
+    def transfers(self) -> dict[tuple[int, int], int]:
+        """Elements that move between two ranks, by (sender, receiver), in that order."""
+        moved: dict[tuple[int, int], int] = {}
+        for region in (r for held in self.regions for r in held):
+            for sender in region.senders:
+                if sender != region.holder:
+                    pair = sender, region.holder
+                    moved[pair] = moved.get(pair, 0) + region.elements
+        return dict(sorted(moved.items()))
+
+
+def stages(program: Program) -> list[Stage]:
+    """The source, and what every step of a program of all ranks leads to.
+
+    Raises:
+        ArgumentError: a box that falls into too many pieces to be seen.
+    """
+    everyone = range(program.mesh.size)
+    held = [held_runs(program, program.src, program.source_mesh, position) for position in everyone]
+    start = tuple(
+        (Region(p, (p,), runs),) if runs is not None and all(runs) else ()
+        for p, runs in zip(everyone, held, strict=True)
+    )
+    return [Stage(program.source_mesh, program.src, None, start), *(_after(program, step) for step in program.steps)]
+
+
+def held_runs(program: Program, layout: Layout, mesh: Mesh, position: int) -> tuple[Runs, ...] | None:
+    """What a position holds under `layout` on `mesh`: runs of each tensor dim in the order of its local shard; None
+    where it is not in the mesh."""
+    at = program.coordinate_in(mesh, position)
+    if at is None:
+        return None
+    found = []
+    for d, extent in enumerate(program.shape):
+        spans = held_spans(extent, parts_of(layout.cuts(d), mesh.shape, at))
+        found.append(tuple((low, high) for low, high in spans.tolist()))
+    return tuple(found)
+
+
+def _after(program: Program, step: Step) -> Stage:
+    boxes, elements = step.boxes, step.boxes.elements
+    regions: list[tuple[Region, ...]] = []
+    for position in range(program.mesh.size):
+        held = held_runs(program, step.target, step.target_mesh, position)
+        rows = np.flatnonzero(boxes.receiver == position)
+        regions.append(
+            () if held is None else tuple(_region(boxes, row, held) for row in rows.tolist() if elements[row])
+        )
+    return Stage(step.target_mesh, step.target, step, tuple(regions))
+
+
+def _region(boxes: Boxes, row: int, held: Sequence[Runs]) -> Region:
+    senders = tuple(s for s in boxes.sender[row].tolist() if s != FILL)
+    runs = []
+    for dim, within in enumerate(held):
+        axes = [
+            (int(boxes.target_step[row, a]), int(boxes.extent[row, a])) for a, d in enumerate(boxes.axes) if d == dim
+        ]
+        local = _strided(int(boxes.target_start[row, dim]), axes)
+        runs.append(_merged([part for run in local for part in _inside(run, within)]))
+    return Region(int(boxes.receiver[row]), senders, tuple(runs))
+
+
+def _strided(start: int, axes: Sequence[tuple[int, int]]) -> list[Run]:
+    """The runs of a box along one tensor dim, from the (step, extent) of each axis along it."""
+    runs = [(start, start + 1)]
+    for step, extent in sorted(axes):
+        (low, high), *rest = runs
+        if extent == 1:
+            continue
+        if not rest and step == high - low:
+            runs = [(low, low + step * extent)]
+            continue
+        if len(runs) * extent > _MOST_RUNS:
+            raise ArgumentError(
+                f"program: a box falls into {len(runs) * extent} pieces along one tensor dim; allowed in a drawing: "
+                f"{_MOST_RUNS}. Draw a smaller shape that is cut alike"
+            )
+        runs = [(low + i * step, high + i * step) for i in range(extent) for low, high in runs]
+    return runs
+
+
+def _inside(local: Run, held: Runs) -> list[Run]:
+    """Indices of the tensor dim that a run of local indices stands for."""
+    found, passed = [], 0
+    for start, stop in held:
+        low, high = max(local[0] - passed, 0), min(local[1] - passed, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        passed += stop - start
+    return found
+
+
+def _merged(runs: Sequence[Run]) -> Runs:
+    merged: list[Run] = []
+    for start, stop in sorted(runs):
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
