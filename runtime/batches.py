@@ -11,11 +11,11 @@ import torch
 from ..planner import Batch, Exchange, Program
 from .bound_step import World
 from .copies import contiguous_strides
-from .meeting import Meet, Transfer
+from .meeting import Ask, Meet, Transfer
 from .one_sided import OneSidedStep
 from .two_sided import TwoSidedStep
 
-BatchRun = Generator[Meet | Transfer, Any, list[torch.Tensor]]
+BatchRun = Generator[Ask, Any, list[torch.Tensor]]
 
 _ALIGNMENT = 16  # bytes; of what a tensor sends or receives, in a message that others share
 
@@ -42,7 +42,7 @@ class OneSidedRound(_Round):
         self.tensors = tensors
         self.peers = self.meets()
 
-    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Meet | Transfer, Any, None]:
+    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
         world = self.world
         landings = {i: step.land() for i, step in self.steps.items()}
         address, book = world.offer([landings.get(i) for i in range(self.tensors)])
@@ -87,7 +87,7 @@ class TwoSidedRound(_Round):
         """Rank, first and last byte of each message in a buffer of so many bytes."""
         self.messages, self.received = messages, nbytes
 
-    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Meet | Transfer, Any, None]:
+    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
         sends = []
         for rank, nbytes, parts in self.sends:
             message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

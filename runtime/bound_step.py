@@ -12,9 +12,9 @@ from ..kernels import Boxes as StridedBoxes
 from ..planner import FILL, Boxes, Program, Step
 from .copies import Reduction, Side, contiguous_strides
 from .landings import Landings
-from .meeting import Address, Meet, Transfer
+from .meeting import Address, Ask
 
-Run = Generator[Meet | Transfer, Any, torch.Tensor]
+Run = Generator[Ask, Any, torch.Tensor]
 
 
 class World(Protocol):
@@ -40,6 +40,10 @@ class World(Protocol):
 
     def offered(self, address: Address, number: int) -> Sequence[Address]:
         """The addresses that a peer's `offer` of so many buffers stands for."""
+
+    def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
+        know. Of worlds that are not one-sided."""
 
     def landings(self, ranks: tuple[int, ...]) -> Landings | None:
         """What the group of these ranks keeps ready between runs; None where no run follows another."""

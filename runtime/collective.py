@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from ..planner import Program
-from .meeting import Meet, Transfer
+from .meeting import AllToAll, Ask, Transfer
 from .shared_memory import read_when_posted
 
 _KEPT_POSTS = 64
@@ -33,6 +33,7 @@ class CollectiveWorld:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
         self._calls: dict[tuple[int, ...], int] = {}
+        self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
         self.error: WorldError | None = None
         self.busy = False
 
@@ -90,7 +91,42 @@ class CollectiveWorld:
         if len(ranks) > 1:
             self.announce(ranks, _REFUSED, False)
 
-    def answer(self, request: Meet | Transfer) -> None:
+    def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Process groups that programs may use from now on; of several with the same ranks the first."""
+        for group in groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._groups.setdefault(tuple(sorted(ranks)), (ranks, group))
+
+    def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        found = self._groups.get(tuple(sorted(ranks)))
+        return None if found is None else found[0]
+
+    def _all_to_all(self, request: AllToAll) -> None:
+        _, group = self._groups[tuple(sorted(request.group))]
+        others = [rank for rank in request.group if rank != self.rank]
+        try:
+            work = dist.all_to_all_single(
+                request.receives, request.sends, request.receive_sizes, request.send_sizes, group=group, async_op=True
+            )
+            if request.sends.device.type != "cpu":
+                work.wait()  # the stream waits, not this process
+                return
+        except RuntimeError as error:
+            raise PeerError(f"rank {self.rank} lost one of ranks {others}: {error}") from error
+        deadline = time.monotonic() + self.timeout
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise MeetingTimeoutError(
+                    f"one of ranks {others} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
+                ) from error
+            raise PeerError(f"rank {self.rank} lost one of ranks {others}: {error}") from error
+
+    def answer(self, request: Ask) -> None:
+        if isinstance(request, AllToAll):
+            self._all_to_all(request)
+            return
         assert isinstance(request, Transfer)
         operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in request.receives]
         operations += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in request.sends]

@@ -14,16 +14,20 @@ from .batches import BatchRun, BoundBatch
 from .bound_step import Run
 from .dtypes import name_of
 from .executor import BoundProgram
-from .meeting import Meet, Transfer
+from .meeting import AllToAll, Ask, Meet, Transfer
 
 
 class InProcessWorld:
-    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network."""
+    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network; with
+    `groups` any of them has a process group for an all-to-all."""
 
     recycles = False
 
-    def __init__(self, one_sided: bool = True) -> None:
-        self.one_sided = one_sided
+    def __init__(self, one_sided: bool = True, groups: bool = False) -> None:
+        self.one_sided, self.groups = one_sided, groups
+
+    def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        return tuple(ranks) if self.groups else None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -44,7 +48,9 @@ class InProcessWorld:
         return None
 
 
-def simulate(program: Program | Batch, locals_: Sequence[Any], *, one_sided: bool = True) -> list[Any]:
+def simulate(
+    program: Program | Batch, locals_: Sequence[Any], *, one_sided: bool = True, groups: bool = False
+) -> list[Any]:
     """Carry out a whole program, or a batch of them, in this process, every rank in turn.
 
     Args:
@@ -53,6 +59,8 @@ def simulate(program: Program | Batch, locals_: Sequence[Any], *, one_sided: boo
             (`Program.source_shape`), all of the program's dtype and on one device; any strides. Of a batch a list of
             these for each of its programs.
         one_sided: ranks push into each other's buffers; False: they pack, send, receive and unpack.
+        groups: with `one_sided=False`, any ranks that meet have a process group, so that small messages go by an
+            all-to-all.
 
     Returns:
         One tensor per rank, of the shape that layout `dst` gives it; of a batch a list of these for each program. The
@@ -62,13 +70,13 @@ def simulate(program: Program | Batch, locals_: Sequence[Any], *, one_sided: boo
         ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
     """
     if isinstance(program, Batch):
-        return _simulate_batch(program, locals_, one_sided)
+        return _simulate_batch(program, locals_, InProcessWorld(one_sided, groups))
     if not isinstance(program, Program):
         raise ArgumentError(f"program: {program!r}; allowed: a Program or a Batch")
     _check_locals(program, locals_, "locals_")
     if program.is_identity:
         return list(locals_)
-    world = InProcessWorld(one_sided)
+    world = InProcessWorld(one_sided, groups)
     runs = {}
     for position, x in enumerate(map(_plain, locals_)):
         bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
@@ -77,7 +85,7 @@ def simulate(program: Program | Batch, locals_: Sequence[Any], *, one_sided: boo
     return [outputs[program.mesh.rank_at(position)] for position in range(program.mesh.size)]
 
 
-def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], one_sided: bool) -> list[Any]:
+def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], world: InProcessWorld) -> list[Any]:
     if not isinstance(locals_, Sequence) or len(locals_) != len(batch.programs):
         number = len(locals_) if isinstance(locals_, Sequence) else repr(locals_)
         raise ArgumentError(
@@ -85,7 +93,6 @@ def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], one
         )
     for i, (program, given) in enumerate(zip(batch.programs, locals_, strict=True)):
         _check_locals(program, given, f"locals_[{i}]")
-    world = InProcessWorld(one_sided)
     runs = {}
     for rank in batch.everyone:
         positions = [batch.position(i, rank) for i in range(len(batch.programs))]
@@ -137,7 +144,7 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
     """
     outputs: dict[int, Any] = {}
     posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from one rank to another
-    waiting: dict[int, Meet | Transfer] = {}
+    waiting: dict[int, Ask] = {}
 
     def go_on(rank: int, reply: Any) -> None:
         try:
@@ -161,11 +168,25 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
     return outputs
 
 
-def _awaited(request: Meet | Transfer) -> list[int]:
-    return list(request.peers if isinstance(request, Meet) else dict.fromkeys(peer for peer, _ in request.receives))
+def _awaited(request: Ask) -> list[int]:
+    return list(request.peers if isinstance(request, Meet) else dict.fromkeys(peer for peer, _ in _receives(request)))
 
 
-def _post(rank: int, request: Meet | Transfer, posted: dict[tuple[int, int], deque[Any]]) -> None:
+def _receives(request: Transfer | AllToAll) -> Sequence[tuple[int, torch.Tensor]]:
+    if isinstance(request, Transfer):
+        return request.receives
+    parts = zip(request.group, request.receives.split(request.receive_sizes), strict=True)
+    return [(peer, part) for peer, part in parts if len(part)]
+
+
+def _sends(request: Transfer | AllToAll) -> Sequence[tuple[int, torch.Tensor]]:
+    if isinstance(request, Transfer):
+        return request.sends
+    parts = zip(request.group, request.sends.split(request.send_sizes), strict=True)
+    return [(peer, part) for peer, part in parts if len(part)]
+
+
+def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> None:
     if isinstance(request, Meet):
         for peer in request.peers:
             posted[rank, peer].append((request.token, request.offer))
@@ -173,18 +194,18 @@ def _post(rank: int, request: Meet | Transfer, posted: dict[tuple[int, int], deq
             request.meanwhile()
         return
     messages: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for peer, buffer in request.sends:
+    for peer, buffer in _sends(request):
         messages[peer].append(buffer.clone())
     for peer, buffers in messages.items():
         posted[rank, peer].append(buffers)
 
 
-def _reply(rank: int, request: Meet | Transfer, came: dict[int, Any]) -> Any:
+def _reply(rank: int, request: Ask, came: dict[int, Any]) -> Any:
     if isinstance(request, Meet):
         if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):
             raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")
         return [came[peer][1] for peer in request.peers]
-    for peer, buffer in request.receives:
+    for peer, buffer in _receives(request):
         sent = came[peer].pop(0) if isinstance(came[peer], list) and came[peer] else None
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(

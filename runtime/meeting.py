@@ -27,8 +27,24 @@ class Meet(NamedTuple):
     """Work that no peer waits for: done between telling peers and waiting for them."""
 
 
+class AllToAll(NamedTuple):
+    """Every rank of a process group sends some bytes to every other. Two-sided worlds only.
+
+    Buffers are flat bytes, in the order of `group`; sizes are bytes for each rank of it, 0 for this one.
+    """
+
+    group: tuple[int, ...]
+    sends: torch.Tensor
+    send_sizes: list[int]
+    receives: torch.Tensor
+    receive_sizes: list[int]
+
+
 class Transfer(NamedTuple):
     """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided worlds only."""
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
+
+
+Ask = Meet | Transfer | AllToAll

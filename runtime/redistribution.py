@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, UnsupportedError, WorldError
@@ -100,6 +101,8 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str
     # Where nothing is exchanged nobody else has to be there.
     met = ranks if program.exchanges else (mesh.rank_at(position),)
     world, _ = current_worlds().choose(met, x.device, asked)
+    if isinstance(world, CollectiveWorld):
+        world.knows(_groups_of(current.mesh))
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError:
@@ -107,6 +110,19 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str
             world.refuse(program, position)
         raise
     return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world)
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Process groups that every rank of a mesh has had since the mesh was made: of each dim, and of everyone.
+
+    Never of a flattened mesh: such groups are made later, and some ranks may bind a program before, some after.
+    """
+    everyone = dist.distributed_c10d.GroupMember.WORLD
+    assert everyone is not None
+    try:
+        return [everyone, *(mesh.get_group(m) for m in range(mesh.ndim))]
+    except RuntimeError:  # a mesh that was made without process groups
+        return [everyone]
 
 
 def run_redistribution(

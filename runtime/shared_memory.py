@@ -17,7 +17,7 @@ from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldErr
 from ..planner import Program
 from .futex import sleep_on, wake
 from .landings import Landings
-from .meeting import Meet, Transfer
+from .meeting import Ask, Meet
 from .segments import Segment, open_segment, process_namespace, segment_path, unlink_names, uses_names
 from .shared_pool import MAX_SEGMENTS, SharedPool
 
@@ -151,6 +151,9 @@ class SharedMemoryWorld:
         whole = self._pool.segments[segment].bytes if rank == self.rank else self._peers[rank].segment(segment)
         return whole[offset : offset + nbytes]
 
+    def group_order(self, ranks: Sequence[int]) -> None:
+        return None
+
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
         book = self._pool.empty((len(buffers), 2), torch.int64)
         for row, buffer in enumerate(buffers):
@@ -165,7 +168,7 @@ class SharedMemoryWorld:
     def landings(self, ranks: tuple[int, ...]) -> Landings:
         return self._landings.setdefault(ranks, Landings())
 
-    def answer(self, request: Meet | Transfer) -> list[Address]:
+    def answer(self, request: Ask) -> list[Address]:
         assert isinstance(request, Meet)
         return self._meet(request)
 

@@ -61,11 +61,16 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def carried_out(
-    program: Program, locals_: list[torch.Tensor], source: str, target: str, one_sided: bool = True
+    program: Program,
+    locals_: list[torch.Tensor],
+    source: str,
+    target: str,
+    one_sided: bool = True,
+    groups: bool = False,
 ) -> list[torch.Tensor]:
     """The outputs, with all that holds for every call checked: shapes, new contiguous memory, inputs only read."""
     before = [x.clone() for x in locals_]
-    outs = shardweave.simulate(program, locals_, one_sided=one_sided)
+    outs = shardweave.simulate(program, locals_, one_sided=one_sided, groups=groups)
     assert len(outs) == program.mesh.size
     for rank, (out, x) in enumerate(zip(outs, locals_, strict=True)):
         assert out.dtype == x.dtype
@@ -81,13 +86,13 @@ def carried_out(
 
 def prove(
     mesh: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, source: str, target: str,
-    contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None,
+    contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None, groups: bool = False,
 ) -> None:  # fmt: skip
     """Carry out a pair on exact contributions (in a wide dtype) and compare every element with the sliced whole."""
     program = shardweave.plan(mesh, shape, dtype, source, target, topology=topology)
     locals_ = [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
     whole = oracle.whole_of(mesh, source, contributed)
-    outs = [x.to(contributed.dtype) for x in carried_out(program, locals_, source, target, one_sided)]
+    outs = [x.to(contributed.dtype) for x in carried_out(program, locals_, source, target, one_sided, groups)]
     expected = oracle.local_shards(mesh, shape, target, whole.reshape(*(1 for _ in mesh), *shape))
     for rank, (got, want) in enumerate(zip(oracle.assembled(mesh, target, outs), expected, strict=True)):
         assert got.equal(want), f"{program.explain()}\nrank {rank}: {got} instead of {want}"
@@ -101,10 +106,11 @@ def test_simulate_equals_slicing_the_whole(case: oracle.Case) -> None:  # type: 
 
 
 @CASES
-def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case) -> None:  # type: ignore[name-defined]
-    for source, target in case.pairs()[::7]:
+@pytest.mark.parametrize("groups", [False, True], ids=["messages", "all-to-all"])
+def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, groups: bool) -> None:  # type: ignore[name-defined]
+    for source, target in case.pairs()[groups::7]:
         contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
-        prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, one_sided=False)
+        prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, one_sided=False, groups=groups)
 
 
 @CASES
