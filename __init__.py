@@ -25,7 +25,6 @@ from shardweave.planner import (
     Replicate,
     Shard,
     Topology,
-    redistribute_cost,
 )
 from shardweave.runtime import (
     install,
@@ -33,6 +32,7 @@ from shardweave.runtime import (
     is_installed,
     plan,
     redistribute,
+    redistribute_cost,
     redistribute_local_tensor,
     simulate,
     stats,

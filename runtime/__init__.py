@@ -3,7 +3,7 @@
 from .dtensor import redistribute
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
-from .planning import plan
+from .planning import plan, redistribute_cost
 from .redistribution import redistribute_local_tensor
 from .statistics import Statistics, stats
 
@@ -15,6 +15,7 @@ __all__ = [
     "is_installed",
     "plan",
     "redistribute",
+    "redistribute_cost",
     "redistribute_local_tensor",
     "simulate",
     "stats",
