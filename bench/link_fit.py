@@ -65,6 +65,8 @@ def fit_link(samples: Sequence[Sample], one_sided: bool, memory_gigabytes_per_s:
     left = [s.us - 2 * s.copied / (memory_gigabytes_per_s * 1e3) for s in samples]
     latency, per_byte, *message = fit_line(rows, left, [s.us for s in samples])
     per_byte, more = _per_byte(per_byte, samples)
+    if latency <= 0:
+        more += ("messages and bytes explain all of the time: the latency of a step is 0",)
     figures = _rounded(latency), _rounded(1 / (per_byte * 1e3))
     return Fit(Link(*figures, one_sided, *map(_rounded, message)), notes + more)
 

@@ -85,7 +85,9 @@ def test_what_cannot_be_told_is_noted() -> None:
     flat = fit_link([Sample(1, size, size, 50.0) for size in SIZES], True, 900.0)
     assert flat.link.gigabytes_per_s > 0 and "does not grow with bytes up to 1048576" in flat.notes[0]
     falling = fit_link([Sample(1, size, 3 * size, 50.0 - i) for i, size in enumerate(SIZES)], False, 0.01)
-    assert falling.link.gigabytes_per_s > 0 and falling.link.latency_us >= 0 and len(falling.notes) == 2
+    assert falling.link.gigabytes_per_s > 0 and falling.link.latency_us >= 0 and len(falling.notes) >= 2
+    steep = fit_link([Sample(n, 64, 0, t) for n, t in ((1, 10.0), (1, 11.0), (3, 40.0), (3, 41.0))], False, 900.0)
+    assert steep.link.latency_us == 0 and steep.link.message_us > 0 and "the latency of a step is 0" in steep.notes[-1]
     memory, notes = fit_memory([Sample(0, 0, size, 2 + 2 * size / 5e3) for size in SIZES])
     assert memory == 5.0 and not notes
     memory, notes = fit_memory([Sample(0, 0, size, 2.0) for size in SIZES])
