@@ -28,7 +28,6 @@ from shardweave.planner import (
     StridedShard,
     Topology,
     draw,
-    redistribute_cost,
 )
 from shardweave.runtime import (
     install,
@@ -37,6 +36,7 @@ from shardweave.runtime import (
     plan,
     plan_batch,
     redistribute,
+    redistribute_cost,
     redistribute_local_tensor,
     simulate,
     stats,

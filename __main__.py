@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave plan …` and `python -m shardweave demo …`."""
+"""The command line: `python -m shardweave plan …`, `… demo …` and `… calibrate …`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a number of ranks, 1 or more, is wanted")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of bytes, 1 or more, is wanted")
     return int(text)
 
 
@@ -72,6 +78,23 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--only", default="", metavar="TEXT", help="only the cases with this in their name")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     demo.set_defaults(run=_demo)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure what links the ranks: those of torchrun, or local ones; JSON for plan --topology"
+    )
+    calibrate.add_argument("--ranks", type=_ranks, help="processes to start, outside torchrun (default: 4)")
+    calibrate.add_argument("--node-size", type=_ranks, metavar="N", help="pretend nodes of N ranks on one machine")
+    calibrate.add_argument(
+        "--world",
+        choices=("shared_memory", "collective"),
+        help="what ranks of a node meet in (default: as the library chooses)",
+    )
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="also write the topology there")
+    calibrate.add_argument("--name", metavar="TEXT", help="the topology's name")
+    calibrate.add_argument(
+        "--largest", type=_bytes, metavar="BYTES", default=32 << 20, help="a rank sends at most (default: %(default)s)"
+    )
+    calibrate.set_defaults(run=_calibrate)
     return parser
 
 
@@ -97,11 +120,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _has_rich(command: str) -> bool:
     try:
         import rich  # noqa: F401
     except ModuleNotFoundError:
-        print("error: the demo needs rich: pip install 'shardweave[cli]'", file=sys.stderr)
+        print(f"error: {command} needs rich: pip install 'shardweave[cli]'", file=sys.stderr)
+        return False
+    return True
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    if not _has_rich("the demo"):
         return 2
     from shardweave.bench.demo import run
 
@@ -111,8 +140,21 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 130
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    if not _has_rich("calibrate"):
+        return 2
+    from shardweave.bench.calibrate import run
+
+    try:
+        return run(
+            arguments.ranks, arguments.node_size, arguments.world, arguments.out, arguments.name, arguments.largest
+        )
+    except KeyboardInterrupt:
+        return 130
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 2 for a bad argument, 1 for a demo that found a fault."""
+    """Run one command; 2 for a bad argument, 1 for a demo that found a fault or ranks that were lost."""
     from shardweave.errors import ShardweaveError
 
     arguments = _parser().parse_args(argv)

@@ -7,7 +7,7 @@ from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
 from .plan import check_local_shape, plan, redistribute_cost
-from .program import Exchange, Local, Program, Reduce, Step, format_bytes
+from .program import Exchange, Local, Program, Reduce, Step, check_shape, format_bytes
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "StridedShard",
     "Topology",
     "check_local_shape",
+    "check_shape",
     "draw",
     "format_bytes",
     "plan",

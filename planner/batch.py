@@ -30,6 +30,9 @@ class Request:
     dst: Layout | str
     target_mesh: Mesh | Sequence[int] | None = None
 
+    def fields(self) -> tuple:
+        return self.mesh, self.shape, self.dtype, self.src, self.dst, self.target_mesh
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

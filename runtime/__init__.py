@@ -3,7 +3,7 @@
 from .dtensor import redistribute
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
-from .planning import plan, plan_batch
+from .planning import plan, plan_batch, redistribute_cost
 from .redistribution import redistribute_local_tensor
 from .statistics import Statistics, stats
 
@@ -16,6 +16,7 @@ __all__ = [
     "plan",
     "plan_batch",
     "redistribute",
+    "redistribute_cost",
     "redistribute_local_tensor",
     "simulate",
     "stats",

@@ -9,13 +9,13 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
 from .group_caches import kept_with_group
 from .redistribution import run_redistribution
+from .specs import normal_placements
 
 
 def redistribute(
@@ -82,24 +82,8 @@ def _given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
 def _target_spec(dtensor: DTensor, placements: tuple[Placement, ...], order: Orders | None) -> DTensorSpec:
     """The spec asked for, checked; made once per request, since building and hashing it costs more than a meeting."""
     mesh = dtensor.device_mesh
-    if len(placements) != mesh.ndim:
-        raise ArgumentError(f"placements: {len(placements)} given for a mesh of {mesh.ndim} dims; allowed: one each")
-    normal: list[Placement] = []
-    for mesh_dim, placement in enumerate(placements):
-        if not isinstance(placement, Placement):
-            raise ArgumentError(
-                f"placements: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial"
-            )
-        dim = getattr(placement, "dim", None)
-        if dim is not None and not -dtensor.ndim <= dim < dtensor.ndim:
-            allowed = f"{-dtensor.ndim}..{dtensor.ndim - 1}" if dtensor.ndim else "none, the tensor has no dims"
-            raise ArgumentError(f"placements: mesh dim {mesh_dim} shards tensor dim {dim}; allowed: {allowed}")
-        if dim is not None and dim < 0 and type(placement) is Shard:
-            placement = Shard(dim + dtensor.ndim)
-        elif dim is not None and dim < 0 and type(placement) is _StridedShard:
-            placement = _StridedShard(dim + dtensor.ndim, split_factor=placement.split_factor)
-        normal.append(placement)
-    return DTensorSpec(mesh, tuple(normal), dtensor._spec.tensor_meta, **_ordered(normal, order, dtensor.ndim))
+    normal = normal_placements("placements", placements, mesh.ndim, dtensor.ndim)
+    return DTensorSpec(mesh, normal, dtensor._spec.tensor_meta, **_ordered(normal, order, dtensor.ndim))
 
 
 def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from ..errors import ArgumentError
+from ..planner import NVLINK_NODE, Topology
+from .costs import price_on, priced_on
 from .redistribution import redistribute_local_tensor, stock_redistribute_local_tensor
 
 _SEAMS = (
@@ -29,25 +32,44 @@ def is_installed() -> bool:
     return getattr(import_module(_SEAMS[0]), _NAME) is redistribute_local_tensor
 
 
-def install() -> None:
+def install(*, costs: bool = False, topology: Topology | None = None) -> None:
     """From now on `DTensor.redistribute`, implicit redistributions and their backward run on shardweave.
 
-    In this process: every rank must install at the same point of the program. Doing it twice is doing it once.
+    In this process: every rank must install alike, at the same point of the program. Doing it twice is doing it once;
+    the last call's `costs` and `topology` count.
+
+    Args:
+        costs: DTensor also chooses between the sharding strategies of an op by shardweave's prices: torch's own
+            `redistribute_cost` answers with microseconds on `topology`, with 0 where nothing has to be communicated,
+            and with torch's number where shardweave has none (counted in `stats().delegations` under "price: ").
+        topology: what the ranks are linked by, for `costs`. None: `NVLINK_NODE`, on which all ranks share one node.
+
+    Raises:
+        ArgumentError: `topology` is none, or is given without `costs`.
     """
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    if topology is not None and not costs:
+        raise ArgumentError("topology: given without costs, which alone ask for it; allowed: with costs=True")
     _bind_everywhere(redistribute_local_tensor)
+    price_on((topology or NVLINK_NODE) if costs else None)
 
 
 def uninstall() -> None:
-    """Give torch its own inner loop back."""
+    """Give torch its own inner loop and its own prices back."""
     _bind_everywhere(stock_redistribute_local_tensor)
+    price_on(None)
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """`install()` inside the block; afterwards as it was before."""
-    before = is_installed()
-    install()
+def installed(*, costs: bool = False, topology: Topology | None = None) -> Iterator[None]:
+    """`install(...)` inside the block; afterwards as it was before."""
+    before, prices_before = is_installed(), priced_on()
+    install(costs=costs, topology=topology)
     try:
         yield
     finally:
-        install() if before else uninstall()
+        if before:
+            install(costs=prices_before is not None, topology=prices_before)
+        else:
+            uninstall()

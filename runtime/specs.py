@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as torch_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..planner import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
 from .group_caches import kept_with_group
 
@@ -21,12 +22,64 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The planner's mesh, with the ranks of the default process group."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:
-        table = device_mesh.mesh
-        mesh = Mesh(tuple(table.shape), device_mesh.mesh_dim_names, table.flatten().tolist())
+        with unset_fake_temporarily():  # a mode that traces cannot read the mesh's real table
+            table = device_mesh.mesh
+            mesh = Mesh(tuple(table.shape), device_mesh.mesh_dim_names, table.flatten().tolist())
         if len(_meshes) > 256:
             _meshes.clear()
         _meshes[device_mesh] = mesh
     return mesh
+
+
+def normal_placements(
+    argument: str, placements: Sequence[Any], mesh_ndim: int, ndim: int
+) -> tuple[torch_types.Placement, ...]:
+    """torch's placements, one per mesh dim, with tensor dims counted from the first.
+
+    Raises:
+        ArgumentError: not one per mesh dim, no placement, a tensor dim that is not there; the text names `argument`.
+    """
+    if len(placements) != mesh_ndim:
+        raise ArgumentError(f"{argument}: {len(placements)} given for a mesh of {mesh_ndim} dims; allowed: one each")
+    normal: list[torch_types.Placement] = []
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, torch_types.Placement):
+            raise ArgumentError(
+                f"{argument}: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial"
+            )
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not -ndim <= dim < ndim:
+            allowed = f"{-ndim}..{ndim - 1}" if ndim else "none, the tensor has no dims"
+            raise ArgumentError(f"{argument}: mesh dim {mesh_dim} shards tensor dim {dim}; allowed: {allowed}")
+        if dim is not None and dim < 0 and type(placement) is torch_types.Shard:
+            placement = torch_types.Shard(dim + ndim)
+        elif dim is not None and dim < 0 and type(placement) is torch_types._StridedShard:
+            placement = torch_types._StridedShard(dim + ndim, split_factor=placement.split_factor)
+        normal.append(placement)
+    return tuple(normal)
+
+
+def layout_given(argument: str, given: Any, mesh: Mesh, ndim: int) -> Layout | str:
+    """A layout, or its text, as it is; a sequence of placements, torch's or the planner's own, as a layout.
+
+    Strided shards are read as an order where there is one.
+
+    Raises:
+        ArgumentError: none of these, or placements that do not fit the mesh or the tensor; the text names `argument`.
+        UnsupportedError: as `layout_of`.
+    """
+    if isinstance(given, Layout | str):
+        return given
+    if not isinstance(given, Sequence):
+        raise ArgumentError(
+            f"{argument}: {given!r}; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"
+        )
+    try:
+        if given and all(isinstance(p, Placement) for p in given):
+            return Layout(given)
+        return layout_of(normal_placements(argument, given, mesh.ndim, ndim), mesh.shape)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{argument}: {error}") from None
 
 
 def layout_of(placements: Sequence[Any], mesh_shape: Sequence[int], shard_order: Any = None) -> Layout:
