@@ -1,6 +1,7 @@
 """Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
 from .batch import Batch, Request, plan_batch
+from .crossing import position_of
 from .drawing import draw
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
@@ -38,5 +39,6 @@ __all__ = [
     "format_bytes",
     "plan",
     "plan_batch",
+    "position_of",
     "redistribute_cost",
 ]

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ArgumentError
-from .crossing import union
+from .crossing import position_of
 from .layout import Layout
 from .mesh import Mesh
 from .plan import plan
@@ -69,6 +69,25 @@ class Batch:
     def exchanges(self) -> int:
         """Rounds in which ranks meet."""
         return max((program.exchanges for program in self.programs), default=0)
+
+    def company(self, rank: int) -> tuple[int, ...]:
+        """The ranks that run the batch in step with a rank, itself included: all that take part in any program that
+        exchanges, or it alone."""
+        return self.everyone if self.exchanges else (rank,)
+
+    def first_met(self, rank: int) -> tuple[int, ...]:
+        """The ranks that a rank meets in its first round, itself included, ascending."""
+        for number in range(self.exchanges):
+            met = {rank}
+            for index, program in enumerate(self.programs):
+                position = self.position(index, rank)
+                exchanges = [step for step in program.steps if isinstance(step, Exchange)]
+                if position is not None and number < len(exchanges):
+                    members = list(program.members(exchanges[number], position))
+                    met |= set(program.mesh.rank_array[members].tolist())
+            if len(met) > 1:
+                return tuple(sorted(met))
+        return (rank,)
 
     def _total(self, name: str) -> list[int] | None:
         totals = dict.fromkeys(self.ranks, 0)
@@ -218,7 +237,7 @@ def _position(request: Request, rank: int) -> int:
     source = request.mesh if isinstance(request.mesh, Mesh) else Mesh(request.mesh)
     other = request.target_mesh
     target = source if other is None else other if isinstance(other, Mesh) else Mesh(other)
-    return int(union(source, target).positions_of(np.array([rank]))[0])
+    return position_of(rank, source, target)
 
 
 def _with_latency_shared(topology: Topology | None, tensors: int) -> Topology | None:

@@ -29,6 +29,11 @@ def union(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
     return Mesh((size,), ("ranks",), np.concatenate([ranks, others]).tolist())
 
 
+def position_of(rank: int, source_mesh: Mesh, target_mesh: Mesh) -> int:
+    """The position of a rank among the ranks of both meshes, -1 if it is in neither."""
+    return int(union(source_mesh, target_mesh).positions_of(np.array([rank]))[0])
+
+
 class Crossing:
     """An exchange between meshes; neither layout is partial, mesh dims of size 1 are replicated.
 

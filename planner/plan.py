@@ -160,6 +160,8 @@ def _plan_crossing(
         topology = topology or NVLINK_NODE
         source_mesh, (src,) = refined(source_mesh, shape, (src,), topology)
         target_mesh, (dst,) = refined(target_mesh, shape, (dst,), topology)
+        if source_mesh.same_ranks(target_mesh):
+            return _plan(source_mesh, shape, dtype, src, dst, rank, topology, max_bytes)
     source, target = src.without_size_one(source_mesh.shape), dst.without_size_one(target_mesh.shape)
     partial = tuple(m for m, p in enumerate(source.placements) if isinstance(p, Partial))
     before = [source]

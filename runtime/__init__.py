@@ -1,6 +1,7 @@
 """Carries programs out: worlds, the executor, the DTensor drop-in."""
 
 from .dtensor import redistribute
+from .dtensor_batches import redistribute_batch
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
 from .planning import plan, plan_batch, redistribute_cost
@@ -16,6 +17,7 @@ __all__ = [
     "plan",
     "plan_batch",
     "redistribute",
+    "redistribute_batch",
     "redistribute_cost",
     "redistribute_local_tensor",
     "simulate",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
-from ..planner import Program
 from .meeting import AllToAll, Ask, Transfer
 from .shared_memory import read_when_posted
 
@@ -85,11 +84,10 @@ class CollectiveWorld:
                     f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
                 )
 
-    def refuse(self, program: Program, position: int) -> None:
+    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
         """Post, where peers that compile the request look, that this rank's argument is wrong; wait for nobody."""
-        ranks = program.company(position)
-        if len(ranks) > 1:
-            self.announce(ranks, _REFUSED, False)
+        if len(company) > 1:
+            self.announce(company, _REFUSED, False)
 
     def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Process groups that programs may use from now on; of several with the same ranks the first."""

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ..errors import ArgumentError, UnsupportedError
+from ..planner import Topology
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
 from .group_caches import kept_with_group
-from .redistribution import run_redistribution
+from .redistribution import How, how_asked, run_redistribution
 from .specs import normal_placements
 
 
@@ -22,16 +24,23 @@ def redistribute(
     dtensor: DTensor,
     placements: Sequence[Placement],
     *,
+    device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
     world: str | None = None,
+    topology: Topology | None = None,
 ) -> DTensor:
-    """A DTensor of the same values with other placements, on the same mesh.
+    """A DTensor of the same values with other placements, on the same mesh or on another.
 
     Args:
-        dtensor: any placements of replicate, shard and partial, in any shard order (a decodable `_StridedShard` is).
-        placements: one per mesh dim. Targets may be partial (sum, avg, max, min), which torch refuses.
+        dtensor: any placements of replicate, shard, strided shard and partial, in any shard order.
+        placements: one per mesh dim of the target's mesh. Targets may be partial (sum, avg, max, min), which torch
+            refuses.
+        device_mesh: the target's mesh, if it is another: of the same ranks, of some of them, or of none. Every rank of
+            either mesh has to call; one that is not in the target's mesh gets a DTensor with an empty local tensor.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
         world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
+        topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
+            `install` was told, else bytes alone decide.
 
     Returns:
         A DTensor that shares no memory with the input, except where nothing is to be done. Differentiable any number of
@@ -39,17 +48,37 @@ def redistribute(
 
     Raises:
         ArgumentError: placements or an order that do not fit; raised before anything is communicated.
-        UnsupportedError: strided shards that are no order, bitwise partials, a backend that cannot carry programs.
+        UnsupportedError: bitwise partials, a backend that cannot carry programs.
         WorldError: a peer died, did not come, or asked for something else.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+    how = None if world is None and topology is None else how_asked(world, topology)
+    target = target_of(dtensor, placements, device_mesh, shard_order)
+    if dtensor.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(dtensor, target, how)
+    return _run(dtensor, target, how, False)
+
+
+def target_of(
+    dtensor: DTensor,
+    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None,
+    shard_order: Mapping[int, Sequence[int]] | None,
+) -> DTensorSpec:
+    """The spec that is asked for; kept.
+
+    Raises:
+        ArgumentError: placements, a mesh or an order that do not fit.
+    """
     if type(placements) is not tuple:
         if not isinstance(placements, Sequence):
             raise ArgumentError(f"placements: {placements!r}; allowed: a sequence of Replicate, Shard, Partial")
         placements = tuple(placements)
     order = None if shard_order is None else _given_order(shard_order)
-    mesh = dtensor._spec.mesh
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise ArgumentError(f"device_mesh: {device_mesh!r}; allowed: a DeviceMesh, or None")
+    mesh = dtensor._spec.mesh if device_mesh is None else device_mesh
     # The mesh itself: meshes of the same ranks are equal, but their process groups may differ.
     key = (dtensor._spec, id(mesh), placements, order)
     try:
@@ -57,13 +86,11 @@ def redistribute(
     except TypeError:  # a placement that cannot be hashed is none: the spec's own check names it
         target = None
     if target is None:
-        target = _target_spec(dtensor, placements, order)
+        target = _target_spec(dtensor, mesh, placements, order)
         if len(_targets) >= _KEPT_TARGETS:
             _targets.pop(next(iter(_targets)))
         _targets[key] = target
-    if dtensor.requires_grad and torch.is_grad_enabled():
-        return _Redistribute.apply(dtensor, target, world)
-    return _run(dtensor, target, world, False)
+    return target
 
 
 _KEPT_TARGETS = 2048
@@ -79,9 +106,10 @@ def _given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
     raise ArgumentError(f"shard_order: {shard_order!r}; allowed: a mapping of tensor dims to sequences of mesh dims")
 
 
-def _target_spec(dtensor: DTensor, placements: tuple[Placement, ...], order: Orders | None) -> DTensorSpec:
+def _target_spec(
+    dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], order: Orders | None
+) -> DTensorSpec:
     """The spec asked for, checked; made once per request, since building and hashing it costs more than a meeting."""
-    mesh = dtensor.device_mesh
     normal = normal_placements("placements", placements, mesh.ndim, dtensor.ndim)
     return DTensorSpec(mesh, normal, dtensor._spec.tensor_meta, **_ordered(normal, order, dtensor.ndim))
 
@@ -116,33 +144,51 @@ def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -
     return {"shard_order": tuple(entries)}
 
 
-def _run(x: DTensor, target: DTensorSpec, world: str | None, requires_grad: bool) -> DTensor:
+def plain_local(x: DTensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without gradient; of a rank that is not in its mesh an empty one."""
     local = x._local_tensor
     if type(local) is AsyncCollectiveTensor:
         local = local.wait()
-    if x.device_mesh.get_coordinate() is not None:
-        if type(local) not in (torch.Tensor, torch.nn.Parameter):
-            raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
-        if local.requires_grad:
-            local = local.detach()
-        local = run_redistribution(local, x._spec, target, world)
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
+    if local.requires_grad:
+        local = local.detach()
+    if x._spec.mesh.get_coordinate() is None:
+        return local.new_empty((0,) * max(x.ndim, 1))
+    return local
+
+
+def is_in(mesh: DeviceMesh) -> bool:
+    return mesh.get_coordinate() is not None
+
+
+def _run(x: DTensor, target: DTensorSpec, how: How | None, requires_grad: bool) -> DTensor:
+    if is_in(x._spec.mesh) or is_in(target.mesh):
+        local = run_redistribution(plain_local(x), x._spec, target, how)
+    else:
+        local = x._local_tensor
+    return as_dtensor(local, target, requires_grad)
+
+
+def as_dtensor(local: torch.Tensor, target: DTensorSpec, requires_grad: bool = False) -> DTensor:
     # Without __init__, which does nothing but costs more than the rest. mypy knows the public constructor only.
     return DTensor.__new__(DTensor, local, target, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: DTensorSpec, world: str | None) -> DTensor:  # type: ignore[override]
-        ctx.source, ctx.world = x._spec, world
-        return _run(x, target, world, x.requires_grad)
+    def forward(ctx: Any, x: DTensor, target: DTensorSpec, how: How | None) -> DTensor:  # type: ignore[override]
+        ctx.source, ctx.how = x._spec, how
+        return _run(x, target, how, x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
         source: DTensorSpec = ctx.source
         # A gradient is not made partial again: it would have to be reduced later, which costs more than keeping it.
+        same = gradient._spec.mesh == source.mesh
         kept = [
-            Replicate() if b.is_partial() and not a.is_partial() else b
-            for a, b in zip(gradient.placements, source.placements, strict=True)
+            Replicate() if p.is_partial() and not (same and gradient.placements[m].is_partial()) else p
+            for m, p in enumerate(source.placements)
         ]
         strided = source.use_strided_shard_as_shard_order
         order = {} if strided else {"shard_order": source.shard_order}
@@ -153,4 +199,4 @@ class _Redistribute(torch.autograd.Function):
             use_strided_shard_as_shard_order=strided,
             **order,  # type: ignore[arg-type]
         )
-        return _Redistribute.apply(gradient, target, ctx.world), None, None
+        return _Redistribute.apply(gradient, target, ctx.how), None, None

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ArgumentError
 from ..planner import NVLINK_NODE, Topology
 from .costs import price_on, priced_on
-from .redistribution import redistribute_local_tensor, stock_redistribute_local_tensor
+from .redistribution import plan_for, planned_for, redistribute_local_tensor, stock_redistribute_local_tensor
 
 _SEAMS = (
     "torch.distributed.tensor._redistribute",
@@ -42,34 +42,36 @@ def install(*, costs: bool = False, topology: Topology | None = None) -> None:
         costs: DTensor also chooses between the sharding strategies of an op by shardweave's prices: torch's own
             `redistribute_cost` answers with microseconds on `topology`, with 0 where nothing has to be communicated,
             and with torch's number where shardweave has none (counted in `stats().delegations` under "price: ").
-        topology: what the ranks are linked by, for `costs`. None: `NVLINK_NODE`, on which all ranks share one node.
+        topology: what the ranks are linked by: programs are planned for it, and `costs` are prices on it. None: bytes
+            alone decide, and prices are those of `NVLINK_NODE`, on which all ranks share one node.
 
     Raises:
-        ArgumentError: `topology` is none, or is given without `costs`.
+        ArgumentError: `topology` is none.
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
-    if topology is not None and not costs:
-        raise ArgumentError("topology: given without costs, which alone ask for it; allowed: with costs=True")
     _bind_everywhere(redistribute_local_tensor)
+    plan_for(topology)
     price_on((topology or NVLINK_NODE) if costs else None)
 
 
 def uninstall() -> None:
     """Give torch its own inner loop and its own prices back."""
     _bind_everywhere(stock_redistribute_local_tensor)
+    plan_for(None)
     price_on(None)
 
 
 @contextmanager
 def installed(*, costs: bool = False, topology: Topology | None = None) -> Iterator[None]:
     """`install(...)` inside the block; afterwards as it was before."""
-    before, prices_before = is_installed(), priced_on()
+    before, planned_before, prices_before = is_installed(), planned_for(), priced_on()
     install(costs=costs, topology=topology)
     try:
         yield
     finally:
         if before:
-            install(costs=prices_before is not None, topology=prices_before)
+            install(costs=prices_before is not None, topology=planned_before)
         else:
             uninstall()
+            plan_for(planned_before)

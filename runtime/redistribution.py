@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, UnsupportedError, WorldError
-from ..planner import Program, check_local_shape, plan
-from .collective import CollectiveWorld
+from ..planner import Topology, check_local_shape, plan, position_of
+from .calls import Call, check_backend, check_ranks, world_for
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
 from .specs import layout_of_spec, mesh_of
 from .statistics import stats
-from .worlds import AnyWorld, current_worlds, why_not_backend
+from .worlds import why_not_backend
 
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
@@ -30,105 +29,78 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KEPT = 2048
 
 
-class _Bound:
-    """A program on its world, ready to be called."""
+class How(NamedTuple):
+    """What a caller may ask for besides the layouts; alike on all ranks."""
 
-    def __init__(self, program: Program, bound: BoundProgram | None, world: AnyWorld | None) -> None:
-        self.program, self.bound, self.world = program, bound, world
-        self.company = program.company(bound.position) if bound else ()
-        self.announcer = world if isinstance(world, CollectiveWorld) and len(self.company) > 1 else None
-        self.first = True
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bound is None or self.world is None:
-            return x
-        world, bound = self.world, self.bound
-        if world.error is not None:
-            # Before anything is pushed: buffers that peers kept ready may have found another use.
-            raise world.error
-        if world.busy:
-            error = WorldError(
-                f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"
-            )
-            world.fail(error)
-            raise error
-        world.busy = True
-        stats().calls[world.name] += 1
-        reply: Any = None
-        try:
-            if self.announcer is not None:
-                self.announcer.announce(self.company, bound.token, self.first)
-                self.first = False
-            run = bound.run(x)
-            while True:
-                reply = world.answer(run.send(reply))
-        except StopIteration as end:
-            return end.value
-        except BaseException as error:
-            # Peers wait for this rank's next meeting: tell them that it will not come.
-            text = f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"
-            world.fail(error if isinstance(error, WorldError) else WorldError(text))
-            raise
-        finally:
-            world.busy = False
+    world: str | None = None
+    topology: Topology | None = None
 
 
-_bound: dict[tuple, _Bound] = kept_with_group({})
+_default = How()
+_calls: dict[tuple, Call] = kept_with_group({})
 
 
-def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str | None) -> _Bound:
+def how_asked(world: Any, topology: Any) -> How:
+    """
+    Raises:
+        ArgumentError: a world that is no name, a topology that is none.
+    """
+    if world is not None and not isinstance(world, str):
+        raise ArgumentError(f"world: {world!r}; allowed: a name, or None")
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    return How(world, topology or _default.topology)
+
+
+def plan_for(topology: Topology | None) -> None:
+    """From now on programs are planned for a topology, unless a caller names another."""
+    global _default
+    _default = How(None, topology)
+
+
+def planned_for() -> Topology | None:
+    return _default.topology
+
+
+def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Call:
     """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
-    reason = why_not_backend(x.device)
-    if reason is not None and current.mesh.size() > 1:
-        raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
+    check_backend(x.device, max(current.mesh.size(), target.mesh.size()))
     if current.tensor_meta is None:
         raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
-    mesh = mesh_of(current.mesh)
-    src, dst = layout_of_spec(current), layout_of_spec(target)
-    coordinate = current.mesh.get_coordinate()
-    assert coordinate is not None
-    position = mesh.position(coordinate)
-    program = plan(mesh, tuple(current.tensor_meta.shape), dtype_name(x.dtype), src, dst, rank=position)
-    ranks = tuple(sorted(mesh.rank_at(p) for p in range(mesh.size)))
-    if ranks[-1] >= dist.get_world_size():
-        raise ArgumentError(
-            f"mesh: it names rank {ranks[-1]}, the process group has {dist.get_world_size()} ranks; "
-            f"allowed: 0..{dist.get_world_size() - 1}"
-        )
+    mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
+    position = position_of(dist.get_rank(), mesh, other)
+    program = plan(
+        mesh,
+        tuple(current.tensor_meta.shape),
+        dtype_name(x.dtype),
+        layout_of_spec(current),
+        layout_of_spec(target),
+        target_mesh=other,
+        rank=position,
+        topology=how.topology,
+    )
+    check_ranks(program.mesh)
     if program.is_identity:
         check_local_shape(program, position, x.shape)
-        return _Bound(program, None, None)
+        return Call(None, None, ())
     # Where nothing is exchanged nobody else has to be there.
-    met = ranks if program.exchanges else (mesh.rank_at(position),)
-    world, _ = current_worlds().choose(met, x.device, asked)
-    if isinstance(world, CollectiveWorld):
-        world.knows(_groups_of(current.mesh))
+    company = tuple(sorted(program.mesh.rank_array.tolist())) if program.exchanges else (dist.get_rank(),)
+    world = world_for(company, x.device, how.world, current.mesh, target.mesh)
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError:
         with suppress(WorldError):  # peers that are gone need not be told
-            world.refuse(program, position)
+            world.refuse(program.first_met(position), program.company(position))
         raise
-    return _Bound(program, BoundProgram(program, position, x.stride(), world, x.dtype, x.device), world)
-
-
-def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Process groups that every rank of a mesh has had since the mesh was made: of each dim, and of everyone.
-
-    Never of a flattened mesh: such groups are made later, and some ranks may bind a program before, some after.
-    """
-    everyone = dist.distributed_c10d.GroupMember.WORLD
-    assert everyone is not None
-    try:
-        return [everyone, *(mesh.get_group(m) for m in range(mesh.ndim))]
-    except RuntimeError:  # a mesh that was made without process groups
-        return [everyone]
+    bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
+    return Call(bound, world, program.company(position))
 
 
 def run_redistribution(
-    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, asked: str | None = None
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How | None = None
 ) -> torch.Tensor:
-    """Carry a plain local tensor from one spec to another on the same mesh.
+    """Carry a plain local tensor from one spec to another, on the same mesh or another; `how` is by default what
+    `install` was told.
 
     Raises:
         ArgumentError: a local tensor that does not fit its spec, layouts that do not fit the tensor.
@@ -138,22 +110,21 @@ def run_redistribution(
     if torch.is_inference_mode_enabled():
         # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
         with torch.inference_mode(False):
-            return run_redistribution(x, current, target, asked)
+            return run_redistribution(x, current, target, how)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, and these say something else than their bytes.
         x = x.resolve_conj().resolve_neg()
     if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
         raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
     forget_dead_groups()
-    if asked is not None and not isinstance(asked, str):
-        raise ArgumentError(f"world: {asked!r}; allowed: a name, or None")
-    key = (current, target, x.shape, x.stride(), x.dtype, x.device, asked)
-    found = _bound.get(key)
+    how = how or _default
+    key = (current, target, x.shape, x.stride(), x.dtype, x.device, how)
+    found = _calls.get(key)
     if found is None:
-        found = _bind(x, current, target, asked)
-        if len(_bound) >= _KEPT:
-            _bound.pop(next(iter(_bound)))
-        _bound[key] = found
+        found = _bind(x, current, target, how)
+        if len(_calls) >= _KEPT:
+            _calls.pop(next(iter(_calls)))
+        _calls[key] = found
     return found(x)
 
 

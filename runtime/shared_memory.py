@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
-from ..planner import Program
 from .futex import sleep_on, wake
 from .landings import Landings
 from .meeting import Ask, Meet
@@ -180,12 +179,12 @@ class SharedMemoryWorld:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
             unlink_names(os.getpid())
 
-    def refuse(self, program: Program, position: int) -> None:
+    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
         """Come to the first meeting of a program to say that this rank's argument is wrong, and wait for nobody.
 
         Where all ranks refuse alike their world lives on.
         """
-        peers = tuple(rank for rank in program.first_met(position) if rank != self.rank)
+        peers = tuple(rank for rank in first_met if rank != self.rank)
         self._come(self._met.get(peers) or self._find_all(peers), _REFUSED, _NOWHERE)
 
     def _come(self, peers: list[_Peer], token: int, offer: Address) -> None:

@@ -1,0 +1,108 @@
+"""Programs and batches on real worlds: what has to hold before a call, and the call itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ArgumentError, UnsupportedError, WorldError
+from ..planner import Mesh
+from .batches import BoundBatch
+from .collective import CollectiveWorld
+from .executor import BoundProgram
+from .statistics import stats
+from .worlds import AnyWorld, current_worlds, why_not_backend
+
+
+class Call:
+    """A program or a batch bound to its world, ready to be called; None and None where nothing is to be done.
+
+    `company` are the ranks that run it in step, this one included.
+    """
+
+    def __init__(
+        self, bound: BoundProgram | BoundBatch | None, world: AnyWorld | None, company: tuple[int, ...]
+    ) -> None:
+        self.bound, self.world, self.company = bound, world, company
+        self.announcer = world if isinstance(world, CollectiveWorld) and len(self.company) > 1 else None
+        self.first = True
+
+    def __call__(self, x: Any) -> Any:
+        if self.bound is None or self.world is None:
+            return x
+        world, bound = self.world, self.bound
+        if world.error is not None:
+            # Before anything is pushed: buffers that peers kept ready may have found another use.
+            raise world.error
+        if world.busy:
+            error = WorldError(
+                f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"
+            )
+            world.fail(error)
+            raise error
+        world.busy = True
+        stats().calls[world.name] += 1
+        reply: Any = None
+        try:
+            if self.announcer is not None:
+                self.announcer.announce(self.company, bound.token, self.first)
+                self.first = False
+            run = bound.run(x)
+            while True:
+                reply = world.answer(run.send(reply))
+        except StopIteration as end:
+            return end.value
+        except BaseException as error:
+            # Peers wait for this rank's next meeting: tell them that it will not come.
+            text = f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"
+            world.fail(error if isinstance(error, WorldError) else WorldError(text))
+            raise
+        finally:
+            world.busy = False
+
+
+def check_backend(device: torch.device, mesh_size: int) -> None:
+    """
+    Raises:
+        UnsupportedError: the process group cannot carry programs on the device.
+    """
+    reason = why_not_backend(device)
+    if reason is not None and mesh_size > 1:
+        raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
+
+
+def check_ranks(mesh: Mesh) -> None:
+    """
+    Raises:
+        ArgumentError: the mesh names a rank that there is not.
+    """
+    last, size = int(mesh.rank_array.max()), dist.get_world_size()
+    if last >= size:
+        raise ArgumentError(f"mesh: it names rank {last}, the process group has {size} ranks; allowed: 0..{size - 1}")
+
+
+def world_for(ranks: tuple[int, ...], device: torch.device, asked: str | None, *meshes: DeviceMesh) -> AnyWorld:
+    """The world of some ranks, which may use the process groups of their meshes."""
+    world, _ = current_worlds().choose(ranks, device, asked)
+    if isinstance(world, CollectiveWorld):
+        for mesh in meshes:
+            world.knows(_groups_of(mesh))
+    return world
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Process groups that every rank of a mesh has had since the mesh was made: of each dim, and of everyone.
+
+    Never of a flattened mesh: such groups are made later, and some ranks may bind a program before, some after.
+    """
+    everyone = dist.distributed_c10d.GroupMember.WORLD
+    assert everyone is not None
+    if mesh.get_coordinate() is None:
+        return [everyone]
+    try:
+        return [everyone, *(mesh.get_group(m) for m in range(mesh.ndim))]
+    except RuntimeError:  # a mesh that was made without process groups
+        return [everyone]

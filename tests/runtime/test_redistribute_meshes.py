@@ -1,0 +1,228 @@
+"""Real ranks: from one mesh to another, strided shards, programs for a topology, batches; on both worlds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardweave
+from shardweave.errors import ArgumentError
+
+pytestmark = pytest.mark.multi
+WORLDS = ["shared_memory", "collective"]
+SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
+NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
+
+
+def cut(x: torch.Tensor, mesh: DeviceMesh, placements) -> torch.Tensor:
+    """This rank's shard, by torch.chunk from left to right; empty outside the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return x.new_empty(0)
+    for mesh_dim, p in enumerate(placements):
+        if not isinstance(p, Shard | _StridedShard):
+            continue
+        taken = []
+        for piece in x.chunk(getattr(p, "split_factor", 1), p.dim):
+            chunks = piece.chunk(mesh.size(mesh_dim), p.dim)
+            index = coordinate[mesh_dim]
+            taken.append(chunks[index] if index < len(chunks) else piece.narrow(p.dim, 0, 0))
+        x = torch.cat(taken, p.dim)
+    return x.contiguous()
+
+
+def made(x: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
+    local = cut(x, mesh, placements)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def meshes_of_all_kinds() -> dict[str, DeviceMesh]:
+    """Made in the same order on all ranks: making one makes process groups."""
+    return {
+        "2x2": init_device_mesh("cpu", (2, 2)),
+        "4": init_device_mesh("cpu", (4,)),
+        "1,3": DeviceMesh("cpu", [1, 3]),
+        "0,2": DeviceMesh("cpu", [0, 2]),
+        "3,1,0": DeviceMesh("cpu", [3, 1, 0]),
+    }
+
+
+def to_other_meshes(rank: int, world: str) -> int:
+    meshes, random, done = meshes_of_all_kinds(), Random(5), 0
+    for (_, a), (_, b) in product(meshes.items(), repeat=2):
+        for shape in ((8, 6), (7, 5)):
+            x = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape) * 12
+            options = [Replicate(), Shard(0), Shard(1), Partial()]
+            for _ in range(2):
+                source = [random.choice(options) for _ in range(a.ndim)]
+                target = [random.choice(options[:3]) for _ in range(b.ndim)]
+                for topology in (None, NODES):
+                    given = made(x, a, source)
+                    y = shardweave.redistribute(given, target, device_mesh=b, world=world, topology=topology)
+                    wanted = cut(x, b, target)
+                    if a.get_coordinate() is not None or b.get_coordinate() is not None:
+                        terms = [a.size(m) for m, p in enumerate(source) if p.is_partial()]
+                        wanted = wanted * torch.tensor(terms).prod() if terms else wanted
+                        assert y.to_local().numel() == wanted.numel()
+                        assert y.to_local().reshape(wanted.shape).equal(wanted), (rank, source, target)
+                    assert y.device_mesh is b and tuple(y.shape) == shape
+                    done += 1
+    return done
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_redistribute_goes_to_other_meshes(world: str) -> None:
+    assert min(run_ranks(to_other_meshes, 4, world)) == 200
+
+
+def there_and_back(rank: int) -> None:
+    a, b = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    x = torch.arange(48.0).reshape(8, 6)
+    given = made(x, a, [Shard(0), Shard(1)]).requires_grad_()
+    y = shardweave.redistribute(given, [Shard(1)], device_mesh=b)
+    (y * y).sum().backward()
+    assert given.grad.placements == given.placements and given.grad.device_mesh == a
+    assert given.grad.to_local().equal(2 * cut(x, a, [Shard(0), Shard(1)]))
+    for wrong in (b, "cpu"):
+        with pytest.raises(ArgumentError, match="placements: 2 given for a mesh of 1 dims|device_mesh: 'cpu'; allowed"):
+            shardweave.redistribute(given, [Shard(1), Shard(0)], device_mesh=wrong)
+
+
+def test_gradients_come_back_to_the_first_mesh() -> None:
+    run_ranks(there_and_back, 4)
+
+
+def strided(rank: int, world: str) -> int:
+    mesh, random, done = init_device_mesh("cpu", (2, 2)), Random(1), 0
+    options = [
+        Replicate(),
+        Shard(0),
+        Shard(1),
+        _StridedShard(0, split_factor=3),
+        _StridedShard(1, split_factor=5),
+        _StridedShard(0, split_factor=2),
+    ]
+    pairs = list(product(product(options, repeat=2), repeat=2))
+    for shape in ((24, 12), (11, 7)):
+        x = torch.arange(shape[0] * shape[1], dtype=torch.int64).reshape(shape)
+        for source, target in random.sample(pairs, 60):
+            meta = made(x, mesh, [Replicate(), Replicate()])._spec.tensor_meta
+            # As a view makes them: an index set of its own, cut from left to right.
+            before, after = (
+                DTensorSpec(mesh, p, tensor_meta=meta, use_strided_shard_as_shard_order=False) for p in (source, target)
+            )
+            local = cut(x, mesh, source)
+            with shardweave.installed():
+                out = torch.distributed.tensor._redistribute.redistribute_local_tensor(local, before, after)
+            assert out.equal(cut(x, mesh, target)), (rank, source, target)
+            done += 1
+    assert not shardweave.stats().delegations
+    return done
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_strided_shards_made_by_views_are_right(world: str) -> None:
+    assert run_ranks(strided, 4, world, environment={"SHARDWEAVE_WORLD": world}) == [120] * 4
+
+
+def on_nodes(rank: int, world: str) -> int:
+    mesh, done = init_device_mesh("cpu", (2, 2)), 0
+    x = torch.arange(96, dtype=torch.float32).reshape(12, 8)
+    for source, target in product(product((Replicate(), Shard(0), Shard(1), Partial()), repeat=2), repeat=2):
+        if any(b.is_partial() for b in target):
+            continue
+        given = made(x, mesh, source)
+        wanted = cut(x, mesh, target) * 2 ** sum(p.is_partial() for p in source)
+        assert shardweave.redistribute(given, target, world=world, topology=NODES).to_local().equal(wanted)
+        with shardweave.installed(topology=NODES):
+            assert given.redistribute(placements=target).to_local().equal(wanted)
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_programs_for_a_topology_run_on_real_ranks(world: str) -> None:
+    assert run_ranks(on_nodes, 4, world) == [144] * 4
+
+
+def batches(rank: int, world: str) -> int:
+    meshes, random = meshes_of_all_kinds(), Random(3)
+    main, done = meshes["2x2"], 0
+    for topology in (None, NODES):
+        for target_name in ("2x2", "4", "1,3"):
+            b = meshes[target_name]
+            given, targets, wanted = [], [], []
+            for shape in ((8, 6), (7, 5), (13,), (0, 3), (4, 3, 2)) * 3:
+                dtype = random.choice([torch.float32, torch.int64, torch.bfloat16, torch.uint8])
+                x = (torch.arange(torch.Size(shape).numel()) % 17).reshape(shape).to(dtype)
+                shards = [Shard(d) for d in range(len(shape))]
+                source = [random.choice([Replicate(), Partial(), *shards]) for _ in range(2)]
+                target = [random.choice([Replicate(), *shards]) for _ in range(b.ndim)]
+                given.append(made(x, main, source))
+                targets.append(target)
+                wanted.append(cut(x, b, target) * 2 ** sum(p.is_partial() for p in source))
+            for _ in range(3):
+                outs = shardweave.redistribute_batch(
+                    given, targets, device_mesh=None if b is main else b, world=world, topology=topology
+                )
+                for y, want, target in zip(outs, wanted, targets, strict=True):
+                    assert y.to_local().numel() == want.numel()
+                    assert y.to_local().reshape(want.shape).equal(want), (rank, target)
+                    assert list(y.placements) == list(target) and y.device_mesh == b
+                    done += 1
+    assert shardweave.redistribute_batch([], []) == []
+    with pytest.raises(ArgumentError, match="placements: 0 given for 1 DTensors"):
+        shardweave.redistribute_batch(given[:1], [])
+    with pytest.raises(ArgumentError, match=r"dtensors\[0\]: it requires gradients; allowed: under torch.no_grad"):
+        shardweave.redistribute_batch([given[0].detach().float().requires_grad_()], targets[:1])
+    return done
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_batches_on_real_ranks(world: str) -> None:
+    assert run_ranks(batches, 4, world) == [270] * 4
+
+
+def outputs_live_alone(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    xs = [distribute_tensor(torch.full((8, 4), float(i)), mesh, [Shard(0)], src_data_rank=None) for i in range(5)]
+    outs = shardweave.redistribute_batch(xs, [[Replicate()]] * 5)
+    kept = outs[3].to_local()
+    addresses = {y.to_local().untyped_storage().data_ptr() for y in outs}
+    assert len(addresses) == 5
+    del outs
+    for i in range(20):
+        shardweave.redistribute_batch(xs, [[Replicate()]] * 5)
+        assert kept.eq(3).all(), i
+    dist.barrier()
+
+
+def test_each_output_of_a_batch_is_memory_of_its_own() -> None:
+    run_ranks(outputs_live_alone, 4)
+
+
+def one_disagrees(rank: int, world: str) -> str:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
+    number = 2 if rank == 1 else 3
+    try:
+        shardweave.redistribute_batch([x] * number, [[Replicate()]] * number, world=world)
+    except shardweave.WorldError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_that_ask_for_other_batches_are_told(world: str) -> None:
+    found = run_ranks(one_disagrees, 4, world)
+    assert "nothing" not in found and "DisagreementError" in found
