@@ -30,6 +30,7 @@ from shardweave.planner import (
     draw,
 )
 from shardweave.runtime import (
+    explain,
     install,
     installed,
     is_installed,
@@ -68,6 +69,7 @@ __all__ = [
     "UnsupportedError",
     "WorldError",
     "draw",
+    "explain",
     "install",
     "installed",
     "is_installed",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardweave import Topology
+    from shardweave import Mesh, Topology
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -18,6 +19,21 @@ def _sizes(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: sizes separated by commas are wanted, such as 2,2") from None
+
+
+def _mesh_text(text: str) -> tuple[tuple[int, ...], int]:
+    """Sizes, and the rank that the mesh begins at."""
+    sizes, at, first = text.partition("@")
+    if at and not first.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: after @ a rank is wanted, such as 2,2@8")
+    return _sizes(sizes), int(first or 0)
+
+
+def _mesh(given: tuple[tuple[int, ...], int]) -> Mesh:
+    from shardweave import Mesh
+
+    (sizes, first) = given
+    return Mesh(sizes, ranks=range(first, first + math.prod(sizes)) if first else None)
 
 
 def _ranks(text: str) -> int:
@@ -58,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     plan = commands.add_parser("plan", help="show how a tensor gets from one layout to another, and what it costs")
-    plan.add_argument("--mesh", type=_sizes, required=True, help="mesh shape, such as 2,2")
+    plan.add_argument(
+        "--mesh", type=_mesh_text, required=True, metavar="SIZES[@RANK]", help="such as 2,2, or 2,2@8 from rank 8 on"
+    )
+    plan.add_argument(
+        "--target-mesh", type=_mesh_text, metavar="SIZES[@RANK]", help="the target's mesh, if it is another"
+    )
     plan.add_argument("--shape", type=_sizes, required=True, help='global tensor shape, such as 8,6 ("" is a scalar)')
     plan.add_argument("--dtype", default="float32", help="such as bfloat16 (default: %(default)s)")
     plan.add_argument(
@@ -67,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"what links the ranks: {', '.join(_TOPOLOGIES)}, or a JSON file (default: bytes alone decide)",
     )
     plan.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
+    plan.add_argument(
+        "--world",
+        choices=("shared_memory", "collective"),
+        help="also say how ranks of such a world carry each step out, and why",
+    )
     plan.add_argument("--json", action="store_true", help="the program as JSON")
     plan.add_argument("--svg", type=Path, metavar="FILE", help="also draw the program there (up to 64 ranks)")
     plan.add_argument("source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0"')
@@ -101,17 +127,24 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(arguments: argparse.Namespace) -> int:
     from shardweave import draw, plan
     from shardweave.errors import ArgumentError
+    from shardweave.runtime.lowering import AssumedWorld, explain_on
 
     program = plan(
-        arguments.mesh,
+        _mesh(arguments.mesh),
         arguments.shape,
         arguments.dtype,
         arguments.source,
         arguments.target,
+        target_mesh=None if arguments.target_mesh is None else _mesh(arguments.target_mesh),
         topology=_topology(arguments.topology),
         max_bytes=arguments.max_bytes,
     )
-    print(json.dumps(program.to_dict(), indent=1) if arguments.json else program.explain())
+    if arguments.json:
+        print(json.dumps(program.to_dict(), indent=1))
+    elif arguments.world is not None:
+        print(explain_on(program, AssumedWorld(program.mesh, arguments.world == "shared_memory")))
+    else:
+        print(program.explain())
     if arguments.svg is not None:
         try:
             arguments.svg.write_text(draw(program), encoding="utf-8")

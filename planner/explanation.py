@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .dtypes import ITEMSIZE
 from .exchange import FILL
 from .mesh import Mesh
 from .program import Exchange, Program, Step, format_bytes
 
 
-def explain(program: Program) -> str:
-    """Each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
+def explain(program: Program, means: Sequence[object] = ()) -> str:
+    """Each step with the mesh dims it moves along, its boxes and bytes; then the totals.
+
+    `means`: what carries each step out, where that is known.
+    """
     lines = [title(program) if program.rank is None else f"{title(program)}, rank {program.rank}"]
     if program.is_identity:
         lines.append("  nothing to do: the output is the input")
@@ -17,6 +22,7 @@ def explain(program: Program) -> str:
         along = way(program, step)
         what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
         lines += [f"{what}   {along}" if along else what, "     " + ", ".join(notes(program, step))]
+        lines += [f"     by {means[number - 1]}"] if means else []
     return "\n".join([*lines, *(f"  {line}" for line in totals(program))])
 
 

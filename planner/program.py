@@ -309,13 +309,17 @@ class Program:
             request += [self.topology, *(str(step.target) for step in self.steps)]
         return int.from_bytes(hashlib.blake2b(repr(request).encode(), digest_size=8).digest(), "little") >> 1
 
-    def explain(self) -> str:
-        """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals."""
+    def explain(self, means: Sequence[object] = ()) -> str:
+        """The program as text: each step with the mesh dims it moves along, its boxes and bytes; then the totals.
+
+        `means`: what carries each step out, where that is known.
+        """
         from .explanation import explain  # told of programs, so it comes after them
 
-        return explain(self)
+        return explain(self, means)
 
-    __str__ = explain
+    def __str__(self) -> str:
+        return self.explain()
 
     def to_svg(self) -> str:
         """The program as a picture: `shardweave.draw`."""

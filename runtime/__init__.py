@@ -1,6 +1,6 @@
 """Carries programs out: worlds, the executor, the DTensor drop-in."""
 
-from .dtensor import redistribute
+from .dtensor import explain, redistribute
 from .dtensor_batches import redistribute_batch
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
@@ -11,6 +11,7 @@ from .statistics import Statistics, stats
 __all__ = [
     "InProcessWorld",
     "Statistics",
+    "explain",
     "install",
     "installed",
     "is_installed",

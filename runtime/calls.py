@@ -84,13 +84,15 @@ def check_ranks(mesh: Mesh) -> None:
         raise ArgumentError(f"mesh: it names rank {last}, the process group has {size} ranks; allowed: 0..{size - 1}")
 
 
-def world_for(ranks: tuple[int, ...], device: torch.device, asked: str | None, *meshes: DeviceMesh) -> AnyWorld:
-    """The world of some ranks, which may use the process groups of their meshes."""
-    world, _ = current_worlds().choose(ranks, device, asked)
+def world_for(
+    ranks: tuple[int, ...], device: torch.device, asked: str | None, *meshes: DeviceMesh
+) -> tuple[AnyWorld, str]:
+    """The world of some ranks, which may use the process groups of their meshes; and why it is that one."""
+    world, why = current_worlds().choose(ranks, device, asked)
     if isinstance(world, CollectiveWorld):
         for mesh in meshes:
             world.knows(_groups_of(mesh))
-    return world
+    return world, why
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

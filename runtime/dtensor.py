@@ -16,7 +16,7 @@ from ..planner import Topology
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
 from .group_caches import kept_with_group
-from .redistribution import How, how_asked, run_redistribution
+from .redistribution import How, explain_redistribution, how_asked, run_redistribution
 from .specs import normal_placements
 
 
@@ -58,6 +58,31 @@ def redistribute(
     if dtensor.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(dtensor, target, how)
     return _run(dtensor, target, how, False)
+
+
+def explain(
+    dtensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    device_mesh: DeviceMesh | None = None,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+    world: str | None = None,
+    topology: Topology | None = None,
+) -> str:
+    """What `redistribute` does with the same arguments, as this rank sees it: the program's steps with their bytes, the
+    world, and the means that it picks for each step and why. Nothing is moved.
+
+    Every rank of the mesh calls, or has redistributed before: which world it is follows from what each has posted.
+
+    Raises:
+        ArgumentError, UnsupportedError: as `redistribute`.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+    how = how_asked(world, topology)
+    return explain_redistribution(
+        plain_local(dtensor), dtensor._spec, target_of(dtensor, placements, device_mesh, shard_order), how
+    )
 
 
 def target_of(

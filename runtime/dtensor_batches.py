@@ -104,7 +104,7 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
     for program in batch.programs:
         check_ranks(program.mesh)
     company = batch.company(rank)
-    world = world_for(company, device, how.world, *(spec.mesh for pair in specs for spec in pair))
+    world, _ = world_for(company, device, how.world, *(spec.mesh for pair in specs for spec in pair))
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
             position = batch.position(i, rank)

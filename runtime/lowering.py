@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..planner import ITEMSIZE, Exchange, Program, Step, format_bytes
+import numpy as np
+
+from ..planner import ITEMSIZE, Exchange, Mesh, Program, Step, format_bytes
 
 LARGEST_IN_ONE_CALL = 1 << 20
 """Bytes of the largest shard up to which one all-to-all takes the place of a message per peer. On gloo, 4 ranks on 2
@@ -31,7 +33,9 @@ class Lowering:
 class Means(Protocol):
     """What a world has to carry out exchanges with."""
 
-    one_sided: bool
+    @property
+    def one_sided(self) -> bool:
+        """Ranks write into each other's memory."""
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
@@ -56,8 +60,27 @@ def lower(program: Program, step: Step, position: int, world: Means) -> Lowering
     return Lowering("all-to-all", f"shards of {format_bytes(largest)} at most cost less in one call", order)
 
 
-def lower_all(program: Program, position: int, world: Means) -> list[Lowering]:
-    return [lower(program, step, position, world) for step in program.steps]
+@dataclass(frozen=True)
+class AssumedWorld:
+    """What a world would have, for programs that are only looked at: process groups of mesh dims and of everyone."""
+
+    mesh: Mesh
+    one_sided: bool
+
+    def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        found = sorted(ranks)
+        if len(found) == self.mesh.size:
+            return tuple(found)
+        position = int(self.mesh.positions_of(np.array(found[:1]))[0])
+        along = (self.mesh.subgroup(position, [m]) for m in range(self.mesh.ndim))
+        groups = [tuple(sorted(map(self.mesh.rank_at, members))) for members in along]
+        return tuple(found) if tuple(found) in groups else None
+
+
+def explain_on(program: Program, world: Means) -> str:
+    """The program as text, with the means of a world for each step and why."""
+    position = program.ranks[0]
+    return program.explain([lower(program, step, position, world) for step in program.steps])
 
 
 def _largest_shard(program: Program, step: Step, position: int) -> int:

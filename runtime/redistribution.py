@@ -11,17 +11,19 @@ import torch.distributed as dist
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, UnsupportedError, WorldError
-from ..planner import Topology, check_local_shape, plan, position_of
+from ..planner import Program, Topology, check_local_shape, plan, position_of
 from .calls import Call, check_backend, check_ranks, world_for
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
+from .lowering import explain_on
 from .specs import layout_of_spec, mesh_of
 from .statistics import stats
-from .worlds import why_not_backend
+from .worlds import AnyWorld, why_not_backend
 
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
@@ -62,13 +64,12 @@ def planned_for() -> Topology | None:
     return _default.topology
 
 
-def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Call:
-    """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Program:
+    """This rank's program, planned and checked; nothing is communicated."""
     check_backend(x.device, max(current.mesh.size(), target.mesh.size()))
     if current.tensor_meta is None:
         raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
     mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
-    position = position_of(dist.get_rank(), mesh, other)
     program = plan(
         mesh,
         tuple(current.tensor_meta.shape),
@@ -76,16 +77,27 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) 
         layout_of_spec(current),
         layout_of_spec(target),
         target_mesh=other,
-        rank=position,
+        rank=position_of(dist.get_rank(), mesh, other),
         topology=how.topology,
     )
     check_ranks(program.mesh)
+    return program
+
+
+def _world(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> tuple[AnyWorld, str]:
+    # Where nothing is exchanged nobody else has to be there.
+    company = tuple(sorted(program.mesh.rank_array.tolist())) if program.exchanges else (dist.get_rank(),)
+    return world_for(company, x.device, how.world, *meshes)
+
+
+def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Call:
+    """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+    program = _program(x, current, target, how)
+    (position,) = program.ranks
     if program.is_identity:
         check_local_shape(program, position, x.shape)
         return Call(None, None, ())
-    # Where nothing is exchanged nobody else has to be there.
-    company = tuple(sorted(program.mesh.rank_array.tolist())) if program.exchanges else (dist.get_rank(),)
-    world = world_for(company, x.device, how.world, current.mesh, target.mesh)
+    world, _ = _world(program, x, how, current.mesh, target.mesh)
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError:
@@ -94,6 +106,15 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) 
         raise
     bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
     return Call(bound, world, program.company(position))
+
+
+def explain_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> str:
+    """What `run_redistribution` does with the same arguments."""
+    program = _program(x, current, target, how)
+    if program.is_identity:
+        return program.explain()
+    world, why = _world(program, x, how, current.mesh, target.mesh)
+    return f"{explain_on(program, world)}\n  on world {world.name}: {why}"
 
 
 def run_redistribution(
