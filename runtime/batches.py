@@ -94,8 +94,8 @@ class TwoSidedRound(_Round):
             for i, first, elements, packing in parts:
                 step = self.steps[i]
                 place = message[first : first + elements * step.dtype.itemsize].view(step.dtype)
-                if isinstance(packing, int):
-                    place.copy_(step.run_from(xs[i], packing, elements))
+                if isinstance(packing, tuple):
+                    place.copy_(step.run_from([xs[i]], packing, elements))
                 else:
                     packing([xs[i]], [place])
             sends.append((rank, message))

@@ -14,7 +14,7 @@ from .copies import Reduction, Side, contiguous_strides
 from .landings import Landings
 from .meeting import Address, Ask
 
-Run = Generator[Ask, Any, torch.Tensor]
+Run = Generator[Ask, Any, Any]
 
 
 class World(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +53,73 @@ class Side:
         axes = boxes.extent.shape[1]
         side.stride = np.concatenate([tail, np.ones((len(boxes), min(axes, 1)), np.int64)], axis=1)
         return side
+
+    def part(self, piece: Piece) -> Side:
+        """Where a piece of the boxes lies."""
+        side = Side.__new__(Side)
+        side.offset = self.offset[piece.rows]
+        if piece.into is not None:
+            side.offset = side.offset + (piece.into * self.stride[piece.rows]).sum(axis=1)
+        side.stride = self.stride[piece.rows]
+        return side
+
+
+class Piece(NamedTuple):
+    """Parts of some boxes that lie in one buffer.
+
+    `rows`: of which box each is, [n]; `into`: how far into that box it begins, [n, axes], None where it is all of it.
+    """
+
+    buffer: int
+    rows: np.ndarray
+    into: np.ndarray | None
+    boxes: Boxes
+    side: Side
+
+
+class Whole:
+    """A tensor that lies in one buffer, with its strides."""
+
+    def __init__(self, buffer: int, strides: Sequence[int]) -> None:
+        self.buffer, self.strides = buffer, strides
+
+    def pieces(self, boxes: Boxes) -> list[Piece]:
+        """Where boxes that are read from the tensor lie."""
+        return [Piece(self.buffer, np.arange(len(boxes)), None, boxes, Side.source(boxes, self.strides))]
+
+
+class Patchwork:
+    """A tensor that was never put together: boxes of it, by their places in the tensor (`target_start`), in buffers.
+
+    What would be copied into it and out again is copied once. All boxes are plain (`is_plain`).
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Boxes, Side]]) -> None:
+        self.parts = [part for part in parts if len(part[1])]
+
+    def pieces(self, boxes: Boxes) -> list[Piece]:
+        """Where boxes that are read from the tensor lie, cut where its parts end."""
+        found = []
+        for buffer, there, side in self.parts:
+            stop, end = boxes.source_start + boxes.extent, there.target_start + there.extent
+            low = np.maximum(boxes.source_start[:, None], there.target_start)
+            extent = np.minimum(stop[:, None], end) - low
+            rows, which = np.nonzero((extent > 0).all(axis=2))
+            low, extent = low[rows, which], extent[rows, which]
+            into, at = low - boxes.source_start[rows], low - there.target_start[which]
+            cut = replace(
+                boxes.select(rows), source_start=low, target_start=boxes.target_start[rows] + into, extent=extent
+            )
+            place = side.part(Piece(buffer, which, at, there, side))
+            found.append(Piece(buffer, rows, into, cut, place))
+        return found
+
+
+def is_plain(boxes: Boxes) -> bool:
+    """Whether each axis of boxes runs along a tensor dim of its own, without steps."""
+    return boxes.axes == tuple(range(boxes.source_start.shape[1])) and bool(
+        (boxes.source_step == 1).all() and (boxes.target_step == 1).all()
+    )
 
 
 def run_of(boxes: Boxes, side: Side) -> int | None:

@@ -13,7 +13,7 @@ from ..planner import Program, check_local_shape
 from .bound_step import Run, World
 from .copies import contiguous_strides
 from .one_sided import OneSidedStep
-from .two_sided import TwoSidedStep
+from .two_sided import TwoSidedStep, may_leave_apart
 
 
 class BoundProgram:
@@ -28,11 +28,18 @@ class BoundProgram:
         torch.device
     ) -> None:  # fmt: skip
         self.program, self.position, self.token = program, position, program.digest & ~0xFFFF
-        kind = OneSidedStep if world.one_sided else TwoSidedStep
         self.steps: list[OneSidedStep | TwoSidedStep] = []
+        origin, buffers = None, 1
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
-            self.steps.append(kind(program, step, position, before, world, dtype, device))
+            given = program, step, position, before, world, dtype, device
+            if world.one_sided:
+                self.steps.append(OneSidedStep(*given))
+                continue
+            apart = i + 1 < len(program.steps) and may_leave_apart(step, program.steps[i + 1])
+            bound = TwoSidedStep(*given, origin=origin, buffers=buffers, leave_apart=apart)
+            self.steps.append(bound)
+            origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
 
     def check(self, x: torch.Tensor) -> None:
         check_local_shape(self.program, self.position, x.shape)
@@ -44,6 +51,7 @@ class BoundProgram:
         return self._run_all(x)
 
     def _run_all(self, x: torch.Tensor) -> Run:
+        between: torch.Tensor | list[torch.Tensor] = x
         for i, step in enumerate(self.steps):
-            x = yield from step.run(x, self.token + 2 * i)
-        return x
+            between = yield from step.run(between, self.token + 2 * i)  # type: ignore[arg-type]
+        return between

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..planner import Boxes
+from ..planner import FILL, Boxes, Step
 from .bound_step import BoundStep, Run
-from .copies import Copies, Reduction, Side, run_of
+from .copies import Copies, Patchwork, Reduction, Side, Whole, is_plain, run_of
 from .lowering import lower
 from .meeting import AllToAll, Transfer
 
@@ -26,10 +26,22 @@ class TwoSidedStep(BoundStep):
     Args:
         received_at: where a buffer that other tensors share holds what each peer sends, by its position, in elements;
             None: the buffer is this step's own.
+        origin: what the step reads, and in which of the buffers that `run` is given; None: one tensor in the only one.
+        buffers: how many `run` is given.
+        leave_apart: what comes is not put together: `run` returns its buffers and one more, where `patchwork` lies.
     """
 
-    def __init__(self, *args: Any, received_at: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        received_at: Mapping[int, int] | None = None,
+        origin: Patchwork | None = None,
+        buffers: int = 1,
+        leave_apart: bool = False,
+    ) -> None:
         super().__init__(*args)
+        self.origin = origin or Whole(0, self.source_strides)
+        self.arrived, self.leave_apart = buffers, leave_apart
         self.lowering = lower(self.program, self.step, self.me, self.world)
         self.together = self.lowering.how == "all-to-all" and received_at is None
         if self.together:
@@ -51,18 +63,19 @@ class TwoSidedStep(BoundStep):
                 packed = Side.packed(rows)
                 packed.offset = packed.offset + base
                 base += elements
-                parts.append((0, 0, rows, Side.source(rows, self.source_strides), packed))
+                for piece in self.origin.pieces(rows):
+                    parts.append((piece.buffer, 0, piece.boxes, piece.side, packed.part(piece)))
         return parts, base
 
     def _bind_sends(self) -> None:
-        self.sends: list[tuple[int, int, Copies | int]] = []
-        """Rank, elements, and how they are packed or where they begin."""
+        self.sends: list[tuple[int, int, Copies | tuple[int, int]]] = []
+        """Rank, elements, and how they are packed, or in which buffer they begin, and where."""
         for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
             parts, elements = self._parts_to(peer, 0)
             if elements:
                 run = run_of(parts[0][2], parts[0][3]) if len(parts) == 1 else None
-                packing = Copies(parts, self.step.fill, self.dtype, self.device) if run is None else run
-                self.sends.append((rank, elements, packing))
+                packing = Copies(parts, self.step.fill, self.dtype, self.device)
+                self.sends.append((rank, elements, packing if run is None else (parts[0][0], run)))
 
     def _bind_pack(self) -> None:
         parts: list[_Part] = []
@@ -79,7 +92,7 @@ class TwoSidedStep(BoundStep):
         """Rank, first and last element, and whether in the output itself."""
         staged = [Side.target(self.incoming, self.strides) for _ in range(self.contributors)]
         unpack: list[_Part] = []
-        in_place = received_at is None and not self.together and not self.step.reduce
+        in_place = not (self.together or self.leave_apart or self.step.reduce) and received_at is None
         base = 0
         for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
             first = base = base if received_at is None else received_at[peer]
@@ -95,40 +108,48 @@ class TwoSidedStep(BoundStep):
                 packed.offset = packed.offset + base
                 staged[contributor].offset[here] = packed.offset
                 staged[contributor].stride[here] = packed.stride
-                unpack.append((1, 0, rows, packed, target))
+                unpack.append((self.arrived, 0, rows, packed, target))
                 base += int(rows.elements.sum())
             if base > first:
                 self.receives.append((rank, first, base, False))
         self.received = base
         if self.step.reduce:
             self.finish: Reduction | Copies = self.reduction(staged)
+            return
+        kept = self.origin.pieces(self.kept_rows())
+        parts = [(p.buffer, 0, p.boxes, p.side, Side.target(p.boxes, self.strides)) for p in kept]
+        parts += [self.fills(), *unpack]
+        if self.leave_apart:
+            self.patchwork = Patchwork([(buffer, boxes, side) for buffer, _, boxes, side, _ in parts])
         else:
-            rows = self.kept_rows()
-            sides = Side.source(rows, self.source_strides), Side.target(rows, self.strides)
-            parts = [(0, 0, rows, *sides), self.fills(), *unpack]
             self.finish = Copies(parts, self.step.fill, self.dtype, self.device)
 
     @property
     def contributors(self) -> int:
         return self.step.reduce.contributors if self.step.reduce else 1
 
-    def run_from(self, x: torch.Tensor, first: int, elements: int) -> torch.Tensor:
-        """What lies in one run of the input's memory."""
+    def run_from(self, buffers: Sequence[torch.Tensor], run: tuple[int, int], elements: int) -> torch.Tensor:
+        """What lies in one run of a buffer's memory."""
+        x, first = buffers[run[0]], run[1]
         return x.as_strided((elements,), (1,), x.storage_offset() + first)
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
-        out = self.empty()
+    def run(self, x: torch.Tensor | list[torch.Tensor], token: int) -> Run:
+        buffers = x if isinstance(x, list) else [x]
+        out = None if self.leave_apart else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
         if self.together:
-            yield self._all_to_all(x, received)
+            yield self._all_to_all(buffers, received)
         elif self.peers:
-            yield self._messages(x, out, received)
-        self.finish([x, received], [out])
+            yield self._messages(buffers, received if out is None else out, received)
+        buffers = [*buffers, received]
+        if out is None:
+            return buffers
+        self.finish(buffers, [out])
         return out
 
-    def _all_to_all(self, x: torch.Tensor, received: torch.Tensor) -> AllToAll:
+    def _all_to_all(self, buffers: Sequence[torch.Tensor], received: torch.Tensor) -> AllToAll:
         packed = torch.empty(self.sent, dtype=self.dtype, device=self.device)
-        self.pack([x], [packed])
+        self.pack(buffers, [packed])
         size, came = self.dtype.itemsize, {rank: last - first for rank, first, last, _ in self.receives}
         return AllToAll(
             self.lowering.group,
@@ -138,18 +159,24 @@ class TwoSidedStep(BoundStep):
             [came.get(rank, 0) * size for rank in self.lowering.group],
         )
 
-    def _messages(self, x: torch.Tensor, out: torch.Tensor, received: torch.Tensor) -> Transfer:
+    def _messages(self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor) -> Transfer:
         sends = []
         for rank, elements, packing in self.sends:
-            if isinstance(packing, int):
-                buffer = self.run_from(x, packing, elements)
+            if isinstance(packing, tuple):
+                message = self.run_from(buffers, packing, elements)
             else:
-                buffer = torch.empty(elements, dtype=self.dtype, device=self.device)
-                packing([x], [buffer])
-            sends.append((rank, buffer.view(torch.uint8)))
+                message = torch.empty(elements, dtype=self.dtype, device=self.device)
+                packing(buffers, [message])
+            sends.append((rank, message.view(torch.uint8)))
         landed, arrived, size = out.view(-1).view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
         receives = [
             (rank, (landed if final else arrived)[first * size : last * size])
             for rank, first, last, final in self.receives
         ]
         return Transfer(tuple(sends), tuple(receives))
+
+
+def may_leave_apart(step: Step, following: Step) -> bool:
+    """Whether what `step` brings may be read by `following` from where it arrived."""
+    reduces = step.reduce or following.reduce
+    return not reduces and is_plain(step.boxes) and is_plain(following.boxes) and not (step.boxes.sender == FILL).any()
