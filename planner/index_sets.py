@@ -36,18 +36,45 @@ def held_box(
     return tuple(held_span(n, orders.get(d, ()), mesh_shape, coordinate) for d, n in enumerate(shape))
 
 
+def spans_along(
+    extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinates: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop, [n] each, of what the ranks at `coordinates`, [mesh dims, n], hold of a tensor dim."""
+    start = np.zeros(coordinates.shape[1], dtype=np.int64)
+    stop = np.full(coordinates.shape[1], extent, dtype=np.int64)
+    for mesh_dim in order:
+        size = -(-(stop - start) // mesh_shape[mesh_dim])
+        start = np.minimum(start + coordinates[mesh_dim] * size, stop)
+        stop = np.minimum(start + size, stop)
+    return start, stop
+
+
 def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray) -> np.ndarray:
     """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n, 2]."""
     orders = dict(layout.orders)
     out = np.empty((len(shape), coordinates.shape[1], 2), dtype=np.int64)
     for d, extent in enumerate(shape):
-        out[d, :, 0], out[d, :, 1] = 0, extent
-        for mesh_dim in orders.get(d, ()):
-            start, stop = out[d, :, 0], out[d, :, 1]
-            size = -(-(stop - start) // mesh_shape[mesh_dim])
-            low = np.minimum(start + coordinates[mesh_dim] * size, stop)
-            out[d, :, 0], out[d, :, 1] = low, np.minimum(low + size, stop)
+        out[d, :, 0], out[d, :, 1] = spans_along(extent, orders.get(d, ()), mesh_shape, coordinates)
     return out
+
+
+def overlaps(
+    extent: int,
+    cuts_a: Sequence[int],
+    cuts_b: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinates_a: np.ndarray,
+    coordinates_b: np.ndarray,
+) -> np.ndarray:
+    """How many indices of a tensor dim of `extent` two ranks both hold, [a, b].
+
+    One at `coordinates_a`, [mesh dims, a], where the mesh dims `cuts_a` cut it, in that order; one at `coordinates_b`,
+    [mesh dims, b], where `cuts_b` do. What two shards have in common is the product over tensor dims.
+    """
+    start_a, stop_a = spans_along(extent, cuts_a, mesh_shape, coordinates_a)
+    start_b, stop_b = spans_along(extent, cuts_b, mesh_shape, coordinates_b)
+    common = np.minimum(stop_a[:, None], stop_b) - np.maximum(start_a[:, None], start_b)
+    return np.maximum(common, 0)
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import REDUCE_OPS
@@ -94,10 +95,19 @@ class Layout:
                     f"layout: the order of tensor dim {tensor_dim} is {order}, but the mesh dims that cut it are "
                     f"{tuple(cuts.get(tensor_dim, []))}; allowed: a permutation of those"
                 )
-        object.__setattr__(self, "placements", tuple(placements))
-        object.__setattr__(self, "orders", tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+        self._set(placements, tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+
+    def _set(self, placements: tuple[Placement, ...], orders: Orders) -> Layout:
+        object.__setattr__(self, "placements", placements)
+        object.__setattr__(self, "orders", orders)
         # Layouts are keys of many tables.
-        object.__setattr__(self, "_hash", hash((self.placements, self.orders)))
+        object.__setattr__(self, "_hash", hash((placements, orders)))
+        return self
+
+    @classmethod
+    def unchecked(cls, placements: tuple[Placement, ...], orders: Orders) -> Layout:
+        """A layout that is known to be one, with an order for every tensor dim that is cut, sorted by tensor dim."""
+        return cls.__new__(cls)._set(placements, orders)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -105,6 +115,20 @@ class Layout:
     def order(self, tensor_dim: int) -> tuple[int, ...]:
         """The mesh dims that cut `tensor_dim`, the first cut first."""
         return dict(self.orders).get(tensor_dim, ())
+
+    @cached_property
+    def prefixes(self) -> tuple[tuple[int | str, ...], ...]:
+        """For each mesh dim what it does: (tensor dim, mesh dims that cut that one before), (partial op,) or ().
+
+        Equal for two layouts exactly if a mesh dim cuts the same tensor dim after the same earlier cuts, or never.
+        """
+        found: list[tuple[int | str, ...]] = [(p.op,) if isinstance(p, Partial) else () for p in self.placements]
+        for d, order in self.orders:
+            prefix: tuple[int, ...] = (d,)
+            for m in order:
+                found[m] = prefix
+                prefix += (m,)
+        return tuple(found)
 
     @property
     def has_partial(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .cost import ranks_of
 from .layout import Layout, Placement
 from .mesh import Mesh
+from .ranks import ranks_of
 from .topology import Topology
 
 
