@@ -77,7 +77,7 @@ def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
     places: dict[K, int] = {}
     index = [places.setdefault(key, len(places)) for key in keys]
     found = [make(key) for key in places]
-    return found[0] if len(found) == 1 else np.concatenate(found)[index]
+    return found[0] if len(found) == 1 else np.concatenate(found).take(index, axis=0)
 
 
 def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, bounds: bool) -> list[Price]:

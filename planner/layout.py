@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import REDUCE_OPS
@@ -36,6 +36,7 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
+_REPLICATE, _shard = Replicate(), lru_cache(maxsize=64)(Shard)  # few objects for many layouts
 Orders = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -46,6 +47,10 @@ class Layout:
     `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order
     of mesh dims.
 
+    Attributes:
+        prefixes: for each mesh dim what it does: (tensor dim, mesh dims that cut it before), (partial op,) or (). Equal
+            for two layouts exactly if the mesh dim cuts the same tensor dim after the same earlier cuts, or never.
+
     Raises:
         ArgumentError: an unknown op, a negative tensor dim, an order that is no permutation of the mesh dims that cut.
         UnsupportedError: partial ops that do not mix (only sum with avg does).
@@ -53,6 +58,7 @@ class Layout:
 
     placements: tuple[Placement, ...]
     orders: Orders = ()
+    prefixes: tuple[tuple[int | str, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self, placements: Sequence[Placement], orders: Mapping[int, Sequence[int]] | Orders | None = None
@@ -102,6 +108,11 @@ class Layout:
         object.__setattr__(self, "orders", orders)
         # Layouts are keys of many tables.
         object.__setattr__(self, "_hash", hash((placements, orders)))
+        prefixes: list[tuple[int | str, ...]] = [(p.op,) if isinstance(p, Partial) else () for p in placements]
+        for d, order in orders:
+            for i, m in enumerate(order):
+                prefixes[m] = (d, *order[:i])
+        object.__setattr__(self, "prefixes", tuple(prefixes))
         return self
 
     @classmethod
@@ -115,20 +126,6 @@ class Layout:
     def order(self, tensor_dim: int) -> tuple[int, ...]:
         """The mesh dims that cut `tensor_dim`, the first cut first."""
         return dict(self.orders).get(tensor_dim, ())
-
-    @cached_property
-    def prefixes(self) -> tuple[tuple[int | str, ...], ...]:
-        """For each mesh dim what it does: (tensor dim, mesh dims that cut that one before), (partial op,) or ().
-
-        Equal for two layouts exactly if a mesh dim cuts the same tensor dim after the same earlier cuts, or never.
-        """
-        found: list[tuple[int | str, ...]] = [(p.op,) if isinstance(p, Partial) else () for p in self.placements]
-        for d, order in self.orders:
-            prefix: tuple[int, ...] = (d,)
-            for m in order:
-                found[m] = prefix
-                prefix += (m,)
-        return tuple(found)
 
     @property
     def has_partial(self) -> bool:
@@ -219,9 +216,9 @@ class Layout:
         for match in re.finditer(r"\S+", head):
             word, position = match.group(), match.start()
             if word == "R":
-                tokens.append(Replicate())
+                tokens.append(_REPLICATE)
             elif m := re.fullmatch(r"S(\d+)(?:/([1-9]\d*))?", word):
-                tokens.append((int(m[1]), int(m[2])) if m[2] else Shard(int(m[1])))
+                tokens.append((int(m[1]), int(m[2])) if m[2] else _shard(int(m[1])))
                 strided_at = position if m[2] and strided_at is None else strided_at
             elif word[0] == "P" and word[1:] in ("", *REDUCE_OPS):
                 tokens.append(Partial(word[1:] or "sum"))

@@ -17,8 +17,9 @@ from .ranks import ranks_of
 from .stops import Stops
 from .topology import Topology
 
-MOST_EXPANSIONS = 8
-"""Layouts from which steps are tried at most; the cheapest path known by then is taken."""
+MOST_ROUNDS = 4
+"""Rounds of a search, in each of which steps are tried from the most promising layouts reached so far."""
+_AT_ONCE = 2  # of these layouts: to price many steps together is cheaper
 _OTHERS = 3
 
 
@@ -90,36 +91,41 @@ class Search:
         best = direct.us if direct.peak_bytes <= max_bytes else math.inf
         reached, rest = {source: 0.0}, {source: direct}
         queue = [(direct.least_us, 0, Route((source,), 0.0, 0))]
-        for _ in range(MOST_EXPANSIONS):
-            if not queue or queue[0][0] + soonest >= best:  # one more stop is one more step
-                break
-            _, _, route = heapq.heappop(queue)
-            here = route.stops[-1]
-            if route.us > reached[here]:
-                continue
-            beside = held if here != source else 0
-            nearby = [
-                stop
-                for stop in stops.beside(here)
+        for _ in range(MOST_ROUNDS):
+            routes: list[Route] = []
+            # One more stop is one more step.
+            while queue and len(routes) < _AT_ONCE and queue[0][0] + soonest < best:
+                _, _, route = heapq.heappop(queue)
+                if route.us <= reached[route.stops[-1]]:
+                    routes.append(route)
+            ways = [
+                (route, stop)
+                for route in routes
+                for stop in stops.beside(route.stops[-1])
                 if reached.get(stop, math.inf) > route.us
                 and (stop not in rest or route.us + rest[stop].least_us + soonest < best)
             ]
+            steps = self.prices([(route.stops[-1], stop) for route, stop in ways], bounds=False)
             there = [
-                Route((*route.stops, stop), route.us + step.us, max(route.peak_bytes, step.peak_bytes + beside))
-                for stop, step in zip(nearby, self.prices([(here, stop) for stop in nearby], bounds=False), strict=True)
+                Route(
+                    (*route.stops, stop),
+                    route.us + step.us,
+                    max(route.peak_bytes, step.peak_bytes + (held if len(route.stops) > 1 else 0)),
+                )
+                for (route, stop), step in zip(ways, steps, strict=True)
                 if route.us + step.us < min(best - soonest, reached.get(stop, math.inf))
             ]
-            new = [x.stops[-1] for x in there if x.stops[-1] not in rest]
+            new = list(dict.fromkeys(x.stops[-1] for x in there if x.stops[-1] not in rest))
             rest.update(zip(new, self.prices([(stop, target) for stop in new]), strict=True))
             for x in there:
-                last = rest[x.stops[-1]]
-                if x.us >= best - soonest:
+                here, last = x.stops[-1], rest[x.stops[-1]]
+                if x.us >= min(best - soonest, reached.get(here, math.inf)):
                     continue
                 whole = Route((*x.stops, target), x.us + last.us, max(x.peak_bytes, last.peak_bytes + held))
                 found.append(whole)
                 if x.peak_bytes > max_bytes:
                     continue
-                reached[x.stops[-1]] = x.us
+                reached[here] = x.us
                 if whole.peak_bytes <= max_bytes:
                     best = min(best, whole.us)
                 heapq.heappush(queue, (x.us + last.least_us, len(found), x))
