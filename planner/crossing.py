@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .cost import PRICED_WHOLE, Price, price
+from .cost import Price, price
 from .dtypes import ITEMSIZE
 from .exchange import Boxes, Change, grid, turn_of
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes
 from .layout import Layout, Shard
 from .mesh import Mesh
 from .overlay import overlay
+from .ranks import PRICED_WHOLE
 from .topology import Topology
 
 _MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together

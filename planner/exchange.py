@@ -13,7 +13,7 @@ import numpy as np
 
 from .dtypes import is_floating
 from .index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
-from .layout import Layout, Partial, Replicate, Shard
+from .layout import Layout, Partial, Shard
 from .mesh import Coordinate, Mesh
 from .overlay import Overlay, overlay
 
@@ -92,8 +92,7 @@ class Change:
         keepers: those of `split` where coordinate 0 keeps the whole value and the others hold zero (integers, bool).
         replicas: mesh dims of the closure along which the source is replicated: equal holders of a piece differ there.
         shards_split: those of `split` that were a shard: what is held stays with its owner's coordinate.
-        divisor: what the value is divided by: averages that end, and floats that are split over a new sum. Below 1
-            where a shard becomes an average: its owner holds n times its part.
+        contributors: ranks whose terms of a piece are reduced, 1 where nothing is.
     """
 
     def __init__(
@@ -107,24 +106,31 @@ class Change:
     ) -> None:
         self.mesh, self.shape, self.dtype, self.source, self.target = mesh, shape, dtype, source, target
         self.node_size = node_size
-        pairs = list(enumerate(zip(source.placements, target.placements, strict=True)))
-        self.closure = tuple(m for m, _ in pairs if _cut_prefix(source, m) != _cut_prefix(target, m))
-        self.reduced = tuple(m for m, (a, b) in pairs if isinstance(a, Partial) and a != b)
-        self.split = tuple(m for m, (a, b) in pairs if isinstance(b, Partial) and a != b)
-        self.replicas = tuple(m for m in self.closure if isinstance(source.placements[m], Replicate))
-        self.shards_split = tuple(m for m in self.split if isinstance(source.placements[m], Shard))
-        split = [m for m in self.split if m not in self.shards_split]
-        summed = [m for m in split if target.placements[m] == Partial("sum")]
-        self.keepers = () if is_floating(dtype) else tuple(summed)
-        divided = [m for m in self.reduced if source.placements[m] == Partial("avg")]
-        divided += summed if is_floating(dtype) else []
-        multiplied = [m for m in self.shards_split if target.placements[m] == Partial("avg")]
-        divisor, multiplier = (math.prod(mesh.shape[m] for m in dims) for dims in (divided, multiplied))
-        self.divisor: float = divisor if multiplier == 1 else divisor / multiplier
+        before, after = source.prefixes, target.prefixes
+        self.closure = tuple([m for m in range(mesh.ndim) if before[m] != after[m]])
+        was, becomes = source.placements, target.placements
+        self.reduced = tuple([m for m in self.closure if isinstance(was[m], Partial)])
+        self.split = tuple([m for m in self.closure if isinstance(becomes[m], Partial)])
+        self.replicas = tuple([m for m in self.closure if not before[m]])
+        self.shards_split = tuple([m for m in self.split if isinstance(was[m], Shard)])
+        self.keepers = () if not self.split or is_floating(dtype) else self._new_sums
+        self.contributors = math.prod([mesh.shape[m] for m in self.reduced])
 
     @property
-    def contributors(self) -> int:
-        return math.prod(self.mesh.shape[m] for m in self.reduced)
+    def _new_sums(self) -> tuple[int, ...]:
+        """Mesh dims that become a sum of what each rank there held."""
+        whole = [m for m in self.split if m not in self.shards_split]
+        return tuple([m for m in whole if self.target.placements[m] == Partial("sum")])
+
+    @property
+    def divisor(self) -> float:
+        """What the value is divided by: averages that end, and floats that are split over a new sum. Below 1 where a
+        shard becomes an average: its owner holds n times its part."""
+        divided = [m for m in self.reduced if self.source.placements[m] == Partial("avg")]
+        divided += self._new_sums if is_floating(self.dtype) else ()
+        multiplied = [m for m in self.shards_split if self.target.placements[m] == Partial("avg")]
+        divisor, multiplier = (math.prod(self.mesh.shape[m] for m in dims) for dims in (divided, multiplied))
+        return divisor if multiplier == 1 else divisor / multiplier
 
     @property
     def op(self) -> str:
@@ -276,12 +282,3 @@ def turn_of(receivers: np.ndarray, target: Layout, mesh_shape: Sequence[int], me
         else:
             among = among * mesh_shape[m] + receivers[:, m]
     return among + which
-
-
-def _cut_prefix(layout: Layout, mesh_dim: int) -> tuple:
-    """Equal for two layouts exactly if `mesh_dim` cuts the same tensor dim after the same earlier cuts, or never."""
-    placement = layout.placements[mesh_dim]
-    if isinstance(placement, Shard):
-        cuts = layout.cuts(placement.dim)
-        return placement, cuts[: layout.order(placement.dim).index(mesh_dim)]
-    return (placement,)

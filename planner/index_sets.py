@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .layout import Cuts, Layout
+from .layout import Cuts, Layout, pairs_of
 from .mesh import Coordinate
 
 Span = tuple[int, int]  # start, stop
@@ -28,7 +28,15 @@ def cut(span: Span, parts: int, index: int) -> Span:
 
 
 def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> Parts:
-    return tuple((mesh_shape[m], split, coordinate[m]) for m, split in cuts)
+    return tuple((mesh_shape[m], split, coordinate[m]) for m, split in pairs_of(cuts))
+
+
+def mesh_dims_of(cuts: Cuts) -> tuple[int, ...]:
+    return tuple(m for m, _ in pairs_of(cuts))
+
+
+def is_strided(cuts: Cuts) -> bool:
+    return any(isinstance(cut, tuple) for cut in cuts)
 
 
 def held_span(extent: int, parts: Parts) -> Span:
@@ -160,6 +168,19 @@ def elements_in_common(
     return count
 
 
+def spans_along(
+    extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinates: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop, [n] each, of what the ranks at `coordinates`, [mesh dims, n], hold of a tensor dim."""
+    start = np.zeros(coordinates.shape[1], dtype=np.int64)
+    stop = np.full(coordinates.shape[1], extent, dtype=np.int64)
+    for mesh_dim in order:
+        size = -(-(stop - start) // mesh_shape[mesh_dim])
+        start = np.minimum(start + coordinates[mesh_dim] * size, stop)
+        stop = np.minimum(start + size, stop)
+    return start, stop
+
+
 def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray) -> np.ndarray:
     """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n, 2].
 
@@ -168,13 +189,55 @@ def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], co
     orders = {d: order for d, order in layout.orders if d not in layout.strided_dims}
     out = np.empty((len(shape), coordinates.shape[1], 2), dtype=np.int64)
     for d, extent in enumerate(shape):
-        out[d, :, 0], out[d, :, 1] = 0, extent
-        for mesh_dim in orders.get(d, ()):
-            start, stop = out[d, :, 0], out[d, :, 1]
-            size = -(-(stop - start) // mesh_shape[mesh_dim])
-            low = np.minimum(start + coordinates[mesh_dim] * size, stop)
-            out[d, :, 0], out[d, :, 1] = low, np.minimum(low + size, stop)
+        out[d, :, 0], out[d, :, 1] = spans_along(extent, orders.get(d, ()), mesh_shape, coordinates)
     return out
+
+
+def overlaps(
+    extent: int,
+    cuts_a: Cuts,
+    cuts_b: Cuts,
+    mesh_shape: Sequence[int],
+    coordinates_a: np.ndarray,
+    coordinates_b: np.ndarray,
+) -> np.ndarray:
+    """How many indices of a tensor dim of `extent` two ranks both hold, [a, b].
+
+    One at `coordinates_a`, [mesh dims, a], where `cuts_a` cut it; one at `coordinates_b`, [mesh dims, b], where
+    `cuts_b` do. What two shards have in common is the product over tensor dims.
+    """
+    if is_strided(cuts_a) or is_strided(cuts_b):
+        cells_a, which_a = _cells_at(extent, cuts_a, mesh_shape, coordinates_a)
+        cells_b, which_b = _cells_at(extent, cuts_b, mesh_shape, coordinates_b)
+        return _common(cells_a, cells_b)[which_a[:, None], which_b]
+    start_a, stop_a = spans_along(extent, mesh_dims_of(cuts_a), mesh_shape, coordinates_a)
+    start_b, stop_b = spans_along(extent, mesh_dims_of(cuts_b), mesh_shape, coordinates_b)
+    common = np.minimum(stop_a[:, None], stop_b) - np.maximum(start_a[:, None], start_b)
+    return np.maximum(common, 0)
+
+
+def _cells_at(
+    extent: int, cuts: Cuts, mesh_shape: Sequence[int], coordinates: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The spans of each different shard, and which of them each of the ranks at `coordinates` has."""
+    mesh_dims = mesh_dims_of(cuts)
+    kinds, which = np.unique(coordinates[list(mesh_dims)], axis=1, return_inverse=True)
+    places = (dict(zip(mesh_dims, column, strict=True)) for column in kinds.T.tolist())
+    return [held_spans(extent, parts_of(cuts, mesh_shape, at)) for at in places], which.reshape(-1)
+
+
+def _common(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarray:
+    """How many indices spans of `a` and of `b` have in common, [a, b]: counted on the pieces that they all cut."""
+    bounds = np.unique(np.concatenate([spans.reshape(-1) for spans in (*a, *b)]))
+    starts, lengths = bounds[:-1], np.diff(bounds)
+
+    def holds(spans: np.ndarray) -> np.ndarray:
+        if not len(spans):
+            return np.zeros(len(starts), dtype=bool)
+        last = np.searchsorted(spans[:, 0], starts, side="right") - 1
+        return (last >= 0) & (starts < spans[last, 1])
+
+    return (np.array([holds(spans) for spans in a]) * lengths) @ np.array([holds(spans) for spans in b]).T
 
 
 def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Span) -> np.ndarray:
@@ -182,8 +245,8 @@ def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Sp
 
     Exactly those that do, where the cuts are plain, in time that goes with their number; all where one is strided.
     """
-    sizes = tuple(mesh_shape[m] for m, _ in cuts)
-    if any(split > 1 for _, split in cuts):
+    sizes = tuple(mesh_shape[m] for m in mesh_dims_of(cuts))
+    if is_strided(cuts):
         return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
     return _plain_cells_meeting(extent, sizes, wanted)
 

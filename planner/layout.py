@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import REDUCE_OPS
@@ -54,9 +55,15 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
+_REPLICATE, _shard = Replicate(), lru_cache(maxsize=64)(Shard)  # few objects for many layouts
 Orders = tuple[tuple[int, tuple[int, ...]], ...]
-Cuts = tuple[tuple[int, int], ...]
-"""What cuts a tensor dim, the first cut first: mesh dim, and its split factor, 1 where it is no strided shard."""
+Cuts = tuple[int | tuple[int, int], ...]
+"""What cuts a tensor dim, the first cut first: a mesh dim, or a mesh dim and the split factor of its strided shard."""
+
+
+def pairs_of(cuts: Cuts) -> list[tuple[int, int]]:
+    """Mesh dims and split factors, 1 where the cut is plain."""
+    return [cut if isinstance(cut, tuple) else (cut, 1) for cut in cuts]
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,11 @@ class Layout:
     `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order
     of mesh dims.
 
+    Attributes:
+        all_cuts: (tensor dim, what cuts it), sorted by tensor dim.
+        prefixes: for each mesh dim what it does: (tensor dim, mesh dims that cut it before), (partial op,) or (). Equal
+            for two layouts exactly if the mesh dim cuts the same tensor dim after the same earlier cuts, or never.
+
     Raises:
         ArgumentError: an unknown op, a negative tensor dim, an order that is no permutation of the mesh dims that cut.
         UnsupportedError: partial ops that do not mix (only sum with avg does).
@@ -73,6 +85,8 @@ class Layout:
 
     placements: tuple[Placement, ...]
     orders: Orders = ()
+    all_cuts: tuple[tuple[int, Cuts], ...] = field(init=False, repr=False, compare=False)
+    prefixes: tuple[tuple, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self, placements: Sequence[Placement], orders: Mapping[int, Sequence[int]] | Orders | None = None
@@ -124,10 +138,34 @@ class Layout:
                 )
             if tensor_dim in strided and order != tuple(cuts[tensor_dim]):
                 raise ArgumentError(f"layout: tensor dim {tensor_dim} is strided and has an order as well; give one")
-        object.__setattr__(self, "placements", tuple(placements))
-        object.__setattr__(self, "orders", tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+        self._set(placements, tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+
+    def _set(self, placements: tuple[Placement, ...], orders: Orders) -> Layout:
+        object.__setattr__(self, "placements", placements)
+        object.__setattr__(self, "orders", orders)
         # Layouts are keys of many tables.
-        object.__setattr__(self, "_hash", hash((self.placements, self.orders)))
+        object.__setattr__(self, "_hash", hash((placements, orders)))
+        strided: dict[int, int | tuple[int, int]] = {
+            m: (m, p.split) for m, p in enumerate(placements) if isinstance(p, StridedShard)
+        }
+        prefixes: list[tuple] = [(p.op,) if isinstance(p, Partial) else () for p in placements]
+        all_cuts: tuple[tuple[int, Cuts], ...] = orders
+        if strided:
+            all_cuts = tuple((d, tuple([strided.get(m, m) for m in order])) for d, order in orders)
+        for d, cuts in all_cuts:
+            for i, cut in enumerate(cuts):
+                if isinstance(cut, tuple):
+                    prefixes[cut[0]] = (d, *cuts[: i + 1])
+                else:
+                    prefixes[cut] = (d, *cuts[:i])
+        object.__setattr__(self, "all_cuts", all_cuts)
+        object.__setattr__(self, "prefixes", tuple(prefixes))
+        return self
+
+    @classmethod
+    def unchecked(cls, placements: tuple[Placement, ...], orders: Orders) -> Layout:
+        """A layout that is known to be one, with an order for every tensor dim that is cut, sorted by tensor dim."""
+        return cls.__new__(cls)._set(placements, orders)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -138,15 +176,14 @@ class Layout:
 
     def cuts(self, tensor_dim: int) -> Cuts:
         """What cuts `tensor_dim`."""
-        placements = self.placements
-        return tuple(
-            (m, p.split if isinstance(p := placements[m], StridedShard) else 1) for m in self.order(tensor_dim)
-        )
+        return dict(self.all_cuts).get(tensor_dim, ())
 
     @property
     def strided_dims(self) -> tuple[int, ...]:
         """The tensor dims that strided shards cut."""
-        return tuple(sorted({p.dim for p in self.placements if isinstance(p, StridedShard)}))
+        if self.all_cuts == self.orders:
+            return ()
+        return tuple(d for d, cuts in self.all_cuts if any(isinstance(m, tuple) for m in cuts))
 
     @property
     def has_partial(self) -> bool:
@@ -165,6 +202,21 @@ class Layout:
                 raise ArgumentError(
                     f"{name}: mesh dim {mesh_dim} shards tensor dim {placement.dim}, out of range; allowed: {allowed}"
                 )
+
+    def with_placement(self, mesh_dims: Collection[int], placement: Placement) -> Layout:
+        """Some mesh dims as `placement` says; new shards cut last, where an order can say so."""
+        placements = [placement if m in mesh_dims else p for m, p in enumerate(self.placements)]
+        cuts: dict[int, list[int]] = {}
+        for m, p in enumerate(placements):
+            if isinstance(p, Shard):
+                cuts.setdefault(p.dim, []).append(m)
+        strided = {p.dim for p in placements if isinstance(p, StridedShard)}
+        orders = {}
+        for d, cut_by in cuts.items():
+            if d not in strided:
+                kept = [m for m in self.order(d) if m in cut_by]
+                orders[d] = (*kept, *(m for m in cut_by if m not in kept))
+        return Layout(placements, orders)
 
     def without_size_one(self, mesh_shape: Sequence[int]) -> Layout:
         """The same shards with every mesh dim of size 1 replicated: it cuts nothing and sums nothing."""
@@ -199,8 +251,9 @@ class Layout:
 
     def _order_of_strided(self, tensor_dim: int, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
         order: list[int] = []
-        for mesh_dim, split in reversed(self.cuts(tensor_dim)):
+        for mesh_dim in reversed(self.order(tensor_dim)):
             placement = self.placements[mesh_dim]
+            split = placement.split if isinstance(placement, StridedShard) else 1
             if isinstance(placement, StridedShard) and placement.own:
                 return None
             product, place = 1, 0
@@ -229,10 +282,10 @@ class Layout:
         for match in re.finditer(r"\S+", head):
             word, position = match.group(), match.start()
             if word == "R":
-                tokens.append(Replicate())
+                tokens.append(_REPLICATE)
             elif m := re.fullmatch(r"S(\d+)(?:(//?)([1-9]\d*))?", word):
                 dim = int(m[1])
-                tokens.append(StridedShard(dim, int(m[3]), m[2] == "//") if m[2] else Shard(dim))
+                tokens.append(StridedShard(dim, int(m[3]), m[2] == "//") if m[2] else _shard(dim))
             elif word[0] == "P" and word[1:] in ("", *REDUCE_OPS):
                 tokens.append(Partial(word[1:] or "sum"))
             elif word[0] == "P":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .index_sets import common_runs, parts_of, spans_at
+from .index_sets import common_runs, mesh_dims_of, parts_of, spans_at
 from .layout import Cuts, Layout
 
 
@@ -75,7 +75,7 @@ def _runs_of_pairs(
     wanted_mesh: Sequence[int], receivers: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """The runs of each pair along one tensor dim, [n, 6], and the pair each is of, [n]."""
-    mine, theirs = [m for m, _ in held], [m for m, _ in wanted]
+    mine, theirs = mesh_dims_of(held), mesh_dims_of(wanted)
     kinds, kind = np.unique(
         np.concatenate([holders[:, mine], receivers[:, theirs]], axis=1), axis=0, return_inverse=True
     )

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
-from .cost import Price, ranks_of
+from .cost import Price
 from .crossing import Crossing, price_step, union
 from .dtypes import ITEMSIZE, check_computed, check_dtype, check_reducible, identity
 from .exchange import FILL, Change
@@ -18,8 +18,9 @@ from .index_sets import held_sizes
 from .layout import Layout, Partial, Placement, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Exchange, Local, Program, Reduce, Step, check_shape
+from .ranks import ranks_of
 from .refinement import refined
-from .search import Route, Search, replaced
+from .search import Route, Search
 from .topology import NVLINK_NODE, Topology
 
 
@@ -167,15 +168,13 @@ def _plan_crossing(
     before = [source]
     if partial:
         before = [_scattered(source, partial, d) for d in range(len(shape)) if shape[d] > 1]
-        before.append(replaced(source, {m: Replicate() for m in partial}, source))
-    whole = replaced(
-        target, {m: Replicate() for m, p in enumerate(target.placements) if isinstance(p, Partial)}, target
-    )
+        before.append(source.with_placement(partial, Replicate()))
+    whole = target.with_placement([m for m, p in enumerate(target.placements) if isinstance(p, Partial)], Replicate())
     after = [whole]
     if topology is not None:
         inside = ranks_of(target_mesh, topology).inside
         shared = [m for m in inside if whole.placements[m] == Replicate()]
-        after += [replaced(whole, {m: Shard(d) for m in shared}, whole) for d in range(len(shape)) if shared]
+        after += [whole.with_placement(shared, Shard(d)) for d in range(len(shape)) if shared]
     node_size = None if topology is None else topology.node_size
 
     def legs(first: Layout, last: Layout) -> list[tuple[Mesh, Layout, Mesh, Layout]]:
@@ -303,16 +302,9 @@ def _cheapest_route(
     return min(routes, key=price)
 
 
-def _scattered(base: Layout, mesh_dims: tuple[int, ...], tensor_dim: int) -> Layout:
+def _scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:
     """`base` with `mesh_dims` cutting `tensor_dim` last; where they cut something in `base` already, that is left."""
-    moved = [m for m in mesh_dims if not isinstance(base.placements[m], Shard)]
-    placements: list[Placement] = [Shard(tensor_dim) if m in moved else p for m, p in enumerate(base.placements)]
-    orders = dict(base.orders)
-    if tensor_dim in base.strided_dims:
-        orders.pop(tensor_dim)  # strided shards have no order
-    elif moved:
-        orders[tensor_dim] = (*orders.get(tensor_dim, ()), *moved)
-    return Layout(placements, orders)
+    return base.with_placement([m for m in mesh_dims if not isinstance(base.placements[m], Shard)], Shard(tensor_dim))
 
 
 def check_local_shape(program: Program, position: int, given: Sequence[int], name: str = "local tensor") -> None:

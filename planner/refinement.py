@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .cost import ranks_of
-from .layout import Layout, Placement
+from .layout import Layout, Placement, pairs_of
 from .mesh import Mesh
+from .ranks import ranks_of
 from .topology import Topology
 
 
@@ -47,7 +47,7 @@ def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> 
     """Whether all cuts of a tensor dim up to that of a mesh dim are even."""
     for d, order in layout.orders:
         if mesh_dim in order:
-            before = layout.cuts(d)[: order.index(mesh_dim) + 1]
+            before = pairs_of(layout.cuts(d))[: order.index(mesh_dim) + 1]
             return all(
                 shape[d] % (split * math.prod(mesh.shape[m] for m, _ in before[: i + 1])) == 0
                 for i, (_, split) in enumerate(before)

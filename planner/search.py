@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import ArgumentError, UnsupportedError
-from .cost import Price, price, ranks_of
+from ..errors import ArgumentError
+from .cost import Price, elements, prices
+from .dtypes import ITEMSIZE
 from .exchange import Change
-from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
+from .layout import Layout
 from .mesh import Mesh
+from .ranks import ranks_of
+from .stops import Stops
 from .topology import Topology
 
-MOST_EXPANSIONS = 6
-"""Layouts from which steps are tried at most; the cheapest path known by then is taken."""
+MOST_ROUNDS = 4
+"""Rounds of a search, in each of which steps are tried from the most promising layouts reached so far."""
+_AT_ONCE = 2  # of these layouts: to price many steps together is cheaper
 _OTHERS = 3
-_MOST_TENSOR_DIMS = 4  # that stops are cut along: those that source or target cut, then the largest
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Route:
 class Search:
     """From `source` to `target`, layouts in which mesh dims of size 1 are replicated.
 
-    Best first over the layouts of `_nearby`, with what a path must still cost at least (`Price.least_us`) to leave out
-    those that cannot win. Depends on its arguments alone, so that every rank finds the same.
+    Best first over `Stops`, with what a path must still cost at least (`Price.least_us`) to leave out those that cannot
+    win. Depends on its arguments alone, so that every rank finds the same.
     """
 
     def __init__(
@@ -48,20 +51,16 @@ class Search:
     ) -> None:
         self.mesh, self.shape, self.dtype, self.topology = mesh, shape, dtype, topology
         self.source, self.target = source, target
-        self._prices: dict[tuple[Layout, Layout], Price] = {}
-        used = {p.dim for x in (source, target) for p in x.placements if isinstance(p, Shard)}
-        by_size = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (d not in used, -shape[d]))
-        self.tensor_dims = sorted(by_size[:_MOST_TENSOR_DIMS])
-        self.inside = ranks_of(mesh, topology).inside
 
     def price(self, a: Layout, b: Layout) -> Price:
         """Of one step; microseconds in whole nanoseconds, so that no rounding decides between two plans."""
-        found = self._prices.get((a, b))
-        if found is None:
-            change = Change(self.mesh, self.shape, self.dtype, a, b, self.topology.node_size)
-            raw = price(change, self.topology)
-            found = self._prices[a, b] = Price(round(raw.us, 3), round(raw.least_us, 3), raw.peak_bytes)
-        return found
+        return self.prices([(a, b)])[0]
+
+    def prices(self, pairs: Sequence[tuple[Layout, Layout]], bounds: bool = True) -> list[Price]:
+        """`price` of some steps, which takes little more than of one; without `bounds` not of `least_us`."""
+        changes = [Change(self.mesh, self.shape, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
+        found = prices(changes, self.topology, bounds)
+        return [Price(round(us, 3), round(least_us, 3), peak_bytes) for us, least_us, peak_bytes in found]
 
     def cheapest(self, max_bytes: int | None = None) -> Route:
         """The cheapest route found.
@@ -69,40 +68,7 @@ class Search:
         Raises:
             ArgumentError: none that was found stays within `max_bytes` on every rank.
         """
-        source, target = self.source, self.target
-        held = self.price(source, source).peak_bytes // 2
-        direct = Route((source, target), self.price(source, target).us, self.price(source, target).peak_bytes)
-        found, best = {direct.stops: direct}, direct.us
-        if max_bytes is not None and direct.peak_bytes > max_bytes:
-            best = float("inf")
-        soonest = min(self.topology.node.latency_us, self.topology.network.latency_us)  # of a step that communicates
-        serial = itertools.count()
-        start = Route((source,), 0.0, 0)
-        reached = {source: 0.0}
-        queue = [(self.price(source, target).least_us, next(serial), start)]
-        for _ in range(MOST_EXPANSIONS):
-            if not queue or queue[0][0] >= best:
-                break
-            _, _, route = heapq.heappop(queue)
-            here = route.stops[-1]
-            if route.us > reached[here]:
-                continue
-            beside = held if here != source else 0
-            for stop in self._nearby(here):
-                step = self.price(here, stop)
-                there = Route((*route.stops, stop), route.us + step.us, max(route.peak_bytes, step.peak_bytes + beside))
-                if there.us >= min(best - soonest, reached.get(stop, float("inf"))):
-                    continue
-                last = self.price(stop, target)
-                whole = Route((*there.stops, target), there.us + last.us, max(there.peak_bytes, last.peak_bytes + held))
-                found[whole.stops] = whole
-                if max_bytes is not None and there.peak_bytes > max_bytes:
-                    continue
-                reached[stop] = there.us
-                if max_bytes is None or whole.peak_bytes <= max_bytes:
-                    best = min(best, whole.us)
-                heapq.heappush(queue, (there.us + last.least_us, next(serial), there))
-        ranked = sorted(found.values(), key=lambda route: (route.us, len(route.stops)))
+        ranked = sorted(self._found(math.inf if max_bytes is None else max_bytes), key=lambda r: (r.us, len(r.stops)))
         fitting = [route for route in ranked if max_bytes is None or route.peak_bytes <= max_bytes]
         if not fitting:
             least = min(ranked, key=lambda route: route.peak_bytes)
@@ -110,57 +76,57 @@ class Search:
             raise ArgumentError(
                 f"max_bytes: {max_bytes}; the plan found that holds least, {steps}, needs {least.peak_bytes}"
             )
-        chosen = fitting[0]
-        others = [route for route in ranked if route is not chosen]
-        shown = [route for i, route in enumerate(others) if i < _OTHERS or route is direct]
-        return replace(chosen, others=tuple(shown))
+        others = [route for route in ranked if route is not fitting[0]]
+        shown = [route for i, route in enumerate(others) if i < _OTHERS or len(route.stops) == 2]
+        return replace(fitting[0], others=tuple(shown))
 
-    def _nearby(self, x: Layout) -> Iterator[Layout]:
-        """The layouts a step from `x` may lead to, besides the target.
-
-        One mesh dim changed to what it is in the target, to replicated, or to a shard cut last; the mesh dims inside
-        nodes changed all at once, or those across; these, or those of them that the target replicates, cutting one
-        tensor dim, so that a node's ranks share what it takes in; all partial mesh dims scattered.
-        """
-        target, ndim = self.target, self.mesh.ndim
-        dims = [m for m in range(ndim) if self.mesh.shape[m] > 1]
-        across = [m for m in dims if m not in self.inside]
-        pending = [m for m in dims if isinstance(x.placements[m], Partial) and x.placements[m] != target.placements[m]]
-        replicated = [m for m in self.inside if target.placements[m] == Replicate()]
-        changes: list[tuple[Layout, Mapping[int, Placement]]] = []
-        changes += [(x, {m: target.placements[m] for m in level}) for level in (self.inside, across)]
-        for d in self.tensor_dims:
-            changes.append((target, {m: Shard(d) for m in replicated}))
-            changes += [(base, {m: Shard(d) for m in self.inside}) for base in (target, x)]
-            changes.append((x, {m: Shard(d) for m in pending}))
-            changes.append((x, {m: Shard(d) for m in pending if m in self.inside}))
-        for m in dims:
-            options = [target.placements[m], Replicate(), *map(Shard, self.tensor_dims)]
-            changes += [(x, {m: option}) for option in options]
-        seen = {x, target}
-        for base, change in changes:
-            try:
-                found = replaced(base, change, target)
-            except UnsupportedError:  # partial ops that do not mix
-                continue
-            if found not in seen:
-                seen.add(found)
-                yield found
-
-
-def replaced(layout: Layout, change: Mapping[int, Placement], like: Layout) -> Layout:
-    """`layout` with other placements on some mesh dims; new shards cut last, in their order in `like`."""
-    placements = [change.get(m, p) for m, p in enumerate(layout.placements)]
-    orders: dict[int, tuple[int, ...]] = {}
-    for d in sorted({p.dim for p in placements if isinstance(p, Shard)}):
-        cut_by = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == d]
-        if any(isinstance(placements[m], StridedShard) for m in cut_by):
-            continue  # has no order
-        wanted = like.order(d)
-        if sorted(wanted) == cut_by:
-            orders[d] = wanted
-            continue
-        kept = [m for m in layout.order(d) if m in cut_by]
-        new = [m for m in cut_by if m not in kept]
-        orders[d] = (*kept, *sorted(new, key=lambda m: (wanted.index(m) if m in wanted else len(wanted), m)))
-    return Layout(placements, orders)
+    def _found(self, max_bytes: float) -> list[Route]:
+        """Routes to the target, the direct exchange first; one that holds more than `max_bytes` is led no further."""
+        source, target = self.source, self.target
+        at, stops = ranks_of(self.mesh, self.topology), Stops(self.mesh, self.shape, source, target, self.topology)
+        held = int(elements(at, self.shape, [source]).max()) * ITEMSIZE[self.dtype]
+        soonest = min(self.topology.node.latency_us, self.topology.network.latency_us)  # of a step that communicates
+        direct = self.price(source, target)
+        found = [Route((source, target), direct.us, direct.peak_bytes)]
+        best = direct.us if direct.peak_bytes <= max_bytes else math.inf
+        reached, rest = {source: 0.0}, {source: direct}
+        queue = [(direct.least_us, 0, Route((source,), 0.0, 0))]
+        for _ in range(MOST_ROUNDS):
+            routes: list[Route] = []
+            # One more stop is one more step.
+            while queue and len(routes) < _AT_ONCE and queue[0][0] + soonest < best:
+                _, _, route = heapq.heappop(queue)
+                if route.us <= reached[route.stops[-1]]:
+                    routes.append(route)
+            ways = [
+                (route, stop)
+                for route in routes
+                for stop in stops.beside(route.stops[-1])
+                if reached.get(stop, math.inf) > route.us
+                and (stop not in rest or route.us + rest[stop].least_us + soonest < best)
+            ]
+            steps = self.prices([(route.stops[-1], stop) for route, stop in ways], bounds=False)
+            there = [
+                Route(
+                    (*route.stops, stop),
+                    route.us + step.us,
+                    max(route.peak_bytes, step.peak_bytes + (held if len(route.stops) > 1 else 0)),
+                )
+                for (route, stop), step in zip(ways, steps, strict=True)
+                if route.us + step.us < min(best - soonest, reached.get(stop, math.inf))
+            ]
+            new = list(dict.fromkeys(x.stops[-1] for x in there if x.stops[-1] not in rest))
+            rest.update(zip(new, self.prices([(stop, target) for stop in new]), strict=True))
+            for x in there:
+                here, last = x.stops[-1], rest[x.stops[-1]]
+                if x.us >= min(best - soonest, reached.get(here, math.inf)):
+                    continue
+                whole = Route((*x.stops, target), x.us + last.us, max(x.peak_bytes, last.peak_bytes + held))
+                found.append(whole)
+                if x.peak_bytes > max_bytes:
+                    continue
+                reached[here] = x.us
+                if whole.peak_bytes <= max_bytes:
+                    best = min(best, whole.us)
+                heapq.heappush(queue, (x.us + last.least_us, len(found), x))
+        return found

@@ -57,7 +57,7 @@ def test_cells_meeting_finds_every_cell_that_meets(extent: int, sizes: tuple[int
     low = data.draw(st.integers(0, extent))
     high = data.draw(st.integers(low, extent))
     mesh = Mesh(sizes or (1,))
-    cuts = tuple((m, 1) for m in range(len(sizes)))
+    cuts = tuple(range(len(sizes)))
     expected = []
     for position in range(mesh.size):
         coordinate = mesh.coordinate(position)[: len(sizes)]

@@ -121,7 +121,7 @@ def test_parse_decodes_strided_shards_as_torch_does(mesh_shape: tuple[int, ...])
 def test_a_strided_shard_may_be_kept_from_becoming_an_order() -> None:
     layout = Layout.parse("S0//2 S0", (2, 2))
     assert layout.placements == (StridedShard(0, 2, own=True), Shard(0)) and str(layout) == "S0//2 S0"
-    assert layout.order(0) == (0, 1) and layout.cuts(0) == ((0, 2), (1, 1))
+    assert layout.order(0) == (0, 1) and layout.cuts(0) == ((0, 2), 1)
     assert Layout((StridedShard(0, 2), Shard(0))).decoded((2, 2)) == Layout.parse("S0 S0 @ 0:1,0")
     assert Layout.parse("S0/2 S0") == Layout((StridedShard(0, 2), Shard(0)))
 

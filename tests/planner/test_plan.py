@@ -10,12 +10,15 @@ from functools import lru_cache
 import brute_force_oracle as oracle
 import numpy as np
 import pytest
+from box_checks import (
+    BOX_COLUMNS,
+    assert_boxes_tile_the_target_and_lie_with_their_senders,
+    assert_is_its_part_of_the_whole,
+)
 
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from shardweave.planner import (
-    FILL,
     NVLINK_INFINIBAND,
-    Boxes,
     Exchange,
     Layout,
     Local,
@@ -29,8 +32,6 @@ from shardweave.planner import (
 )
 
 pytestmark = pytest.mark.plan
-
-BOX_COLUMNS = ("receiver", "sender", "source_start", "target_start", "extent", "source_step", "target_step")
 
 
 @pytest.fixture(scope="module", params=oracle.EXHAUSTIVE + oracle.SAMPLED, ids=str)
@@ -102,56 +103,9 @@ def test_plan_with_partial_is_near_the_cheapest_known(mesh_shape: tuple[int, ...
         assert max(program.bytes_received) <= 1.5 * 4 * cheapest_known(case, source, target), program.explain()
 
 
-def offsets(
-    shape: tuple[int, ...], start: np.ndarray, extent: np.ndarray, step: np.ndarray, axes: tuple[int, ...]
-) -> np.ndarray:
-    """Flat offsets of a box inside a contiguous local tensor; it must lie inside."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    flat = np.array(int(sum(s * n for s, n in zip(start, strides, strict=True))))
-    last = list(start)
-    for n, by, dim in zip(extent, step, axes, strict=True):
-        flat = flat[..., None] + np.arange(n) * by * strides[dim]
-        last[dim] += (n - 1) * by
-    assert all(0 <= a and b < n for a, b, n in zip(start, last, shape, strict=True))
-    return flat.reshape(-1)
-
-
 def test_plan_boxes_tile_the_target_and_lie_with_their_senders(case: oracle.Case) -> None:
-    places = oracle.coordinates(case.mesh_shape)
     for program in programs(case):
-        for step in program.steps:
-            held = oracle.held_indices(case.mesh_shape, case.shape, str(step.source))
-            wanted = oracle.held_indices(case.mesh_shape, case.shape, str(step.target))
-            covered = [np.zeros(indices.numel(), dtype=int) for indices in wanted]
-            boxes, group = step.boxes, step.group if isinstance(step, Exchange) else ()
-            a, b = oracle.read(str(step.source)), oracle.read(str(step.target))
-            reduced = [m for m in a.partial_dims if a.tokens[m] != b.tokens[m]]
-            contributors = list(oracle.coordinates(tuple(case.mesh_shape[m] for m in reduced)))
-            assert boxes.sender.shape == (len(boxes), len(contributors))
-            assert boxes.elements.all()
-            for row in range(len(boxes)):
-                receiver = int(boxes.receiver[row])
-                target_shape = tuple(wanted[receiver].shape)
-                to = offsets(
-                    target_shape, boxes.target_start[row], boxes.extent[row], boxes.target_step[row], boxes.axes
-                )
-                covered[receiver][to] += 1
-                indices = wanted[receiver].reshape(-1)[to]
-                for contributor, sender in zip(contributors, boxes.sender[row].tolist(), strict=True):
-                    if sender == FILL:
-                        assert b.partial_dims and (boxes.sender[row] == FILL).all()
-                        continue
-                    assert tuple(places[sender][m] for m in reduced) == contributor, program.explain()
-                    outside = [
-                        m for m in range(len(places[0])) if m not in group and places[sender][m] != places[receiver][m]
-                    ]
-                    assert not outside, program.explain()
-                    source_shape = tuple(held[sender].shape)
-                    at = offsets(
-                        source_shape, boxes.source_start[row], boxes.extent[row], boxes.source_step[row], boxes.axes
-                    )
-                    assert held[sender].reshape(-1)[at].equal(indices), program.explain()
-            assert all((cover == 1).all() for cover in covered), program.explain()
+        assert_boxes_tile_the_target_and_lie_with_their_senders(program)
 
 
 def test_plan_steps_lead_from_source_to_target(case: oracle.Case) -> None:
@@ -167,10 +121,6 @@ def test_plan_steps_lead_from_source_to_target(case: oracle.Case) -> None:
         assert program.is_identity == (len(stops) == 1)
 
 
-def rows_touching(boxes: Boxes, rank: int) -> Boxes:
-    return boxes.select((boxes.receiver == rank) | (boxes.sender == rank).any(axis=1))
-
-
 def test_plan_of_one_rank_is_its_part_of_the_whole(case: oracle.Case) -> None:
     size = math.prod(case.mesh_shape)
     for number, ((source, target), whole) in enumerate(zip(case.pairs(), programs(case), strict=True)):
@@ -178,19 +128,7 @@ def test_plan_of_one_rank_is_its_part_of_the_whole(case: oracle.Case) -> None:
         for rank in range(size) if size <= 4 else {number % size, (3 * number + 1) % size}:
             alone = plan(case.mesh_shape, case.shape, "float32", source, target, rank=rank)
             assert alone.ranks == (rank,)
-            assert alone.bytes_received == [whole.bytes_received[rank]]
-            assert alone.bytes_bound == (whole.bytes_bound and [whole.bytes_bound[rank]])
-            assert alone.peak_bytes == [whole.peak_bytes[rank]]
-            assert alone.digest == whole.digest
-            for mine, step in zip(alone.steps, whole.steps, strict=True):
-                assert (mine.kind, mine.source, mine.target, mine.reduce, mine.fill) == (
-                    step.kind, step.source, step.target, step.reduce, step.fill
-                )  # fmt: skip
-                assert getattr(mine, "group", None) == getattr(step, "group", None)
-                expected = rows_touching(step.boxes, rank)
-                assert mine.boxes.axes == expected.axes
-                for name in BOX_COLUMNS:
-                    assert np.array_equal(getattr(mine.boxes, name), getattr(expected, name)), (whole.explain(), rank)
+            assert_is_its_part_of_the_whole(alone, whole)
 
 
 def test_peak_bytes_hold_input_output_and_what_lies_between(case: oracle.Case) -> None:

@@ -1,0 +1,85 @@
+"""How long planning takes, cold, beside torch's graph planner, and how much a rank's program of a large mesh takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import shardweave
+from shardweave import Layout, Topology
+from shardweave.planner import plan
+
+MESH = (2, 2, 2, 2)
+SHAPES = ((64, 64, 64, 64), (256, 32, 512, 128), (9, 17, 5, 33), (7, 16, 31, 8))
+TOPOLOGIES: tuple[Topology | None, ...] = (
+    None,
+    shardweave.NVLINK_NODE,
+    *(replace(shardweave.NVLINK_INFINIBAND, name=f"nodes of {n}", node_size=n) for n in (8, 4, 2)),
+)
+PAIRS, STOCK_PAIRS = 2000, 50
+LARGE = (16, 64, 64)
+LARGE_PAIRS = (("S0 S0 S1", "R S0 R"), ("S0 S0 S1", "S0 S1 S0"), ("R S0 R", "R S1 R"), ("P S0 S1", "S0 S0 S1"))
+
+Shape = tuple[int, ...]
+Request = tuple[Shape, str, str]
+
+
+def requests(count: int, seed: int = 3) -> list[Request]:
+    """Shapes and pairs of layouts: of each four sources two partial, of each four targets one; any shard order."""
+    random = Random(seed)
+    return [(random.choice(SHAPES), _layout(random, i % 2 == 1), _layout(random, i % 4 == 3)) for i in range(count)]
+
+
+def _layout(random: Random, sums: bool) -> str:
+    tokens = [random.choice(["R", "S0", "S1", "S2", "S3", *(["P"] if sums else [])]) for _ in MESH]
+    cuts: dict[str, list[int]] = {}
+    for m, token in enumerate(tokens):
+        if token[0] == "S":
+            cuts.setdefault(token[1:], []).append(m)
+    drawn = {d: random.sample(order, len(order)) for d, order in sorted(cuts.items())}
+    orders = [f"{d}:{','.join(map(str, order))}" for d, order in drawn.items() if order != cuts[d]]
+    return " ".join(tokens) + (" @ " + " ".join(orders) if orders else "")
+
+
+def milliseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Of each call, ascending."""
+    found = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - start) * 1e3)
+    return sorted(found)
+
+
+def _row(name: str, found: Sequence[float]) -> str:
+    p99 = found[int(0.99 * len(found))]
+    return f"| {name} | {len(found)} | {statistics.median(found):.2f} | {p99:.1f} | {found[-1]:.1f} |"
+
+
+def cold(stock_stops: Callable[[Shape, Layout, Layout], object]) -> Iterator[str]:
+    """Rows of planning times; `stock_stops` is torch's planner on a mesh of the same shape."""
+    pairs = requests(PAIRS)
+    for topology in TOPOLOGIES:
+        calls = [partial(plan, MESH, shape, "float32", a, b, topology=topology) for shape, a, b in pairs]
+        yield _row(f"shardweave, {topology.name if topology else 'no topology'}", milliseconds(calls))
+    plain = [(n, Layout.parse(a), Layout.parse(b)) for n, a, b in pairs if "P" not in a + b and "@" not in a + b]
+    plain = [pair for pair in plain if pair[1] != pair[2]][:STOCK_PAIRS]
+    yield _row("torch's graph planner, default orders", milliseconds([partial(stock_stops, *pair) for pair in plain]))
+
+
+def large() -> Iterator[str]:
+    """Rows of the program of one rank of a large mesh: time first, then memory in a run of its own."""
+    for topology in (None, shardweave.NVLINK_INFINIBAND):
+        for source, target in LARGE_PAIRS:
+            asked = partial(plan, LARGE, dtype="bfloat16", src=source, dst=target, rank=12345, topology=topology)
+            (took,) = milliseconds([partial(asked, shape=(65537, 4097))])
+            tracemalloc.start()
+            asked(shape=(65539, 4097))  # another request, so that nothing is known of it
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            yield f"| {source} → {target} | {topology.name if topology else 'none'} | {took:.1f} | {peak / 1e6:.1f} |"

@@ -1,0 +1,160 @@
+"""Random requests, on which the planner and the brute-force oracle must not disagree."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import brute_force_oracle as oracle
+import pytest
+from box_checks import assert_boxes_tile_the_target_and_lie_with_their_senders, assert_is_its_part_of_the_whole
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardweave.planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Link, Mesh, Topology, plan
+from shardweave.planner.cost import price
+from shardweave.planner.exchange import Change
+
+pytestmark = pytest.mark.plan
+
+SLOW = Link(latency_us=50, gigabytes_per_s=1, one_sided=False, message_us=10)
+TOPOLOGIES = [
+    None,
+    NVLINK_NODE,
+    *(replace(NVLINK_INFINIBAND, node_size=n) for n in (1, 2, 3, 4, 8)),
+    replace(NVLINK_INFINIBAND, name="slow network", node_size=4, network=SLOW),
+    Topology("all two-sided", 2, SLOW, SLOW, 1000.0),
+]
+# Partial ops that a request may have, by dtype: averages are of floats, and only sum and average mix.
+OPS = {
+    "float32": (("P", "Pavg"), ("Pmax",), ("Pmin",)),
+    "bfloat16": (("P", "Pavg"), ("Pmax",), ("Pmin",)),
+    "int64": (("P",), ("Pmax",), ("Pmin",)),
+    "bool": (("P",), ("Pmax",), ("Pmin",)),
+    "complex64": (("P", "Pavg"),),
+}
+_MOST_RANKS, _MOST_ELEMENTS = 16, 400
+
+
+@dataclass(frozen=True)
+class Request:
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    target: str
+    topology: Topology | None
+    rank: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.mesh_shape, ranks=self.ranks)
+
+
+def bounded(draw: st.DrawFn, sizes: st.SearchStrategy[int], least: int, most_product: int) -> tuple[int, ...]:
+    """Up to 4 sizes, later ones cut so that the product stays within `most_product`."""
+    found: list[int] = []
+    for n in draw(st.lists(sizes, min_size=least, max_size=4)):
+        found.append(min(n, most_product // max(1, math.prod(found))))
+    return tuple(found)
+
+
+@st.composite
+def layout_texts(draw: st.DrawFn, mesh_dims: int, tokens: list[str]) -> str:
+    """Tokens and a shard order, by any draw."""
+    chosen = " ".join(draw(st.lists(st.sampled_from(tokens), min_size=mesh_dims, max_size=mesh_dims)))
+    orders = {d: draw(st.permutations(order)) for d, order in oracle.read(chosen).orders.items()}
+    odd = [f"{d}:{','.join(map(str, order))}" for d, order in sorted(orders.items()) if order != sorted(order)]
+    return f"{chosen} @ {' '.join(odd)}" if odd else chosen
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    mesh_shape = bounded(draw, st.integers(1, 8), 1, _MOST_RANKS)
+    shape = bounded(draw, st.integers(0, 17), 0, _MOST_ELEMENTS)
+    size = math.prod(mesh_shape)
+    dtype = draw(st.sampled_from(sorted(OPS)))
+    tokens = ["R", *(f"S{d}" for d in range(len(shape))), *draw(st.sampled_from(OPS[dtype]))]
+    return Request(
+        mesh_shape,
+        draw(st.none() | st.permutations(range(size)).map(tuple)),
+        shape,
+        dtype,
+        draw(layout_texts(len(mesh_shape), tokens)),
+        draw(layout_texts(len(mesh_shape), tokens)),
+        draw(st.sampled_from(TOPOLOGIES)),
+        draw(st.integers(0, size - 1)),
+    )
+
+
+def check(request: Request) -> None:
+    mesh, topology, itemsize = request.mesh, request.topology, ITEMSIZE[request.dtype]
+    arguments = (mesh, request.shape, request.dtype, request.source, request.target)
+    program = plan(*arguments, topology=topology)
+    floating = request.dtype not in ("int64", "bool")
+    finer = program.mesh.shape  # of two dims for one where a mesh dim runs through several nodes
+
+    by_step = [
+        [itemsize * n for n in oracle.step_elements(finer, request.shape, str(step.source), str(step.target), floating)]
+        for step in program.steps
+    ]
+    assert program.bytes_received == ([sum(column) for column in zip(*by_step, strict=True)] or [0] * mesh.size)
+    if "P" in request.source + request.target:
+        assert program.bytes_bound is None
+    else:
+        least = oracle.bound_elements(request.mesh_shape, request.shape, request.source, request.target)
+        assert program.bytes_bound == [itemsize * n for n in least], program.explain()
+        if topology is None or not any(least):
+            assert program.bytes_received == program.bytes_bound, program.explain()
+    assert_boxes_tile_the_target_and_lie_with_their_senders(program)
+
+    alone = plan(*arguments, rank=request.rank, topology=topology)
+    assert_is_its_part_of_the_whole(alone, program)
+    if topology is not None and program.steps:
+        a, b = (x.without_size_one(finer) for x in (program.src, program.dst))
+        direct = price(Change(program.mesh, request.shape, request.dtype, a, b, topology.node_size), topology)
+        assert program.cost_us is not None and program.cost_us <= direct.us + 0.001 * len(program.steps) + 1e-9
+
+
+def forget() -> None:
+    """Empties the planner's tables of what it found before."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shardweave.planner."):
+            for kept in vars(module).values():
+                if hasattr(kept, "cache_clear"):
+                    kept.cache_clear()
+
+
+def check_history(first: Request, second: Request) -> None:
+    """The first request is planned alike whether or not the second, and itself, were planned before."""
+    before = plan(first.mesh, first.shape, first.dtype, first.source, first.target, topology=first.topology)
+    plan(second.mesh, second.shape, second.dtype, second.source, second.target, topology=second.topology)
+    forget()
+    again = plan(first.mesh, first.shape, first.dtype, first.source, first.target, topology=first.topology)
+    assert again.to_json() == before.to_json() and again.digest == before.digest
+
+
+QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=20000)
+
+
+@QUICK
+@given(requests())
+def test_planner_and_oracle_agree(request: Request) -> None:
+    check(request)
+
+
+@QUICK
+@given(requests(), requests())
+def test_plans_do_not_depend_on_what_was_planned_before(first: Request, second: Request) -> None:
+    check_history(first, second)
+
+
+@pytest.mark.long
+@LONG
+@given(requests(), requests())
+def test_planner_and_oracle_agree_at_length(first: Request, second: Request) -> None:
+    check(first)
+    check_history(first, second)
