@@ -1,5 +1,6 @@
 """Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
+from .arguments import check_local_shape, check_shape
 from .batch import Batch, Request, plan_batch
 from .crossing import position_of
 from .drawing import draw
@@ -7,8 +8,8 @@ from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
-from .plan import check_local_shape, plan, redistribute_cost
-from .program import Exchange, Local, Program, Reduce, Step, check_shape, format_bytes
+from .plan import plan, redistribute_cost
+from .program import Exchange, Local, Program, Reduce, Step, format_bytes
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
 __all__ = [

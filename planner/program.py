@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
 from .cost import Price
 from .crossing import price_step
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import elements_in_common, held_sizes
 from .layout import Layout, Partial
-from .mesh import Mesh, whole_numbers
+from .mesh import Mesh
 from .search import Route
 from .topology import Topology
 
@@ -355,15 +354,3 @@ def format_bytes(n: int | float) -> str:
             return f"{n:.4g} {unit}"
         n /= 1024
     return f"{n:.4g} GiB"
-
-
-_MOST_ELEMENTS = 1 << 58  # of 16 bytes each, 2**62
-
-
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = whole_numbers("shape", shape)
-    if any(n < 0 for n in sizes):
-        raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
-    if math.prod(max(n, 1) for n in sizes) > _MOST_ELEMENTS:
-        raise ArgumentError(f"shape: {sizes} has more than 2**58 elements; allowed: what 64-bit offsets reach")
-    return sizes

@@ -28,9 +28,9 @@ from shardweave.planner import (
 from shardweave.planner.cost import price
 from shardweave.planner.exchange import Change
 from shardweave.planner.index_sets import held_box
-from shardweave.planner.plan import _step
 from shardweave.planner.refinement import refined
 from shardweave.planner.search import Search
+from shardweave.planner.steps import step_of
 
 pytestmark = pytest.mark.plan
 
@@ -78,7 +78,7 @@ def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topolog
         if a == b or (a.has_partial and "R" in target):
             continue
         change = Change(mesh, case.shape, "float32", a, b, topology.node_size)
-        program = Program(mesh, case.shape, "float32", a, b, (_step(change, None),), None, topology)
+        program = Program(mesh, case.shape, "float32", a, b, (step_of(change, None),), None, topology)
         in_near, in_far, out_near, out_far, near, far = by_link(program, topology)
         priced = price(change, topology).us
         received = np.maximum(topology.node.us(in_near, near), topology.network.us(in_far, far)).max()

@@ -1,0 +1,68 @@
+"""What is asked, read and checked before anything is planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from .dtypes import check_reducible
+from .layout import Layout, Partial, Placement
+from .mesh import Mesh, whole_numbers
+from .program import Program
+
+_MOST_ELEMENTS = 1 << 58  # of 16 bytes each, 2**62
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = whole_numbers("shape", shape)
+    if any(n < 0 for n in sizes):
+        raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
+    if math.prod(max(n, 1) for n in sizes) > _MOST_ELEMENTS:
+        raise ArgumentError(f"shape: {sizes} has more than 2**58 elements; allowed: what 64-bit offsets reach")
+    return sizes
+
+
+def layout_of(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
+    if isinstance(given, Layout):
+        return given.decoded(mesh.shape) if len(given.placements) == mesh.ndim else given
+    if not isinstance(given, str):
+        raise ArgumentError(f"{argument}: {given!r}; allowed: a Layout or its text form")
+    try:
+        return Layout.parse(given, mesh.shape)
+    except LayoutSyntaxError as error:
+        raise LayoutSyntaxError(error.text, error.position, f"{argument}: {error.reason}") from None
+    except (ArgumentError, UnsupportedError) as error:
+        raise type(error)(f"{argument}: {error}") from None
+
+
+def checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
+    """Source and target with mesh dims of size 1 replicated, only one where they are the same then."""
+    check_layout("src", src, mesh, shape, dtype)
+    check_layout("dst", dst, mesh, shape, dtype)
+    check_target(dst, src.placements)
+    source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
+    return (source,) if source == target else (source, target)
+
+
+def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> None:
+    layout.check(mesh.shape, len(shape), name)
+    for placement in layout.placements:
+        if isinstance(placement, Partial):
+            check_reducible(dtype, placement.op)
+
+
+def check_target(dst: Layout, before: Sequence[Placement | None]) -> None:
+    for mesh_dim, (a, b) in enumerate(zip(before, dst.placements, strict=True)):
+        if b == Partial("prod") and a != b:
+            raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
+
+
+def check_local_shape(program: Program, position: int, given: Sequence[int], name: str = "local tensor") -> None:
+    """Raise ArgumentError unless `given` is the shape of the source shard at a mesh position."""
+    needed = program.source_shape(position)
+    if tuple(given) != needed:
+        raise ArgumentError(
+            f"{name}: rank at mesh position {position} gave shape {tuple(given)}; layout {program.src} of global shape "
+            f"{program.shape} on mesh {program.source_mesh.shape} allows only {needed}"
+        )
