@@ -96,7 +96,6 @@ def test_strided_shards_are_orders(mesh: DeviceMesh) -> None:
         ({"dst": [Shard(2), Replicate()]}, ArgumentError, "dst: mesh dim 0 shards tensor dim 2; allowed: -2..1"),
         ({"dst": [Partial("product"), Replicate()]}, UnsupportedError, "dst: mesh dim 0 becomes a partial product"),
         ({"src": [Partial("bor"), Shard(0)]}, UnsupportedError, "src: placement P(bor) on mesh dim 0"),
-        ({"src": [_StridedShard(0, split_factor=3), Shard(0)]}, UnsupportedError, "src: strided shard S0/3"),
         ({"src": [Partial("avg"), Shard(0)], "dtype": torch.int64}, UnsupportedError, "partial op 'avg' of int64"),
         ({"topology": 5}, ArgumentError, "topology: 5; allowed: a Topology"),
     ],
@@ -191,9 +190,7 @@ def test_never_raises_where_torch_does_not(
             theirs, ours = outcome(stock_redistribute_cost, a, b), outcome(torch_costs.redistribute_cost, a, b)
             if isinstance(ours, str):
                 assert ours == theirs, (a, b)
-            elif theirs == 0:
-                assert ours == 0, (a, b)
-            elif theirs == math.inf and ours != math.inf:
+            elif (theirs == 0 and ours != 0) or (theirs == math.inf and ours != math.inf):
                 # torch has no price yet for strided shards, which it does carry out.
                 assert any(isinstance(p, _StridedShard) for p in (*a.placements, *b.placements)), (a, b)
             priced += theirs != ours
