@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardweave import Layout, Mesh
-from shardweave.bench.plans import EVEN, Stock, compare, count_ours, count_stock
+from shardweave.bench import plan_times
+from shardweave.bench.plans import EVEN, TOPOLOGIES, Stock, compare, compare_prices, count_ours, count_stock, example
 
 pytestmark = pytest.mark.plan
 
@@ -47,3 +48,22 @@ def test_a_row_for_each_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(compare(EVEN[:2]))
     assert [row.split("|")[1].strip() for row in rows] == ["torch greedy", "torch graph", "shardweave"]
     assert "| 1.00 | 1.00 | 1.0 | 1.0 | 100.0% | 100% / 0% / 0% / 0% |" in rows[2] and rows[2].endswith("| 0 |")
+
+
+def test_no_plan_of_torch_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardweave.bench.plans.MESHES", ((2, 2),))
+    rows = list(compare_prices(EVEN[:2]))
+    assert len(rows) == 2 * len(TOPOLOGIES) and all(row.endswith("| 0 |") for row in rows), rows
+
+
+def test_the_example_says_how_much_enters_a_node() -> None:
+    assert "Bytes that enter each node: 100663296, 100663296, 100663296, 100663296." in list(example())
+
+
+def test_timed_requests_are_of_every_kind() -> None:
+    pairs = plan_times.requests(200)
+    assert pairs == plan_times.requests(200) and {shape for shape, _, _ in pairs} == set(plan_times.SHAPES)
+    for sign in ("P", "@", "R", "S3"):
+        assert any(sign in source for _, source, _ in pairs) and any(sign in target for _, _, target in pairs)
+    rows = list(plan_times.large())
+    assert len(rows) == 2 * len(plan_times.LARGE_PAIRS)
