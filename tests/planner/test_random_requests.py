@@ -65,7 +65,9 @@ def bounded(draw: st.DrawFn, sizes: st.SearchStrategy[int], least: int, most_pro
 def layout_texts(draw: st.DrawFn, mesh_dims: int, tokens: list[str]) -> str:
     """Tokens and a shard order, by any draw."""
     chosen = " ".join(draw(st.lists(st.sampled_from(tokens), min_size=mesh_dims, max_size=mesh_dims)))
-    orders = {d: draw(st.permutations(order)) for d, order in oracle.read(chosen).orders.items()}
+    strided = {int(token[1]) for token in chosen.split() if "/" in token}  # cut from left to right
+    cuts = oracle.read(chosen).orders.items()
+    orders = {d: draw(st.permutations(order)) for d, order in cuts if d not in strided}
     odd = [f"{d}:{','.join(map(str, order))}" for d, order in sorted(orders.items()) if order != sorted(order)]
     return f"{chosen} @ {' '.join(odd)}" if odd else chosen
 
@@ -76,7 +78,8 @@ def requests(draw: st.DrawFn) -> Request:
     shape = bounded(draw, st.integers(0, 17), 0, _MOST_ELEMENTS)
     size = math.prod(mesh_shape)
     dtype = draw(st.sampled_from(sorted(OPS)))
-    tokens = ["R", *(f"S{d}" for d in range(len(shape))), *draw(st.sampled_from(OPS[dtype]))]
+    shards = [f"S{d}{split}" for d in range(len(shape)) for split in ("", "//2", "//3")]
+    tokens = ["R", *(shards if draw(st.booleans()) else shards[::3]), *draw(st.sampled_from(OPS[dtype]))]
     return Request(
         mesh_shape,
         draw(st.none() | st.permutations(range(size)).map(tuple)),
