@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import tracemalloc
@@ -46,19 +47,43 @@ def _layout(random: Random, sums: bool) -> str:
     return " ".join(tokens) + (" @ " + " ".join(orders) if orders else "")
 
 
-def milliseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Of each call, ascending."""
+class _Pauses:
+    """Seconds that Python's garbage collector has taken: it goes through every object that torch has made."""
+
+    def __init__(self) -> None:
+        self.seconds = self._start = 0.0
+
+    def __call__(self, phase: str, _: object) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._start = now
+        else:
+            self.seconds += now - self._start
+
+    def __enter__(self) -> _Pauses:
+        gc.callbacks.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self)
+
+
+def milliseconds(calls: Sequence[Callable[[], object]]) -> list[tuple[float, float]]:
+    """Of each call: without the pauses of the garbage collector, and with them."""
     found = []
-    for call in calls:
-        start = time.perf_counter()
-        call()
-        found.append((time.perf_counter() - start) * 1e3)
-    return sorted(found)
+    with _Pauses() as pauses:
+        for call in calls:
+            before, start = pauses.seconds, time.perf_counter()
+            call()
+            took = time.perf_counter() - start
+            found.append(((took - pauses.seconds + before) * 1e3, took * 1e3))
+    return found
 
 
-def _row(name: str, found: Sequence[float]) -> str:
-    p99 = found[int(0.99 * len(found))]
-    return f"| {name} | {len(found)} | {statistics.median(found):.2f} | {p99:.1f} | {found[-1]:.1f} |"
+def _row(name: str, found: Sequence[tuple[float, float]]) -> str:
+    own, whole = (sorted(column) for column in zip(*found, strict=True))
+    figures = f"{statistics.median(whole):.2f} | {whole[int(0.99 * len(whole))]:.1f} | {own[-1]:.1f} | {whole[-1]:.1f}"
+    return f"| {name} | {len(found)} | {figures} |"
 
 
 def cold(stock_stops: Callable[[Shape, Layout, Layout], object]) -> Iterator[str]:
@@ -77,7 +102,7 @@ def large() -> Iterator[str]:
     for topology in (None, shardweave.NVLINK_INFINIBAND):
         for source, target in LARGE_PAIRS:
             asked = partial(plan, LARGE, dtype="bfloat16", src=source, dst=target, rank=12345, topology=topology)
-            (took,) = milliseconds([partial(asked, shape=(65537, 4097))])
+            ((took, _),) = milliseconds([partial(asked, shape=(65537, 4097))])
             tracemalloc.start()
             asked(shape=(65539, 4097))  # another request, so that nothing is known of it
             peak = tracemalloc.get_traced_memory()[1]

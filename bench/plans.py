@@ -228,10 +228,11 @@ def times() -> Iterator[str]:
     shapes = ", ".join("×".join(map(str, shape)) for shape in plan_times.SHAPES)
     yield from ("## Planning time", "")
     yield f"Milliseconds, in one process on a shared machine of {os.cpu_count()} cores ({platform.machine()}),"
-    yield "whose noise is in them, and the pauses of Python's garbage collection in the worst."
+    yield "whose noise is in them. A pause of Python's garbage collector goes through every object that torch has made;"
+    yield "the last column has the worst with such a pause in it."
     yield f"{plan_times.PAIRS} seeded pairs on a {mesh} mesh, each planned for all ranks and for the first time,"
     yield f"with and without partial, in any shard order; shapes {shapes}."
-    yield from ("", "| planner | pairs | median | p99 | worst |", "|---|---|---|---|---|")
+    yield from ("", "| planner | pairs | median | p99 | worst | worst with a pause |", "|---|---|---|---|---|---|")
     yield from plan_times.cold(stock(plan_times.MESH, True).stops)
     yield from ("", f"The program of one rank on a {large} mesh, of a bfloat16 tensor of 65537×4097:", "")
     yield from ("| request | topology | ms | MB at most (tracemalloc) |", "|---|---|---|---|")
