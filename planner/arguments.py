@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import check_reducible
 from .layout import Layout, Partial, Placement
 from .mesh import Mesh, whole_numbers
 from .program import Program
+from .topology import Topology
 
 _MOST_ELEMENTS = 1 << 58  # of 16 bytes each, 2**62
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `plan` is asked besides the meshes, checked."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    src: Layout
+    dst: Layout
+    rank: int | None
+    topology: Topology | None
+    max_bytes: int | None
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:

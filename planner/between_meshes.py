@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from ..errors import ArgumentError
+from .arguments import Asked
 from .crossing import Crossing, price_step, union
 from .dtypes import ITEMSIZE
 from .exchange import Change
@@ -25,17 +26,7 @@ Leg = tuple[Mesh, Layout, Mesh, Layout]
 
 
 @lru_cache(maxsize=4096)
-def plan_crossing(
-    source_mesh: Mesh,
-    target_mesh: Mesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    src: Layout,
-    dst: Layout,
-    rank: int | None,
-    topology: Topology | None,
-    max_bytes: int | None,
-) -> Program:
+def plan_crossing(source_mesh: Mesh, target_mesh: Mesh, asked: Asked) -> Program:
     """Values that are partial are reduced on the source's mesh, and made partial on the target's; one exchange between.
 
     On a topology the target's mesh may also take in shards, which its nodes then gather inside.
@@ -43,7 +34,8 @@ def plan_crossing(
     Raises:
         ArgumentError: no route keeps to `max_bytes`.
     """
-    source, target = src.without_size_one(source_mesh.shape), dst.without_size_one(target_mesh.shape)
+    shape, dtype, topology, max_bytes = asked.shape, asked.dtype, asked.topology, asked.max_bytes
+    source, target = asked.src.without_size_one(source_mesh.shape), asked.dst.without_size_one(target_mesh.shape)
     whole = target.with_placement([m for m, p in enumerate(target.placements) if isinstance(p, Partial)], Replicate())
     ends = (source_mesh, source), (target_mesh, whole), (target_mesh, target)
     routes = []
@@ -55,20 +47,23 @@ def plan_crossing(
     routes.sort(key=lambda found: (found[0].us, len(found[1])))
     fitting = [(route, legs) for route, legs in routes if max_bytes is None or route.peak_bytes <= max_bytes]
     if not fitting:
-        least = min(route.peak_bytes for route, _ in routes)
-        raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least needs {least}")
+        least = min((route for route, _ in routes), key=lambda route: route.peak_bytes)
+        raise ArgumentError(
+            f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {least.peak_bytes}"
+        )
     chosen, legs = fitting[0]
     others = () if topology is None else tuple(route for route, _ in routes if route is not chosen)[:_OTHERS]
     both, node_size = union(source_mesh, target_mesh), None if topology is None else topology.node_size
     steps: list[Step] = []
     for mesh, a, other, b in legs:
         if mesh == other:
-            steps.append(step_inside(both, Change(mesh, shape, dtype, a, b, node_size), rank))
+            steps.append(step_inside(both, Change(mesh, shape, dtype, a, b, node_size), asked.rank))
             continue
         crossing = Crossing(shape, mesh, a, other, b, node_size)
-        common = mesh, a, other, b, crossing.boxes(rank), None, 0
+        common = mesh, a, other, b, crossing.boxes(asked.rank), None, 0
         steps.append(Exchange(*common, None) if crossing.communicates() else Local(*common))
-    return Program(both, shape, dtype, src, dst, tuple(steps), rank, topology, others, source_mesh, target_mesh)
+    ends_asked = asked.src, asked.dst, tuple(steps), asked.rank
+    return Program(both, shape, dtype, *ends_asked, topology, others, source_mesh, target_mesh)
 
 
 def _without_partial(source: Layout, shape: tuple[int, ...]) -> list[Layout]:

@@ -79,9 +79,8 @@ def totals(program: Program) -> list[str]:
         over_network = format_bytes(max(program.bytes_over_network))
         lines.append(f"{program.cost_us:.1f} µs on {program.topology.name}, {over_network} over the network")
         for other in program.others:
-            stops = " → ".join(f"({stop})" for stop in other.stops)
             reason = f"{other.us / program.cost_us:.2f}×" if other.us > program.cost_us else "over max_bytes"
-            lines.append(f"  not {stops}: {other.us:.1f} µs, {reason}")
+            lines.append(f"  not {other}: {other.us:.1f} µs, {reason}")
     return lines
 
 

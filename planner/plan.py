@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 from ..errors import ArgumentError
-from .arguments import check_layout, check_shape, check_target, checked, layout_of
+from .arguments import Asked, check_layout, check_shape, check_target, checked, layout_of
 from .between_meshes import plan_crossing
 from .crossing import union
 from .dtypes import ITEMSIZE, check_dtype
@@ -63,8 +65,8 @@ def plan(
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     if max_bytes is not None:
         max_bytes = whole_numbers("max_bytes", [max_bytes])[0]
-    request = check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes
-    return _plan(mesh, *request) if mesh.same_ranks(other) else _plan_crossing(mesh, other, *request)
+    asked = Asked(check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes)
+    return _plan(mesh, asked) if mesh.same_ranks(other) else _plan_crossing(mesh, other, asked)
 
 
 def redistribute_cost(
@@ -98,52 +100,35 @@ def _cost(
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    src: Layout,
-    dst: Layout,
-    rank: int | None,
-    topology: Topology | None,
-    max_bytes: int | None,
-) -> Program:
+def _plan(mesh: Mesh, asked: Asked) -> Program:
+    shape, dtype, src, dst = asked.shape, asked.dtype, asked.src, asked.dst
+    topology = asked.topology
     others: tuple[Route, ...] = ()
-    if topology is None and max_bytes is None:
+    if topology is None and asked.max_bytes is None:
         stops = checked(mesh, shape, dtype, src, dst)
         if len(stops) == 2:
             stops = _cheapest_route(mesh, shape, dtype, *stops)
     else:
         topology = topology or NVLINK_NODE
-        mesh, src, dst, route = _routed(mesh, shape, dtype, src, dst, topology, max_bytes)
+        mesh, src, dst, route = _routed(mesh, shape, dtype, src, dst, topology, asked.max_bytes)
         stops, others = route.stops, route.others
     node_size = None if topology is None else topology.node_size
-    pairs = zip(stops, stops[1:], strict=False)
-    steps = tuple(step_of(Change(mesh, shape, dtype, a, b, node_size), rank) for a, b in pairs)
-    return Program(mesh, shape, dtype, src, dst, steps, rank, topology, others)
+    steps = tuple(step_of(Change(mesh, shape, dtype, a, b, node_size), asked.rank) for a, b in pairwise(stops))
+    return Program(mesh, shape, dtype, src, dst, steps, asked.rank, topology, others)
 
 
-def _plan_crossing(
-    mesh: Mesh,
-    other: Mesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    src: Layout,
-    dst: Layout,
-    rank: int | None,
-    topology: Topology | None,
-    max_bytes: int | None,
-) -> Program:
-    check_layout("src", src, mesh, shape, dtype)
-    check_layout("dst", dst, other, shape, dtype)
-    check_target(dst, [None] * other.ndim)
-    if topology is not None or max_bytes is not None:
-        topology = topology or NVLINK_NODE
-        mesh, (src,) = refined(mesh, shape, (src,), topology)
-        other, (dst,) = refined(other, shape, (dst,), topology)
+def _plan_crossing(mesh: Mesh, other: Mesh, asked: Asked) -> Program:
+    check_layout("src", asked.src, mesh, asked.shape, asked.dtype)
+    check_layout("dst", asked.dst, other, asked.shape, asked.dtype)
+    check_target(asked.dst, [None] * other.ndim)
+    if asked.topology is not None or asked.max_bytes is not None:
+        topology = asked.topology or NVLINK_NODE
+        mesh, (src,) = refined(mesh, asked.shape, (asked.src,), topology)
+        other, (dst,) = refined(other, asked.shape, (asked.dst,), topology)
+        asked = replace(asked, src=src, dst=dst, topology=topology)
         if mesh.same_ranks(other):
-            return _plan(mesh, shape, dtype, src, dst, rank, topology, max_bytes)
-    return plan_crossing(mesh, other, shape, dtype, src, dst, rank, topology, max_bytes)
+            return _plan(mesh, asked)
+    return plan_crossing(mesh, other, asked)
 
 
 @lru_cache(maxsize=4096)

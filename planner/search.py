@@ -38,6 +38,9 @@ class Route:
     peak_bytes: int
     others: tuple[Route, ...] = ()
 
+    def __str__(self) -> str:
+        return " → ".join(f"({stop})" for stop in self.stops)
+
 
 class Search:
     """From `source` to `target`, layouts in which mesh dims of size 1 are replicated.
@@ -72,9 +75,8 @@ class Search:
         fitting = [route for route in ranked if max_bytes is None or route.peak_bytes <= max_bytes]
         if not fitting:
             least = min(ranked, key=lambda route: route.peak_bytes)
-            steps = " → ".join(f"({stop})" for stop in least.stops)
             raise ArgumentError(
-                f"max_bytes: {max_bytes}; the plan found that holds least, {steps}, needs {least.peak_bytes}"
+                f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {least.peak_bytes}"
             )
         others = [route for route in ranked if route is not fitting[0]]
         shown = [route for i, route in enumerate(others) if i < _OTHERS or len(route.stops) == 2]

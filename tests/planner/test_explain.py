@@ -28,6 +28,7 @@ REQUESTS: dict[str, tuple] = {
     "strided_order": ((2, 2), (1792, 512), "bfloat16", "S0/2 S0", "R S0"),
     "mesh_dim_of_one": ((1, 4), (9, 5), "float32", "S0 S0", "S1 S1"),
     "three_mesh_dims": (Mesh((2, 2, 2), ("pp", "dp", "tp")), (64, 64), "float32", "P S0 S1", "S0 R S1 @ 0:0"),
+    "strided_index_set": ((2, 2), (24, 12), "float32", "S1 R", "S0 S1/3"),
     "smaller_than_the_mesh": ((2, 4), (3,), "float32", "S0 S0", "R S0"),
 }
 ON_NODES: dict[str, tuple] = {
@@ -36,25 +37,43 @@ ON_NODES: dict[str, tuple] = {
     "one_mesh_dim_over_nodes": (Mesh((32,), ("fsdp",)), (65536, 4096), "bfloat16", "S0", "R"),
     "transpose_over_nodes": (Mesh((4, 8), ("node", "gpu")), (512, 512), "bfloat16", "S0 S0", "S1 S1"),
 }
+TRAINER, GENERATOR = Mesh((2, 8), ("dp", "tp")), Mesh((8,), ranks=range(16, 24))
+BETWEEN_MESHES: dict[str, tuple] = {
+    "gradient_to_another_mesh": (Mesh((2, 2)), (8, 6), "float32", "P S0", "S0", Mesh((3,), ranks=(2, 3, 4)), None),
+    "weights_to_a_generator": (
+        TRAINER,
+        (4096, 4096),
+        "bfloat16",
+        "S0 S0",
+        "R",
+        Mesh((8,), ranks=range(16, 24)),
+        NVLINK_INFINIBAND,
+    ),
+}
+NAMES = [*REQUESTS, *ON_NODES, *BETWEEN_MESHES]
 
 
 def explained(name: str) -> str:
-    request, topology = (ON_NODES[name], NVLINK_INFINIBAND) if name in ON_NODES else (REQUESTS[name], None)
-    program = plan(*request, topology=topology)
-    one = plan(*request, rank=1, topology=topology)
+    if name in BETWEEN_MESHES:
+        *request, target_mesh, topology = BETWEEN_MESHES[name]
+    else:
+        request, topology = (ON_NODES[name], NVLINK_INFINIBAND) if name in ON_NODES else (REQUESTS[name], None)
+        target_mesh = None
+    program = plan(*request, target_mesh=target_mesh, topology=topology)
+    one = plan(*request, rank=1, target_mesh=target_mesh, topology=topology)
     return f"{program.explain()}\n\n{one.explain()}\n"
 
 
-@pytest.mark.parametrize("name", [*REQUESTS, *ON_NODES])
+@pytest.mark.parametrize("name", NAMES)
 def test_explain(name: str) -> None:
     assert explained(name) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_golden_files_are_all_used() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*REQUESTS, *ON_NODES}
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(NAMES)
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for name in [*REQUESTS, *ON_NODES]:
+    for name in NAMES:
         (GOLDEN / f"{name}.txt").write_text(explained(name), encoding="utf-8")

@@ -140,7 +140,9 @@ def test_over_nodes_each_byte_enters_a_node_once() -> None:
     direct = shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", target_mesh=generator)
     assert direct.exchanges == 1 and direct.bytes_received == direct.bytes_bound
     capped = {"target_mesh": generator, "topology": NVLINK_INFINIBAND}
-    with pytest.raises(ArgumentError, match=r"max_bytes: 1000; the plan found that holds least needs \d+"):
+    with pytest.raises(
+        ArgumentError, match=r"max_bytes: 1000; the plan found that holds least, \(S0 S0\) → .*, needs \d+"
+    ):
         shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", max_bytes=1000, **capped)
 
 
