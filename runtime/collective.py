@@ -32,6 +32,7 @@ class CollectiveWorld:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
         self._calls: dict[tuple[int, ...], int] = {}
+        self._announced = ("", 0)
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
         self.error: WorldError | None = None
         self.busy = False
@@ -63,6 +64,7 @@ class CollectiveWorld:
         """
         call = self._calls[ranks] = self._calls.get(ranks, 0) + 1
         where = f"shardweave/calls/{hash(ranks)}"
+        self._announced = where, call
         slot = call % _KEPT_POSTS
         self._store.set(f"{where}/{self.rank}/{slot}", f"{call} {token}")
         for peer in ranks if compare else ():
@@ -101,25 +103,34 @@ class CollectiveWorld:
 
     def _all_to_all(self, request: AllToAll) -> None:
         _, group = self._groups[tuple(sorted(request.group))]
-        others = [rank for rank in request.group if rank != self.rank]
+        start = time.monotonic()
         try:
             work = dist.all_to_all_single(
                 request.receives, request.sends, request.receive_sizes, request.send_sizes, group=group, async_op=True
             )
-            if request.sends.device.type != "cpu":
+            if request.sends.device.type == "cpu":
+                work.wait(timedelta(seconds=self.timeout))
+            else:
                 work.wait()  # the stream waits, not this process
-                return
         except RuntimeError as error:
-            raise PeerError(f"rank {self.rank} lost one of ranks {others}: {error}") from error
-        deadline = time.monotonic() + self.timeout
-        try:
-            work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            if time.monotonic() >= deadline:
+            who = " or ".join(f"rank {rank}" for rank in self._absent(request.group))
+            if time.monotonic() - start >= self.timeout:
                 raise MeetingTimeoutError(
-                    f"one of ranks {others} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
+                    f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
                 ) from error
-            raise PeerError(f"rank {self.rank} lost one of ranks {others}: {error}") from error
+            raise PeerError(f"rank {self.rank} lost {who}: {error}") from error
+
+    def _absent(self, group: Sequence[int]) -> list[int]:
+        """The other ranks of a group that have not announced this call; all of them if they have: a collective that
+        fails does not say because of whom."""
+        others = [rank for rank in group if rank != self.rank]
+        where, call = self._announced
+        try:
+            posts = {rank: f"{where}/{rank}/{call % _KEPT_POSTS}" for rank in others}
+            there = {r: self._store.get(key).decode() for r, key in posts.items() if self._store.check([key])}
+        except dist.DistError:  # the store went with its rank
+            return others
+        return [rank for rank in others if int(there.get(rank, "0").split()[0]) < call] or others
 
     def answer(self, request: Ask) -> None:
         if isinstance(request, AllToAll):

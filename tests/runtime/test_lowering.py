@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardweave
+from shardweave.__main__ import main
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime import copies
 from shardweave.runtime.lowering import LARGEST_IN_ONE_CALL, AssumedWorld, explain_on, lower
@@ -124,3 +125,19 @@ def test_explain_tells_the_world_and_its_means(world: str, means: str) -> None:
             "  received 24 B (bound 24 B, met exactly), peak 72 B",
             f"  on world {world}: asked for",
         ]
+
+
+@pytest.mark.plan
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--mesh", "2,2", "--shape", "8,6", "--world", "collective"]
+    assert main([*asked, "S0 S1", "S1 S0"]) == 0
+    assert "     by all-to-all: shards of 48 B at most" in capsys.readouterr().out
+    assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("S0 S1 on 2×2 of ranks 0..3 → S0 on 2 of ranks 3..4   float32[8, 6]\n")
+    assert "     by send and receive: between two meshes" in shown
+    assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0 S0"]) == 2
+    assert "error: dst: S0 S0 has 2 placements, the mesh (2,) has 1 dims" in capsys.readouterr().err
+    for wrong in ("2,2@", "2@x", "2,x"):
+        with pytest.raises(SystemExit):
+            main([*asked, "--target-mesh", wrong, "S0 S1", "S0"])
