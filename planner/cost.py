@@ -15,7 +15,7 @@ import numpy as np
 
 from .dtypes import ITEMSIZE
 from .exchange import Change
-from .layout import Layout
+from .layout import Layout, receivers_contribute
 from .ranks import Ranks, lengths, overlap, ranks_of, shares
 from .topology import Topology
 
@@ -119,7 +119,9 @@ def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, bounds: bo
     over_network = network.us(np.maximum(far_in, far_out), far_peers)
     came = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
-    staged = packed + (contributors > 1) * came
+    terms = [(c.contributors, c.contributors > 1 and receivers_contribute(c.source, c.target)) for c in changes]
+    slabs = np.array([[0 if number == 1 else number - own] for number, own in terms])
+    staged = packed + slabs * after
     split = np.array([[bool(change.split)] for change in changes])
     filled = split * (after - (own + came) / contributors)
     copies = topology.copy_us(own + packed + (contributors - 1) * after + filled / 2)

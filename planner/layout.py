@@ -61,6 +61,16 @@ Cuts = tuple[int | tuple[int, int], ...]
 """What cuts a tensor dim, the first cut first: a mesh dim, or a mesh dim and the split factor of its strided shard."""
 
 
+def receivers_contribute(source: Layout, target: Layout) -> bool:
+    """Whether every rank holds all that it ends with, partial values apart: then it is one of the contributors of it.
+
+    So it is where each tensor dim is cut as before, and perhaps once more, and no mesh dim becomes partial.
+    """
+    within = all(target.cuts(d)[: len(cuts)] == cuts for d, cuts in source.all_cuts)
+    pairs = zip(source.placements, target.placements, strict=True)
+    return within and not any(isinstance(b, Partial) and a != b for a, b in pairs)
+
+
 def pairs_of(cuts: Cuts) -> list[tuple[int, int]]:
     """Mesh dims and split factors, 1 where the cut is plain."""
     return [cut if isinstance(cut, tuple) else (cut, 1) for cut in cuts]

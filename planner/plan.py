@@ -140,7 +140,10 @@ def _routed(
     mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     if source == target:
-        return mesh, src, dst, Route((source,), 0.0, 0)
+        held = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
+        if max_bytes is not None and held > max_bytes:
+            raise ArgumentError(f"max_bytes: {max_bytes}; the tensor itself, ({source}), needs {held}")
+        return mesh, src, dst, Route((source,), 0.0, held)
     return mesh, src, dst, Search(mesh, shape, dtype, source, target, topology).cheapest(max_bytes)
 
 

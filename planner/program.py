@@ -17,7 +17,7 @@ from .crossing import price_step
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import elements_in_common, held_sizes
-from .layout import Layout, Partial
+from .layout import Layout, receivers_contribute
 from .mesh import Mesh
 from .search import Route
 from .topology import Topology
@@ -51,18 +51,16 @@ class Step:
 
     kind = "step"
 
-    @property
+    @cached_property
     def receivers_contribute(self) -> bool:
-        """Whether every rank is one of the contributors of all that it receives.
+        """Whether every rank is one of the contributors of all that it receives."""
+        return self.source_mesh == self.target_mesh and receivers_contribute(self.source, self.target)
 
-        So it is where what a rank ends with lies within what it holds, partial values apart.
-        """
-        if self.source_mesh != self.target_mesh:
-            return False
-        cuts = ((self.source.cuts(d), self.target.cuts(d)) for d, _ in self.source.orders)
-        within = all(wanted[: len(held)] == held for held, wanted in cuts)
-        pairs = zip(self.source.placements, self.target.placements, strict=True)
-        return within and not any(isinstance(b, Partial) and a != b for a, b in pairs)
+    @property
+    def slabs(self) -> int:
+        """Copies of what a rank ends with that are held beside it before they are reduced, its own term not counted."""
+        terms = self.reduce.contributors if self.reduce else 1
+        return 0 if terms == 1 else terms - self.receivers_contribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,11 +288,12 @@ class Program:
             for i, step in enumerate(self.steps):
                 before = self._bytes(self.shape_before(step, r)) if i else 0
                 traffic = self.traffic(step, r)
-                staged = traffic.received if step.reduce and step.reduce.contributors > 1 else 0
+                packed = 0
                 if self.topology is not None:
-                    staged += 0 if self.topology.node.one_sided else traffic.received_near + traffic.sent_near
-                    staged += 0 if self.topology.network.one_sided else traffic.received_far + traffic.sent_far
-                peak = max(peak, original + before + staged * size + self._bytes(self.shape_after(step, r)))
+                    packed += 0 if self.topology.node.one_sided else traffic.received_near + traffic.sent_near
+                    packed += 0 if self.topology.network.one_sided else traffic.received_far + traffic.sent_far
+                after = self._bytes(self.shape_after(step, r))
+                peak = max(peak, original + before + packed * size + (1 + step.slabs) * after)
             peaks.append(peak)
         return peaks
 

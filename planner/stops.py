@@ -24,12 +24,21 @@ class Stops:
         self.shards = [Shard(d) for d in sorted(by_size[:_MOST_TENSOR_DIMS])]
         at = ranks_of(mesh, topology)
         self.inside = at.inside
-        self.across = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and at.crosses[m]]
+        dims = [m for m in range(mesh.ndim) if mesh.shape[m] > 1]
+        self.across = [m for m in dims if at.crosses[m]]
         self.wanted = {d: (order, sorted(order)) for d, order in target.orders}
         ops = {p.op for layout in (source, target) for p in layout.placements if isinstance(p, Partial)}
         self.ops_mix = len(ops) < 2 or ops == {"sum", "avg"}
         replicated = [m for m in self.inside if target.placements[m] == Replicate()]
         groups = [replicated, self.inside, *([m] for m in self.inside)]
+        # A shard becomes a term by itself: what turns partial may be cut before.
+        groups.append(
+            [
+                m
+                for m in dims
+                if isinstance(target.placements[m], Partial) and target.placements[m] != source.placements[m]
+            ]
+        )
         self.near_target = [self._replaced(target, group, shard) for group in groups for shard in self.shards]
 
     def beside(self, x: Layout) -> list[Layout]:
@@ -38,9 +47,9 @@ class Stops:
         Mesh dims inside nodes are changed all at once: to what they are in the target, to replicated, to shards of one
         tensor dim; so are those across nodes, to what they are in the target. Where all but the inside of nodes is as
         in the target, the mesh dims there, one of them, or those that the target replicates, cut one tensor dim: the
-        ranks of a node share what it takes in. Partial mesh dims are scattered, all of them or those inside nodes. And
-        any one mesh dim becomes what it is in the target, or replicated, or a shard cut last if it is partial or across
-        nodes.
+        ranks of a node share what it takes in. Where all but what becomes partial is as in the target, that cuts one
+        tensor dim instead. Partial mesh dims are scattered, all of them or those inside nodes. And any one mesh dim
+        becomes what it is in the target, or replicated, or a shard cut last if it is partial or across nodes.
         """
         pairs = zip(x.placements, self.target.placements, strict=True)
         partial = [m for m, (p, wanted) in enumerate(pairs) if isinstance(p, Partial) and p != wanted]

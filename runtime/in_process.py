@@ -151,7 +151,6 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
             waiting[rank] = runs[rank].send(reply)
         except StopIteration as end:
             outputs[rank] = end.value
-            waiting.pop(rank, None)
             return
         _post(rank, waiting[rank], posted)
 
@@ -162,9 +161,8 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
         if not ready:
             raise DisagreementError(f"ranks {sorted(waiting)} wait for peers that post nothing more")
         for rank in ready:
-            request = waiting[rank]
-            came = {peer: posted[peer, rank].popleft() for peer in _awaited(request)}
-            go_on(rank, _reply(rank, request, came))
+            # What a request holds is let go before the rank goes on.
+            go_on(rank, _answered(rank, waiting.pop(rank), posted))
     return outputs
 
 
@@ -200,7 +198,8 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
         posted[rank, peer].append(buffers)
 
 
-def _reply(rank: int, request: Ask, came: dict[int, Any]) -> Any:
+def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
+    came = {peer: posted[peer, rank].popleft() for peer in _awaited(request)}
     if isinstance(request, Meet):
         if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):
             raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")

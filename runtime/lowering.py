@@ -51,6 +51,8 @@ def lower(program: Program, step: Step, position: int, world: Means) -> Lowering
     if step.group is None:
         return Lowering("send and receive", "between two meshes each rank has peers of its own")
     members = program.members(step, position)
+    if len(members) == 1:
+        return Lowering("local", "this rank has no part in it")
     order = world.group_order([program.mesh.rank_at(p) for p in members])
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..planner import Exchange
@@ -19,17 +20,17 @@ from .meeting import Address, Meet
 class OneSidedStep(BoundStep):
     """Ranks push into each other's buffers and meet: the outputs themselves, or slabs of contributions.
 
-    Where contributions are reduced, a rank's buffer is [contributors, *output shape]: where a box goes follows from its
-    contributor and its place in the output, so senders need nothing that the plan does not say. The one contribution
-    that a rank's own is added to lands in the output itself.
+    Where contributions are reduced, a rank's buffer is [slabs, *output shape], a slab for each contributor, but none
+    for the rank itself where it always is one: where a box goes follows from its contributor and its place in the
+    output, so senders need nothing that the plan does not say. What is one contribution alone, or the one that a rank's
+    own is added to, lands in the output itself.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         step, reduce = self.step, self.step.reduce
-        two = bool(reduce and reduce.contributors == 2 and self.peers)
-        self.lands_in_output = reduce is None or (two and step.receivers_contribute)
-        slabs = reduce.contributors if reduce and not self.lands_in_output else 1
+        self.lands_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
+        slabs = 1 if self.lands_in_output else max(step.slabs, 1)
         self.landing_shape = self.shape if self.lands_in_output else (slabs, *self.shape)
         self.pushes: list[tuple[int, int, Copies]] = []
         largest = self.nbytes(self.shape, slabs)
@@ -38,9 +39,9 @@ class OneSidedStep(BoundStep):
             strides, nbytes = contiguous_strides(shape)[: len(self.program.shape)], self.nbytes(shape, slabs)
             largest = max(largest, nbytes)
             parts = []
-            for contributor in range(reduce.contributors if reduce else 1):
+            for contributor, slab in enumerate(self.slabs_of(peer)):
                 rows = self.outgoing(peer, contributor)
-                target = Side.target(rows, strides, 0 if self.lands_in_output else contributor * math.prod(shape))
+                target = Side.target(rows, strides, slab * math.prod(shape))
                 parts.append((0, 0, rows, Side.source(rows, self.source_strides), target))
             copies = Copies(parts, step.fill, self.dtype, self.device)
             if not copies.empty:
@@ -52,13 +53,24 @@ class OneSidedStep(BoundStep):
         self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
         self.own: Copies | None = None
         if reduce:
-            slab = 0 if self.lands_in_output else math.prod(self.shape)
-            staged = [Side.target(self.incoming, self.strides, c * slab) for c in range(reduce.contributors)]
+            size = math.prod(self.shape)
+            staged = [Side.target(self.incoming, self.strides, slab * size) for slab in self.slabs_of(self.me)]
             self.reduce = self.reduction(staged)
         else:
             rows = self.kept_rows()
             sides = Side.source(rows, self.source_strides), Side.target(rows, self.strides)
             self.own = Copies([(0, 0, rows, *sides), self.fills()], step.fill, self.dtype, self.device)
+
+    def slabs_of(self, receiver: int) -> list[int]:
+        """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
+        terms = self.step.reduce.contributors if self.step.reduce else 1
+        if self.lands_in_output:
+            return [0] * terms
+        if not self.step.receivers_contribute:
+            return list(range(terms))
+        boxes = self.step.boxes
+        own = (boxes.sender[boxes.receiver == receiver] == receiver).any(axis=0)
+        return (np.arange(terms) - (np.cumsum(own) > 0)).clip(0).tolist()
 
     def nbytes(self, shape: Sequence[int], slabs: int) -> int:
         return math.prod(shape) * slabs * self.dtype.itemsize
