@@ -1,4 +1,4 @@
-# make demo | test | test-long | check | gpu: each sets up what it needs.
+# make demo | test | test-long | test-nightly | check | gpu: each sets up what it needs.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -12,7 +12,7 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo test test-long check gpu
+.PHONY: demo test test-long test-nightly check gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -20,6 +20,10 @@ demo: $(READY)
 
 test: $(READY)
 	"$(BIN)/pytest" -m "not long" $(ARGS)
+
+# Ten times as many random requests against the oracle as test-long has.
+test-nightly: $(READY)
+	SHARDWEAVE_TEST_PARTS=100 "$(BIN)/pytest" -m long $(ARGS)
 
 test-long: $(READY)
 	"$(BIN)/pytest" -m long $(ARGS)

@@ -61,7 +61,7 @@ def _topology(given: str | None) -> Topology | None:
         return getattr(shardweave, _TOPOLOGIES[given])
     try:
         text = Path(given).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         allowed = ", ".join(_TOPOLOGIES)
         raise ArgumentError(
             f"--topology: {given!r} cannot be read: {error}; allowed: {allowed}, or a JSON file"
@@ -139,6 +139,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         topology=_topology(arguments.topology),
         max_bytes=arguments.max_bytes,
     )
+    if arguments.json and arguments.world is not None:
+        raise ArgumentError("--world: given with --json, which says nothing of worlds; allowed: one of them")
     if arguments.json:
         print(json.dumps(program.to_dict(), indent=1))
     elif arguments.world is not None:

@@ -62,9 +62,12 @@ def checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: La
 
 def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> None:
     layout.check(mesh.shape, len(shape), name)
-    for placement in layout.placements:
+    for mesh_dim, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
-            check_reducible(dtype, placement.op)
+            try:
+                check_reducible(dtype, placement.op)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{name}: mesh dim {mesh_dim}: {error}") from None
 
 
 def check_target(dst: Layout, before: Sequence[Placement | None]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .crossing import position_of
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, whole_numbers
 from .plan import plan
 from .program import Exchange, Program, format_bytes
 from .topology import Topology
@@ -207,29 +208,69 @@ def plan_batch(
         requests: one per tensor; meshes and dtypes may differ.
         rank: only this rank's part (a rank, not a position: meshes may differ), None: of all ranks.
         topology: as for `plan`; a round's latency is shared by all tensors.
-        max_bytes: what a rank may hold of all tensors together at any time.
+        max_bytes: what a rank may hold of all tensors together at any time; where that is less than they ask for, each
+            is planned with as much less.
 
     Raises:
-        ArgumentError: as for `plan`, with the number of the request in front; a batch that holds more than `max_bytes`.
+        ArgumentError: as for `plan`, with the number of the request in front; no plans were found that keep to
+            `max_bytes` together.
     """
+    if not isinstance(requests, Sequence):
+        raise ArgumentError(f"requests: {requests!r}; allowed: a list of requests")
+    if rank is not None:
+        (rank,) = whole_numbers("rank", [rank])
+        if rank < 0:
+            raise ArgumentError(f"rank: {rank}; allowed: 0 and up, or None")
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     shared = _with_latency_shared(topology, len(requests))
+    caps: list[int | None] = [None] * len(requests)
+    if max_bytes is not None:
+        caps = _caps(requests, shared, whole_numbers("max_bytes", [max_bytes])[0])
+    return Batch(_planned(requests, caps, shared, rank), rank)
+
+
+def _planned(
+    requests: Sequence[Request], caps: Sequence[int | None], topology: Topology | None, rank: int | None
+) -> tuple[Program, ...]:
     programs = []
-    for number, request in enumerate(requests):
-        where = {"target_mesh": request.target_mesh, "topology": shared}
+    for number, (request, cap) in enumerate(zip(requests, caps, strict=True)):
         try:
             position = None if rank is None else max(_position(request, rank), 0)
-            programs.append(
-                plan(request.mesh, request.shape, request.dtype, request.src, request.dst, rank=position, **where)  # type: ignore[arg-type]
+            program = plan(
+                request.mesh,
+                request.shape,
+                request.dtype,
+                request.src,
+                request.dst,
+                target_mesh=request.target_mesh,
+                rank=position,
+                topology=topology,
+                max_bytes=cap,
             )
-        except ArgumentError as error:
-            raise ArgumentError(f"requests[{number}]: {error}") from error
-    batch = Batch(tuple(programs), rank)
-    if max_bytes is not None and programs and max(batch.peak_bytes) > max_bytes:
-        raise ArgumentError(
-            f"max_bytes: {max_bytes}; the {len(programs)} tensors together need {max(batch.peak_bytes)}; allowed: as "
-            f"much, or fewer tensors at a time"
-        )
-    return batch
+        except LayoutSyntaxError as error:
+            raise LayoutSyntaxError(error.text, error.position, f"requests[{number}]: {error.reason}") from None
+        except (ArgumentError, UnsupportedError) as error:
+            raise type(error)(f"requests[{number}]: {error}") from error
+        programs.append(program)
+    return tuple(programs)
+
+
+def _caps(requests: Sequence[Request], topology: Topology | None, max_bytes: int) -> list[int | None]:
+    """What each tensor may hold, the same on every rank: all that it asks for, or each as much less."""
+    free: list[int | None] = [None] * len(requests)
+    whole = Batch(_planned(requests, free, topology, None))
+    needed = max(whole.peak_bytes, default=0)
+    if needed <= max_bytes:
+        return free
+    caps: list[int | None] = [max(program.peak_bytes) * max_bytes // needed for program in whole.programs]
+    with suppress(ArgumentError):
+        if max(Batch(_planned(requests, caps, topology, None)).peak_bytes) <= max_bytes:
+            return caps
+    raise ArgumentError(
+        f"max_bytes: {max_bytes}; the {len(requests)} tensors together need {needed}; allowed: as much, or fewer "
+        f"tensors at a time"
+    )
 
 
 def _position(request: Request, rank: int) -> int:

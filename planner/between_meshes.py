@@ -15,8 +15,9 @@ from .index_sets import held_sizes
 from .layout import Layout, Partial, Replicate, Shard
 from .mesh import Mesh
 from .program import Exchange, Local, Program, Step
-from .ranks import ranks_of
+from .ranks import PRICED_WHOLE, ranks_of
 from .search import Route
+from .stages import staged
 from .steps import step_inside
 from .topology import Topology
 
@@ -34,7 +35,7 @@ def plan_crossing(source_mesh: Mesh, target_mesh: Mesh, asked: Asked) -> Program
     Raises:
         ArgumentError: no route keeps to `max_bytes`.
     """
-    shape, dtype, topology, max_bytes = asked.shape, asked.dtype, asked.topology, asked.max_bytes
+    shape, topology, max_bytes = asked.shape, asked.topology, asked.max_bytes
     source, target = asked.src.without_size_one(source_mesh.shape), asked.dst.without_size_one(target_mesh.shape)
     whole = target.with_placement([m for m, p in enumerate(target.placements) if isinstance(p, Partial)], Replicate())
     ends = (source_mesh, source), (target_mesh, whole), (target_mesh, target)
@@ -43,27 +44,44 @@ def plan_crossing(source_mesh: Mesh, target_mesh: Mesh, asked: Asked) -> Program
         for last in _taken_in(target_mesh, whole, shape, topology):
             stops = [ends[0], (source_mesh, first), (target_mesh, last), *ends[1:]]
             legs = [(*a, *b) for a, b in pairwise(stops) if a != b]
-            routes.append((_priced(legs, shape, dtype, topology), legs))
+            routes.append((_priced(legs, shape, asked.dtype, topology), legs))
     routes.sort(key=lambda found: (found[0].us, len(found[1])))
-    fitting = [(route, legs) for route, legs in routes if max_bytes is None or route.peak_bytes <= max_bytes]
-    if not fitting:
-        least = min((route for route, _ in routes), key=lambda route: route.peak_bytes)
-        raise ArgumentError(
-            f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {least.peak_bytes}"
+
+    def program(number: int, rank: int | None) -> Program:
+        others = (
+            () if topology is None else tuple(route for i, (route, _) in enumerate(routes) if i != number)[:_OTHERS]
         )
-    chosen, legs = fitting[0]
-    others = () if topology is None else tuple(route for route, _ in routes if route is not chosen)[:_OTHERS]
+        return _program(source_mesh, target_mesh, asked, routes[number][1], others, rank)
+
+    if max_bytes is None:
+        return program(0, asked.rank)
+    held = []
+    for number, (route, _) in enumerate(routes):
+        both = union(source_mesh, target_mesh)
+        held.append(route.peak_bytes if both.size > PRICED_WHOLE else max(program(number, None).peak_bytes))
+        if held[-1] <= max_bytes:
+            return program(number, asked.rank)
+    least = routes[held.index(min(held))][0]
+    raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {min(held)}")
+
+
+def _program(
+    source_mesh: Mesh, target_mesh: Mesh, asked: Asked, legs: list[Leg], others: tuple[Route, ...], rank: int | None
+) -> Program:
+    shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     both, node_size = union(source_mesh, target_mesh), None if topology is None else topology.node_size
     steps: list[Step] = []
     for mesh, a, other, b in legs:
         if mesh == other:
-            steps.append(step_inside(both, Change(mesh, shape, dtype, a, b, node_size), asked.rank))
+            stops = staged(mesh, (a, b))
+            changes = [Change(mesh, shape, dtype, x, y, node_size) for x, y in pairwise(stops)]
+            steps += [step_inside(both, change, rank) for change in changes]
             continue
         crossing = Crossing(shape, mesh, a, other, b, node_size)
-        common = mesh, a, other, b, crossing.boxes(asked.rank), None, 0
+        common = mesh, a, other, b, crossing.boxes(rank), None, 0
         steps.append(Exchange(*common, None) if crossing.communicates() else Local(*common))
-    ends_asked = asked.src, asked.dst, tuple(steps), asked.rank
-    return Program(both, shape, dtype, *ends_asked, topology, others, source_mesh, target_mesh)
+    ends = asked.src, asked.dst, tuple(steps), rank
+    return Program(both, shape, dtype, *ends, topology, others, source_mesh, target_mesh)
 
 
 def _without_partial(source: Layout, shape: tuple[int, ...]) -> list[Layout]:

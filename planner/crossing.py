@@ -14,7 +14,7 @@ from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes
 from .layout import Layout, Shard
 from .mesh import Mesh
 from .overlay import overlay
-from .ranks import PRICED_WHOLE
+from .ranks import PRICED_WHOLE, SAMPLED
 from .topology import Topology
 
 _MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together
@@ -175,7 +175,7 @@ def _price_crossing(crossing: Crossing, dtype: str, topology: Topology) -> Price
     """Priced box by box as `cost.price` prices, on every rank up to `PRICED_WHOLE`, else on 16 spread over them."""
     both, size, us, peak = crossing.both, ITEMSIZE[dtype], 0.0, 0
     whole = crossing.boxes() if both.size <= PRICED_WHOLE else None
-    sampled = range(both.size) if whole else np.unique(np.linspace(0, both.size - 1, 16).astype(np.int64)).tolist()
+    sampled = range(both.size) if whole else np.unique(np.linspace(0, both.size - 1, SAMPLED).astype(np.int64)).tolist()
     nodes = both.rank_array // (topology.node_size or both.rank_array.max() + 1)
     node, network = topology.node, topology.network
     for rank in sampled:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .dtypes import is_floating
 from .index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
-from .layout import Layout, Partial, Shard
+from .layout import Layout, Partial, Shard, receivers_contribute
 from .mesh import Coordinate, Mesh
 from .overlay import Overlay, overlay
 
@@ -255,6 +255,8 @@ class Change:
             boxes = self.boxes()
             return bool(((boxes.sender != boxes.receiver[:, None]) & (boxes.sender != FILL)).any())
         if self.source.strided_dims or self.target.strided_dims:
+            if self.mesh.size > _MOST_COUNTED:
+                return not receivers_contribute(self.source, self.target)
             return not all(self._has_all(self.mesh.coordinate(position)) for position in range(self.mesh.size))
         coordinates = np.stack(np.unravel_index(np.arange(self.mesh.size), self.mesh.shape))
         source, target = (spans_at(self.shape, x, self.mesh.shape, coordinates) for x in (self.source, self.target))

@@ -120,12 +120,14 @@ class Mesh:
         if isinstance(given, str) and given in (self.names or ()):
             assert self.names is not None
             return self.names.index(given)
-        if isinstance(given, int) and -self.ndim <= given < self.ndim:
+        if isinstance(given, int) and not isinstance(given, bool) and -self.ndim <= given < self.ndim:
             return given % self.ndim
         allowed = [*range(self.ndim), *(self.names or ())]
         raise ArgumentError(f"mesh dim: {given!r}; allowed: {', '.join(map(str, allowed))}")
 
     def _dims(self, given: Sequence[int | str] | int | str) -> list[int]:
+        if not isinstance(given, int | str | Iterable):
+            raise ArgumentError(f"mesh dims: {given!r}; allowed: names or numbers of mesh dims")
         found = [self.dim(d) for d in ([given] if isinstance(given, int | str) else given)]
         if len(set(found)) != len(found):
             raise ArgumentError(f"mesh dims: {given!r} names one twice; allowed: each once")
@@ -234,7 +236,8 @@ class Mesh:
                 raise ArgumentError(f"world_size: copies of mesh {self} tile no world")
             gaps.insert(0, (stride // covered, covered))
             covered = n * stride
-        if world_size % covered:
+        (world_size,) = whole_numbers("world_size", [world_size])
+        if world_size < 1 or world_size % covered:
             raise ArgumentError(f"world_size: {world_size}; allowed: a multiple of {covered}")
         gaps.insert(0, (world_size // covered, covered))
         return self._derived([gaps], None)
@@ -259,7 +262,12 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinate(self, position: int) -> Coordinate:
-        """The coordinate of a row-major position."""
+        """The coordinate of a row-major position.
+
+        Raises:
+            ArgumentError: there is no such position.
+        """
+        (position,) = whole_numbers("rank: position", [position])
         if not 0 <= position < self.size:
             raise ArgumentError(
                 f"rank: position {position} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}"
@@ -271,13 +279,28 @@ class Mesh:
         return tuple(reversed(out))
 
     def position(self, coordinate: Sequence[int]) -> int:
-        """The row-major position of a coordinate."""
+        """The row-major position of a coordinate.
+
+        Raises:
+            ArgumentError: there is no such coordinate.
+        """
+        given = whole_numbers("coordinate", coordinate)
+        if len(given) != self.ndim or any(not 0 <= c < n for c, n in zip(given, self.shape, strict=True)):
+            raise ArgumentError(f"coordinate: {given}; allowed: {self.ndim} numbers, each below {self.shape}")
         position = 0
         for n, c in zip(self.shape, coordinate, strict=True):
             position = position * n + c
         return position
 
     def rank_at(self, position: int) -> int:
+        """The rank at a row-major position.
+
+        Raises:
+            ArgumentError: there is no such position.
+        """
+        (position,) = whole_numbers("position", [position])
+        if not 0 <= position < self.size:
+            raise ArgumentError(f"position: {position}; allowed: 0..{self.size - 1}")
         index = self.offset
         for pairs in reversed(self.dims):
             for n, stride in reversed(pairs):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..errors import ArgumentError
 from .arguments import Asked, check_layout, check_shape, check_target, checked, layout_of
@@ -18,8 +19,10 @@ from .index_sets import held_sizes
 from .layout import Layout, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Program
+from .ranks import PRICED_WHOLE
 from .refinement import refined
 from .search import Route, Search
+from .stages import staged
 from .steps import step_of
 from .topology import NVLINK_NODE, Topology
 
@@ -48,7 +51,8 @@ def plan(
         topology: what the ranks are linked by; the steps are those that take least time on it. A mesh dim that runs
             through several nodes is two in the program, between nodes and inside them, at the same positions. None: all
             ranks reach each other alike, and bytes alone decide.
-        max_bytes: what a rank may hold at most at any time: input, output, and what lies between.
+        max_bytes: what a rank may hold at most at any time: input, output, and what lies between. Above 128 ranks as
+            the prices of 16 of them say.
 
     Raises:
         ArgumentError: something does not fit, or no plan that was found keeps to `max_bytes`; the text names the
@@ -64,7 +68,9 @@ def plan(
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     if max_bytes is not None:
-        max_bytes = whole_numbers("max_bytes", [max_bytes])[0]
+        (max_bytes,) = whole_numbers("max_bytes", [max_bytes])
+        if max_bytes < 0:
+            raise ArgumentError(f"max_bytes: {max_bytes}; allowed: 0 and up, or None")
     asked = Asked(check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes)
     return _plan(mesh, asked) if mesh.same_ranks(other) else _plan_crossing(mesh, other, asked)
 
@@ -96,25 +102,20 @@ def _cost(
 ) -> float:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     source, target = layout_of("src", src, mesh), layout_of("dst", dst, mesh)
-    return _routed(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None)[3].us
+    return _routed(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).route.us
 
 
 @lru_cache(maxsize=4096)
 def _plan(mesh: Mesh, asked: Asked) -> Program:
-    shape, dtype, src, dst = asked.shape, asked.dtype, asked.src, asked.dst
-    topology = asked.topology
-    others: tuple[Route, ...] = ()
+    shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     if topology is None and asked.max_bytes is None:
-        stops = checked(mesh, shape, dtype, src, dst)
+        stops = checked(mesh, shape, dtype, asked.src, asked.dst)
         if len(stops) == 2:
-            stops = _cheapest_route(mesh, shape, dtype, *stops)
-    else:
-        topology = topology or NVLINK_NODE
-        mesh, src, dst, route = _routed(mesh, shape, dtype, src, dst, topology, asked.max_bytes)
-        stops, others = route.stops, route.others
-    node_size = None if topology is None else topology.node_size
-    steps = tuple(step_of(Change(mesh, shape, dtype, a, b, node_size), asked.rank) for a, b in pairwise(stops))
-    return Program(mesh, shape, dtype, src, dst, steps, asked.rank, topology, others)
+            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *stops))
+        return _program(mesh, shape, dtype, asked.src, asked.dst, Route(stops, 0.0, 0), asked.rank, None)
+    topology = topology or NVLINK_NODE
+    found = _routed(mesh, shape, dtype, asked.src, asked.dst, topology, asked.max_bytes)
+    return _program(found.mesh, shape, dtype, found.src, found.dst, found.route, asked.rank, topology)
 
 
 def _plan_crossing(mesh: Mesh, other: Mesh, asked: Asked) -> Program:
@@ -131,11 +132,19 @@ def _plan_crossing(mesh: Mesh, other: Mesh, asked: Asked) -> Program:
     return plan_crossing(mesh, other, asked)
 
 
+class _Routed(NamedTuple):
+    """A request on the mesh that is planned for, and the cheapest route."""
+
+    mesh: Mesh
+    src: Layout
+    dst: Layout
+    route: Route
+
+
 @lru_cache(maxsize=4096)
 def _routed(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
-) -> tuple[Mesh, Layout, Layout, Route]:
-    """The request on the mesh that is planned for, and the cheapest route."""
+) -> _Routed:
     checked(mesh, shape, dtype, src, dst)
     mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
@@ -143,8 +152,34 @@ def _routed(
         held = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
         if max_bytes is not None and held > max_bytes:
             raise ArgumentError(f"max_bytes: {max_bytes}; the tensor itself, ({source}), needs {held}")
-        return mesh, src, dst, Route((source,), 0.0, held)
-    return mesh, src, dst, Search(mesh, shape, dtype, source, target, topology).cheapest(max_bytes)
+        return _Routed(mesh, src, dst, Route((source,), 0.0, held))
+    search = Search(mesh, shape, dtype, source, target, topology)
+    if max_bytes is None:
+        return _Routed(mesh, src, dst, search.cheapest())
+
+    def held_by(route: Route) -> int:
+        """What a rank holds at most: as the program's boxes say, on a large mesh as its price says."""
+        if mesh.size > PRICED_WHOLE:
+            return route.peak_bytes
+        return max(_program(mesh, shape, dtype, src, dst, route, None, topology).peak_bytes)
+
+    return _Routed(mesh, src, dst, search.cheapest_within(max_bytes, held_by))
+
+
+def _program(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout,
+    dst: Layout,
+    route: Route,
+    rank: int | None,
+    topology: Topology | None,
+) -> Program:
+    node_size = None if topology is None else topology.node_size
+    changes = (Change(mesh, shape, dtype, a, b, node_size) for a, b in pairwise(route.stops))
+    steps = tuple(step_of(change, rank) for change in changes)
+    return Program(mesh, shape, dtype, src, dst, steps, rank, topology, route.others)
 
 
 def _cheapest_route(

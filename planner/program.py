@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from .cost import Price
 from .crossing import price_step
 from .dtypes import ITEMSIZE
@@ -333,17 +334,28 @@ class Program:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Program:
-        """The program that `to_dict` was called on."""
+        """The program that `to_dict` was called on.
+
+        Raises:
+            ArgumentError: something that `to_dict` does not make.
+        """
         from .serialisation import from_dict
 
-        return from_dict(data)
+        try:
+            return from_dict(data)
+        except (TypeError, KeyError, ValueError, IndexError) as error:
+            raise ArgumentError(f"program: not what to_dict makes: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        return cls.from_dict(json.loads(text))
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"program: no JSON: {error}") from None
+        return cls.from_dict(data)
 
 
 def format_bytes(n: int | float) -> str:

@@ -17,7 +17,7 @@ from .topology import Topology
 
 PRICED_WHOLE = 128
 """Ranks of a mesh up to which every rank is priced; of a larger one 16 spread over it are, by what they receive."""
-_SAMPLED = 16
+SAMPLED = 16
 _SMALL = 1024  # receivers times holders up to which many tables are kept
 
 P = ParamSpec("P")
@@ -46,7 +46,7 @@ class Ranks:
         ranks = mesh.rank_array
         nodes = np.zeros_like(ranks) if topology.node_size is None else ranks // topology.node_size
         self.one_node = bool((nodes == nodes[0]).all())
-        sampled = everyone if self.whole else np.unique(np.linspace(0, mesh.size - 1, _SAMPLED).astype(np.int64))
+        sampled = everyone if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
         looked_at = np.isin(everyone, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
         self.positions = everyone[looked_at]
         self.receivers = np.searchsorted(self.positions, sampled)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ..errors import ArgumentError
 from .cost import Price, elements, prices
 from .dtypes import ITEMSIZE
 from .exchange import Change
-from .layout import Layout
+from .layout import Layout, Partial
 from .mesh import Mesh
 from .ranks import ranks_of
+from .stages import MOST_TERMS, is_too_wide, staged
 from .stops import Stops
 from .topology import Topology
 
@@ -21,6 +23,7 @@ MOST_ROUNDS = 4
 """Rounds of a search, in each of which steps are tried from the most promising layouts reached so far."""
 _AT_ONCE = 2  # of these layouts: to price many steps together is cheaper
 _OTHERS = 3
+_LEAST = 8  # routes, by their prices, of which the one that holds least is looked for
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Route:
 
     Attributes:
         us: what its steps take together.
-        peak_bytes: what a rank holds at most.
+        peak_bytes: what a rank holds at most, as prices say.
         others: the next best, and the direct exchange, the cheapest first.
     """
 
@@ -40,6 +43,12 @@ class Route:
 
     def __str__(self) -> str:
         return " → ".join(f"({stop})" for stop in self.stops)
+
+
+def _with_others(ranked: Sequence[Route], chosen: int) -> Route:
+    others = [route for i, route in enumerate(ranked) if i != chosen]
+    shown = [route for i, route in enumerate(others) if i < _OTHERS or len(route.stops) == 2]
+    return replace(ranked[chosen], others=tuple(shown))
 
 
 class Search:
@@ -63,39 +72,58 @@ class Search:
         """`price` of some steps, which takes little more than of one; without `bounds` not of `least_us`."""
         changes = [Change(self.mesh, self.shape, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
         found = prices(changes, self.topology, bounds)
-        return [Price(round(us, 3), round(least_us, 3), peak_bytes) for us, least_us, peak_bytes in found]
+        # What `staged` would do in stages is not tried at once.
+        wide = [is_too_wide(self.mesh, a, b) for a, b in pairs] if self.mesh.size > MOST_TERMS else [False] * len(pairs)
+        return [
+            Price(math.inf if too_wide else round(us, 3), round(least_us, 3), peak_bytes)
+            for (us, least_us, peak_bytes), too_wide in zip(found, wide, strict=True)
+        ]
 
-    def cheapest(self, max_bytes: int | None = None) -> Route:
-        """The cheapest route found.
+    def cheapest(self) -> Route:
+        """The cheapest route found."""
+        return _with_others(self.ranked(), 0)
+
+    def cheapest_within(self, max_bytes: int, held: Callable[[Route], int]) -> Route:
+        """The cheapest route found of which `held` says that no rank holds more than `max_bytes`.
 
         Raises:
-            ArgumentError: none that was found stays within `max_bytes` on every rank.
+            ArgumentError: there is none; the text has the one that holds least.
         """
-        ranked = sorted(self._found(math.inf if max_bytes is None else max_bytes), key=lambda r: (r.us, len(r.stops)))
-        fitting = [route for route in ranked if max_bytes is None or route.peak_bytes <= max_bytes]
-        if not fitting:
-            least = min(ranked, key=lambda route: route.peak_bytes)
-            raise ArgumentError(
-                f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {least.peak_bytes}"
-            )
-        others = [route for route in ranked if route is not fitting[0]]
-        shown = [route for i, route in enumerate(others) if i < _OTHERS or len(route.stops) == 2]
-        return replace(fitting[0], others=tuple(shown))
+        ranked = self.ranked(max_bytes)
+        for i, route in enumerate(ranked):
+            # A price knows shares of what several ranks could send, and boxes are whole: it may be off by some.
+            if route.peak_bytes <= 2 * max_bytes and held(route) <= max_bytes:
+                return _with_others(ranked, i)
+        ranked = sorted([*ranked, *self.ranked()], key=lambda route: route.peak_bytes)
+        least = min(ranked[:_LEAST], key=held)
+        raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {held(least)}")
+
+    def ranked(self, max_bytes: float = math.inf) -> list[Route]:
+        """All routes found, the cheapest first."""
+        return sorted(self._found(max_bytes), key=lambda route: (route.us, len(route.stops)))
+
+    def _route(self, stops: tuple[Layout, ...], held: int) -> Route:
+        steps = self.prices(list(pairwise(stops)), bounds=False)
+        peak = max(step.peak_bytes + (held if i else 0) for i, step in enumerate(steps))
+        return Route(stops, sum(step.us for step in steps), peak)
 
     def _found(self, max_bytes: float) -> list[Route]:
         """Routes to the target, the direct exchange first; one that holds more than `max_bytes` is led no further."""
         source, target = self.source, self.target
         at, stops = ranks_of(self.mesh, self.topology), Stops(self.mesh, self.shape, source, target, self.topology)
         held = int(elements(at, self.shape, [source]).max()) * ITEMSIZE[self.dtype]
-        soonest = min(self.topology.node.latency_us, self.topology.network.latency_us)  # of a step that communicates
+        # One more stop is one more step, and a step takes a latency; but to become partial may take no communication.
+        turns_partial = any(
+            isinstance(p, Partial) and p != source.placements[m] for m, p in enumerate(target.placements)
+        )
+        soonest = 0.0 if turns_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
         direct = self.price(source, target)
-        found = [Route((source, target), direct.us, direct.peak_bytes)]
-        best = direct.us if direct.peak_bytes <= max_bytes else math.inf
+        found = [self._route(staged(self.mesh, (source, target)), held)]
+        best = found[0].us if found[0].peak_bytes <= max_bytes else math.inf
         reached, rest = {source: 0.0}, {source: direct}
         queue = [(direct.least_us, 0, Route((source,), 0.0, 0))]
         for _ in range(MOST_ROUNDS):
             routes: list[Route] = []
-            # One more stop is one more step.
             while queue and len(routes) < _AT_ONCE and queue[0][0] + soonest < best:
                 _, _, route = heapq.heappop(queue)
                 if route.us <= reached[route.stops[-1]]:

@@ -93,7 +93,7 @@ class Topology:
     def from_json(cls, text: str) -> Topology:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (TypeError, ValueError) as error:
             raise ArgumentError(f"topology: no JSON: {error}") from None
         return cls.from_dict(data)
 

@@ -36,7 +36,8 @@ def redistribute(
         placements: one per mesh dim of the target's mesh. Targets may be partial (sum, avg, max, min), which torch
             refuses.
         device_mesh: the target's mesh, if it is another: of the same ranks, of some of them, or of none. Every rank of
-            either mesh has to call; one that is not in the target's mesh gets a DTensor with an empty local tensor.
+            either mesh has to call; one that is not in the target's mesh gets a DTensor with an empty local tensor, and
+            one that is in neither keeps its own.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
         world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what

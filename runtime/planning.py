@@ -80,12 +80,16 @@ def plan_batch(
             `plan`; meshes and dtypes may differ.
         rank: only this rank's part (a rank, not a position: meshes may differ), None: of all ranks.
         topology: as for `plan`; a round's latency is shared by all tensors.
-        max_bytes: what a rank may hold of all tensors together at any time.
+        max_bytes: what a rank may hold of all tensors together at any time; where that is less than they ask for, each
+            is planned with as much less.
 
     Raises:
-        ArgumentError: as for `plan`, with the number of the request in front; a batch that holds more than `max_bytes`.
+        ArgumentError: as for `plan`, with the number of the request in front; no plans were found that keep to
+            `max_bytes` together.
         UnsupportedError: as for `plan`.
     """
+    if not isinstance(requests, Sequence):
+        raise ArgumentError(f"requests: {requests!r}; allowed: a list of requests")
     found = []
     for number, given in enumerate(requests):
         fields = given.fields() if isinstance(given, Request) else given

@@ -21,6 +21,8 @@ from shardweave.planner import (
     Link,
     Mesh,
     Program,
+    Replicate,
+    Shard,
     Topology,
     plan,
     redistribute_cost,
@@ -224,13 +226,70 @@ def test_max_bytes_caps_what_a_rank_holds(source: str, target: str) -> None:
         plan(*request, topology=NVLINK_INFINIBAND, max_bytes=least)
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=lambda t: f"{t.name}, {t.node_size}")
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_max_bytes_is_kept_by_the_boxes_themselves(case: oracle.Case, topology: Topology) -> None:
+    kept = refused = 0
+    for source, target in case.pairs()[::5]:
+        request = (case.mesh_shape, case.shape, "int16", source, target)
+        free = max(plan(*request, topology=topology).peak_bytes)
+        for cap in (free - 1, free * 9 // 10):
+            try:
+                program = plan(*request, topology=topology, max_bytes=cap)
+            except ArgumentError:
+                refused += 1
+            else:
+                assert max(program.peak_bytes) <= cap, program.explain()
+                kept += 1
+    assert refused and (kept or case.mesh_shape == (3, 2))
+
+
+def test_no_plan_is_dearer_than_one_mesh_dim_at_a_time() -> None:
+    """Dijkstra over steps that change one mesh dim, from random sources to random targets, partial ones too."""
+    random, compared = Random(11), 0
+    for _ in range(60):
+        sizes = random.choice([(2, 4), (3, 2), (4, 4), (2, 2, 3)])
+        shape = random.choice([(64, 256), (5, 33), (1024,), (16, 7, 33)])
+        mesh, topology = Mesh(sizes), random.choice(TOPOLOGIES)
+        tokens = ["R", "P", *(f"S{d}" for d in range(len(shape)))]
+        a, b = (Layout.parse(" ".join(random.choices(tokens, k=len(sizes)))) for _ in (0, 1))
+        search = Search(mesh, shape, "int64", a, b, topology)
+        options = [Replicate(), *map(Shard, range(len(shape)))]
+        least, queue, direct = {a: 0.0}, [a], search.price(a, b).us
+        while queue:
+            at = min(queue, key=lambda x: least[x])
+            queue.remove(at)
+            for m, wanted in enumerate(b.placements):
+                beside = {at.with_placement([m], p) for p in (*options, wanted)} - {at}
+                others = [at.prefixes[i] == b.prefixes[i] for i in range(len(sizes)) if i != m]
+                for x in beside | ({b} if all(others) else set()):
+                    us = least[at] + search.price(at, x).us
+                    if us < least.get(x, math.inf) and us <= direct:
+                        queue += [x] if x not in queue else []
+                        least[x] = us
+        if a != b:
+            found = redistribute_cost(mesh, shape, "int64", a, b, topology)
+            assert found <= least.get(b, math.inf) + 0.01, (
+                str(a),
+                str(b),
+                sizes,
+                shape,
+                topology.name,
+                found,
+                least[b],
+            )
+            compared += 1
+    assert compared > 40
+
+
 def test_max_bytes_without_a_topology_is_for_one_node() -> None:
     program = plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=10**6)
     assert len(program.steps) == 1
     with pytest.raises(ArgumentError, match="max_bytes: 100; the plan found that holds least"):
         plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=100)
-    with pytest.raises(ArgumentError, match="max_bytes"):
-        plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes="much")
+    for wrong in ("much", -1):
+        with pytest.raises(ArgumentError, match=f"max_bytes: .*{wrong}.*; allowed"):
+            plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=wrong)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

@@ -11,7 +11,7 @@ import torch
 from test_simulate import integers, oracle, poison, shares_memory  # noqa: F401
 
 import shardweave
-from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, Batch, Mesh
 from shardweave.runtime import in_process
 
@@ -123,12 +123,33 @@ def test_latency_is_shared() -> None:
         ([((2, 2), (8,), "float32", "S0 R")], ArgumentError, r"requests\[0\]: .*allowed: mesh, shape, dtype, src, dst"),
         ([((2, 2), (8,), "float32", "S0 R", "R R"), 5], ArgumentError, r"requests\[1\]: 5; allowed"),
         ([((2, 2), (8,), "float32", "S1 R", "R R")], ArgumentError, r"requests\[0\]: src: mesh dim 0"),
-        ([((2, 2), (8,), "float32", "S0 R", "R Pprod")], UnsupportedError, "dst: mesh dim 1"),
+        ([((2, 2), (8,), "float32", "S0 R", "R Pprod")], UnsupportedError, r"requests\[0\]: dst: mesh dim 1"),
+        ([((2, 2), (8,), "float32", "S0 R", "Q R")], LayoutSyntaxError, r"requests\[0\]: dst: unknown token"),
+        (
+            [((2,), (8,), "int32", "R", "R"), ((2,), (8,), "int32", "R", "Pavg")],
+            UnsupportedError,
+            r"ts\[1\]: dst: mesh dim 0",
+        ),
+        (None, ArgumentError, "requests: None; allowed: a list"),
     ],
 )
-def test_plan_batch_refuses(requests: list, error: type[Exception], text: str) -> None:
+def test_plan_batch_refuses(requests: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         shardweave.plan_batch(requests)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"rank": "x"}, "rank: .*allowed: whole numbers"),
+        ({"rank": -1}, "rank: -1; allowed: 0 and up"),
+        ({"max_bytes": "much"}, "max_bytes: .*allowed: whole numbers"),
+        ({"topology": -1}, "topology: -1; allowed: a Topology"),
+    ],
+)
+def test_plan_batch_refuses_options(option: dict, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        shardweave.plan_batch([((2,), (8,), "int32", "S0", "R")] * 2, **option)
 
 
 def test_max_bytes_is_for_all_tensors_together() -> None:
@@ -137,6 +158,13 @@ def test_max_bytes_is_for_all_tensors_together() -> None:
     assert max(shardweave.plan_batch(requests, max_bytes=needed).peak_bytes) == needed
     with pytest.raises(ArgumentError, match=rf"max_bytes: {needed - 1}; the 3 tensors together need {needed}"):
         shardweave.plan_batch(requests, max_bytes=needed - 1)
+    # A plan that holds less is looked for, alike on all ranks.
+    nodes = replace(NVLINK_INFINIBAND, node_size=2)
+    one = [((4, 8), (256, 256), "float32", "S0 S1", "S0 R")]
+    least = max(shardweave.plan(*one[0], topology=nodes).peak_bytes) - 1
+    assert max(shardweave.plan_batch(one, topology=nodes, max_bytes=least).peak_bytes) <= least
+    alone = [shardweave.plan_batch(one, topology=nodes, max_bytes=least, rank=r).digest for r in (0, 31)]
+    assert alone == [shardweave.plan_batch(one, topology=nodes, max_bytes=least).digest] * 2
 
 
 def test_simulate_refuses_a_batch_of_other_tensors() -> None:
