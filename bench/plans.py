@@ -13,26 +13,24 @@ import os
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import pairwise, product
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
 
 import shardweave
 from shardweave import Layout, Link, Mesh, Topology
 from shardweave.planner import Placement, plan
 from shardweave.planner.cost import prices
 from shardweave.planner.exchange import Change
-from shardweave.planner.index_sets import held_box
 
 from . import plan_times
+from .stock_plans import Counted, count_stock, stock
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2), (4, 2, 2))
 EVEN = ((4096,), (1024, 512), (256, 128, 64))
@@ -45,93 +43,19 @@ TOPOLOGIES = (
 _ROUNDING = 0.005  # µs: prices are whole nanoseconds a step
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A plan of one side: most bytes that a rank receives, collectives, and the peak by the largest shard."""
-
-    received: int
-    collectives: int
-    peak: float
-    stops: tuple[Layout, ...]
-
-
-def layouts(mesh_dims: int, tensor_dims: int) -> list[Layout]:
-    """Every layout without partial, in the default order: what torch's placements say."""
+def layouts(mesh_dims: int, tensor_dims: int, partial: bool = False) -> list[Layout]:
+    """Every layout in the default order, what torch's placements say: those without partial, or those with."""
     options: list[Placement] = [shardweave.Replicate(), *map(shardweave.Shard, range(tensor_dims))]
-    return [Layout(chosen) for chosen in product(options, repeat=mesh_dims)]
-
-
-class Stock:
-    """torch's planner on a mesh that nobody else is in."""
-
-    def __init__(self, shape: tuple[int, ...], graph: bool) -> None:
-        self.mesh, self.graph = init_device_mesh("cpu", shape), graph
-
-    @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
-    def stops(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
-        """The layouts that its collectives lead through."""
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
-        before, after = (
-            DTensorSpec(
-                self.mesh,
-                tuple(Shard(p.dim) if isinstance(p, shardweave.Shard) else Replicate() for p in layout.placements),
-                tensor_meta=meta,
-            )
-            for layout in (source, target)
-        )
-        found = [source]
-        for step in _gen_transform_infos_non_cached(before, after, use_graph_based_transform=self.graph):
-            m, (_, placed) = step.mesh_dim, step.src_dst_placements
-            placements = list(found[-1].placements)
-            orders = {d: tuple(x for x in order if x != m) for d, order in found[-1].orders}
-            placements[m] = shardweave.Shard(placed.dim) if isinstance(placed, Shard) else shardweave.Replicate()
-            if isinstance(placed, Shard):
-                orders[placed.dim] = (*orders.get(placed.dim, ()), m)
-            found.append(Layout(placements, {d: order for d, order in orders.items() if order}))
-        return found
-
-
-@cache
-def stock(mesh_shape: tuple[int, ...], graph: bool) -> Stock:
-    return Stock(mesh_shape, graph)
-
-
-def lengths(mesh: Mesh, shape: tuple[int, ...], layout: Layout, position: int) -> list[int]:
-    return [b - a for a, b in held_box(shape, layout, mesh.shape, mesh.coordinate(position))]
-
-
-def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: int) -> int:
-    """Elements that one of torch's collectives brings a rank: it changes one mesh dim."""
-    (m,) = (m for m in range(mesh.ndim) if a.placements[m] != b.placements[m])
-    n, before, after = mesh.shape[m], a.placements[m], b.placements[m]
-    if not isinstance(before, shardweave.Shard):
-        return 0
-    local, parts = lengths(mesh, shape, a, position), [before.dim]
-    whole = lengths(mesh, shape, b, position)
-    local[before.dim] = -(-whole[before.dim] // n)
-    if isinstance(after, shardweave.Shard):
-        local[after.dim] = -(-local[after.dim] // n)
-        parts.append(after.dim)
-    return (n - 1) * math.prod(local)
-
-
-def count_stock(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout]) -> Counted:
-    came = [[issued(mesh, shape, a, b, r) for a, b in pairwise(stops)] for r in range(mesh.size)]
-    sizes = [[math.prod(lengths(mesh, shape, stop, r)) for stop in stops] for r in range(mesh.size)]
-    peaks = [
-        own[0] + (own[i] if i else 0) + max(own[i + 1], steps[i])
-        for own, steps in zip(sizes, came, strict=True)
-        for i in range(len(steps))
-    ]
-    most = max(max(own[0], own[-1]) for own in sizes)
-    collectives = sum(any(steps) for steps in zip(*came, strict=True))
-    return Counted(max(map(sum, came)) * 4, collectives, max(peaks) / most, tuple(stops))
+    if partial:
+        options.append(shardweave.Partial())
+    found = [Layout(chosen) for chosen in product(options, repeat=mesh_dims)]
+    return [layout for layout in found if layout.has_partial == partial]
 
 
 def count_ours(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Counted, int]:
-    """And the bound: the most that a rank must receive."""
-    program = plan(mesh, shape, "float32", source, target)
-    assert program.bytes_bound is not None
+    """On one NVLink domain; and the bound, the most that a rank must receive, which each rank's plan meets."""
+    program = plan(mesh, shape, "float32", source, target, topology=shardweave.NVLINK_NODE)
+    assert program.bytes_received == program.bytes_bound
     most = max(program.local_bytes(layout, r) for layout in (source, target) for r in range(mesh.size))
     stops = (source, *(step.target for step in program.steps))
     peak = max(program.peak_bytes) / most
@@ -142,6 +66,18 @@ def spread(shape: tuple[int, ...]) -> Mesh:
     """A mesh with its first half on a node of 8 and its second half on the next."""
     half = math.prod(shape) // 2
     return Mesh(shape, ranks=(*range(half), *range(8, 8 + half)))
+
+
+def us_with_sums(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], topology: Topology) -> float:
+    """The price of a route of torch's with reductions: a collective that reduces is as cheap as it can be made."""
+    total = 0.0
+    for a, b in pairwise(stops):
+        reduces = any(isinstance(p, shardweave.Partial) and p != b.placements[m] for m, p in enumerate(a.placements))
+        if reduces:
+            total += shardweave.redistribute_cost(mesh, shape, "float32", a, b, topology)
+        else:
+            total += us(mesh, shape, [(a, b)], topology)[0]
+    return total
 
 
 def us(mesh: Mesh, shape: tuple[int, ...], routes: Sequence[Sequence[Layout]], topology: Topology) -> list[float]:
@@ -190,27 +126,57 @@ def compare(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
         )
 
 
-def compare_prices(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Rows of the second table: torch's steps priced as exchanges, by shardweave's plan for the same topology."""
-    for topology in TOPOLOGIES:
-        ratios: dict[str, list[float]] = {"torch greedy": [], "torch graph": []}
-        for mesh_shape in MESHES:
-            mesh, planners = spread(mesh_shape), [stock(mesh_shape, "graph" in name) for name in ratios]
-            for shape in shapes:
-                for source, target in product(layouts(mesh.ndim, len(shape)), repeat=2):
-                    ours = shardweave.redistribute_cost(mesh, shape, "float32", source, target, topology)
-                    if ours <= _ROUNDING:
-                        continue
-                    routes = [planner.stops(shape, source, target) for planner in planners]
-                    for found, theirs in zip(ratios.values(), us(mesh, shape, routes, topology), strict=True):
-                        found.append(1.0 if abs(theirs - ours) <= _ROUNDING else theirs / ours)
-        for name, values in ratios.items():
-            ranked = sorted(values)
-            yield (
-                f"| {topology.name} | {name} | {len(values)} | {statistics.median(values):.2f} | "
-                f"{statistics.mean(values):.2f} | {ranked[int(0.9 * len(ranked))]:.2f} | {ranked[-1]:.1f} | "
-                f"{ranked[0]:.3f} | {sum(v == 1 for v in values) / len(values):.0%} | {sum(v < 1 for v in values)} |"
-            )
+def compare_prices(topology: Topology, shapes: Sequence[tuple[int, ...]], partial: bool = False) -> Iterator[str]:
+    """Rows of the tables of prices: torch's steps priced as exchanges, by shardweave's plan for the same topology."""
+    ratios: dict[str, list[float]] = {"torch greedy": [], "torch graph": []}
+    for mesh_shape in MESHES:
+        mesh, planners = spread(mesh_shape), [stock(mesh_shape, "graph" in name) for name in ratios]
+        for shape in shapes:
+            sources = layouts(mesh.ndim, len(shape), partial)
+            for source, target in product(sources, layouts(mesh.ndim, len(shape))):
+                ours = shardweave.redistribute_cost(mesh, shape, "float32", source, target, topology)
+                if ours <= _ROUNDING:
+                    continue
+                routes = [planner.stops(shape, source, target) for planner in planners]
+                if partial:
+                    prices_of = [us_with_sums(mesh, shape, route, topology) for route in routes]
+                else:
+                    prices_of = us(mesh, shape, routes, topology)
+                for found, theirs in zip(ratios.values(), prices_of, strict=True):
+                    found.append(1.0 if abs(theirs - ours) <= _ROUNDING else theirs / ours)
+    for name, values in ratios.items():
+        ranked = sorted(values)
+        yield (
+            f"| {topology.name} | {name} | {len(values)} | {statistics.median(values):.2f} | "
+            f"{statistics.mean(values):.2f} | {ranked[int(0.9 * len(ranked))]:.2f} | {ranked[-1]:.1f} | "
+            f"{ranked[0]:.3f} | {sum(v == 1 for v in values) / len(values):.0%} | {sum(v < 1 for v in values)} |"
+        )
+
+
+WASTEFUL = (
+    ((4, 4), "S0 S1", "S1 S0"),
+    ((2, 8), "S0 S1", "S1 S0"),
+    ((4, 4), "R S0", "S0 S0"),
+    ((2, 8), "R S0", "S0 S0"),
+    ((4, 4), "S0 S0", "R S0"),
+    ((4, 4), "S0 S0", "S0 S0 @ 0:1,0"),
+    ((4, 4), "P S0", "S0 S0"),
+    ((4, 4), "P P", "R R"),
+)
+
+
+def wasteful() -> Iterator[str]:
+    """Rows of single redistributions of 8192² float32: MiB that the rank receives that receives most."""
+    for mesh_shape, source, target in WASTEFUL:
+        mesh, shape, pair = Mesh(mesh_shape), (8192, 8192), (Layout.parse(source), Layout.parse(target))
+        program = plan(mesh, shape, "float32", *pair)
+        stock_mib = ["-", "-"]  # torch's placements do not say an order
+        if "@" not in target:
+            routes = [stock(mesh_shape, graph).stops(shape, *pair) for graph in (False, True)]
+            stock_mib = [str(count_stock(mesh, shape, stops).received >> 20) for stops in routes]
+        bound = "-" if program.bytes_bound is None else str(max(program.bytes_bound) >> 20)
+        ours = f"{max(program.bytes_received) >> 20} in {program.exchanges}"
+        yield f"| {'×'.join(map(str, mesh_shape))} | {source} → {target} | {' | '.join(stock_mib)} | {ours} | {bound} |"
 
 
 def example() -> Iterator[str]:
@@ -239,8 +205,32 @@ def times() -> Iterator[str]:
     yield from plan_times.large()
 
 
+def _section(which: tuple[str, Any]) -> list[str]:
+    kind, argument = which
+    if kind == "bytes":
+        return list(compare(argument))
+    return list(compare_prices(argument, EVEN + UNEVEN, kind == "sums"))
+
+
+def _join() -> None:
+    """torch plans on a process group; this one moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(map(math.prod, MESHES)))
+
+
 def report() -> str:
-    timed = list(times())  # before all else, so that no plan is known
+    timed = list(times())  # before all else: no plan is known, and nothing else runs
+    sections = [
+        ("bytes", EVEN),
+        ("bytes", UNEVEN),
+        *(("prices", t) for t in TOPOLOGIES),
+        *(("sums", t) for t in TOPOLOGIES),
+    ]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_join) as pool:
+        even, uneven, *priced = pool.map(_section, sections)
+    without, sums = priced[: len(TOPOLOGIES)], priced[len(TOPOLOGIES) :]
+    head = "| topology | planner | pairs | median | mean | p90 | max | min | as cheap | cheaper than shardweave's |"
     lines = [
         "# Plans: torch's and shardweave's",
         "",
@@ -248,15 +238,22 @@ def report() -> str:
         "All pairs of layouts without partial, in the default order, on meshes",
         f"{', '.join('×'.join(map(str, m)) for m in MESHES)};",
         "the rank that receives most, divided by the bound of the rank that must receive most. Counted, not timed.",
+        "shardweave's plans are those for one NVLink domain; every rank of every one of them receives its own bound.",
         "",
         "| planner | pairs | median | mean | p90 | max | at 1.0 | 1 / 2 / 3 / 4+ collectives | peak ÷ largest shard, "
         "mean / max | moves with a bound of 0 |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, shapes in (("even", EVEN), ("uneven", UNEVEN)):
+    for name, shapes, rows in (("even", EVEN, even), ("uneven", UNEVEN, uneven)):
         lines.append(f"| **{name} shapes {', '.join('×'.join(map(str, s)) for s in shapes)}** | | | | | | | | | |")
-        lines += compare(shapes)
+        lines += rows
     lines += [
+        "",
+        "Single ones, 8192×8192 float32: MiB that the rank receives that receives most, and shardweave's exchanges.",
+        "",
+        "| mesh | | torch greedy | torch graph | shardweave | bound |",
+        "|---|---|---|---|---|---|",
+        *wasteful(),
         "",
         "## Prices",
         "",
@@ -264,9 +261,16 @@ def report() -> str:
         "collectives), divided by the price of shardweave's plan for the topology: on one node, and with half of each",
         "mesh on either of two nodes of 8 (2×2 on ranks 0, 1, 8, 9).",
         "",
-        "| topology | planner | pairs | median | mean | p90 | max | min | as cheap | cheaper than shardweave's |",
+        head,
         "|---|---|---|---|---|---|---|---|---|---|",
-        *compare_prices(EVEN + UNEVEN),
+        *(row for rows in without for row in rows),
+        "",
+        "All pairs with a partial source, to targets without (torch makes nothing partial). A collective of torch's",
+        "that reduces is priced as the cheapest program that does the same.",
+        "",
+        head,
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(row for rows in sums for row in rows),
         "",
         *example(),
         "",
@@ -279,9 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the report there instead of printing it")
     arguments = parser.parse_args()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(map(math.prod, MESHES)))
+    _join()
     text = report()
     if arguments.out is None:
         print(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardweave import Layout, Mesh
 from shardweave.bench import plan_times
-from shardweave.bench.plans import EVEN, TOPOLOGIES, Stock, compare, compare_prices, count_ours, count_stock, example
+from shardweave.bench.plans import (
+    EVEN,
+    TOPOLOGIES,
+    Stock,
+    compare,
+    compare_prices,
+    count_ours,
+    count_stock,
+    example,
+    wasteful,
+)
 
 pytestmark = pytest.mark.plan
 
@@ -52,8 +63,23 @@ def test_a_row_for_each_planner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_plan_of_torch_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardweave.bench.plans.MESHES", ((2, 2),))
-    rows = list(compare_prices(EVEN[:2]))
-    assert len(rows) == 2 * len(TOPOLOGIES) and all(row.endswith("| 0 |") for row in rows), rows
+    for topology, partial in product(TOPOLOGIES, (False, True)):
+        rows = list(compare_prices(topology, EVEN[:2], partial))
+        assert len(rows) == 2 and all(row.endswith("| 0 |") for row in rows), rows
+
+
+def test_the_wasteful_ones() -> None:
+    rows = [row.split(" | ") for row in wasteful()]
+    assert [row[2:] for row in rows] == [
+        ["96", "96", "16 in 1", "16 |"],
+        ["176", "44", "16 in 1", "16 |"],
+        ["192", "60", "16 in 1", "16 |"],
+        ["224", "42", "16 in 1", "16 |"],
+        ["240", "108", "64 in 1", "64 |"],
+        ["-", "-", "16 in 1", "16 |"],
+        ["384", "108", "64 in 1", "- |"],
+        ["768", "480", "480 in 2", "- |"],
+    ]
 
 
 def test_the_example_says_how_much_enters_a_node() -> None:

@@ -1,0 +1,103 @@
+"""torch's own plans: the layouts that its collectives lead through, and what each of them brings a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
+
+import shardweave
+from shardweave import Layout, Mesh
+from shardweave.planner.index_sets import held_box
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A plan of one side: most bytes that a rank receives, collectives, and the peak by the largest shard."""
+
+    received: int
+    collectives: int
+    peak: float
+    stops: tuple[Layout, ...]
+
+
+_STOCK = {shardweave.Shard: Shard, shardweave.Replicate: Replicate, shardweave.Partial: Partial}
+
+
+def _stock_placements(layout: Layout) -> tuple:
+    return tuple(Shard(p.dim) if isinstance(p, shardweave.Shard) else _STOCK[type(p)]() for p in layout.placements)
+
+
+class Stock:
+    """torch's planner on a mesh that nobody else is in."""
+
+    def __init__(self, shape: tuple[int, ...], graph: bool) -> None:
+        self.mesh, self.graph = init_device_mesh("cpu", shape), graph
+
+    @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
+    def stops(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
+        """The layouts that its collectives lead through."""
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
+        before, after = (
+            DTensorSpec(self.mesh, _stock_placements(layout), tensor_meta=meta) for layout in (source, target)
+        )
+        found = [source]
+        for step in _gen_transform_infos_non_cached(before, after, use_graph_based_transform=self.graph):
+            m, (_, placed) = step.mesh_dim, step.src_dst_placements
+            placements = list(found[-1].placements)
+            orders = {d: tuple(x for x in order if x != m) for d, order in found[-1].orders}
+            assert isinstance(placed, Shard | Replicate), "torch makes nothing partial"
+            placements[m] = shardweave.Shard(placed.dim) if isinstance(placed, Shard) else shardweave.Replicate()
+            if isinstance(placed, Shard):
+                orders[placed.dim] = (*orders.get(placed.dim, ()), m)
+            found.append(Layout(placements, {d: order for d, order in orders.items() if order}))
+        return found
+
+
+@cache
+def stock(mesh_shape: tuple[int, ...], graph: bool) -> Stock:
+    return Stock(mesh_shape, graph)
+
+
+def lengths(mesh: Mesh, shape: tuple[int, ...], layout: Layout, position: int) -> list[int]:
+    return [b - a for a, b in held_box(shape, layout, mesh.shape, mesh.coordinate(position))]
+
+
+def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: int) -> int:
+    """Elements that one of torch's collectives brings a rank: it changes one mesh dim."""
+    (m,) = (m for m in range(mesh.ndim) if a.placements[m] != b.placements[m])
+    n, before, after = mesh.shape[m], a.placements[m], b.placements[m]
+    if isinstance(before, shardweave.Replicate):
+        return 0
+    local, whole = lengths(mesh, shape, a, position), lengths(mesh, shape, b, position)
+    if isinstance(before, shardweave.Partial):
+        if isinstance(after, shardweave.Shard):
+            local[after.dim] = -(-local[after.dim] // n)
+            return (n - 1) * math.prod(local)
+        return 2 * (n - 1) * -(-math.prod(local) // n)
+    assert isinstance(before, shardweave.Shard)
+    local[before.dim] = -(-whole[before.dim] // n)
+    if isinstance(after, shardweave.Shard):
+        local[after.dim] = -(-local[after.dim] // n)
+    return (n - 1) * math.prod(local)
+
+
+def count_stock(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout]) -> Counted:
+    came = [[issued(mesh, shape, a, b, r) for a, b in pairwise(stops)] for r in range(mesh.size)]
+    sizes = [[math.prod(lengths(mesh, shape, stop, r)) for stop in stops] for r in range(mesh.size)]
+    peaks = [
+        own[0] + (own[i] if i else 0) + max(own[i + 1], steps[i])
+        for own, steps in zip(sizes, came, strict=True)
+        for i in range(len(steps))
+    ]
+    most = max(max(own[0], own[-1]) for own in sizes)
+    collectives = sum(any(steps) for steps in zip(*came, strict=True))
+    return Counted(max(map(sum, came)) * 4, collectives, max(peaks) / most, tuple(stops))
