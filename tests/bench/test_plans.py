@@ -11,17 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardweave import Layout, Mesh
 from shardweave.bench import plan_times
-from shardweave.bench.plans import (
-    EVEN,
-    TOPOLOGIES,
-    Stock,
-    compare,
-    compare_prices,
-    count_ours,
-    count_stock,
-    example,
-    wasteful,
-)
+from shardweave.bench.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, example, wasteful
+from shardweave.bench.stock_plans import Stock, count_stock
 
 pytestmark = pytest.mark.plan
 
