@@ -335,6 +335,7 @@ class Layout:
         layout = cls(tokens, orders)
         if mesh_shape is None or not layout.strided_dims:
             return layout
+        mesh_shape = whole_numbers("mesh_shape", mesh_shape)
         if len(mesh_shape) != len(tokens):
             raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
         return layout.decoded(mesh_shape)

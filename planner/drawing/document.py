@@ -36,7 +36,7 @@ def draw(program: Program) -> str:
         ArgumentError: a program of one rank, of more than 64 ranks, or of more pieces than can be seen.
     """
     if not isinstance(program, Program):
-        raise ArgumentError(f"program: {program!r}; allowed in a drawing: a Program")
+        raise ArgumentError(f"program: a {type(program).__name__}; allowed in a drawing: a Program")
     if program.rank is not None:
         raise ArgumentError(f"program: of rank {program.rank} alone; allowed in a drawing: of all ranks (rank=None)")
     if program.mesh.size > _MOST_RANKS:
