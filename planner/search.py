@@ -119,7 +119,9 @@ class Search:
         soonest = 0.0 if turns_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
         direct = self.price(source, target)
         found = [self._route(staged(self.mesh, (source, target)), held)]
-        best = found[0].us if found[0].peak_bytes <= max_bytes else math.inf
+        if any(isinstance(p, Partial) for p in source.placements):
+            found += [self._route(route, held) for route in stops.down_and_up(source)]
+        best = min((route.us for route in found if route.peak_bytes <= max_bytes), default=math.inf)
         reached, rest = {source: 0.0}, {source: direct}
         queue = [(direct.least_us, 0, Route((source,), 0.0, 0))]
         for _ in range(MOST_ROUNDS):

@@ -41,6 +41,20 @@ class Stops:
         )
         self.near_target = [self._replaced(target, group, shard) for group in groups for shard in self.shards]
 
+    def down_and_up(self, source: Layout) -> list[tuple[Layout, ...]]:
+        """What a search of few rounds might not reach: routes whose mesh dims inside nodes, or those of them that are
+        partial, cut one tensor dim first; then the mesh dims across nodes become what they are in the target."""
+        pairs = zip(source.placements, self.target.placements, strict=True)
+        partial = [m for m, (p, wanted) in enumerate(pairs) if isinstance(p, Partial) and p != wanted]
+        routes = []
+        for group in (self.inside, [m for m in partial if m in self.inside]):
+            for shard in self.shards:
+                first = self._replaced(source, group, shard) if group else None
+                second = self._replaced(first, self.across, None) if first and self.across else None
+                if first and second and len({source, first, second, self.target}) == 4:
+                    routes.append((source, first, second, self.target))
+        return list(dict.fromkeys(routes))
+
     def beside(self, x: Layout) -> list[Layout]:
         """The layouts that a step from `x` may lead to, besides the target.
 
