@@ -43,14 +43,16 @@ def price(change: Change, topology: Topology) -> Price:
     return prices([change], topology)[0]
 
 
-def prices(changes: Sequence[Change], topology: Topology, bounds: bool = True) -> list[Price]:
-    """The price of each of some changes of one tensor on one mesh; without `bounds` 0 in place of `least_us`."""
+def prices(changes: Sequence[Change], topology: Topology, unbounded: int = 0) -> list[Price]:
+    """The price of each of some changes of one tensor on one mesh; the first `unbounded` have 0 for `least_us`."""
     if not changes:
         return []
     at = ranks_of(changes[0].mesh, topology)
     at_once = max(1, _MOST_AT_ONCE // at.near.size)
-    parts = [changes[first : first + at_once] for first in range(0, len(changes), at_once)]
-    return [found for part in parts for found in _prices(part, topology, at, bounds)]
+    found: list[Price] = []
+    for first in range(0, len(changes), at_once):
+        found += _prices(changes[first : first + at_once], topology, at, max(0, unbounded - first))
+    return found
 
 
 def elements(at: Ranks, shape: Sequence[int], layouts: Sequence[Layout]) -> np.ndarray:
@@ -80,7 +82,7 @@ def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
     return found[0] if len(found) == 1 else np.concatenate(found).take(index, axis=0)
 
 
-def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, bounds: bool) -> list[Price]:
+def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, unbounded: int) -> list[Price]:
     """Arrays are [k, r]: of each change, on each receiver; bytes unless said otherwise."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
     contributors = np.array([[change.contributors] for change in changes])
@@ -127,7 +129,10 @@ def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, bounds: bo
     copies = topology.copy_us(own + packed + (contributors - 1) * after + filled / 2)
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
-    least = _least_us(changes, topology, at, common * size, after, own) if bounds else 0 * us
+    least = np.zeros(len(changes))
+    if last := changes[unbounded:]:
+        bytes_ = common[unbounded:] if len(common) > 1 else common
+        least[unbounded:] = _least_us(last, topology, at, bytes_ * size, after[unbounded:], own[unbounded:])
     return [Price(a, b, int(c)) for a, b, c in zip(us.tolist(), least.tolist(), peak.tolist(), strict=True)]
 
 

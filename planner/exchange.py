@@ -108,13 +108,12 @@ class Change:
         self.node_size = node_size
         before, after = source.prefixes, target.prefixes
         self.closure = tuple([m for m in range(mesh.ndim) if before[m] != after[m]])
-        was, becomes = source.placements, target.placements
-        self.reduced = tuple([m for m in self.closure if isinstance(was[m], Partial)])
-        self.split = tuple([m for m in self.closure if isinstance(becomes[m], Partial)])
         self.replicas = tuple([m for m in self.closure if not before[m]])
-        self.shards_split = tuple([m for m in self.split if isinstance(was[m], Shard)])
+        self.reduced = tuple([m for m in source.partial_dims if m in self.closure])
+        self.split = tuple([m for m in target.partial_dims if m in self.closure])
+        self.shards_split = tuple([m for m in self.split if isinstance(source.placements[m], Shard)])
         self.keepers = () if not self.split or is_floating(dtype) else self._new_sums
-        self.contributors = math.prod([mesh.shape[m] for m in self.reduced])
+        self.contributors = math.prod([mesh.shape[m] for m in self.reduced]) if self.reduced else 1
 
     @property
     def _new_sums(self) -> tuple[int, ...]:

@@ -97,6 +97,7 @@ class Layout:
     orders: Orders = ()
     all_cuts: tuple[tuple[int, Cuts], ...] = field(init=False, repr=False, compare=False)
     prefixes: tuple[tuple, ...] = field(init=False, repr=False, compare=False)
+    partial_dims: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self, placements: Sequence[Placement], orders: Mapping[int, Sequence[int]] | Orders | None = None
@@ -170,12 +171,13 @@ class Layout:
                     prefixes[cut] = (d, *cuts[:i])
         object.__setattr__(self, "all_cuts", all_cuts)
         object.__setattr__(self, "prefixes", tuple(prefixes))
+        object.__setattr__(self, "partial_dims", tuple([m for m, p in enumerate(placements) if isinstance(p, Partial)]))
         return self
 
     @classmethod
     def unchecked(cls, placements: tuple[Placement, ...], orders: Orders) -> Layout:
         """A layout that is known to be one, with an order for every tensor dim that is cut, sorted by tensor dim."""
-        return cls.__new__(cls)._set(placements, orders)
+        return _made(placements, orders)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -197,7 +199,7 @@ class Layout:
 
     @property
     def has_partial(self) -> bool:
-        return any(isinstance(p, Partial) for p in self.placements)
+        return bool(self.partial_dims)
 
     def check(self, mesh_shape: Sequence[int], ndim: int, name: str = "layout") -> None:
         """Raise ArgumentError unless there is one placement per mesh dim and every tensor dim exists."""
@@ -339,3 +341,8 @@ class Layout:
         if len(mesh_shape) != len(tokens):
             raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
         return layout.decoded(mesh_shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def _made(placements: tuple[Placement, ...], orders: Orders) -> Layout:
+    return Layout.__new__(Layout)._set(placements, orders)

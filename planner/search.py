@@ -68,10 +68,10 @@ class Search:
         """Of one step; microseconds in whole nanoseconds, so that no rounding decides between two plans."""
         return self.prices([(a, b)])[0]
 
-    def prices(self, pairs: Sequence[tuple[Layout, Layout]], bounds: bool = True) -> list[Price]:
-        """`price` of some steps, which takes little more than of one; without `bounds` not of `least_us`."""
+    def prices(self, pairs: Sequence[tuple[Layout, Layout]], unbounded: int = 0) -> list[Price]:
+        """`price` of some steps, which takes little more than of one; of the first `unbounded` not of `least_us`."""
         changes = [Change(self.mesh, self.shape, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
-        found = prices(changes, self.topology, bounds)
+        found = prices(changes, self.topology, unbounded)
         # What `staged` would do in stages is not tried at once.
         wide = [is_too_wide(self.mesh, a, b) for a, b in pairs] if self.mesh.size > MOST_TERMS else [False] * len(pairs)
         return [
@@ -102,11 +102,6 @@ class Search:
         """All routes found, the cheapest first."""
         return sorted(self._found(max_bytes), key=lambda route: (route.us, len(route.stops)))
 
-    def _route(self, stops: tuple[Layout, ...], held: int) -> Route:
-        steps = self.prices(list(pairwise(stops)), bounds=False)
-        peak = max(step.peak_bytes + (held if i else 0) for i, step in enumerate(steps))
-        return Route(stops, sum(step.us for step in steps), peak)
-
     def _found(self, max_bytes: float) -> list[Route]:
         """Routes to the target, the direct exchange first; one that holds more than `max_bytes` is led no further."""
         source, target = self.source, self.target
@@ -117,10 +112,13 @@ class Search:
             isinstance(p, Partial) and p != source.placements[m] for m, p in enumerate(target.placements)
         )
         soonest = 0.0 if turns_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
-        direct = self.price(source, target)
-        found = [self._route(staged(self.mesh, (source, target)), held)]
-        if any(isinstance(p, Partial) for p in source.placements):
-            found += [self._route(route, held) for route in stops.down_and_up(source)]
+        paths = [staged(self.mesh, (source, target)), *stops.down_and_up(source)]
+        direct, *steps = self.prices([(source, target), *(pair for path in paths for pair in pairwise(path))])
+        left, found = iter(steps), []
+        for path in paths:
+            steps = [next(left) for _ in pairwise(path)]
+            peak = max(step.peak_bytes + (held if i else 0) for i, step in enumerate(steps))
+            found.append(Route(path, sum(step.us for step in steps), peak))
         best = min((route.us for route in found if route.peak_bytes <= max_bytes), default=math.inf)
         reached, rest = {source: 0.0}, {source: direct}
         queue = [(direct.least_us, 0, Route((source,), 0.0, 0))]
@@ -137,18 +135,19 @@ class Search:
                 if reached.get(stop, math.inf) > route.us
                 and (stop not in rest or route.us + rest[stop].least_us + soonest < best)
             ]
-            steps = self.prices([(route.stops[-1], stop) for route, stop in ways], bounds=False)
+            new = [stop for stop in dict.fromkeys(stop for _, stop in ways) if stop not in rest]
+            # All at once: to price a few steps more costs less than to price twice.
+            pairs = [(route.stops[-1], stop) for route, stop in ways] + [(stop, target) for stop in new]
+            priced = self.prices(pairs, unbounded=len(ways))
+            rest.update(zip(new, priced[len(ways) :], strict=True))
             there = [
                 Route(
                     (*route.stops, stop),
                     route.us + step.us,
                     max(route.peak_bytes, step.peak_bytes + (held if len(route.stops) > 1 else 0)),
                 )
-                for (route, stop), step in zip(ways, steps, strict=True)
-                if route.us + step.us < min(best - soonest, reached.get(stop, math.inf))
+                for (route, stop), step in zip(ways, priced, strict=False)
             ]
-            new = list(dict.fromkeys(x.stops[-1] for x in there if x.stops[-1] not in rest))
-            rest.update(zip(new, self.prices([(stop, target) for stop in new]), strict=True))
             for x in there:
                 here, last = x.stops[-1], rest[x.stops[-1]]
                 if x.us >= min(best - soonest, reached.get(here, math.inf)):

@@ -39,13 +39,16 @@ class Stops:
                 if isinstance(target.placements[m], Partial) and target.placements[m] != source.placements[m]
             ]
         )
-        self.near_target = [self._replaced(target, group, shard) for group in groups for shard in self.shards]
+        near = [self._replaced(target, group, shard) for group in groups for shard in self.shards]
+        self.near_target = [stop for stop in near if stop is not None]
 
     def down_and_up(self, source: Layout) -> list[tuple[Layout, ...]]:
         """What a search of few rounds might not reach: routes whose mesh dims inside nodes, or those of them that are
         partial, cut one tensor dim first; then the mesh dims across nodes become what they are in the target."""
         pairs = zip(source.placements, self.target.placements, strict=True)
         partial = [m for m, (p, wanted) in enumerate(pairs) if isinstance(p, Partial) and p != wanted]
+        if not source.has_partial:
+            return []
         routes = []
         for group in (self.inside, [m for m in partial if m in self.inside]):
             for shard in self.shards:
@@ -73,30 +76,39 @@ class Stops:
         changes += [(group, shard) for shard in self.shards for group in (self.inside, partial, partial_inside)]
         changes += [((m,), placement) for m in (*self.inside, *self.across) for placement in (None, _REPLICATE)]
         changes += [((m,), shard) for m in dict.fromkeys((*self.across, *partial)) for shard in self.shards]
-        stops = [self._replaced(x, mesh_dims, placement) for mesh_dims, placement in changes]
-        found = dict.fromkeys([x, self.target, *self.near_target, *stops])
-        return [stop for stop in list(found)[2:] if stop is not None]
+        stops = [self._placements(x, mesh_dims, placement) for mesh_dims, placement in changes]
+        found = [self._arranged(x, placements) for placements in dict.fromkeys(stops) if placements is not None]
+        return list(dict.fromkeys([x, self.target, *self.near_target, *found]))[2:]
 
     def _replaced(self, layout: Layout, mesh_dims: Sequence[int], placement: Placement | None) -> Layout | None:
         """`layout` with `placement` on some mesh dims, or what the target has there.
 
-        New shards cut last, in their order in the target; tensor dims that are cut by the same mesh dims as in the
-        target are cut in its order.
-
         None if no mesh dim changes though some are named, or if partial ops would not mix.
         """
+        placements = self._placements(layout, mesh_dims, placement)
+        return None if placements is None else self._arranged(layout, placements)
+
+    def _placements(
+        self, layout: Layout, mesh_dims: Sequence[int], placement: Placement | None
+    ) -> tuple[Placement, ...] | None:
         placements = list(layout.placements)
         for m in mesh_dims:
             placements[m] = placement or self.target.placements[m]
-        if mesh_dims and placements == list(layout.placements):
+        found = tuple(placements)
+        if mesh_dims and found == layout.placements:
             return None
-        if not self.ops_mix and len({p.op for p in placements if isinstance(p, Partial)}) > 1:
+        if not self.ops_mix and len({p.op for p in found if isinstance(p, Partial)}) > 1:
             return None
+        return found
+
+    def _arranged(self, layout: Layout, placements: tuple[Placement, ...]) -> Layout:
+        """`layout` with other placements. New shards cut last, in their order in the target; tensor dims that are cut
+        by the same mesh dims as in the target are cut in its order."""
         cuts: dict[int, list[int]] = {}
         for m, p in enumerate(placements):
             if isinstance(p, Shard):
                 cuts.setdefault(p.dim, []).append(m)
-        return Layout.unchecked(tuple(placements), tuple([(d, self._order(layout, d, cuts[d])) for d in sorted(cuts)]))
+        return Layout.unchecked(placements, tuple([(d, self._order(layout, d, cuts[d])) for d in sorted(cuts)]))
 
     def _order(self, layout: Layout, tensor_dim: int, cut_by: list[int]) -> tuple[int, ...]:
         """The order in which the mesh dims `cut_by`, ascending, cut a tensor dim."""
