@@ -93,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("shared_memory", "collective"),
         help="also say how ranks of such a world carry each step out, and why",
     )
+    plan.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="of the process groups of a collective world (default: gloo)"
+    )
+    plan.add_argument(
+        "--reduction", choices=("ordered", "fast"), help="fast: a collective world's backend may reduce (default: no)"
+    )
     plan.add_argument("--json", action="store_true", help="the program as JSON")
     plan.add_argument("--svg", type=Path, metavar="FILE", help="also draw the program there (up to 64 ranks)")
     plan.add_argument("source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0"')
@@ -141,10 +147,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     )
     if arguments.json and arguments.world is not None:
         raise ArgumentError("--world: given with --json, which says nothing of worlds; allowed: one of them")
+    for option in ("backend", "reduction"):
+        if getattr(arguments, option) is not None and arguments.world != "collective":
+            raise ArgumentError(f"--{option}: without --world collective it says nothing; allowed: both")
     if arguments.json:
         print(json.dumps(program.to_dict(), indent=1))
     elif arguments.world is not None:
-        print(explain_on(program, AssumedWorld(program.mesh, arguments.world == "shared_memory")))
+        world = AssumedWorld(program.mesh, arguments.world == "shared_memory", arguments.backend or "gloo")
+        print(explain_on(program, world, arguments.reduction or "ordered"))
     else:
         print(program.explain())
     if arguments.svg is not None:

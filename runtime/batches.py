@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from ..planner import Batch, Exchange, Program
 from .bound_step import World
 from .copies import contiguous_strides
+from .lowering import Lowering
 from .meeting import Ask, Meet, Transfer
 from .one_sided import OneSidedStep
-from .two_sided import TwoSidedStep
+from .two_sided import SharedBuffers, TwoSidedStep
 
 BatchRun = Generator[Ask, Any, list[torch.Tensor]]
 
+_AS_MESSAGES = Lowering("send and receive", "one message has parts of many tensors")
 _ALIGNMENT = 16  # bytes; of what a tensor sends or receives, in a message that others share
 
 
@@ -70,38 +72,22 @@ class TwoSidedRound(_Round):
 
     steps: dict[int, TwoSidedStep]
 
-    def bind(self, tensors: int) -> None:
-        self.sends: list[tuple[int, int, list[tuple[int, int, int, Any]]]] = []
-        """Rank, bytes of the message, and tensor, first byte, elements and packing of each part."""
-        for rank in self.meets():
-            end, parts = 0, []
-            for i, step in self.steps.items():
-                for to, elements, packing in step.sends:
-                    if to == rank:
-                        parts.append((i, end, elements, packing))
-                        end = aligned(end + elements * step.dtype.itemsize)
-            if end:
-                self.sends.append((rank, end, parts))
-
-    def receive_from(self, messages: Sequence[tuple[int, int, int]], nbytes: int) -> None:
-        """Rank, first and last byte of each message in a buffer of so many bytes."""
-        self.messages, self.received = messages, nbytes
+    def meet(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
+        """Rank, first and last byte of each message in a buffer of what is sent, and in one of what comes."""
+        self.sends, self.receives = sends, receives
+        self.packed, self.received = (max((end for _, _, end in x), default=0) for x in (sends, receives))
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        sends = []
-        for rank, nbytes, parts in self.sends:
-            message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            for i, first, elements, packing in parts:
-                step = self.steps[i]
-                place = message[first : first + elements * step.dtype.itemsize].view(step.dtype)
-                if isinstance(packing, tuple):
-                    place.copy_(step.run_from([xs[i]], packing, elements))
-                else:
-                    packing([xs[i]], [place])
-            sends.append((rank, message))
-        received = torch.empty(self.received, dtype=torch.uint8, device=self.device)
-        if sends or self.messages:
-            yield Transfer(tuple(sends), tuple((rank, received[a:b]) for rank, a, b in self.messages))
+        packed, received = (
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (self.packed, self.received)
+        )
+        for i, step in self.steps.items():
+            step.pack([xs[i]], [packed.view(step.dtype)])
+        if self.sends or self.receives:
+            yield Transfer(
+                tuple((rank, packed[a:b]) for rank, a, b in self.sends),
+                tuple((rank, received[a:b]) for rank, a, b in self.receives),
+            )
         for i, step in self.steps.items():
             out = step.empty()
             step.finish([xs[i], received.view(step.dtype)], [out])
@@ -153,11 +139,14 @@ class BoundBatch:
                         before.append((i, self._bound(i, step, given)))
             self.rounds.append((before, self._round(exchanges, given) if exchanges else None))
 
-    def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], **options: Any) -> Any:
+    def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], shared: SharedBuffers | None = None) -> Any:
         program = self.batch.programs[i]
         position = self.batch.position(i, self.rank)
-        kind = OneSidedStep if self.world.one_sided else TwoSidedStep
-        bound = kind(program, step, position, given[i], self.world, self.dtypes[i], self.device, **options)
+        form = program, step, position, given[i], self.world, self.dtypes[i], self.device
+        if self.world.one_sided:
+            bound: _BoundStep = OneSidedStep(*form)
+        else:
+            bound = TwoSidedStep(*form, lowering=_AS_MESSAGES, shared=shared)
         given[i] = contiguous_strides(bound.shape)
         return bound
 
@@ -167,27 +156,36 @@ class BoundBatch:
             one_sided.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}
             one_sided.bind(len(self.batch.programs))
             return one_sided
-        # What a peer sends of each tensor lies in its message in the order of tensors, as the peer packs it.
-        coming: dict[int, list[tuple[int, int, int]]] = {}
+        # What a peer gets of each tensor lies in its message in the order of tensors, and so does what comes from it.
+        sends, sent_at = self._messages(exchanges, elements_to)
+        receives, received_at = self._messages(exchanges, elements_from)
+        two_sided = TwoSidedRound(self.world, self.rank, self.device)
+        for i, step in exchanges.items():
+            two_sided.steps[i] = self._bound(i, step, given, SharedBuffers(sent_at[i], received_at[i]))
+        two_sided.meet(sends, receives)
+        return two_sided
+
+    def _messages(
+        self, exchanges: dict[int, Exchange], elements_of: Callable[[Program, Exchange, int], list[tuple[int, int]]]
+    ) -> tuple[list[tuple[int, int, int]], dict[int, dict[int, int]]]:
+        """Messages with parts of all tensors, one after the other in a buffer: rank, first and last byte of each; and
+        for each tensor the first element of every peer's part. `elements_of`: how long such a part is."""
+        lengths: dict[int, list[tuple[int, int, int]]] = {}
         for i, step in exchanges.items():
             program, position = self.batch.programs[i], self.batch.position(i, self.rank)
             assert position is not None
-            for peer, elements in elements_from(program, step, position):
-                coming.setdefault(program.mesh.rank_at(peer), []).append((i, peer, elements))
-        received_at: dict[int, dict[int, int]] = {i: {} for i in exchanges}
+            for peer, elements in elements_of(program, step, position):
+                lengths.setdefault(program.mesh.rank_at(peer), []).append((i, peer, elements))
+        places: dict[int, dict[int, int]] = {i: {} for i in exchanges}
         messages, end = [], 0
-        for rank, parts in sorted(coming.items()):
+        for rank, parts in sorted(lengths.items()):
             first = end
             for i, peer, elements in parts:
-                received_at[i][peer] = end // self.dtypes[i].itemsize
+                places[i][peer] = end // self.dtypes[i].itemsize
                 end = aligned(end + elements * self.dtypes[i].itemsize)
             if end > first:
                 messages.append((rank, first, end))
-        two_sided = TwoSidedRound(self.world, self.rank, self.device)
-        two_sided.steps = {i: self._bound(i, step, given, received_at=received_at[i]) for i, step in exchanges.items()}
-        two_sided.bind(len(self.batch.programs))
-        two_sided.receive_from(messages, end)
-        return two_sided
+        return messages, places
 
     def run(self, xs: Sequence[torch.Tensor]) -> BatchRun:
         """Yields where ranks meet; returns the target shards. The inputs are only read."""
@@ -206,6 +204,16 @@ def elements_from(program: Program, step: Exchange, position: int) -> list[tuple
     sizes = boxes.elements
     return [
         (peer, int(((boxes.sender == peer).sum(axis=1) * sizes).sum()))
+        for peer in program.members(step, position)
+        if peer != position
+    ]
+
+
+def elements_to(program: Program, step: Exchange, position: int) -> list[tuple[int, int]]:
+    """Every peer of a position in a step, and the elements that it gets; 0 where it gets nothing."""
+    sizes = (step.boxes.sender == position).sum(axis=1) * step.boxes.elements
+    return [
+        (peer, int(sizes[step.boxes.receiver == peer].sum()))
         for peer in program.members(step, position)
         if peer != position
     ]

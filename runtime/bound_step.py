@@ -41,6 +41,9 @@ class World(Protocol):
     def offered(self, address: Address, number: int) -> Sequence[Address]:
         """The addresses that a peer's `offer` of so many buffers stands for."""
 
+    backend: str
+    """Of process groups, one of `lowering.BACKENDS`. Of worlds that are not one-sided."""
+
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
         know. Of worlds that are not one-sided."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
-from .meeting import AllToAll, Ask, Transfer
+from .meeting import AllGather, AllToAll, Ask, Collective, ReduceScatter, Transfer
 from .shared_memory import read_when_posted
 
 _KEPT_POSTS = 64
@@ -20,6 +21,9 @@ _REFUSED = 0  # in place of a token
 class CollectiveWorld:
     """The ranks of the default process group, in any subsets: grouped sends and receives need no group of their own.
 
+    One for each backend that the group has. Compiling and running never make a group; collectives use those that the
+    meshes have.
+
     Every call posts its number and request to the store without waiting; a rank that runs a request for the first time
     reads what its peers posted for the same call and refuses if they differ.
     """
@@ -28,8 +32,8 @@ class CollectiveWorld:
     recycles = False
     name = "collective"
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, backend: str) -> None:
+        self.rank, self.size, self.timeout, self.backend = rank, size, timeout, backend
         self._store = store
         self._calls: dict[tuple[int, ...], int] = {}
         self._announced = ("", 0)
@@ -63,7 +67,7 @@ class CollectiveWorld:
             MeetingTimeoutError: a peer posted nothing within the timeout.
         """
         call = self._calls[ranks] = self._calls.get(ranks, 0) + 1
-        where = f"shardweave/calls/{hash(ranks)}"
+        where = f"shardweave/calls/{self.backend}/{hash(ranks)}"
         self._announced = where, call
         slot = call % _KEPT_POSTS
         self._store.set(f"{where}/{self.rank}/{slot}", f"{call} {token}")
@@ -101,14 +105,12 @@ class CollectiveWorld:
         found = self._groups.get(tuple(sorted(ranks)))
         return None if found is None else found[0]
 
-    def _all_to_all(self, request: AllToAll) -> None:
+    def _collective(self, request: Collective) -> None:
         _, group = self._groups[tuple(sorted(request.group))]
         start = time.monotonic()
         try:
-            work = dist.all_to_all_single(
-                request.receives, request.sends, request.receive_sizes, request.send_sizes, group=group, async_op=True
-            )
-            if request.sends.device.type == "cpu":
+            work = _started(request, group)
+            if request[1].device.type == "cpu":
                 work.wait(timedelta(seconds=self.timeout))
             else:
                 work.wait()  # the stream waits, not this process
@@ -133,8 +135,8 @@ class CollectiveWorld:
         return [rank for rank in others if int(there.get(rank, "0").split()[0]) < call] or others
 
     def answer(self, request: Ask) -> None:
-        if isinstance(request, AllToAll):
-            self._all_to_all(request)
+        if isinstance(request, Collective):
+            self._collective(request)
             return
         assert isinstance(request, Transfer)
         operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in request.receives]
@@ -164,3 +166,18 @@ class CollectiveWorld:
 
     def fail(self, error: WorldError) -> None:
         self.error = self.error or error
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}
+
+
+def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
+    options: Any = {"group": group, "async_op": True}
+    if isinstance(request, AllToAll):
+        _, sends, send_sizes, receives, receive_sizes = request
+        return dist.all_to_all_single(receives, sends, receive_sizes, send_sizes, **options)
+    if isinstance(request, AllGather):
+        return dist.all_gather_into_tensor(request.receives, request.sends, **options)
+    if isinstance(request, ReduceScatter):
+        return dist.reduce_scatter_tensor(request.receives, request.sends, op=_OPS[request.op], **options)
+    return dist.all_reduce(request.values, op=_OPS[request.op], **options)

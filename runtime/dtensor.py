@@ -16,6 +16,7 @@ from ..planner import Topology
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
 from .group_caches import kept_with_group
+from .lowering import Reduction
 from .redistribution import How, explain_redistribution, how_asked, run_redistribution
 from .specs import normal_placements
 
@@ -28,6 +29,7 @@ def redistribute(
     shard_order: Mapping[int, Sequence[int]] | None = None,
     world: str | None = None,
     topology: Topology | None = None,
+    reduction: Reduction | None = None,
 ) -> DTensor:
     """A DTensor of the same values with other placements, on the same mesh or on another.
 
@@ -42,6 +44,7 @@ def redistribute(
         world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
             `install` was told, else bytes alone decide.
+        reduction: "ordered" or "fast", as for `install`; None: what that was told.
 
     Returns:
         A DTensor that shares no memory with the input, except where nothing is to be done. Differentiable any number of
@@ -54,7 +57,7 @@ def redistribute(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    how = None if world is None and topology is None else how_asked(world, topology)
+    how = how_asked(world, topology, reduction)
     target = target_of(dtensor, placements, device_mesh, shard_order)
     if dtensor.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(dtensor, target, how)
@@ -69,6 +72,7 @@ def explain(
     shard_order: Mapping[int, Sequence[int]] | None = None,
     world: str | None = None,
     topology: Topology | None = None,
+    reduction: Reduction | None = None,
 ) -> str:
     """What `redistribute` does with the same arguments, as this rank sees it: the program's steps with their bytes, the
     world, and the means that it picks for each step and why. Nothing is moved.
@@ -80,7 +84,7 @@ def explain(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    how = how_asked(world, topology)
+    how = how_asked(world, topology, reduction)
     return explain_redistribution(
         plain_local(dtensor), dtensor._spec, target_of(dtensor, placements, device_mesh, shard_order), how
     )

@@ -12,8 +12,12 @@ import torch
 from ..planner import Program, check_local_shape
 from .bound_step import Run, World
 from .copies import contiguous_strides
+from .lowering import Reduction, lower
 from .one_sided import OneSidedStep
 from .two_sided import TwoSidedStep, may_leave_apart
+from .vendor_reduction import VendorReduction
+
+_FAST = 1 << 62  # in the token of a program whose sums may be vendors'
 
 
 class BoundProgram:
@@ -24,11 +28,18 @@ class BoundProgram:
     """
 
     def __init__(
-        self, program: Program, position: int, strides: Sequence[int], world: World, dtype: torch.dtype, device:
-        torch.device
-    ) -> None:  # fmt: skip
-        self.program, self.position, self.token = program, position, program.digest & ~0xFFFF
-        self.steps: list[OneSidedStep | TwoSidedStep] = []
+        self,
+        program: Program,
+        position: int,
+        strides: Sequence[int],
+        world: World,
+        dtype: torch.dtype,
+        device: torch.device,
+        reduction: Reduction = "ordered",
+    ) -> None:
+        self.program, self.position = program, position
+        self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
+        self.steps: list[OneSidedStep | TwoSidedStep | VendorReduction] = []
         origin, buffers = None, 1
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
@@ -36,8 +47,12 @@ class BoundProgram:
             if world.one_sided:
                 self.steps.append(OneSidedStep(*given))
                 continue
+            lowering = lower(program, step, position, world, reduction)
+            if lowering.how in ("reduce-scatter", "all-reduce"):
+                self.steps.append(VendorReduction(*given, lowering=lowering))
+                continue
             apart = i + 1 < len(program.steps) and may_leave_apart(step, program.steps[i + 1])
-            bound = TwoSidedStep(*given, origin=origin, buffers=buffers, leave_apart=apart)
+            bound = TwoSidedStep(*given, lowering=lowering, origin=origin, buffers=buffers, leave_apart=apart)
             self.steps.append(bound)
             origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,20 +15,28 @@ from .batches import BatchRun, BoundBatch
 from .bound_step import Run
 from .dtypes import name_of
 from .executor import BoundProgram
-from .meeting import AllToAll, Ask, Meet, Transfer
+from .lowering import BACKENDS, Reduction, check_reduction
+from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, ReduceScatter, Transfer
+
+_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
 
 
 class InProcessWorld:
     """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network; with
-    `groups` any of them has a process group for an all-to-all."""
+    a `backend` any of them have a process group of it."""
 
     recycles = False
 
-    def __init__(self, one_sided: bool = True, groups: bool = False) -> None:
-        self.one_sided, self.groups = one_sided, groups
+    def __init__(self, one_sided: bool = True, backend: str | None = None) -> None:
+        self.one_sided, self.backend = one_sided, backend or ""
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
-        return tuple(ranks) if self.groups else None
+        return tuple(ranks) if self.backend else None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -49,7 +58,12 @@ class InProcessWorld:
 
 
 def simulate(
-    program: Program | Batch, locals_: Sequence[Any], *, one_sided: bool = True, groups: bool = False
+    program: Program | Batch,
+    locals_: Sequence[Any],
+    *,
+    one_sided: bool = True,
+    backend: str | None = None,
+    reduction: Reduction = "ordered",
 ) -> list[Any]:
     """Carry out a whole program, or a batch of them, in this process, every rank in turn.
 
@@ -59,8 +73,9 @@ def simulate(
             (`Program.source_shape`), all of the program's dtype and on one device; any strides. Of a batch a list of
             these for each of its programs.
         one_sided: ranks push into each other's buffers; False: they pack, send, receive and unpack.
-        groups: with `one_sided=False`, any ranks that meet have a process group, so that small messages go by an
-            all-to-all.
+        backend: with `one_sided=False`, any ranks that meet have a process group of it, "gloo" or "nccl", and steps
+            take the collectives that they take there.
+        reduction: "fast" also lets the backend reduce (here in the order of ranks). Not of batches.
 
     Returns:
         One tensor per rank, of the shape that layout `dst` gives it; of a batch a list of these for each program. The
@@ -69,17 +84,19 @@ def simulate(
     Raises:
         ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
     """
+    if backend is not None and backend not in BACKENDS:
+        raise ArgumentError(f"backend: {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
+    reduction, world = check_reduction(reduction), InProcessWorld(one_sided, backend)
     if isinstance(program, Batch):
-        return _simulate_batch(program, locals_, InProcessWorld(one_sided, groups))
+        return _simulate_batch(program, locals_, world)
     if not isinstance(program, Program):
         raise ArgumentError(f"program: {program!r}; allowed: a Program or a Batch")
     _check_locals(program, locals_, "locals_")
     if program.is_identity:
         return list(locals_)
-    world = InProcessWorld(one_sided, groups)
     runs = {}
     for position, x in enumerate(map(_plain, locals_)):
-        bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
+        bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, reduction)
         runs[program.mesh.rank_at(position)] = bound.run(x)
     outputs = _run_all(runs)
     return [outputs[program.mesh.rank_at(position)] for position in range(program.mesh.size)]
@@ -157,7 +174,7 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
     for rank in runs:
         go_on(rank, None)
     while waiting:
-        ready = [r for r, request in waiting.items() if all(posted[peer, r] for peer in _awaited(request))]
+        ready = [r for r, request in waiting.items() if all(posted[peer, r] for peer in _awaited(request, r))]
         if not ready:
             raise DisagreementError(f"ranks {sorted(waiting)} wait for peers that post nothing more")
         for rank in ready:
@@ -166,20 +183,32 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
     return outputs
 
 
-def _awaited(request: Ask) -> list[int]:
-    return list(request.peers if isinstance(request, Meet) else dict.fromkeys(peer for peer, _ in _receives(request)))
+def _awaited(request: Ask, rank: int) -> list[int]:
+    if isinstance(request, Meet):
+        return list(request.peers)
+    if isinstance(request, ReduceScatter | AllReduce):
+        return [peer for peer in request.group if peer != rank]
+    return [peer for peer in dict.fromkeys(peer for peer, _ in _receives(request)) if peer != rank]
 
 
-def _receives(request: Transfer | AllToAll) -> Sequence[tuple[int, torch.Tensor]]:
+def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
     if isinstance(request, Transfer):
         return request.receives
+    if isinstance(request, AllGather):
+        return list(zip(request.group, request.receives.chunk(len(request.group)), strict=True))
     parts = zip(request.group, request.receives.split(request.receive_sizes), strict=True)
     return [(peer, part) for peer, part in parts if len(part)]
 
 
-def _sends(request: Transfer | AllToAll) -> Sequence[tuple[int, torch.Tensor]]:
+def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]:
     if isinstance(request, Transfer):
         return request.sends
+    if isinstance(request, AllGather):
+        return [(peer, request.sends) for peer in request.group]
+    if isinstance(request, AllReduce):
+        return [(peer, request.values) for peer in request.group]
+    if isinstance(request, ReduceScatter):
+        return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
     parts = zip(request.group, request.sends.split(request.send_sizes), strict=True)
     return [(peer, part) for peer, part in parts if len(part)]
 
@@ -199,11 +228,19 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
 
 
 def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
-    came = {peer: posted[peer, rank].popleft() for peer in _awaited(request)}
+    own = [] if isinstance(request, Meet | Transfer | AllToAll) else [rank]
+    came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
     if isinstance(request, Meet):
         if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):
             raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")
         return [came[peer][1] for peer in request.peers]
+    if isinstance(request, ReduceScatter | AllReduce):
+        into = request.receives if isinstance(request, ReduceScatter) else request.values
+        terms = [term for peer in request.group for term in came[peer]]
+        if len(terms) != len(request.group) or any(t.shape != into.shape or t.dtype != into.dtype for t in terms):
+            raise DisagreementError(f"rank {rank} expects {into.numel()} values of ranks {request.group} each")
+        into.copy_(reduce(_OPS[request.op], terms))
+        return None
     for peer, buffer in _receives(request):
         sent = came[peer].pop(0) if isinstance(came[peer], list) and came[peer] else None
         if sent is None or sent.shape != buffer.shape:

@@ -7,10 +7,17 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from ..errors import ArgumentError
 from ..planner import NVLINK_NODE, Topology
 from .costs import price_on, priced_on
-from .redistribution import plan_for, planned_for, redistribute_local_tensor, stock_redistribute_local_tensor
+from .lowering import Reduction
+from .redistribution import (
+    How,
+    default,
+    how_asked,
+    redistribute_local_tensor,
+    run_by_default,
+    stock_redistribute_local_tensor,
+)
 
 _SEAMS = (
     "torch.distributed.tensor._redistribute",
@@ -32,11 +39,11 @@ def is_installed() -> bool:
     return getattr(import_module(_SEAMS[0]), _NAME) is redistribute_local_tensor
 
 
-def install(*, costs: bool = False, topology: Topology | None = None) -> None:
+def install(*, costs: bool = False, topology: Topology | None = None, reduction: Reduction = "ordered") -> None:
     """From now on `DTensor.redistribute`, implicit redistributions and their backward run on shardweave.
 
     In this process: every rank must install alike, at the same point of the program. Doing it twice is doing it once;
-    the last call's `costs` and `topology` count.
+    the last call's arguments count.
 
     Args:
         costs: DTensor also chooses between the sharding strategies of an op by shardweave's prices: torch's own
@@ -44,34 +51,36 @@ def install(*, costs: bool = False, topology: Topology | None = None) -> None:
             and with torch's number where shardweave has none (counted in `stats().delegations` under "price: ").
         topology: what the ranks are linked by: programs are planned for it, and `costs` are prices on it. None: bytes
             alone decide, and prices are those of `NVLINK_NODE`, on which all ranks share one node.
+        reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats in float32, so that replicas
+            are bitwise equal; "fast": where the ranks exchange through torch.distributed, its backend reduces as it
+            likes.
 
     Raises:
-        ArgumentError: `topology` is none.
+        ArgumentError: `topology` or `reduction` is none.
     """
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    how = how_asked(None, topology, reduction)._replace(topology=topology)
     _bind_everywhere(redistribute_local_tensor)
-    plan_for(topology)
+    run_by_default(how)
     price_on((topology or NVLINK_NODE) if costs else None)
 
 
 def uninstall() -> None:
     """Give torch its own inner loop and its own prices back."""
     _bind_everywhere(stock_redistribute_local_tensor)
-    plan_for(None)
+    run_by_default(How())
     price_on(None)
 
 
 @contextmanager
-def installed(*, costs: bool = False, topology: Topology | None = None) -> Iterator[None]:
+def installed(
+    *, costs: bool = False, topology: Topology | None = None, reduction: Reduction = "ordered"
+) -> Iterator[None]:
     """`install(...)` inside the block; afterwards as it was before."""
-    before, planned_before, prices_before = is_installed(), planned_for(), priced_on()
-    install(costs=costs, topology=topology)
+    before, how_before, prices_before = is_installed(), default(), priced_on()
+    install(costs=costs, topology=topology, reduction=reduction)
     try:
         yield
     finally:
-        if before:
-            install(costs=prices_before is not None, topology=planned_before)
-        else:
-            uninstall()
-            plan_for(planned_before)
+        _bind_everywhere(redistribute_local_tensor if before else stock_redistribute_local_tensor)
+        run_by_default(how_before)
+        price_on(prices_before)

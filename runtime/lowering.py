@@ -5,22 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from ..planner import ITEMSIZE, Exchange, Mesh, Program, Step, format_bytes
+from ..errors import ArgumentError
+from ..planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Shard, Step, format_bytes
 
-LARGEST_IN_ONE_CALL = 1 << 20
-"""Bytes of the largest shard up to which one all-to-all takes the place of a message per peer. On gloo, 4 ranks on 2
-cores, an all-to-all took 0.3 of the messages' time with 1 KiB to each peer, 0.5 with 64 KiB, and as long with 1 MiB,
-where packing all messages into one buffer would come on top; all-gather took 0.7, 0.9, and 1.6 times as long."""
+Reduction = Literal["ordered", "fast"]
+REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
+
+
+@dataclass(frozen=True)
+class OneCall:
+    """Bytes of the largest shard up to which one collective takes the place of a message to each peer."""
+
+    all_to_all: float
+    all_gather: float
+
+
+BACKENDS = {
+    # 4 ranks on 2 cores: an all-to-all took 0.3 of the messages' time with 1 KiB to each peer, 0.5 with 64 KiB, and as
+    # long with 1 MiB, where packing all messages into one buffer comes on top; all-gather took 0.7, 0.9, and 1.6.
+    "gloo": OneCall(all_to_all=1 << 20, all_gather=0),
+    # Its all-to-all is grouped messages, and wants them in one buffer; its all-gather sends each byte into a node once.
+    "nccl": OneCall(all_to_all=0, all_gather=math.inf),
+}
+_REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """`how`: "local", "push", "send and receive" or "all-to-all"; `group`: the ranks of an all-to-all in the order of
-    its process group."""
+    """`how`: "local", "push", "send and receive", "all-to-all", "all-gather", "reduce-scatter" or "all-reduce";
+    `group`: the ranks of a collective in the order of its process group."""
 
     how: str
     why: str
@@ -37,12 +54,26 @@ class Means(Protocol):
     def one_sided(self) -> bool:
         """Ranks write into each other's memory."""
 
+    @property
+    def backend(self) -> str:
+        """Of process groups: one of `BACKENDS`; not asked for where the world is one-sided."""
+
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
         know."""
 
 
-def lower(program: Program, step: Step, position: int, world: Means) -> Lowering:
+def check_reduction(reduction: object) -> Reduction:
+    """
+    Raises:
+        ArgumentError: it is none.
+    """
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction: {reduction!r}; allowed: {', '.join(map(repr, REDUCTIONS))}")
+    return reduction  # type: ignore[return-value]
+
+
+def lower(program: Program, step: Step, position: int, world: Means, reduction: Reduction = "ordered") -> Lowering:
     """The means for a step. Follows from what all ranks that meet know alike, so they choose alike."""
     if not isinstance(step, Exchange):
         return Lowering("local", "no rank receives anything")
@@ -56,10 +87,46 @@ def lower(program: Program, step: Step, position: int, world: Means) -> Lowering
     order = world.group_order([program.mesh.rank_at(p) for p in members])
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
-    largest = max(_largest_shard(program, step, p) for p in members)
-    if largest > LARGEST_IN_ONE_CALL:
-        return Lowering("send and receive", f"shards of {format_bytes(largest)} are not copied into one message first")
-    return Lowering("all-to-all", f"shards of {format_bytes(largest)} at most cost less in one call", order)
+    before, after = (
+        [math.prod(shape(step, p)) * ITEMSIZE[program.dtype] for p in members]
+        for shape in (program.shape_before, program.shape_after)
+    )
+    if sum(before) == 0 or sum(after) == 0:
+        return Lowering("local", "the ranks that would meet hold nothing")
+    if reduction == "fast" and (kind := _vendor_reduction(program, step, members)):
+        return Lowering(kind, f'reduction="fast" leaves the order of terms to {world.backend}', order)
+    limits, largest = BACKENDS[world.backend], max(*before, *after)
+    said = f"shards of {format_bytes(largest)}"
+    if _gathers(step) and len(set(before)) == 1 and largest <= limits.all_gather:
+        return Lowering("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
+    if len(step.group) > 1:
+        return Lowering("send and receive", "along several mesh dims a rank has few of the group as peers")
+    if largest > limits.all_to_all:
+        return Lowering("send and receive", f"{said} are not copied into one buffer first")
+    return Lowering("all-to-all", f"{said} at most cost less in one call", order)
+
+
+def _gathers(step: Exchange) -> bool:
+    """Whether every rank of the group ends with all that the group holds, each its own part of it."""
+    was, becomes = _of_group(step)
+    return all(isinstance(p, Shard) for p in was) and all(isinstance(p, Replicate) for p in becomes)
+
+
+def _vendor_reduction(program: Program, step: Exchange, members: Sequence[int]) -> str | None:
+    """The reduction of torch.distributed that does a step, if there is one."""
+    was, becomes = _of_group(step)
+    if program.dtype not in _REDUCED_BY_BACKENDS or not all(isinstance(p, Partial) for p in was):
+        return None
+    if all(isinstance(p, Replicate) for p in becomes):
+        return "all-reduce"
+    even = len({program.shape_after(step, p) for p in members}) == 1
+    return "reduce-scatter" if even and all(isinstance(p, Shard) for p in becomes) else None
+
+
+def _of_group(step: Exchange) -> tuple[list[object], list[object]]:
+    """What the mesh dims along which ranks meet are before and after."""
+    group = step.group or ()
+    return [step.source.placements[m] for m in group], [step.target.placements[m] for m in group]
 
 
 @dataclass(frozen=True)
@@ -68,6 +135,7 @@ class AssumedWorld:
 
     mesh: Mesh
     one_sided: bool
+    backend: str = "gloo"
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         found = sorted(ranks)
@@ -79,12 +147,7 @@ class AssumedWorld:
         return tuple(found) if tuple(found) in groups else None
 
 
-def explain_on(program: Program, world: Means) -> str:
+def explain_on(program: Program, world: Means, reduction: Reduction = "ordered") -> str:
     """The program as text, with the means of a world for each step and why."""
     position = program.ranks[0]
-    return program.explain([lower(program, step, position, world) for step in program.steps])
-
-
-def _largest_shard(program: Program, step: Step, position: int) -> int:
-    shapes = program.shape_before(step, position), program.shape_after(step, position)
-    return max(map(math.prod, shapes)) * ITEMSIZE[program.dtype]
+    return program.explain([lower(program, step, position, world, reduction) for step in program.steps])

@@ -27,8 +27,15 @@ class Meet(NamedTuple):
     """Work that no peer waits for: done between telling peers and waiting for them."""
 
 
+class Transfer(NamedTuple):
+    """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided worlds only."""
+
+    sends: tuple[tuple[int, torch.Tensor], ...]
+    receives: tuple[tuple[int, torch.Tensor], ...]
+
+
 class AllToAll(NamedTuple):
-    """Every rank of a process group sends some bytes to every other. Two-sided worlds only.
+    """Every rank of a process group sends some bytes to every other. Two-sided worlds only, as the collectives below.
 
     Buffers are flat bytes, in the order of `group`; sizes are bytes for each rank of it, 0 for this one.
     """
@@ -40,11 +47,30 @@ class AllToAll(NamedTuple):
     receive_sizes: list[int]
 
 
-class Transfer(NamedTuple):
-    """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided worlds only."""
+class AllGather(NamedTuple):
+    """Every rank of a process group sends the same number of bytes to all; `receives` has them in its order."""
 
-    sends: tuple[tuple[int, torch.Tensor], ...]
-    receives: tuple[tuple[int, torch.Tensor], ...]
+    group: tuple[int, ...]
+    sends: torch.Tensor
+    receives: torch.Tensor
 
 
-Ask = Meet | Transfer | AllToAll
+class ReduceScatter(NamedTuple):
+    """`sends` has a term for each rank of a process group, in its order; each gets the reduced one that is its own."""
+
+    group: tuple[int, ...]
+    sends: torch.Tensor
+    receives: torch.Tensor
+    op: str
+
+
+class AllReduce(NamedTuple):
+    """Flat values, a term on every rank of a process group, reduced in place on all of them."""
+
+    group: tuple[int, ...]
+    values: torch.Tensor
+    op: str
+
+
+Collective = AllToAll | AllGather | ReduceScatter | AllReduce
+Ask = Meet | Transfer | Collective

@@ -20,7 +20,7 @@ from .calls import Call, check_backend, check_ranks, world_for
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
-from .lowering import explain_on
+from .lowering import Reduction, check_reduction, explain_on
 from .specs import layout_of_spec, mesh_of
 from .statistics import stats
 from .worlds import AnyWorld, why_not_backend
@@ -36,32 +36,37 @@ class How(NamedTuple):
 
     world: str | None = None
     topology: Topology | None = None
+    reduction: Reduction = "ordered"
 
 
 _default = How()
 _calls: dict[tuple, Call] = kept_with_group({})
 
 
-def how_asked(world: Any, topology: Any) -> How:
-    """
+def how_asked(world: Any = None, topology: Any = None, reduction: Any = None) -> How:
+    """What a caller asks for; None leaves it to what `install` was told.
+
     Raises:
-        ArgumentError: a world that is no name, a topology that is none.
+        ArgumentError: a world that is no name, a topology or a reduction that is none.
     """
+    if world is None and topology is None and reduction is None:
+        return _default
     if world is not None and not isinstance(world, str):
         raise ArgumentError(f"world: {world!r}; allowed: a name, or None")
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
-    return How(world, topology or _default.topology)
+    reduction = _default.reduction if reduction is None else check_reduction(reduction)
+    return How(world, topology or _default.topology, reduction)
 
 
-def plan_for(topology: Topology | None) -> None:
-    """From now on programs are planned for a topology, unless a caller names another."""
+def run_by_default(how: How) -> None:
+    """From now on requests are carried out like this, except for what a caller asks for."""
     global _default
-    _default = How(None, topology)
+    _default = how
 
 
-def planned_for() -> Topology | None:
-    return _default.topology
+def default() -> How:
+    return _default
 
 
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Program:
@@ -104,7 +109,7 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) 
         with suppress(WorldError):  # peers that are gone need not be told
             world.refuse(program.first_met(position), program.company(position))
         raise
-    bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device)
+    bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
     return Call(bound, world, program.company(position))
 
 
@@ -114,7 +119,7 @@ def explain_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTenso
     if program.is_identity:
         return program.explain()
     world, why = _world(program, x, how, current.mesh, target.mesh)
-    return f"{explain_on(program, world)}\n  on world {world.name}: {why}"
+    return f"{explain_on(program, world, how.reduction)}\n  on world {world.name}: {why}"
 
 
 def run_redistribution(

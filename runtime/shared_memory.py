@@ -119,6 +119,7 @@ class SharedMemoryWorld:
     one_sided = True
     recycles = True
     name = "shared_memory"
+    backend = ""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout

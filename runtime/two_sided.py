@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,21 +11,31 @@ import torch
 from ..planner import FILL, Boxes, Step
 from .bound_step import BoundStep, Run
 from .copies import Copies, Patchwork, Reduction, Side, Whole, is_plain, run_of
-from .lowering import lower
-from .meeting import AllToAll, Transfer
+from .lowering import Lowering
+from .meeting import AllGather, AllToAll, Transfer
 
-_Part = tuple[int, int, Boxes, Side, Side]
+Part = tuple[int, int, Boxes, Side, Side]
+_PACKED = -1  # in place of a buffer
+_ALIGNMENT = 16  # bytes; of each message in a buffer that kernels pack or unpack, so that they move wide words
+
+
+class SharedBuffers(NamedTuple):
+    """Where buffers that other tensors share hold what goes to each peer and what comes from it, in elements, by the
+    peer's position."""
+
+    sent_at: Mapping[int, int]
+    received_at: Mapping[int, int]
 
 
 class TwoSidedStep(BoundStep):
-    """Pack what each peer needs, send and receive with exact sizes, unpack or reduce what came.
+    """Pack what peers need, send and receive with exact sizes, unpack or reduce what came: a kernel before, one after.
 
-    Either a message to each peer, where what lies in one run of memory is sent from where it is and received where it
-    belongs; or an all-to-all, packed into one buffer (`lowering.lower` says which).
+    By a message to each peer, where what lies in one run of memory is sent from where it is and received where it
+    belongs; by an all-to-all, from one buffer into another; or by an all-gather, where all get the same.
 
     Args:
-        received_at: where a buffer that other tensors share holds what each peer sends, by its position, in elements;
-            None: the buffer is this step's own.
+        lowering: which of these.
+        shared: of a step whose messages are parts of others, which someone else sends; None: the step is alone.
         origin: what the step reads, and in which of the buffers that `run` is given; None: one tensor in the only one.
         buffers: how many `run` is given.
         leave_apart: what comes is not put together: `run` returns its buffers and one more, where `patchwork` lies.
@@ -34,7 +44,8 @@ class TwoSidedStep(BoundStep):
     def __init__(
         self,
         *args: Any,
-        received_at: Mapping[int, int] | None = None,
+        lowering: Lowering,
+        shared: SharedBuffers | None = None,
         origin: Patchwork | None = None,
         buffers: int = 1,
         leave_apart: bool = False,
@@ -42,21 +53,26 @@ class TwoSidedStep(BoundStep):
         super().__init__(*args)
         self.origin = origin or Whole(0, self.source_strides)
         self.arrived, self.leave_apart = buffers, leave_apart
-        self.lowering = lower(self.program, self.step, self.me, self.world)
-        self.together = self.lowering.how == "all-to-all" and received_at is None
-        if self.together:
-            # Messages lie in the order of the group.
-            place = self.lowering.group.index
-            order = sorted(zip(self.peer_ranks, self.peers, strict=True), key=lambda peer: place(peer[0]))
-            self.peer_ranks, self.peers = (tuple(column) for column in zip(*order, strict=True))
-            self._bind_pack()
-        else:
-            self._bind_sends()
-        self._bind_receives(received_at)
+        self.group = lowering.group
+        self.together, self.gathers = lowering.how == "all-to-all", lowering.how == "all-gather"
+        exact = self.together or self.gathers or self.device.type == "cpu"
+        self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
+        peers = list(zip(self.peers, self.peer_ranks, strict=True))
+        if self.together or self.gathers:
+            peers.sort(key=lambda peer: self.group.index(peer[1]))
+        self._bind_sends(peers[:1] if self.gathers else peers, shared)
+        if self.gathers:
+            rank = self.program.mesh.rank_at(self.me)
+            peers.insert(self.group.index(rank), (self.me, rank))
+        self._bind_receives(peers, shared)
+        # Bytes for each rank of the group, of an all-to-all.
+        sent = {rank: last - first for rank, _, first, last in self.sends}
+        came = {rank: last - first for rank, first, last, _ in self.receives}
+        self.sent, self.came = ([n.get(r, 0) * self.dtype.itemsize for r in self.group] for n in (sent, came))
 
-    def _parts_to(self, peer: int, base: int) -> tuple[list[_Part], int]:
+    def _parts_to(self, peer: int, base: int) -> tuple[list[Part], int]:
         """What a peer gets, contributor by contributor in the order of rows, packed from `base`; and where it ends."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for contributor in range(self.contributors):
             rows = self.outgoing(peer, contributor)
             if elements := int(rows.elements.sum()):
@@ -67,35 +83,36 @@ class TwoSidedStep(BoundStep):
                     parts.append((piece.buffer, 0, piece.boxes, piece.side, packed.part(piece)))
         return parts, base
 
-    def _bind_sends(self) -> None:
-        self.sends: list[tuple[int, int, Copies | tuple[int, int]]] = []
-        """Rank, elements, and how they are packed, or in which buffer they begin, and where."""
-        for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
-            parts, elements = self._parts_to(peer, 0)
-            if elements:
-                run = run_of(parts[0][2], parts[0][3]) if len(parts) == 1 else None
-                packing = Copies(parts, self.step.fill, self.dtype, self.device)
-                self.sends.append((rank, elements, packing if run is None else (parts[0][0], run)))
+    def _bind_sends(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
+        self.sends: list[tuple[int, int, int, int]] = []
+        """Rank, buffer or `_PACKED`, first and last element there."""
+        packing: list[Part] = []
+        self.packed = 0
+        from_where_it_is = shared is None and not self.together
+        for peer, rank in peers:
+            first = self._aligned(self.packed) if shared is None else shared.sent_at[peer]
+            parts, last = self._parts_to(peer, first)
+            if last == first:
+                continue
+            run = run_of(parts[0][2], parts[0][3]) if from_where_it_is and len(parts) == 1 else None
+            if run is not None:
+                self.sends.append((rank, parts[0][0], run, run + last - first))
+                continue
+            packing += parts
+            self.sends.append((rank, _PACKED, first, last))
+            self.packed = last
+        self.pack = Copies(packing, self.step.fill, self.dtype, self.device)
 
-    def _bind_pack(self) -> None:
-        parts: list[_Part] = []
-        self.sent = 0
-        self.send_sizes = dict.fromkeys(self.lowering.group, 0)
-        for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
-            more, end = self._parts_to(peer, self.sent)
-            parts += more
-            self.send_sizes[rank], self.sent = end - self.sent, end
-        self.pack = Copies(parts, self.step.fill, self.dtype, self.device)
-
-    def _bind_receives(self, received_at: Mapping[int, int] | None) -> None:
+    def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
         self.receives: list[tuple[int, int, int, bool]] = []
         """Rank, first and last element, and whether in the output itself."""
         staged = [Side.target(self.incoming, self.strides) for _ in range(self.contributors)]
-        unpack: list[_Part] = []
-        in_place = not (self.together or self.leave_apart or self.step.reduce) and received_at is None
+        unpack: list[Part] = []
+        in_place = shared is None and not (self.together or self.leave_apart or self.step.reduce)
+        in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
         base = 0
-        for peer, rank in zip(self.peers, self.peer_ranks, strict=True):
-            first = base = base if received_at is None else received_at[peer]
+        for peer, rank in peers:
+            first = base = self._aligned(base) if shared is None else shared.received_at[peer]
             for contributor in range(self.contributors):
                 here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
                 rows = self.incoming.select(here)
@@ -116,7 +133,7 @@ class TwoSidedStep(BoundStep):
         if self.step.reduce:
             self.finish: Reduction | Copies = self.reduction(staged)
             return
-        kept = self.origin.pieces(self.kept_rows())
+        kept = [] if self.gathers else self.origin.pieces(self.kept_rows())
         parts = [(p.buffer, 0, p.boxes, p.side, Side.target(p.boxes, self.strides)) for p in kept]
         parts += [self.fills(), *unpack]
         if self.leave_apart:
@@ -124,56 +141,53 @@ class TwoSidedStep(BoundStep):
         else:
             self.finish = Copies(parts, self.step.fill, self.dtype, self.device)
 
+    def _gathers_in_order(self, peers: Sequence[tuple[int, int]]) -> bool:
+        """Whether the output is what comes from each rank, one after the other."""
+        rows = [self.incoming.select(self.incoming.sender[:, 0] == peer) for peer, _ in peers]
+        runs = [run_of(boxes, Side.target(boxes, self.strides)) for boxes in rows]
+        sizes = [int(boxes.elements.sum()) for boxes in rows]
+        return runs == [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def _aligned(self, elements: int) -> int:
+        return -(-elements // self.unit) * self.unit
+
     @property
     def contributors(self) -> int:
         return self.step.reduce.contributors if self.step.reduce else 1
-
-    def run_from(self, buffers: Sequence[torch.Tensor], run: tuple[int, int], elements: int) -> torch.Tensor:
-        """What lies in one run of a buffer's memory."""
-        x, first = buffers[run[0]], run[1]
-        return x.as_strided((elements,), (1,), x.storage_offset() + first)
 
     def run(self, x: torch.Tensor | list[torch.Tensor], token: int) -> Run:
         buffers = x if isinstance(x, list) else [x]
         out = None if self.leave_apart else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
-        if self.together:
-            yield self._all_to_all(buffers, received)
-        elif self.peers:
-            yield self._messages(buffers, received if out is None else out, received)
+        if self.sends or self.receives:
+            packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
+            self.pack(buffers, [packed])
+            yield self._asked([*buffers, packed], received if out is None else out, received)
         buffers = [*buffers, received]
         if out is None:
             return buffers
         self.finish(buffers, [out])
         return out
 
-    def _all_to_all(self, buffers: Sequence[torch.Tensor], received: torch.Tensor) -> AllToAll:
-        packed = torch.empty(self.sent, dtype=self.dtype, device=self.device)
-        self.pack(buffers, [packed])
-        size, came = self.dtype.itemsize, {rank: last - first for rank, first, last, _ in self.receives}
-        return AllToAll(
-            self.lowering.group,
-            packed.view(torch.uint8),
-            [self.send_sizes[rank] * size for rank in self.lowering.group],
-            received.view(torch.uint8),
-            [came.get(rank, 0) * size for rank in self.lowering.group],
-        )
-
-    def _messages(self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor) -> Transfer:
-        sends = []
-        for rank, elements, packing in self.sends:
-            if isinstance(packing, tuple):
-                message = self.run_from(buffers, packing, elements)
-            else:
-                message = torch.empty(elements, dtype=self.dtype, device=self.device)
-                packing(buffers, [message])
-            sends.append((rank, message.view(torch.uint8)))
-        landed, arrived, size = out.view(-1).view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
+    def _asked(
+        self, sources: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor
+    ) -> Transfer | AllToAll | AllGather:
+        """What the world is to do; `_PACKED` is the last of the sources."""
+        arrived, size = received.view(torch.uint8), self.dtype.itemsize
+        if self.together:
+            return AllToAll(self.group, sources[_PACKED].view(torch.uint8), self.sent, arrived, self.came)
+        sends = [
+            (rank, sources[buffer].as_strided((last - first,), (1,), sources[buffer].storage_offset() + first))
+            for rank, buffer, first, last in self.sends
+        ]
+        landed = out.view(-1).view(torch.uint8)
+        if self.gathers:
+            return AllGather(self.group, sends[0][1].view(torch.uint8), landed if self.receives[0][3] else arrived)
         receives = [
             (rank, (landed if final else arrived)[first * size : last * size])
             for rank, first, last, final in self.receives
         ]
-        return Transfer(tuple(sends), tuple(receives))
+        return Transfer(tuple((rank, part.view(torch.uint8)) for rank, part in sends), tuple(receives))
 
 
 def may_leave_apart(step: Step, following: Step) -> bool:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, UnsupportedError
 from .collective import CollectiveWorld
+from .lowering import BACKENDS
 from .shared_memory import SharedMemoryWorld, machine_name, read_post, why_not_here
 from .statistics import stats
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld
 NAMES = ("shared_memory", "collective")
-_BACKENDS = ("gloo", "nccl")
 _LONGEST_TIMEOUT = 366 * 86400.0
 
 
@@ -29,7 +29,8 @@ class Worlds:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = _timeout(self.group)
         self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
-        self._started: dict[str, AnyWorld] = {}
+        self._shared: SharedMemoryWorld | None = None
+        self._collectives: dict[str, CollectiveWorld] = {}
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
 
@@ -43,11 +44,14 @@ class Worlds:
         if self.size == 1:
             return "world size 1"
         try:
-            # Asked of the device: a group that was made without naming a backend has one for each.
-            backend = self.group._get_backend(torch.device(device_type)).name()
+            backend = self._backend(device_type)
         except RuntimeError:
             return f"the process group has no backend for {device_type}"
-        return None if backend in _BACKENDS else f"process group backend {backend!r}"
+        return None if backend in BACKENDS else f"process group backend {backend!r}"
+
+    def _backend(self, device_type: str) -> str:
+        # Asked of the device: a group that was made without naming a backend has one for each.
+        return self.group._get_backend(torch.device(device_type)).name()
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[AnyWorld, str]:
         """The world for `ranks` and why. All of `ranks` come to the same answer, from what each posted when it started.
@@ -68,18 +72,23 @@ class Worlds:
                     f"world: shared_memory cannot carry ranks {ranks}: {obstacle}; allowed: collective"
                 )
             if asked == "collective" or obstacle:
-                found = self._start("collective"), "asked for" if asked else str(obstacle)
+                found = self._collective(device.type), "asked for" if asked else str(obstacle)
             else:
-                found = self._start("shared_memory"), "asked for" if asked else "all ranks are on this machine"
+                found = self._shared_memory(), "asked for" if asked else "all ranks are on this machine"
             self._chosen[key] = found
             stats().worlds[ranks] = f"{found[0].name}: {found[1]}"
         return found
 
-    def _start(self, name: str) -> AnyWorld:
-        if name not in self._started:
-            kind = SharedMemoryWorld if name == "shared_memory" else CollectiveWorld
-            self._started[name] = kind(self._store, self.rank, self.size, self.timeout)
-        return self._started[name]
+    def _shared_memory(self) -> SharedMemoryWorld:
+        if self._shared is None:
+            self._shared = SharedMemoryWorld(self._store, self.rank, self.size, self.timeout)
+        return self._shared
+
+    def _collective(self, device_type: str) -> CollectiveWorld:
+        backend = self._backend(device_type)
+        if backend not in self._collectives:
+            self._collectives[backend] = CollectiveWorld(self._store, self.rank, self.size, self.timeout, backend)
+        return self._collectives[backend]
 
     def _why_no_shared_memory(self, ranks: Sequence[int], device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -87,7 +96,7 @@ class Worlds:
         if obstacle := why_not_here():
             return obstacle
         # Starting posts this rank's machine, so that its peers can decide as well.
-        self._start("shared_memory")
+        self._shared_memory()
         here = machine_name()
         for rank in ranks:
             if rank != self.rank and read_post(self._store, rank, self.timeout).split()[0] != here:

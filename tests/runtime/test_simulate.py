@@ -66,11 +66,12 @@ def carried_out(
     source: str,
     target: str,
     one_sided: bool = True,
-    groups: bool = False,
+    backend: str | None = None,
+    reduction: str = "ordered",
 ) -> list[torch.Tensor]:
     """The outputs, with all that holds for every call checked: shapes, new contiguous memory, inputs only read."""
     before = [x.clone() for x in locals_]
-    outs = shardweave.simulate(program, locals_, one_sided=one_sided, groups=groups)
+    outs = shardweave.simulate(program, locals_, one_sided=one_sided, backend=backend, reduction=reduction)
     assert len(outs) == program.mesh.size
     for rank, (out, x) in enumerate(zip(outs, locals_, strict=True)):
         assert out.dtype == x.dtype
@@ -86,13 +87,16 @@ def carried_out(
 
 def prove(
     mesh: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, source: str, target: str,
-    contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None, groups: bool = False,
+    contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None, backend: str | None = None,
+    reduction: str = "ordered",
 ) -> None:  # fmt: skip
     """Carry out a pair on exact contributions (in a wide dtype) and compare every element with the sliced whole."""
     program = shardweave.plan(mesh, shape, dtype, source, target, topology=topology)
     locals_ = [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
     whole = oracle.whole_of(mesh, source, contributed)
-    outs = [x.to(contributed.dtype) for x in carried_out(program, locals_, source, target, one_sided, groups)]
+    outs = [
+        x.to(contributed.dtype) for x in carried_out(program, locals_, source, target, one_sided, backend, reduction)
+    ]
     expected = oracle.local_shards(mesh, shape, target, whole.reshape(*(1 for _ in mesh), *shape))
     for rank, (got, want) in enumerate(zip(oracle.assembled(mesh, target, outs), expected, strict=True)):
         assert got.equal(want), f"{program.explain()}\nrank {rank}: {got} instead of {want}"
@@ -106,11 +110,18 @@ def test_simulate_equals_slicing_the_whole(case: oracle.Case) -> None:  # type: 
 
 
 @CASES
-@pytest.mark.parametrize("groups", [False, True], ids=["messages", "all-to-all"])
-def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, groups: bool) -> None:  # type: ignore[name-defined]
-    for source, target in case.pairs()[groups::7]:
+@pytest.mark.parametrize(
+    ("backend", "reduction"),
+    [(None, "ordered"), ("gloo", "ordered"), ("nccl", "ordered"), ("gloo", "fast"), ("nccl", "fast")],
+)
+def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, backend: str | None, reduction: str) -> None:  # type: ignore[name-defined]
+    offset = [None, "gloo", "nccl"].index(backend) + 3 * (reduction == "fast")
+    for source, target in case.pairs()[offset::7]:
         contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
-        prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, one_sided=False, groups=groups)
+        prove(
+            case.mesh_shape, case.shape, torch.float32, source, target, contributed,
+            one_sided=False, backend=backend, reduction=reduction,
+        )  # fmt: skip
 
 
 @CASES
