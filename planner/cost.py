@@ -160,8 +160,9 @@ def _least_us(
         both = (node.gigabytes_per_s + network.gigabytes_per_s) * 1e3
         least = (received > 0) * min(node.latency_us, network.latency_us) + received / both
         # Of ranks of a node that want the same one can bring it in, and of those that hold the same each has it all.
-        first_held = np.stack([at.first_of_shard(change.source) for change in changes])
-        first_wanted = np.stack([at.first_of_shard(change.target) for change in changes])
+        first = {x: at.first_of_shard(x) for x in {*(c.source for c in changes), *(c.target for c in changes)}}
+        first_held = np.stack([first[change.source] for change in changes])
+        first_wanted = np.stack([first[change.target] for change in changes])
         on_node = np.array([[at.terms_on_node(change.reduced)] for change in changes])
         held = (common * (at.near & first_held[:, None])).sum(axis=2)
         missing = np.where(terms > on_node, wanted, np.maximum(wanted - held, 0)) * first_wanted

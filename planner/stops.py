@@ -30,15 +30,9 @@ class Stops:
         ops = {p.op for layout in (source, target) for p in layout.placements if isinstance(p, Partial)}
         self.ops_mix = len(ops) < 2 or ops == {"sum", "avg"}
         replicated = [m for m in self.inside if target.placements[m] == Replicate()]
-        groups = [replicated, self.inside, *([m] for m in self.inside)]
         # A shard becomes a term by itself: what turns partial may be cut before.
-        groups.append(
-            [
-                m
-                for m in dims
-                if isinstance(target.placements[m], Partial) and target.placements[m] != source.placements[m]
-            ]
-        )
+        partial = [m for m in target.partial_dims if m in dims and target.placements[m] != source.placements[m]]
+        groups = dict.fromkeys(map(tuple, [replicated, self.inside, *([m] for m in self.inside), partial]))
         near = [self._replaced(target, group, shard) for group in groups for shard in self.shards]
         self.near_target = [stop for stop in near if stop is not None]
 
