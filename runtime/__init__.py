@@ -1,11 +1,11 @@
 """Carries programs out: worlds, the executor, the DTensor drop-in."""
 
-from .dtensor import explain, redistribute
+from .drop_in import redistribute_local_tensor
+from .dtensor import explain, ordered_redistribute_local_tensor, redistribute
 from .dtensor_batches import redistribute_batch
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
 from .planning import plan, plan_batch, redistribute_cost
-from .redistribution import redistribute_local_tensor
 from .statistics import Statistics, stats
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "ordered_redistribute_local_tensor",
     "plan",
     "plan_batch",
     "redistribute",

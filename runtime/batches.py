@@ -187,6 +187,13 @@ class BoundBatch:
                 messages.append((rank, first, end))
         return messages, places
 
+    def summary(self) -> tuple[str, int, int | None]:
+        """What was asked for; the bytes that this rank receives, and must receive at least."""
+        at = self.batch.ranks.index(self.rank)
+        bound = self.batch.bytes_bound
+        what = f"a batch of {len(self.batch.programs)} tensors, {self.batch.digest:#x}"
+        return what, self.batch.bytes_received[at], None if bound is None else bound[at]
+
     def run(self, xs: Sequence[torch.Tensor]) -> BatchRun:
         """Yields where ranks meet; returns the target shards. The inputs are only read."""
         outs = list(xs)

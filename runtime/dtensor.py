@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
+from .autograd import Carry, carried, carried_with_gradient, is_in, same_layout, without_partial
 from .group_caches import kept_with_group
 from .lowering import Reduction
 from .redistribution import How, explain_redistribution, how_asked, run_redistribution
@@ -23,10 +25,14 @@ from .specs import normal_placements
 
 def redistribute(
     dtensor: DTensor,
-    placements: Sequence[Placement],
+    placements: Sequence[Placement] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    out: DTensor | None = None,
     world: str | None = None,
     topology: Topology | None = None,
     reduction: Reduction | None = None,
@@ -35,12 +41,17 @@ def redistribute(
 
     Args:
         dtensor: any placements of replicate, shard, strided shard and partial, in any shard order.
-        placements: one per mesh dim of the target's mesh. Targets may be partial (sum, avg, max, min), which torch
-            refuses.
+        placements: one per mesh dim of the target's mesh; None: those it has, for another order or another mesh.
+            Targets may be partial (sum, avg, max, min), which torch refuses.
         device_mesh: the target's mesh, if it is another: of the same ranks, of some of them, or of none. Every rank of
             either mesh has to call; one that is not in the target's mesh gets a DTensor with an empty local tensor, and
             one that is in neither keeps its own.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
+        async_op: accepted as torch's; the result is complete when it is returned.
+        forward_dtype: what is moved and returned; None: the dtype it has.
+        backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
+        out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
+            gradients are recorded. The result is copied there.
         world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
             `install` was told, else bytes alone decide.
@@ -51,22 +62,45 @@ def redistribute(
         times; the gradient of a partial input is replicated.
 
     Raises:
-        ArgumentError: placements or an order that do not fit; raised before anything is communicated.
+        ArgumentError: placements, an order, a dtype or an `out` that do not fit; raised before anything is
+            communicated.
         UnsupportedError: bitwise partials, a backend that cannot carry programs.
         WorldError: a peer died, did not come, or asked for something else.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    how = how_asked(world, topology, reduction)
+    own = dtensor._local_tensor.dtype
+    for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
     target = target_of(dtensor, placements, device_mesh, shard_order)
-    if dtensor.requires_grad and torch.is_grad_enabled():
-        return _Redistribute.apply(dtensor, target, how)
-    return _run(dtensor, target, how, False)
+    move = partial(_move, how_asked(world, topology, reduction))
+    moved = forward_dtype or own
+    carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
+    differentiable = dtensor.requires_grad and torch.is_grad_enabled()
+    if out is not None:
+        _check_out(out, target, moved, differentiable)
+        out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
+        return out
+    return carried_with_gradient(dtensor, carry) if differentiable else carried(dtensor, carry)
+
+
+def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differentiable: bool) -> None:
+    if not isinstance(out, DTensor):
+        raise ArgumentError(f"out: {type(out).__name__}; allowed: a DTensor, or None")
+    if differentiable or (out.requires_grad and torch.is_grad_enabled()):
+        raise ArgumentError("out: gradients are recorded; allowed: under torch.no_grad()")
+    assert target.tensor_meta is not None
+    if not same_layout(out._spec, target):
+        raise ArgumentError(f"out: its layout is {out._spec}; allowed: {target}")
+    shape = target.tensor_meta.shape
+    if tuple(out.shape) != tuple(shape) or out._local_tensor.dtype != dtype:
+        raise ArgumentError(f"out: {out.dtype}{list(out.shape)}; allowed: {dtype}{list(shape)}")
 
 
 def explain(
     dtensor: DTensor,
-    placements: Sequence[Placement],
+    placements: Sequence[Placement] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
@@ -85,14 +119,13 @@ def explain(
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     how = how_asked(world, topology, reduction)
-    return explain_redistribution(
-        plain_local(dtensor), dtensor._spec, target_of(dtensor, placements, device_mesh, shard_order), how
-    )
+    target = target_of(dtensor, placements, device_mesh, shard_order)
+    return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, how)
 
 
 def target_of(
     dtensor: DTensor,
-    placements: Sequence[Placement],
+    placements: Sequence[Placement] | None,
     device_mesh: DeviceMesh | None,
     shard_order: Mapping[int, Sequence[int]] | None,
 ) -> DTensorSpec:
@@ -101,6 +134,8 @@ def target_of(
     Raises:
         ArgumentError: placements, a mesh or an order that do not fit.
     """
+    if placements is None:
+        placements = dtensor._spec.placements
     if type(placements) is not tuple:
         if not isinstance(placements, Sequence):
             raise ArgumentError(f"placements: {placements!r}; allowed: a sequence of Replicate, Shard, Partial")
@@ -148,14 +183,7 @@ def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -
     """The `shard_order` argument of a spec, checked."""
     if order is None:
         return {}
-    cuts: dict[int, list[int]] = {}
-    for mesh_dim, placement in enumerate(placements):
-        if type(placement) is Shard:
-            cuts.setdefault(placement.dim, []).append(mesh_dim)
-        elif not isinstance(placement, Replicate | Partial):
-            raise ArgumentError(
-                f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them"
-            )
+    cuts = _cuts(placements)
     given: dict[int, tuple[int, ...]] = {}
     for tensor_dim, mesh_dims in order:
         if not isinstance(tensor_dim, int) or not -ndim <= tensor_dim < ndim:
@@ -174,59 +202,110 @@ def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -
     return {"shard_order": tuple(entries)}
 
 
-def plain_local(x: DTensor) -> torch.Tensor:
+def _cuts(placements: Sequence[Placement]) -> dict[int, list[int]]:
+    """The mesh dims that cut each tensor dim, ascending."""
+    cuts: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if type(placement) is Shard:
+            cuts.setdefault(placement.dim, []).append(mesh_dim)
+        elif not isinstance(placement, Replicate | Partial):
+            raise ArgumentError(
+                f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them"
+            )
+    return cuts
+
+
+def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """The local tensor of a DTensor, without gradient; of a rank that is not in its mesh an empty one."""
-    local = x._local_tensor
     if type(local) is AsyncCollectiveTensor:
         local = local.wait()
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
     if local.requires_grad:
         local = local.detach()
-    if x._spec.mesh.get_coordinate() is None:
-        return local.new_empty((0,) * max(x.ndim, 1))
+    if not is_in(spec.mesh):
+        assert spec.tensor_meta is not None
+        return local.new_empty((0,) * max(len(spec.tensor_meta.shape), 1))
     return local
 
 
-def is_in(mesh: DeviceMesh) -> bool:
-    return mesh.get_coordinate() is not None
+def _move(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
+    if is_in(source.mesh) or is_in(target.mesh):
+        return run_redistribution(plain_local(local, source), source, target, how)
+    return local
 
 
-def _run(x: DTensor, target: DTensorSpec, how: How | None, requires_grad: bool) -> DTensor:
-    if is_in(x._spec.mesh) or is_in(target.mesh):
-        local = run_redistribution(plain_local(x), x._spec, target, how)
-    else:
-        local = x._local_tensor
-    return as_dtensor(local, target, requires_grad)
+def ordered_redistribute_local_tensor(
+    tensor: torch.Tensor,
+    src_spec: DTensorSpec,
+    dst_spec: DTensorSpec,
+    src_order: Any = None,
+    dst_order: Any = None,
+    *,
+    world: str | None = None,
+    topology: Topology | None = None,
+) -> torch.Tensor:
+    """A plain local tensor carried from one spec and device order to another: for solvers that place parameters in
+    orders that DTensor's placements do not say.
+
+    Args:
+        tensor: this rank's shard, of the shape that `src_spec` in `src_order` gives it.
+        src_spec, dst_spec: specs with `tensor_meta`; strided shards among the placements say their order themselves.
+        src_order, dst_order: for each tensor dim the mesh dims that cut it, the first cut first: a mapping, or torch's
+            sequence of (tensor dim, mesh dims); or all mesh dims in one order, the first of which cuts first; None: the
+            spec's own.
+
+    Returns:
+        This rank's shard under `dst_spec` in `dst_order`. Differentiable.
+
+    Raises:
+        ArgumentError, UnsupportedError, WorldError: as `redistribute`.
+    """
+    source, target = (
+        _in_order(name, spec, order)
+        for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
+    )
+    how = how_asked(world, topology)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Local.apply(tensor, source, target, how)
+    return _move(how, tensor, source, target, False)
 
 
-def as_dtensor(local: torch.Tensor, target: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    # Without __init__, which does nothing but costs more than the rest. mypy knows the public constructor only.
-    return DTensor.__new__(DTensor, local, target, requires_grad=requires_grad)  # type: ignore[call-arg]
+class _Local(torch.autograd.Function):
+    """`ordered_redistribute_local_tensor` of a tensor that requires gradients."""
 
-
-class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: DTensorSpec, how: How | None) -> DTensor:  # type: ignore[override]
-        ctx.source, ctx.how = x._spec, how
-        return _run(x, target, how, x.requires_grad)
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, source: DTensorSpec, target: DTensorSpec, how: How
+    ) -> torch.Tensor:
+        ctx.source, ctx.target, ctx.how = source, target, how
+        found = _move(how, x, source, target, False)
+        return found.view_as(found) if found is x else found
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
-        source: DTensorSpec = ctx.source
-        # A gradient is not made partial again: it would have to be reduced later, which costs more than keeping it.
-        same = gradient._spec.mesh == source.mesh
-        kept = [
-            Replicate() if p.is_partial() and not (same and gradient.placements[m].is_partial()) else p
-            for m, p in enumerate(source.placements)
-        ]
-        strided = source.use_strided_shard_as_shard_order
-        order = {} if strided else {"shard_order": source.shard_order}
-        target = DTensorSpec(
-            source.mesh,
-            tuple(kept),
-            gradient._spec.tensor_meta,
-            use_strided_shard_as_shard_order=strided,
-            **order,  # type: ignore[arg-type]
-        )
-        return _Redistribute.apply(gradient, target, ctx.how), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        here, there = without_partial(ctx.target), without_partial(ctx.source)
+        return _Local.apply(gradient, here, there, ctx.how), None, None, None
+
+
+def _in_order(name: str, spec: DTensorSpec, order: Any) -> DTensorSpec:
+    if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
+        raise ArgumentError(f"{name}_spec: {spec!r}; allowed: a DTensorSpec with tensor_meta")
+    if order is None:
+        return spec
+    ndim = len(spec.tensor_meta.shape)
+    try:
+        entries: Any = order if isinstance(order, Mapping) else list(order)
+        if not isinstance(entries, Mapping):
+            if all(isinstance(m, int) for m in entries):
+                cuts = _cuts(spec.placements)
+                entries = {d: [m for m in whole_numbers(f"{name}_order", entries) if m in c] for d, c in cuts.items()}
+            else:
+                entries = dict(tuple(entry) for entry in entries)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"{name}_order: {order!r}; allowed: a mapping of tensor dims to mesh dims, or mesh dims in order"
+        ) from None
+    return DTensorSpec(
+        spec.mesh, spec.placements, spec.tensor_meta, **_ordered(spec.placements, _given_order(entries), ndim)
+    )

@@ -14,9 +14,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, WorldError
 from ..planner import Request, Topology, check_local_shape, plan_batch
+from .autograd import as_dtensor
 from .batches import BoundBatch
 from .calls import Call, check_backend, check_ranks, world_for
-from .dtensor import as_dtensor, plain_local, target_of
+from .dtensor import plain_local, target_of
 from .dtypes import dtype_name
 from .group_caches import forget_dead_groups, kept_with_group
 from .redistribution import How, how_asked
@@ -75,7 +76,7 @@ def redistribute_batch(
 
 def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> list[DTensor]:
     forget_dead_groups()
-    locals_ = [plain_local(x).resolve_conj().resolve_neg() for x in dtensors]
+    locals_ = [plain_local(x._local_tensor, x._spec).resolve_conj().resolve_neg() for x in dtensors]
     specs = [(x._spec, target) for x, target in zip(dtensors, targets, strict=True)]
     form = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]
     key = (tuple(specs), tuple(form), how)

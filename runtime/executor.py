@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ..planner import Program, check_local_shape
+from ..planner.explanation import title
 from .bound_step import Run, World
 from .copies import contiguous_strides
 from .lowering import Reduction, lower
@@ -55,6 +56,12 @@ class BoundProgram:
             bound = TwoSidedStep(*given, lowering=lowering, origin=origin, buffers=buffers, leave_apart=apart)
             self.steps.append(bound)
             origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
+
+    def summary(self) -> tuple[str, int, int | None]:
+        """What was asked for; the bytes that this rank receives, and must receive at least."""
+        at = self.program.ranks.index(self.position)
+        bound = self.program.bytes_bound
+        return title(self.program), self.program.bytes_received[at], None if bound is None else bound[at]
 
     def check(self, x: torch.Tensor) -> None:
         check_local_shape(self.program, self.position, x.shape)

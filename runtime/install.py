@@ -1,45 +1,55 @@
-"""Put shardweave's inner loop in the place of torch's, everywhere torch binds it by name."""
+"""Put what `drop_in` has in the place of torch's own, everywhere torch binds it by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..planner import NVLINK_NODE, Topology
+from . import drop_in
 from .costs import price_on, priced_on
+from .drop_in import Policy, carry_out_under, policy, policy_asked
 from .lowering import Reduction
-from .redistribution import (
-    How,
-    default,
-    how_asked,
-    redistribute_local_tensor,
-    run_by_default,
-    stock_redistribute_local_tensor,
-)
+from .redistribution import How, default, how_asked, run_by_default
 
-_SEAMS = (
-    "torch.distributed.tensor._redistribute",
-    "torch.distributed.tensor._dispatch",
-    "torch.distributed.tensor._api",
-    "torch.distributed.tensor.experimental._tp_transform",
-)
-_NAME = "redistribute_local_tensor"
+_SEAMS = {
+    "redistribute_local_tensor": (
+        "torch.distributed.tensor._redistribute",
+        "torch.distributed.tensor._dispatch",
+        "torch.distributed.tensor._api",
+        "torch.distributed.tensor.experimental._tp_transform",
+    ),
+    "Redistribute": ("torch.distributed.tensor._redistribute", "torch.distributed.tensor._api"),
+}
+"""Where torch binds what is replaced, by its name there and in `drop_in`."""
+_stock = {
+    (seam, name): getattr(import_module(seam), name)
+    for name, seams in _SEAMS.items()
+    for seam in seams
+    if hasattr(import_module(seam), name)
+}
 
 
-def _bind_everywhere(function: Any) -> None:
-    for seam in _SEAMS:
-        module = import_module(seam)
-        if hasattr(module, _NAME):
-            setattr(module, _NAME, function)
+def _bind(ours: bool) -> None:
+    for (seam, name), stock in _stock.items():
+        setattr(import_module(seam), name, getattr(drop_in, name) if ours else stock)
 
 
 def is_installed() -> bool:
-    return getattr(import_module(_SEAMS[0]), _NAME) is redistribute_local_tensor
+    return all(getattr(import_module(seam), name) is getattr(drop_in, name) for seam, name in _stock)
 
 
-def install(*, costs: bool = False, topology: Topology | None = None, reduction: Reduction = "ordered") -> None:
+def install(
+    *,
+    costs: bool = False,
+    topology: Topology | None = None,
+    reduction: Reduction = "ordered",
+    min_bytes: int = 0,
+    only: DeviceMesh | Collection[DeviceMesh] | None = None,
+) -> None:
     """From now on `DTensor.redistribute`, implicit redistributions and their backward run on shardweave.
 
     In this process: every rank must install alike, at the same point of the program. Doing it twice is doing it once;
@@ -54,33 +64,45 @@ def install(*, costs: bool = False, topology: Topology | None = None, reduction:
         reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats in float32, so that replicas
             are bitwise equal; "fast": where the ranks exchange through torch.distributed, its backend reduces as it
             likes.
+        min_bytes: tensors of fewer bytes, over all ranks, are left to torch and counted.
+        only: the meshes whose tensors shardweave carries over; those of others are left to torch and counted. None: of
+            all meshes.
 
     Raises:
-        ArgumentError: `topology` or `reduction` is none.
+        ArgumentError: an argument is none of these.
     """
-    how = how_asked(None, topology, reduction)._replace(topology=topology)
-    _bind_everywhere(redistribute_local_tensor)
+    how = how_asked(None, topology, reduction)._replace(topology=topology, reduction=reduction)
+    carried_out = policy_asked(min_bytes, only)
+    _bind(True)
     run_by_default(how)
+    carry_out_under(carried_out)
     price_on((topology or NVLINK_NODE) if costs else None)
 
 
 def uninstall() -> None:
-    """Give torch its own inner loop and its own prices back."""
-    _bind_everywhere(stock_redistribute_local_tensor)
+    """Give torch its own redistribution and its own prices back."""
+    _bind(False)
     run_by_default(How())
+    carry_out_under(Policy())
     price_on(None)
 
 
 @contextmanager
 def installed(
-    *, costs: bool = False, topology: Topology | None = None, reduction: Reduction = "ordered"
+    *,
+    costs: bool = False,
+    topology: Topology | None = None,
+    reduction: Reduction = "ordered",
+    min_bytes: int = 0,
+    only: DeviceMesh | Collection[DeviceMesh] | None = None,
 ) -> Iterator[None]:
     """`install(...)` inside the block; afterwards as it was before."""
-    before, how_before, prices_before = is_installed(), default(), priced_on()
-    install(costs=costs, topology=topology, reduction=reduction)
+    before, how_before, policy_before, prices_before = is_installed(), default(), policy(), priced_on()
+    install(costs=costs, topology=topology, reduction=reduction, min_bytes=min_bytes, only=only)
     try:
         yield
     finally:
-        _bind_everywhere(redistribute_local_tensor if before else stock_redistribute_local_tensor)
+        _bind(before)
         run_by_default(how_before)
+        carry_out_under(policy_before)
         price_on(prices_before)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch._guards import detect_fake_mode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -22,8 +21,7 @@ from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
 from .lowering import Reduction, check_reduction, explain_on
 from .specs import layout_of_spec, mesh_of
-from .statistics import stats
-from .worlds import AnyWorld, why_not_backend
+from .worlds import AnyWorld
 
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
@@ -152,67 +150,3 @@ def run_redistribution(
             _calls.pop(next(iter(_calls)))
         _calls[key] = found
     return found(x)
-
-
-def why_delegate(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> str | None:
-    """Why torch itself has to carry a call out, or None."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
-    if type(x) not in _PLAIN:
-        return f"local tensor is a {type(x).__name__}"
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    if modes:
-        return f"{type(modes[-1]).__name__} is watching"
-    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-        return f"local tensor is {x.layout} on {x.device}"
-    if any(b.is_partial() and a.is_shard() for a, b in zip(current.placements, target.placements, strict=True)):
-        return "shard to partial, which torch refuses"
-    return why_not_backend(x.device)
-
-
-def redistribute_local_tensor(
-    local_tensor: torch.Tensor,
-    current_spec: DTensorSpec,
-    target_spec: DTensorSpec,
-    *,
-    async_op: bool = False,
-    use_graph_based_transform: bool | None = None,
-    is_explicit: bool = False,
-) -> torch.Tensor:
-    """torch's inner loop of the same name and signature, carried out by shardweave where it can be.
-
-    Left to torch, and counted in `stats().delegations` with the reason: tracing, fake and other wrapped tensors, active
-    dispatch modes, placements that programs do not carry, one rank, unknown backends. The result is complete when it is
-    returned, also with `async_op`. A plan is chosen by shardweave: `use_graph_based_transform` only reaches torch.
-
-    Raises:
-        ArgumentError: the local tensor does not fit its spec.
-        WorldError: the ranks could not meet.
-    """
-    reason = None
-    x = local_tensor
-    if type(x) is AsyncCollectiveTensor:
-        x = x.wait()
-    if current_spec.mesh != target_spec.mesh:
-        reason = "another mesh, which torch refuses"
-    elif current_spec.mesh.get_coordinate() is None:
-        return local_tensor
-    else:
-        for name, spec in (("current_spec", current_spec), ("target_spec", target_spec)):
-            if len(spec.placements) != spec.mesh.ndim:
-                raise ArgumentError(
-                    f"{name}: {len(spec.placements)} placements for a mesh of {spec.mesh.ndim} dims; allowed: one each"
-                )
-        torch_redistribute.assert_no_mixed_partial_types(current_spec.placements)
-        torch_redistribute.assert_no_mixed_partial_types(target_spec.placements)
-        reason = why_delegate(x, current_spec, target_spec)
-    if reason is None:
-        try:
-            return run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec)
-        except UnsupportedError as error:
-            reason = str(error)
-    stats().delegations[reason] += 1
-    options = {"async_op": async_op, "is_explicit": is_explicit}
-    if use_graph_based_transform is not None:
-        options["use_graph_based_transform"] = use_graph_based_transform
-    return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)

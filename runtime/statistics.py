@@ -1,9 +1,29 @@
-"""Counts of what was carried out and of what was left to torch, with the reason."""
+"""What was carried out, how often, for how long; and what was left to torch, with the reason."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+
+_MOST_KINDS = 4096
+_OTHERS = "others", ""
+
+
+@dataclass
+class Redistribution:
+    """One distinct redistribution on this rank.
+
+    Attributes:
+        bytes_received: of each call.
+        bytes_bound: what each call had to receive at least; None where values are reduced or split into terms.
+        calls: how often it was carried out.
+        milliseconds: of this process in all calls together, waits for peers included. On a GPU what it took to enqueue.
+    """
+
+    bytes_received: int = 0
+    bytes_bound: int | None = 0
+    calls: int = 0
+    milliseconds: float = 0.0
 
 
 @dataclass
@@ -13,17 +33,32 @@ class Statistics:
     Attributes:
         calls: programs carried out, by world.
         delegations: calls left to torch's own redistribution, by reason.
+        ignored: arguments of torch's that say nothing here, by name.
         worlds: by the ranks of a mesh, the world they use and why.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     delegations: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
     worlds: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _kinds: dict[tuple[str, str], Redistribution] = field(default_factory=dict, repr=False)
+
+    @property
+    def redistributions(self) -> dict[tuple[str, str], Redistribution]:
+        """By what was asked for, as text, and the world; what took longest first."""
+        called = [item for item in self._kinds.items() if item[1].calls]
+        return dict(sorted(called, key=lambda item: -item[1].milliseconds))
+
+    def kind(self, what: str, world: str, bytes_received: int, bytes_bound: int | None) -> Redistribution:
+        """The counters of one redistribution; of very many distinct ones the last share theirs."""
+        key = (what, world) if len(self._kinds) < _MOST_KINDS or (what, world) in self._kinds else _OTHERS
+        return self._kinds.setdefault(key, Redistribution(bytes_received, bytes_bound))
 
     def reset(self) -> None:
-        self.calls.clear()
-        self.delegations.clear()
-        self.worlds.clear()
+        for counters in (self.calls, self.delegations, self.ignored, self.worlds):
+            counters.clear()
+        for kind in self._kinds.values():  # which calls hold on to
+            kind.calls, kind.milliseconds = 0, 0.0
 
 
 _statistics = Statistics()

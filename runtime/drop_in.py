@@ -1,0 +1,170 @@
+"""In the place of torch's own redistribution: its inner loop, and the autograd function around it, by their names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ..errors import ArgumentError, UnsupportedError
+from .autograd import Carry, carried, carried_with_gradient, is_in, kept_spec
+from .redistribution import run_redistribution
+from .statistics import stats
+from .worlds import why_not_backend
+
+Stock = Callable[..., torch.Tensor]
+stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Policy(NamedTuple):
+    """What is carried out at all; alike on all ranks. What is not is left to torch."""
+
+    min_bytes: int = 0
+    only: tuple[DeviceMesh, ...] | None = None
+
+
+_policy = Policy()
+
+
+def policy_asked(min_bytes: object, only: object) -> Policy:
+    """
+    Raises:
+        ArgumentError: a number of bytes or meshes that are none.
+    """
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+        raise ArgumentError(f"min_bytes: {min_bytes!r}; allowed: a number of bytes, 0 and up")
+    if only is None:
+        return Policy(min_bytes)
+    meshes = (only,) if isinstance(only, DeviceMesh) else tuple(only) if isinstance(only, Collection) else (only,)
+    if not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
+        raise ArgumentError(f"only: {only!r}; allowed: a DeviceMesh, several, or None")
+    return Policy(min_bytes, meshes)
+
+
+def carry_out_under(policy: Policy) -> None:
+    global _policy
+    _policy = policy
+
+
+def policy() -> Policy:
+    return _policy
+
+
+def why_delegate(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> str | None:
+    """Why torch itself has to carry a call out, or None."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    if type(x) not in _PLAIN:
+        return f"local tensor is a {type(x).__name__}"
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if modes:
+        return f"{type(modes[-1]).__name__} is watching"
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
+        return f"local tensor is {x.layout} on {x.device}"
+    if current.mesh != target.mesh:
+        return why_not_backend(x.device)
+    if _policy.only is not None and current.mesh not in _policy.only:
+        return "a mesh that install(only=) leaves out"
+    if _policy.min_bytes and current.tensor_meta is not None:
+        if math.prod(current.tensor_meta.shape) * x.element_size() < _policy.min_bytes:
+            return "smaller than install(min_bytes=)"
+    if any(b.is_partial() and a.is_shard() for a, b in zip(current.placements, target.placements, strict=True)):
+        return "shard to partial, which torch refuses"
+    return why_not_backend(x.device)
+
+
+def redistribute_local_tensor(
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    use_graph_based_transform: bool | None = None,
+    is_explicit: bool = False,
+) -> torch.Tensor:
+    """torch's inner loop of the same name and signature, carried out by shardweave where it can be; also to another
+    mesh.
+
+    Left to torch, and counted in `stats().delegations` with the reason: tracing, fake and other wrapped tensors, active
+    dispatch modes, placements that programs do not carry, one rank, unknown backends, what `install` leaves out. The
+    result is complete when it is returned, also with `async_op`. A plan is chosen by shardweave:
+    `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.
+
+    Raises:
+        ArgumentError: the local tensor does not fit its spec.
+        WorldError: the ranks could not meet.
+    """
+    x = local_tensor
+    if type(x) is AsyncCollectiveTensor:
+        x = x.wait()
+    crosses = current_spec.mesh != target_spec.mesh
+    if not is_in(current_spec.mesh) and not (crosses and is_in(target_spec.mesh)):
+        return local_tensor
+    for name, spec in (("current_spec", current_spec), ("target_spec", target_spec)):
+        if len(spec.placements) != spec.mesh.ndim:
+            raise ArgumentError(
+                f"{name}: {len(spec.placements)} placements for a mesh of {spec.mesh.ndim} dims; allowed: one each"
+            )
+        torch_redistribute.assert_no_mixed_partial_types(spec.placements)
+    reason = why_delegate(x, current_spec, target_spec)
+    if reason is None:
+        try:
+            found = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec)
+            if use_graph_based_transform is not None:
+                stats().ignored["use_graph_based_transform"] += 1
+            return found
+        except UnsupportedError as error:
+            reason = str(error)
+    stats().delegations[reason] += 1
+    options = {"async_op": async_op, "is_explicit": is_explicit}
+    if use_graph_based_transform is not None:
+        options["use_graph_based_transform"] = use_graph_based_transform
+    return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
+
+
+class Redistribute:
+    """In the place of torch's autograd function of the same name, which loses the other mesh and the shard order.
+
+    What is asked for decides the result: placements say the default order, also where they are the source's own.
+    """
+
+    @staticmethod
+    def apply(
+        x: DTensor, device_mesh: DeviceMesh, placements: tuple[Placement, ...], async_op: bool = False, *dtypes: Any
+    ) -> DTensor:
+        """`dtypes`: torch 2.13's dictionary, or the two dtypes of versions before."""
+        own = x._local_tensor.dtype
+        if dtypes and isinstance(dtypes[0], dict):
+            backward = dtypes[0]["backward_options"]
+            op_dtype, out_dtype = dtypes[0]["op_dtype"], dtypes[0]["out_dtype"]
+            backward_dtype, gradient_dtype = backward["op_dtype"], backward["out_dtype"]
+        else:
+            forward_dtype, backward_dtype = (*dtypes, None, None)[:2]
+            op_dtype = out_dtype = forward_dtype or own
+            backward_dtype, gradient_dtype = backward_dtype or own, own
+        target = _target(x._spec, device_mesh, placements)
+        how = Carry(target, _as_torch, op_dtype, out_dtype, backward_dtype, gradient_dtype, async_op)
+        if x.requires_grad and torch.is_grad_enabled():
+            return carried_with_gradient(x, how)
+        return carried(x, how)
+
+
+def _as_torch(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
+    return redistribute_local_tensor(local, current, target, async_op=async_op, is_explicit=True)
+
+
+def _target(source: DTensorSpec, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorSpec:
+    # A view's strided shards mean something else than the same ones asked for, so they stay as they are.
+    if placements == source.placements and mesh == source.mesh:
+        if any(isinstance(p, _StridedShard) for p in placements):
+            return source
+    return kept_spec(source, mesh, placements)
