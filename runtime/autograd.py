@@ -64,7 +64,7 @@ class Redistribute(torch.autograd.Function):
         spec, source = gradient._spec, ctx.source
         partial = [m for m, p in enumerate(spec.placements) if p.is_partial()] if spec.mesh == source.mesh else ()
         back = Carry(
-            _with_meta(without_partial(source, partial), spec.tensor_meta),
+            _with_meta(spec_of_gradient(source, partial), spec.tensor_meta),
             how.move,
             how.backward_dtype,
             how.gradient_dtype,
@@ -75,13 +75,16 @@ class Redistribute(torch.autograd.Function):
         return Redistribute.apply(gradient, back), None
 
 
-def without_partial(spec: DTensorSpec, partial: Collection[int] = ()) -> DTensorSpec:
-    """The layout of a gradient of what `spec` says: replicated where it is partial, but for the mesh dims `partial`.
+def spec_of_gradient(spec: DTensorSpec, partial: Collection[int] = ()) -> DTensorSpec:
+    """The layout of a gradient of what `spec` says.
 
-    Made partial again it would have to be reduced later, which costs more than keeping it.
+    Replicated where that is partial, but for the mesh dims `partial`: made partial again it would have to be reduced
+    later, which costs more than keeping it. In the default order: autograd detaches gradients, and torch's `detach`
+    forgets any other order, but not the data's.
     """
     kept = tuple(Replicate() if p.is_partial() and m not in partial else p for m, p in enumerate(spec.placements))
-    return spec if kept == spec.placements else _spec(spec.mesh, kept, spec.tensor_meta, spec)
+    strided = spec.use_strided_shard_as_shard_order
+    return DTensorSpec(spec.mesh, kept, spec.tensor_meta, use_strided_shard_as_shard_order=strided)
 
 
 def as_dtensor(local: torch.Tensor, target: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -100,19 +103,21 @@ def same_layout(a: DTensorSpec, b: DTensorSpec) -> bool:
     return alike and a.use_strided_shard_as_shard_order == b.use_strided_shard_as_shard_order
 
 
-def _spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta | None, order_of: DTensorSpec
-) -> DTensorSpec:
-    """A spec whose shards are in the order of another."""
-    strided = order_of.use_strided_shard_as_shard_order
-    order = {} if strided else {"shard_order": order_of.shard_order}
-    return DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=strided, **order)  # type: ignore[arg-type]
+def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """The same order of the same shards, with something else where nothing is cut."""
+    return _remade(spec, placements, spec.tensor_meta)
+
+
+def _remade(spec: DTensorSpec, placements: tuple[Placement, ...], meta: TensorMeta | None) -> DTensorSpec:
+    strided = spec.use_strided_shard_as_shard_order
+    order = {} if strided else {"shard_order": spec.shard_order}
+    return DTensorSpec(spec.mesh, placements, meta, use_strided_shard_as_shard_order=strided, **order)  # type: ignore[arg-type]
 
 
 def _with_meta(spec: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec:
     if spec.tensor_meta == meta:
         return spec
-    return _kept((spec, meta), lambda: _spec(spec.mesh, spec.placements, meta, spec))
+    return _kept((spec, meta), lambda: _remade(spec, spec.placements, meta))
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

@@ -16,7 +16,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
-from .autograd import Carry, carried, carried_with_gradient, is_in, same_layout, without_partial
+from .autograd import Carry, carried, carried_with_gradient, is_in, same_layout, with_placements
 from .group_caches import kept_with_group
 from .lowering import Reduction
 from .redistribution import How, explain_redistribution, how_asked, run_redistribution
@@ -47,6 +47,7 @@ def redistribute(
             either mesh has to call; one that is not in the target's mesh gets a DTensor with an empty local tensor, and
             one that is in neither keeps its own.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
+            `DTensor.detach` of torch 2.13 forgets it: its result holds the same data and says the default order.
         async_op: accepted as torch's; the result is complete when it is returned.
         forward_dtype: what is moved and returned; None: the dtype it has.
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
@@ -284,8 +285,14 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        here, there = without_partial(ctx.target), without_partial(ctx.source)
+        # Plain tensors have no spec that could forget their order.
+        here, there = (_replicated_where_partial(spec) for spec in (ctx.target, ctx.source))
         return _Local.apply(gradient, here, there, ctx.how), None, None, None
+
+
+def _replicated_where_partial(spec: DTensorSpec) -> DTensorSpec:
+    kept = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+    return with_placements(spec, kept)
 
 
 def _in_order(name: str, spec: DTensorSpec, order: Any) -> DTensorSpec:
