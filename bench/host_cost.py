@@ -99,7 +99,9 @@ def measure() -> list[tuple[str, float, float]]:
     mesh = init_device_mesh("cpu", (RANKS,))
     found = []
     for name, shape, source, target in KINDS:
-        local = torch.ones(shape).chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else torch.ones(shape)
+        local = (
+            torch.ones(shape).chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else torch.ones(shape)
+        )
         x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
         placements = [target]
 
@@ -125,8 +127,8 @@ def main() -> None:
     calls.current_worlds = NullWorlds  # type: ignore[assignment]
     for module in (calls, drop_in):
         module.why_not_backend = lambda device: None  # type: ignore[attr-defined]
-    OneSidedStep.push = push_to_nobody  # type: ignore[method-assign]
-    Reduction.__call__ = lambda *_: None  # type: ignore[method-assign]
+    OneSidedStep.push = push_to_nobody  # type: ignore[method-assign, assignment]
+    Reduction.__call__ = lambda *_: None  # type: ignore[method-assign, assignment]
     torch.set_num_threads(1)
     print(
         f"µs of the host for a cached DTensor.redistribute, float32, mesh of {RANKS}, torch {torch.__version__}, "

@@ -186,9 +186,9 @@ def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
 def _awaited(request: Ask, rank: int) -> list[int]:
     if isinstance(request, Meet):
         return list(request.peers)
-    if isinstance(request, ReduceScatter | AllReduce):
-        return [peer for peer in request.group if peer != rank]
-    return [peer for peer in dict.fromkeys(peer for peer, _ in _receives(request)) if peer != rank]
+    if isinstance(request, Collective):
+        return [peer for peer in request.group if peer != rank]  # also those that send nothing
+    return list(dict.fromkeys(peer for peer, _ in request.receives))
 
 
 def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
@@ -196,8 +196,7 @@ def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, t
         return request.receives
     if isinstance(request, AllGather):
         return list(zip(request.group, request.receives.chunk(len(request.group)), strict=True))
-    parts = zip(request.group, request.receives.split(request.receive_sizes), strict=True)
-    return [(peer, part) for peer, part in parts if len(part)]
+    return list(zip(request.group, request.receives.split(request.receive_sizes), strict=True))
 
 
 def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]:
@@ -209,8 +208,7 @@ def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]
         return [(peer, request.values) for peer in request.group]
     if isinstance(request, ReduceScatter):
         return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
-    parts = zip(request.group, request.sends.split(request.send_sizes), strict=True)
-    return [(peer, part) for peer, part in parts if len(part)]
+    return list(zip(request.group, request.sends.split(request.send_sizes), strict=True))
 
 
 def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> None:
@@ -228,7 +226,7 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
 
 
 def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
-    own = [] if isinstance(request, Meet | Transfer | AllToAll) else [rank]
+    own = [rank] if isinstance(request, Collective) else []
     came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
     if isinstance(request, Meet):
         if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):

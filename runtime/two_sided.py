@@ -159,7 +159,8 @@ class TwoSidedStep(BoundStep):
         buffers = x if isinstance(x, list) else [x]
         out = None if self.leave_apart else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
-        if self.sends or self.receives:
+        # To a collective every rank of the group comes, also one that has nothing to send and gets nothing.
+        if self.group or self.sends or self.receives:
             packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
             self.pack(buffers, [packed])
             yield self._asked([*buffers, packed], received if out is None else out, received)

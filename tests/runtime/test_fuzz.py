@@ -1,0 +1,246 @@
+"""Random redistributions, forward and back: any mesh, shape, strides, dtype, layouts and orders; every value exact."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from test_simulate import oracle, poison  # noqa: F401
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardweave
+from shardweave.planner import Link, Topology
+
+SLOW = Link(latency_us=50, gigabytes_per_s=1, one_sided=False, message_us=10)
+TOPOLOGIES = [None, None, shardweave.NVLINK_NODE, replaced(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)]
+DTYPES = {
+    # Partial ops that a source and a target may have; sums of what `values` draws are exact in each.
+    "float64": ("P", "Pavg", "Pmax", "Pmin"),
+    "float32": ("P", "Pavg", "Pmax", "Pmin"),
+    "complex64": ("P", "Pavg"),
+    "bfloat16": ("Pmax", "Pmin"),
+    "float16": ("Pmax", "Pmin"),
+    "int64": ("P", "Pmax", "Pmin"),
+    "int32": ("P", "Pmax", "Pmin"),
+    "uint8": (),
+    "bool": (),
+    "float8_e4m3fn": (),
+}
+LONG_PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
+
+
+@dataclass(frozen=True)
+class Case:
+    mesh: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    target: str
+    topology: Topology | None
+    seed: int
+
+    def whole(self) -> torch.Tensor:
+        """What every rank contributes, [*mesh or 1, *shape] in float64 (complex128): multiples of all divisors."""
+        shape = oracle.contribution_shape(self.mesh, self.shape, self.source)
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randint(-3, 4, shape, generator=generator).double()
+        if self.dtype == "bool":
+            return (drawn > 0).double()
+        if self.dtype in ("uint8", "float8_e4m3fn"):
+            return drawn.abs()
+        divided = {"P", "Pavg"} & {*self.target.split()} or "Pavg" in self.source
+        exact = drawn * (math.prod(self.mesh) ** 2 if divided else 1)
+        return torch.complex(exact, exact.flip(0)) if self.dtype == "complex64" else exact
+
+
+def mesh_of(random: Random) -> tuple[int, ...]:
+    """1 to 4 mesh dims, 16 ranks at most, mesh dims of size 1 among them."""
+    found: list[int] = []
+    for _ in range(random.randint(1, 4)):
+        found.append(random.randint(1, min(5, 16 // math.prod(found))))
+    return tuple(found)
+
+
+def layout(random: Random, mesh_dims: int, shards: list[str], ops: list[str], strided: bool) -> str:
+    tokens = [random.choice(["R", *shards, *shards, *ops]) for _ in range(mesh_dims)]
+    if strided:
+        tokens = [f"{t}//{random.choice((2, 3))}" if t[0] == "S" and random.random() < 0.5 else t for t in tokens]
+    text = " ".join(tokens)
+    orders = {d: random.sample(order, len(order)) for d, order in oracle.read(text).orders.items()}
+    kept = {int(t[1]) for t in tokens if "/" in t}
+    odd = [f"{d}:{','.join(map(str, o))}" for d, o in sorted(orders.items()) if d not in kept and o != sorted(o)]
+    return f"{text} @ {' '.join(odd)}" if odd else text
+
+
+def drawn(seed: int, mesh: tuple[int, ...] | None = None) -> Case:
+    """A case; on `mesh` one that DTensors can say, whose targets torch's placements can name."""
+    random = Random(seed)
+    real = mesh is not None
+    if mesh is None:
+        mesh = mesh_of(random)
+    shape = tuple(random.choice((0, 1, 2, 3, 5, 7, 8, 12, random.randint(0, 17))) for _ in range(random.randint(0, 3)))
+    dtype = random.choice([*DTYPES, *["float64"] * 4])
+    shards = [f"S{d}" for d in range(len(shape))]
+    allowed = DTYPES[dtype]
+    ops = [random.choice(allowed)] if allowed and random.random() < 0.5 else []
+    if ops and ops[0] in ("P", "Pavg"):
+        ops = [op for op in ("P", "Pavg") if op in allowed]
+    strided = random.random() < 0.2
+    source = layout(random, len(mesh), shards, ops, strided)
+    target = layout(random, len(mesh), shards, ops if random.random() < 0.3 else [], strided and not real)
+    return Case(mesh, shape, dtype, source, target, random.choice(TOPOLOGIES), seed)
+
+
+def with_strides(x: torch.Tensor, random: Random) -> torch.Tensor:
+    """The same values in other memory: permuted, or with gaps, or behind an offset."""
+    if x.dim() == 0 or random.random() < 0.4:
+        return x.clone()
+    dims = random.sample(range(x.dim()), x.dim())
+    back = sorted(range(x.dim()), key=lambda d: dims[d])
+    gaps = [random.choice((1, 1, 2)) for _ in dims]
+    room = torch.zeros([n * g + 1 for n, g in zip(x.permute(dims).shape, gaps, strict=True)], dtype=torch.uint8)
+    room = room.repeat_interleave(x.element_size(), -1).contiguous().view(x.dtype)
+    view = room[tuple(slice(1, 1 + n * g, g) for n, g in zip(x.permute(dims).shape, gaps, strict=True))].permute(back)
+    view.copy_(x)
+    return view
+
+
+def replicated(text: str) -> str:
+    """The layout of a gradient: replicated where values are partial."""
+    head, at, tail = text.partition("@")
+    return " ".join("R" if t.startswith("P") else t for t in head.split()) + (f" {at}{tail}" if at else "")
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a.to(b.dtype) == b).all())
+
+
+def check_in_process(case: Case) -> None:
+    """Forward on every kind of transport, and the way back of a gradient, against slices of the whole."""
+    random, dtype = Random(case.seed), getattr(torch, case.dtype)
+    contributed = case.whole()
+    one_sided = random.random() < 0.5
+    options: dict[str, Any] = {"one_sided": one_sided}
+    if not one_sided:
+        options["backend"] = random.choice([None, "gloo", "nccl"])
+        options["reduction"] = random.choice(["ordered", "fast"])
+    whole = oracle.whole_of(case.mesh, case.source, contributed)
+    ways = [(case.source, case.target, contributed, whole)]
+    back = case.whole().sum(tuple(range(len(case.mesh)))) if "P" in case.source else whole
+    one = [1] * len(case.mesh)
+    ways.append((replicated(case.target), replicated(case.source), back.reshape(*one, *case.shape), back))
+    for source, target, given, value in ways:
+        program = shardweave.plan(case.mesh, case.shape, dtype, source, target, topology=case.topology)
+        locals_ = [with_strides(x.to(dtype), random) for x in oracle.local_shards(case.mesh, case.shape, source, given)]
+        outs = [x.to(given.dtype) for x in shardweave.simulate(program, locals_, **options)]
+        lead = value.reshape(*one, *case.shape)
+        want = oracle.local_shards(case.mesh, case.shape, target, lead)
+        for rank, (got, expected) in enumerate(zip(oracle.assembled(case.mesh, target, outs), want, strict=True)):
+            assert same(got, expected), f"{case}\n{options}\n{program.explain()}\nrank {rank}: {got}, not {expected}"
+
+
+def placements_of(text: str) -> tuple[Any, ...]:
+    ops = {"P": "sum", "Pavg": "avg", "Pmax": "max", "Pmin": "min"}
+    found: list[Any] = []
+    for token in oracle.read(text).tokens:
+        if token.startswith("S"):
+            dim, _, split = token[1:].partition("//")
+            found.append(_StridedShard(int(dim), split_factor=int(split)) if split else Shard(int(dim)))
+        else:
+            found.append(Replicate() if token == "R" else Partial(ops[token]))
+    return tuple(found)
+
+
+def spec_of(case: Case, mesh: DeviceMesh, text: str, dtype: torch.dtype) -> DTensorSpec:
+    size = torch.Size(case.shape)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), dtype)
+    orders = tuple(ShardOrderEntry(d, tuple(o)) for d, o in sorted(oracle.read(text).orders.items()))
+    return DTensorSpec(mesh, placements_of(text), meta, orders, use_strided_shard_as_shard_order=False)
+
+
+def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, world: str) -> None:
+    """Forward, and for floats backward twice: of y ↦ Σ w y², with whole numbers, in float64."""
+    random, dtype = Random(f"{case.seed} {position}"), getattr(torch, case.dtype)
+    contributed = case.whole()
+    whole = oracle.whole_of(case.mesh, case.source, contributed)
+    lead = whole.reshape(*[1] * len(case.mesh), *case.shape)
+    shards = oracle.local_shards(case.mesh, case.shape, case.source, contributed)
+    mine = with_strides(shards[position].to(dtype), random)
+    source = spec_of(case, mesh, case.source, dtype)
+    differentiable = dtype == torch.float64 and "P" not in case.target and "Pm" not in case.source
+    x = DTensor(mine, source, requires_grad=differentiable)
+    orders = dict(oracle.read(case.target).orders)
+    y = shardweave.redistribute(x, placements_of(case.target), shard_order=orders, world=world, topology=case.topology)
+    got = y._local_tensor.detach().to(contributed.dtype)
+    if "P" not in case.target:
+        want = oracle.local_shards(case.mesh, case.shape, case.target, lead)[position]
+        assert same(got, want), f"{case}\nrank {position}: {got}, not {want}"
+    if not differentiable:
+        return
+    # Gradients by hand on local tensors: DTensor's own ops forget orders.
+    for times in (2.0, 4.0):
+        seed = DTensor(times * y._local_tensor.detach(), y._spec, requires_grad=False)
+        (gradient,) = torch.autograd.grad(y, x, seed, retain_graph=True)
+        back = replicated(case.source).partition("@")[0].strip()
+        want = oracle.local_shards(case.mesh, case.shape, back, times * lead)[position]
+        assert gradient._spec.placements == placements_of(back)
+        assert same(gradient._local_tensor, want), f"{case}\nrank {position}: gradient {gradient}, not {want}"
+    cotangent = DTensor(y._local_tensor.detach().clone(), y._spec, requires_grad=True)
+    (gradient,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
+    again = DTensor(gradient._local_tensor.detach(), gradient._spec, requires_grad=False)
+    (twice,) = torch.autograd.grad(gradient, cotangent, again)
+    want = oracle.local_shards(case.mesh, case.shape, replicated(case.target).partition("@")[0].strip(), lead)[position]
+    assert same(twice._local_tensor, want), f"{case}\nrank {position}: second gradient {twice}, not {want}"
+
+
+REAL = {4: [(4,), (2, 2), (2, 1, 2), (1, 4)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+
+
+def many_on_ranks(rank: int, ranks: int, world: str, first: int, count: int) -> int:
+    random, meshes = Random(first), []
+    for shape in REAL[ranks]:
+        order = random.sample(range(ranks), ranks)
+        meshes += [(shape, order, DeviceMesh("cpu", torch.tensor(order).view(shape)))]
+    for seed in range(first, first + count):
+        shape, order, mesh = meshes[seed % len(meshes)]
+        check_on_a_rank(drawn(seed, shape), mesh, order.index(rank), world)
+    return count
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_random_redistributions_in_process(first: int) -> None:
+    for seed in range(first, first + 100):
+        check_in_process(drawn(seed))
+
+
+@pytest.mark.long
+@pytest.mark.plan
+@pytest.mark.parametrize("part", range(LONG_PARTS))
+def test_random_redistributions_in_process_at_length(part: int) -> None:
+    for seed in range(1000 + 500 * part, 1500 + 500 * part):
+        check_in_process(drawn(seed))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_random_redistributions_of_real_ranks(world: str) -> None:
+    assert run_ranks(many_on_ranks, 4, 4, world, 0, 26) == [26] * 4
+
+
+@pytest.mark.long
+@pytest.mark.multi
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_random_redistributions_of_real_ranks_at_length(ranks: int, world: str) -> None:
+    assert run_ranks(many_on_ranks, ranks, ranks, world, 1000, 150, timeout=500) == [150] * ranks
