@@ -1,0 +1,106 @@
+"""The example that trains: equal losses on real ranks, and that unequal ones would be noticed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardweave.bench.training import LENGTH, batch, main, text
+from shardweave.bench.training_report import TOLERANCE, Outcome
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("ranks", "world"),
+    [
+        (4, "shared_memory"),
+        pytest.param(4, "collective", marks=pytest.mark.long),
+        pytest.param(8, "shared_memory", marks=pytest.mark.long),
+    ],
+)
+def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
+    report = tmp_path / "training.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "shardweave.bench.training"]
+        + ["--ranks", str(ranks), "--steps", "3", "--json", str(report)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SHARDWEAVE_WORLD": world},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    theirs, ours = found["losses"]["torch"], found["losses"]["shardweave"]
+    assert len(theirs) == len(ours) == 6
+    if ranks == 4:  # two terms a sum
+        assert found["exact"] and theirs == ours and found["parameters_equal"]
+    else:
+        assert not found["exact"] and found["largest_difference"] <= TOLERANCE
+    assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.8 * ours[0]
+    assert list(found["calls"]) == [world] and found["calls"][world] % 3 == 0
+    assert all("MaskP" in reason or "_NormP" in reason for reason in found["delegations"])
+
+
+def _outcome(**changes: Any) -> Outcome:
+    same = [[5.5, 5.5, 5.25, 5.25], [4.0, 4.0, 3.5, 3.5]]
+    sides: dict[str, Any] = {"torch": same, "shardweave": same}
+    equal = Outcome((2, 2), sides, sides, parameters=1, parameters_equal=True, calls={}, delegations={})
+    return replace(equal, **changes)
+
+
+@pytest.mark.plan
+def test_unequal_losses_are_faults() -> None:
+    assert _outcome().faults() == []
+    assert "parameters" in _outcome(parameters_equal=False).faults()[0]
+    theirs = _outcome().losses["torch"]
+    for wrong in (math.nextafter(3.5, 4), math.nan):
+        losses = {"torch": theirs, "shardweave": [theirs[0], [4.0, 4.0, 3.5, wrong]]}
+        other_loss, other_replica = _outcome(losses=losses).faults()
+        assert "step 2, rank 3" in other_loss and "ranks 2 and 3" in other_replica
+
+
+@pytest.mark.plan
+def test_sums_of_more_terms_have_a_tolerance() -> None:
+    def four_along_tp(*ours: float) -> Outcome:
+        return _outcome(mesh=(1, 4), losses={"torch": [[4.0] * 4], "shardweave": [ours]}, parameters_equal=False)
+
+    close, far = 4 * (1 + TOLERANCE / 2), 4 * (1 + TOLERANCE * 2)
+    assert four_along_tp(close, close, close, close).faults() == []
+    assert len(four_along_tp(far, far, far, far).faults()) == 4
+    assert four_along_tp(4.0, 4.0, 4.0, close).faults() == [f"step 1: ranks 0 and 3 have losses 4.0 and {close!r}"]
+
+
+@pytest.mark.plan
+def test_the_text_and_its_batches() -> None:
+    data = text()
+    header = bytes(data[:200].tolist()).decode()
+    assert len(data) > 10_000 and data.max() < 128 and header.startswith("Source: ") and "public domain" in header
+    tokens, following = batch(data, 3, 1, 2)
+    assert tokens.shape == following.shape == (4, LENGTH) and tokens[:, 1:].equal(following[:, :-1])
+    assert batch(data, 3, 1, 2)[0].equal(tokens) and not batch(data, 3, 0, 2)[0].equal(tokens)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--ranks", "6"), "allowed: 2, 4, 8"),
+        (("--ranks", "1"), "--ranks: 1"),
+        (("--steps", "1"), "allowed: 2 or more"),
+        (("--json", "/no/where.json"), "cannot be written"),
+    ],
+)
+def test_a_bad_option_is_one_error_and_status_2(
+    options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and text in said.err
