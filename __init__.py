@@ -30,6 +30,8 @@ from shardweave.planner import (
     draw,
 )
 from shardweave.runtime import (
+    LoadPlanner,
+    SavePlanner,
     explain,
     install,
     installed,
@@ -57,12 +59,14 @@ __all__ = [
     "Layout",
     "LayoutSyntaxError",
     "Link",
+    "LoadPlanner",
     "MeetingTimeoutError",
     "Mesh",
     "Partial",
     "PeerError",
     "Program",
     "Replicate",
+    "SavePlanner",
     "Shard",
     "ShardweaveError",
     "StridedShard",

@@ -1,5 +1,6 @@
 """Carries programs out: worlds, the executor, the DTensor drop-in."""
 
+from .checkpoints import LoadPlanner, SavePlanner
 from .drop_in import redistribute_local_tensor
 from .dtensor import explain, ordered_redistribute_local_tensor, redistribute
 from .dtensor_batches import redistribute_batch
@@ -10,6 +11,8 @@ from .statistics import Statistics, stats
 
 __all__ = [
     "InProcessWorld",
+    "LoadPlanner",
+    "SavePlanner",
     "Statistics",
     "explain",
     "install",
