@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     ReadItem,
+    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -58,7 +60,8 @@ class SavePlanner(DefaultSavePlanner):
     first.
 
     Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is written:
-        UnsupportedError: a DTensor that is partial; the text names its key.
+        UnsupportedError: a DTensor that is partial, or has several boxes where safetensors are written; the text names
+            its key.
         ArgumentError: a local tensor whose shape is not that of its shard.
     """
 
@@ -68,6 +71,17 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         # In place of its DTensor a shard is asked for its own write items.
         self.state_dict = {**self.state_dict, **_shards_of(self.state_dict)}
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        if isinstance(plan.storage_data, dict):  # torch's writer of safetensors keeps the last chunk of a key in a file
+            counts = Counter(item.index.fqn for item in plan.items)
+            if several := [fqn for fqn, count in counts.items() if count > 1]:
+                raise UnsupportedError(
+                    f"{several[0]}: this rank's shard is {counts[several[0]]} boxes, and safetensors files keep one; "
+                    f"redistribute it to plain shards first"
+                )
+        return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict.get(index.fqn)
@@ -94,6 +108,7 @@ class LoadPlanner(DefaultLoadPlanner):
         # Before torch does it: that would drop the shard order.
         _iterate_state_dict(state_dict, _materialised, _same, _same)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        # Already here, so that what is refused is refused by name: torch's own plan has another text for it.
         self._shards = _shards_of(self.state_dict)
 
     def create_local_plan(self) -> LoadPlan:
@@ -101,7 +116,7 @@ class LoadPlanner(DefaultLoadPlanner):
         # By now the keys are the checkpoint's, whatever version of torch wrote it.
         self._shards = _shards_of(self.state_dict)
         assert self.metadata is not None
-        items = [item for item in plan.items if item.dest_index.fqn not in self._shards]
+        items = [i for i in plan.items if i.type is LoadItemType.BYTE_IO or i.dest_index.fqn not in self._shards]
         for fqn, shard in self._shards.items():
             saved = self.metadata.state_dict_metadata.get(fqn)
             if isinstance(saved, TensorStorageMetadata):

@@ -298,6 +298,11 @@ def refusals(rank: int, base: str) -> None:
         said = refusal(dcp.load, state, path, shardweave.LoadPlanner())
         assert said.startswith(f"{UnsupportedError.__name__}: layer.odd: P"), said
 
+    writer = dcp.HuggingFaceStorageWriter(f"{base}/safetensors", save_distributed=True)
+    with pytest.raises(CheckpointException, match="w: this rank's shard is 2 boxes, and safetensors files keep one"):
+        strided = made(x, mesh, by_view(Shard(1), _StridedShard(0, split_factor=2)))
+        dcp.save({"w": strided}, storage_writer=writer, planner=shardweave.SavePlanner())
+
     wrong = made(x, mesh, plain(Shard(0), Replicate()), x[:3])
     path = f"{base}/shape"
     said = refusal(dcp.save, {"w": wrong}, path, shardweave.SavePlanner())
