@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.index_sets import held_spans, parts_of
-from .dtensor import as_dtensor, is_in
+from .autograd import as_dtensor, is_in
 from .specs import layout_of_spec
 
 _logger = logging.getLogger(__name__)
