@@ -45,7 +45,7 @@ class NullWorld:
     """Hands out memory that recycles, as a pool does whose tensors die soon, and meets nobody."""
 
     one_sided = recycles = True
-    name, backend, error, busy, rank = "null", "", None, False, 0
+    name, backend, error, busy, pending, rank = "null", "", None, False, None, 0
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[torch.Tensor]] = {}

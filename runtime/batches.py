@@ -59,7 +59,7 @@ class OneSidedRound(_Round):
             self._push_own(xs, landings)
         del book  # every peer has read it
         for i, step in self.steps.items():
-            xs[i] = step.finish(xs[i], landings[i])
+            xs[i] = step.finish(xs[i], landings[i], step.output(landings[i]))
 
     def _push_own(self, xs: list[torch.Tensor], landings: dict[int, torch.Tensor]) -> None:
         for i, step in self.steps.items():

@@ -61,6 +61,7 @@ class BoundStep:
         self.world, self.dtype, self.device = world, dtype, device
         # Of a rank that is not in a mesh, and holds nothing, more strides may be given than the tensor has dims.
         self.source_strides = tuple(strides)[: len(program.shape)]
+        self.last = True  # of its program: what it puts together is what the run returns
         self.shape = program.shape_after(step, me)
         self.strides = contiguous_strides(self.shape)[: len(program.shape)]
         group = program.members(step, me)

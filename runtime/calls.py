@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from ..errors import ArgumentError, UnsupportedError, WorldError
+from ..errors import ArgumentError, UnsupportedError
 from ..planner import Mesh
 from .batches import BoundBatch
 from .collective import CollectiveWorld
 from .executor import BoundProgram
+from .pending import Pending, Turn
 from .statistics import stats
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
@@ -36,43 +37,41 @@ class Call:
             what, bytes_received, bytes_bound = bound.summary()
             self.kind = stats().kind(what, world.name, bytes_received, bytes_bound)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, later: bool = False) -> Any:
+        """What the program makes of `x`; with `later`, where its last exchange can be waited for later, an
+        `AsyncCollectiveTensor` that does so when it is first used."""
         if self.bound is None or self.world is None:
             return x
         world, bound = self.world, self.bound
+        if world.pending is not None:
+            world.pending.finish()  # its meetings come before this call's
         if world.error is not None:
             # Before anything is pushed: buffers that peers kept ready may have found another use.
             raise world.error
-        if world.busy:
-            error = WorldError(
-                f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"
-            )
-            world.fail(error)
-            raise error
-        world.busy = True
         stats().calls[world.name] += 1
-        reply: Any = None
-        began = time.perf_counter()
-        try:
-            if self.announcer is not None:
-                self.announcer.announce(self.company, bound.token, self.first)
-                self.first = False
-            run = bound.run(x)
-            if _profiler_enabled():
-                return self._profiled(run, world)
-            while True:
-                reply = world.answer(run.send(reply))
-        except StopIteration as end:
-            return end.value
-        except BaseException as error:
-            # Peers wait for this rank's next meeting: tell them that it will not come.
-            text = f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"
-            world.fail(error if isinstance(error, WorldError) else WorldError(text))
-            raise
-        finally:
-            world.busy = False
-            self.kind.calls += 1
-            self.kind.milliseconds += (time.perf_counter() - began) * 1e3
+        self.kind.calls += 1
+        with Turn(world, self.kind):
+            reply: Any = None
+            try:
+                if self.announcer is not None:
+                    self.announcer.announce(self.company, bound.token, self.first)
+                    self.first = False
+                run = bound.run(x)
+                if later:
+                    return self._begun(run, world)
+                if _profiler_enabled():
+                    return self._profiled(run, world)
+                while True:
+                    reply = world.answer(run.send(reply))
+            except StopIteration as end:
+                return end.value
+
+    def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
+        request = run.send(None)
+        while request.output is None:
+            request = run.send(world.answer(request))
+        world.pending = Pending(run, world, world.begin(request), self.kind)
+        return world.pending.as_tensor(request.output)
 
     def _profiled(self, run: Any, world: AnyWorld) -> Any:
         """The same with a named range for each phase, which costs time of its own."""

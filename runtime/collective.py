@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from .meeting import AllGather, AllToAll, Ask, Collective, ReduceScatter, Transfer
 from .shared_memory import read_when_posted
+
+if TYPE_CHECKING:
+    from .pending import Pending
 
 _KEPT_POSTS = 64
 _REFUSED = 0  # in place of a token
@@ -40,6 +44,7 @@ class CollectiveWorld:
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
         self.error: WorldError | None = None
         self.busy = False
+        self.pending: Pending | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -105,22 +110,31 @@ class CollectiveWorld:
         found = self._groups.get(tuple(sorted(ranks)))
         return None if found is None else found[0]
 
-    def _collective(self, request: Collective) -> None:
+    def _began(self, request: Collective) -> Callable[[], None]:
         _, group = self._groups[tuple(sorted(request.group))]
         start = time.monotonic()
-        try:
-            work = _started(request, group)
-            if request[1].device.type == "cpu":
-                work.wait(timedelta(seconds=self.timeout))
-            else:
-                work.wait()  # the stream waits, not this process
-        except RuntimeError as error:
+
+        def told(error: RuntimeError) -> WorldError:
             who = " or ".join(f"rank {rank}" for rank in self._absent(request.group))
             if time.monotonic() - start >= self.timeout:
-                raise MeetingTimeoutError(
-                    f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
-                ) from error
-            raise PeerError(f"rank {self.rank} lost {who}: {error}") from error
+                text = f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
+                return MeetingTimeoutError(text)
+            return PeerError(f"rank {self.rank} lost {who}: {error}")
+
+        def wait() -> None:
+            try:
+                if request[1].device.type == "cpu":
+                    work.wait(timedelta(seconds=self.timeout))
+                else:
+                    work.wait()  # the stream waits, not this process
+            except RuntimeError as error:
+                raise told(error) from error
+
+        try:
+            work = _started(request, group)
+        except RuntimeError as error:
+            raise told(error) from error
+        return wait
 
     def _absent(self, group: Sequence[int]) -> list[int]:
         """The other ranks of a group that have not announced this call; all of them if they have: a collective that
@@ -135,19 +149,25 @@ class CollectiveWorld:
         return [rank for rank in others if int(there.get(rank, "0").split()[0]) < call] or others
 
     def answer(self, request: Ask) -> None:
+        self.begin(request)()
+
+    def begin(self, request: Ask) -> Callable[[], None]:
+        """`answer`, but what it returns waits for the peers."""
         if isinstance(request, Collective):
-            self._collective(request)
-            return
+            return self._began(request)
         assert isinstance(request, Transfer)
         operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in request.receives]
         operations += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in request.sends]
         if not operations:
-            return
+            return lambda: None
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             peers = sorted({operation.peer for operation in operations})
             raise PeerError(f"rank {self.rank} lost one of ranks {peers}: {error}") from error
+        return partial(self._wait, operations, works)
+
+    def _wait(self, operations: list[dist.P2POp], works: list[dist.Work]) -> None:
         if operations[0].tensor.device.type != "cpu":
             for work in works:
                 work.wait()  # the stream waits, not this process
@@ -174,8 +194,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
     options: Any = {"group": group, "async_op": True}
     if isinstance(request, AllToAll):
-        _, sends, send_sizes, receives, receive_sizes = request
-        return dist.all_to_all_single(receives, sends, receive_sizes, send_sizes, **options)
+        sizes = request.receive_sizes, request.send_sizes
+        return dist.all_to_all_single(request.receives, request.sends, *sizes, **options)
     if isinstance(request, AllGather):
         return dist.all_gather_into_tensor(request.receives, request.sends, **options)
     if isinstance(request, ReduceScatter):

@@ -95,9 +95,9 @@ def redistribute_local_tensor(
     mesh.
 
     Left to torch, and counted in `stats().delegations` with the reason: tracing, fake and other wrapped tensors, active
-    dispatch modes, placements that programs do not carry, one rank, unknown backends, what `install` leaves out. The
-    result is complete when it is returned, also with `async_op`. A plan is chosen by shardweave:
-    `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.
+    dispatch modes, placements that programs do not carry, one rank, unknown backends, what `install` leaves out. With
+    `async_op` the result is an `AsyncCollectiveTensor` wherever an exchange is left to wait for. A plan is chosen by
+    shardweave: `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.
 
     Raises:
         ArgumentError: the local tensor does not fit its spec.
@@ -118,7 +118,7 @@ def redistribute_local_tensor(
     reason = why_delegate(x, current_spec, target_spec)
     if reason is None:
         try:
-            found = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec)
+            found = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec, later=async_op)
             if use_graph_based_transform is not None:
                 stats().ignored["use_graph_based_transform"] += 1
             return found

@@ -48,7 +48,8 @@ def redistribute(
             one that is in neither keeps its own.
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
             `DTensor.detach` of torch 2.13 forgets it: its result holds the same data and says the default order.
-        async_op: accepted as torch's; the result is complete when it is returned.
+        async_op: the last exchange has begun when this returns, and is waited for when the result is first used, or by
+            the next redistribution among these ranks.
         forward_dtype: what is moved and returned; None: the dtype it has.
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
@@ -232,7 +233,7 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 def _move(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
     if is_in(source.mesh) or is_in(target.mesh):
-        return run_redistribution(plain_local(local, source), source, target, how)
+        return run_redistribution(plain_local(local, source), source, target, how, async_op)
     return local
 
 

@@ -56,6 +56,8 @@ class BoundProgram:
             bound = TwoSidedStep(*given, lowering=lowering, origin=origin, buffers=buffers, leave_apart=apart)
             self.steps.append(bound)
             origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
+        for earlier in self.steps[:-1]:
+            earlier.last = False
 
     def summary(self) -> tuple[str, int, int | None]:
         """What was asked for; the bytes that this rank receives, and must receive at least."""

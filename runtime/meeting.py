@@ -1,4 +1,8 @@
-"""What a rank asks of its world while a program runs: the executor yields it, worlds and the simulator answer."""
+"""What a rank asks of its world while a program runs: the executor yields it, worlds and the simulator answer.
+
+Where nothing is asked after a request, its `output` is the tensor that the run returns: a caller may have it at once,
+and wait for it later.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ class Meet(NamedTuple):
     """The address of a buffer from `World.empty` that peers may write into from now on."""
     meanwhile: Callable[[], None] | None = None
     """Work that no peer waits for: done between telling peers and waiting for them."""
+    output: torch.Tensor | None = None
 
 
 class Transfer(NamedTuple):
@@ -32,6 +37,7 @@ class Transfer(NamedTuple):
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
+    output: torch.Tensor | None = None
 
 
 class AllToAll(NamedTuple):
@@ -45,6 +51,7 @@ class AllToAll(NamedTuple):
     send_sizes: list[int]
     receives: torch.Tensor
     receive_sizes: list[int]
+    output: torch.Tensor | None = None
 
 
 class AllGather(NamedTuple):
@@ -53,6 +60,7 @@ class AllGather(NamedTuple):
     group: tuple[int, ...]
     sends: torch.Tensor
     receives: torch.Tensor
+    output: torch.Tensor | None = None
 
 
 class ReduceScatter(NamedTuple):
@@ -62,6 +70,7 @@ class ReduceScatter(NamedTuple):
     sends: torch.Tensor
     receives: torch.Tensor
     op: str
+    output: torch.Tensor | None = None
 
 
 class AllReduce(NamedTuple):
@@ -70,6 +79,7 @@ class AllReduce(NamedTuple):
     group: tuple[int, ...]
     values: torch.Tensor
     op: str
+    output: torch.Tensor | None = None
 
 
 Collective = AllToAll | AllGather | ReduceScatter | AllReduce

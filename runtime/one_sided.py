@@ -86,20 +86,23 @@ class OneSidedStep(BoundStep):
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         if self.peers:
-            landing = yield from self.exchange(x, token)
-        elif self.own:
+            landing, out = yield from self.exchange(x, token)
+            return self.finish(x, landing, out)
+        if self.own:
             landing = self.land()
             self.push(x, self.own, self.world.address(landing), self.own_nbytes)
         else:
             landing = x  # nothing comes from anyone else
-        return self.finish(x, landing)
+        return self.finish(x, landing, self.output(landing))
 
-    def finish(self, x: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
-        """The output, from the buffer that everything has landed in."""
-        if self.own:
-            return landing
-        out = landing if self.lands_in_output else self.empty()
-        self.reduce([x, landing], [out])
+    def output(self, landing: torch.Tensor) -> torch.Tensor:
+        """What the step ends with: the buffer that everything lands in, or another."""
+        return landing if self.own or self.lands_in_output else self.empty()
+
+    def finish(self, x: torch.Tensor, landing: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The output, when everything has landed."""
+        if not self.own:
+            self.reduce([x, landing], [out])
         return out
 
     def exchange(self, x: torch.Tensor, token: int) -> Run:
@@ -115,11 +118,13 @@ class OneSidedStep(BoundStep):
         for index, nbytes, copies in self.pushes:
             self.push(x, copies, addresses[index], nbytes)
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
+        out = self.output(landing)
+        given = out if self.last else None
         if landings is None:
-            yield Meet(self.peer_ranks, token + 1, None, own)
+            yield Meet(self.peer_ranks, token + 1, None, own, given)
         else:
             following = self.land()
             address = world.address(following)
-            addresses = yield Meet(self.peer_ranks, token + 1, address, own)
+            addresses = yield Meet(self.peer_ranks, token + 1, address, own, given)
             landings.keep(token, following, address, addresses, self.largest)
-        return landing
+        return landing, out

@@ -121,10 +121,10 @@ def explain_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTenso
 
 
 def run_redistribution(
-    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How | None = None
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How | None = None, later: bool = False
 ) -> torch.Tensor:
     """Carry a plain local tensor from one spec to another, on the same mesh or another; `how` is by default what
-    `install` was told.
+    `install` was told. With `later` the last exchange may be waited for when the tensor is first used.
 
     Raises:
         ArgumentError: a local tensor that does not fit its spec, layouts that do not fit the tensor.
@@ -134,7 +134,7 @@ def run_redistribution(
     if torch.is_inference_mode_enabled():
         # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
         with torch.inference_mode(False):
-            return run_redistribution(x, current, target, how)
+            return run_redistribution(x, current, target, how, later)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, and these say something else than their bytes.
         x = x.resolve_conj().resolve_neg()
@@ -149,4 +149,4 @@ def run_redistribution(
         if len(_calls) >= _KEPT:
             _calls.pop(next(iter(_calls)))
         _calls[key] = found
-    return found(x)
+    return found(x, later)

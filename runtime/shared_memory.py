@@ -8,6 +8,8 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +21,9 @@ from .landings import Landings
 from .meeting import Ask, Meet
 from .segments import Segment, open_segment, process_namespace, segment_path, unlink_names, uses_names
 from .shared_pool import MAX_SEGMENTS, SharedPool
+
+if TYPE_CHECKING:
+    from .pending import Pending
 
 Address = tuple[int, int, int]  # rank, segment, offset
 
@@ -134,6 +139,7 @@ class SharedMemoryWorld:
         self._landings: dict[tuple[int, ...], Landings] = {}
         self.error: WorldError | None = None
         self.busy = False
+        self.pending: Pending | None = None
         post(store, rank, self._control.handle, named)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -170,7 +176,12 @@ class SharedMemoryWorld:
 
     def answer(self, request: Ask) -> list[Address]:
         assert isinstance(request, Meet)
-        return self._meet(request)
+        return self._arrived(self._come_to(request), request.token)
+
+    def begin(self, request: Ask) -> Callable[[], list[Address]]:
+        """`answer`, but what it returns waits for the peers."""
+        assert isinstance(request, Meet)
+        return partial(self._arrived, self._come_to(request), request.token)
 
     def fail(self, error: WorldError) -> None:
         """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
@@ -202,12 +213,15 @@ class SharedMemoryWorld:
             if peer.page[_SLEEPS_FOR] == me:
                 wake(self._control.address + 8 * slot)
 
-    def _meet(self, request: Meet) -> list[Address]:
-        token = request.token
+    def _come_to(self, request: Meet) -> list[_Peer]:
         peers = self._met.get(request.peers) or self._find_all(request.peers)
-        self._come(peers, token, request.offer or _NOWHERE)
+        self._come(peers, request.token, request.offer or _NOWHERE)
         if request.meanwhile is not None:
             request.meanwhile()
+        return peers
+
+    def _arrived(self, peers: list[_Peer], token: int) -> list[Address]:
+        """Wait for peers at the meeting that this rank has come to; what they offer."""
         addresses = []
         for peer in peers:
             number, theirs = peer.meetings, peer.page

@@ -163,7 +163,8 @@ class TwoSidedStep(BoundStep):
         if self.group or self.sends or self.receives:
             packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
             self.pack(buffers, [packed])
-            yield self._asked([*buffers, packed], received if out is None else out, received)
+            asked = self._asked([*buffers, packed], received if out is None else out, received)
+            yield asked._replace(output=out) if self.last else asked
         buffers = [*buffers, received]
         if out is None:
             return buffers

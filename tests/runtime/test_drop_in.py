@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -18,7 +19,7 @@ from torch.profiler import profile
 from torch.utils._debug_mode import DebugMode
 
 import shardweave
-from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 
 pytestmark = pytest.mark.multi
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -379,3 +380,67 @@ def ordered(rank: int) -> None:
 
 def test_local_tensors_in_device_orders() -> None:
     run_ranks(ordered, 4)
+
+
+def waited_for_later(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = whole(8, 6)
+    source = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)})
+    partial = DTensor.from_local(x + rank % 2, mesh, (R, Partial()), run_check=False)
+    summed = 2 * x + 1
+    wanted = (
+        (source, (S1, S0), x, {1: (0,), 0: (1,)}),
+        (source, (R, R), x, {}),
+        (partial, (R, S0), summed, {0: (1,)}),
+        (partial, (R, R), summed, {}),
+    )
+    with shardweave.installed():
+        kept = []
+        for turn in range(12):
+            x_, placements, value, order = wanted[turn % 4]
+            y = x_.redistribute(placements=placements, async_op=True)
+            alone = turn % 4 == 0 and rank in (0, 3) and world == "collective"  # has all it needs, and no message
+            assert type(y._local_tensor) is (torch.Tensor if alone else AsyncCollectiveTensor)
+            if turn % 3 == 0:  # at once, or after others have begun, or not at all
+                assert right(y, value, order)
+            elif turn % 3 == 1:
+                kept.append((y, value, order))
+        for y, value, order in reversed(kept):
+            local = y._local_tensor.view(-1) if turn % 2 else y._local_tensor
+            assert local.sum() == cut(value, mesh, order).sum() and right(y, value, order)
+        # As input of the next redistribution, and of an op.
+        y = source.redistribute(placements=(R, S0), async_op=True)
+        assert right(y.redistribute(placements=(S1, R)), x, {1: (0,)})
+        y = source.redistribute(placements=(R, S0), async_op=True)
+        assert (y * 2).full_tensor().equal(2 * x)
+        # Nothing to wait for where nothing is exchanged.
+        whole_one = held(x, mesh, (R, R), {})
+        assert type(whole_one.redistribute(placements=(S0, R), async_op=True)._local_tensor) is torch.Tensor
+        z = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)}).requires_grad_()
+        z.redistribute(placements=(R, R), async_op=True).sum().backward()
+        assert z.grad.full_tensor().equal(torch.ones(8, 6))
+    late = shardweave.redistribute(source, (S1, S0), async_op=True, world=world)
+    assert right(late, x, {1: (0,), 0: (1,)})
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_what_is_begun_is_waited_for_when_it_is_used(world: str) -> None:
+    run_ranks(waited_for_later, 4, world, environment={"SHARDWEAVE_WORLD": world})
+
+
+def a_peer_that_never_comes(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    x = held(whole(4), mesh, (S0,), {0: (0,)})
+    shardweave.redistribute(x, (R,))
+    if rank == 1:
+        return ""
+    y = shardweave.redistribute(x, (R,), async_op=True)
+    with pytest.raises((PeerError, MeetingTimeoutError)):
+        y._local_tensor.wait()
+    with pytest.raises((PeerError, MeetingTimeoutError)):
+        shardweave.redistribute(x, (R,))
+    return "told"
+
+
+def test_what_is_begun_and_fails_is_told_when_it_is_waited_for() -> None:
+    assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["told", ""]

@@ -1,0 +1,104 @@
+"""Calls in their turns, and calls whose last exchange has begun and is waited for later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ..errors import WorldError
+from .statistics import Redistribution
+
+if TYPE_CHECKING:
+    from .worlds import AnyWorld
+
+_register_work: Any = torch._C._distributed_c10d._register_work  # type: ignore[attr-defined]
+
+
+class Turn:
+    """One call at a time in a world, timed; a call that fails is the world's last."""
+
+    def __init__(self, world: AnyWorld, kind: Redistribution) -> None:
+        self.world, self.kind = world, kind
+
+    def __enter__(self) -> None:
+        world = self.world
+        if world.busy:
+            error = WorldError(
+                f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"
+            )
+            world.fail(error)
+            raise error
+        world.busy = True
+        self.began = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        world = self.world
+        world.busy = False
+        self.kind.milliseconds += (time.perf_counter() - self.began) * 1e3
+        if error is not None:
+            # Peers wait for this rank's next meeting: tell them that it will not come.
+            text = f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"
+            world.fail(error if isinstance(error, WorldError) else WorldError(text))
+
+
+class Pending:
+    """A run that has come to its last exchange: told to all peers, but not waited for.
+
+    It is finished by who uses the tensor first, or by the world's next call: ranks that meet do so in one order.
+    """
+
+    def __init__(self, run: Any, world: AnyWorld, complete: Callable[[], Any], kind: Redistribution) -> None:
+        self._run, self._world, self._complete, self._kind = run, world, complete, kind
+        self._error: BaseException | None = None
+
+    def as_tensor(self, output: torch.Tensor) -> AsyncCollectiveTensor:
+        """`output`, which is complete once it is waited for."""
+        work = _Waiting(self)
+        _waited_for.add(work)
+        _register_work(output, work)
+        return AsyncCollectiveTensor(output)
+
+    def finish(self) -> None:
+        """
+        Raises:
+            WorldError: a peer died, did not come, or asked for something else.
+        """
+        if self._error is not None:
+            raise self._error
+        world, run = self._world, self._run
+        if run is None:
+            return
+        world.pending = self._run = None
+        with Turn(world, self._kind):
+            try:
+                reply = self._complete()
+                while True:
+                    reply = world.answer(run.send(reply))
+            except StopIteration:
+                return
+            except BaseException as error:
+                self._error = error
+                raise
+
+
+class _Waiting(dist.Work):
+    """What `wait_tensor` calls for a tensor of a pending run."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self.pending = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        _waited_for.discard(self)
+        self.pending.finish()
+        return True
+
+
+_waited_for: set[_Waiting] = set()
+"""Until somebody waits: torch holds a work without its Python object, which would be gone by then."""
