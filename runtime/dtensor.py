@@ -59,6 +59,8 @@ def redistribute(
             `install` was told, else bytes alone decide.
         reduction: "ordered" or "fast", as for `install`; None: what that was told.
 
+    Under torch.compile torch's own redistribution is traced in its place, which takes placements and dtypes only.
+
     Returns:
         A DTensor that shares no memory with the input, except where nothing is to be done. Differentiable any number of
         times; the gradient of a partial input is replicated.
@@ -71,6 +73,12 @@ def redistribute(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+    if torch.compiler.is_compiling():
+        # torch's own redistribution can be traced; what it does not know would be lost.
+        if placements is None or any(given is not None for given in (device_mesh, shard_order, out)):
+            raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
+        dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
+        return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
     own = dtensor._local_tensor.dtype
     for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
         if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -319,6 +319,8 @@ def watched(rank: int) -> dict[str, int]:
             return v.redistribute(placements=(R, S1)) * 2
 
         assert torch.compile(model, fullgraph=True, backend="aot_eager")(source).full_tensor().equal(2 * x)
+        direct = torch.compile(lambda v: shardweave.redistribute(v, (R, S1)) * 2, fullgraph=True, backend="aot_eager")
+        assert direct(source).full_tensor().equal(2 * x)
         before = stats.calls.total()
         with profile() as profiled:
             source.redistribute(placements=(R, S1))
