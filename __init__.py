@@ -30,8 +30,11 @@ from shardweave.planner import (
     draw,
 )
 from shardweave.runtime import (
+    FSDPAllGather,
+    FSDPReduceScatter,
     LoadPlanner,
     SavePlanner,
+    adapt_fsdp,
     explain,
     install,
     installed,
@@ -56,6 +59,8 @@ __all__ = [
     "ArgumentError",
     "Batch",
     "DisagreementError",
+    "FSDPAllGather",
+    "FSDPReduceScatter",
     "Layout",
     "LayoutSyntaxError",
     "Link",
@@ -73,6 +78,7 @@ __all__ = [
     "Topology",
     "UnsupportedError",
     "WorldError",
+    "adapt_fsdp",
     "draw",
     "explain",
     "install",
