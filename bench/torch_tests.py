@@ -1,0 +1,223 @@
+"""torch's own tests of DTensor with shardweave installed, beside the same tests without it.
+
+`python -m shardweave.bench.torch_tests FOLDER` runs every `test_*.py` of a folder twice: as it is, and with shardweave
+installed in every process that the tests start. The files are torch's (`test/distributed/tensor` of the version that is
+installed) and are no part of this package. It fails where a test passes without shardweave, does not with it, and is
+not listed in `torch_tests_expected.json`: those are tests that count the collectives torch would issue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ArgumentError, ShardweaveError
+from .torch_tests_outcomes import FILE
+from .torch_tests_site import FOLDER
+
+EXPECTED = Path(__file__).with_name("torch_tests_expected.json")
+DEFAULT_TIMEOUT = 1800.0
+_LINES = 12  # of what a test said when it failed
+
+
+@dataclass
+class Column:
+    """A file's tests, run in one way.
+
+    Attributes:
+        outcomes: passed, skipped, failed, or started where the test never ended, by test.
+        texts: what failed tests said.
+        counts: calls and delegations of shardweave, over all processes.
+        errors: what kept processes from installing shardweave.
+    """
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    timed_out: bool = False
+    calls: Counter[str] = field(default_factory=Counter)
+    delegations: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    processes: int = 0
+
+    @property
+    def passed(self) -> set[str]:
+        return {test for test, outcome in self.outcomes.items() if outcome == "passed"}
+
+    def how(self, test: str) -> str:
+        """How a test ended, if it did not pass."""
+        outcome = self.outcomes.get(test, "absent")
+        late = "in the time that the file has" if self.timed_out else "before its process did"
+        return {"started": f"did not end {late}", "absent": "did not run"}.get(outcome, outcome)
+
+    def note(self, test: str, outcome: str, text: str) -> None:
+        """Of several words about a test, its phases and subtests, a failure counts; else the last."""
+        if self.outcomes.get(test) != "failed" and not (outcome == "passed" and self.outcomes.get(test) == "skipped"):
+            self.outcomes[test] = outcome
+        if text:
+            self.texts[test] = text
+
+
+def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: float) -> Column:
+    """A file's tests in processes of their own, with shardweave installed in all of them or in none."""
+    column = Column()
+    with tempfile.TemporaryDirectory(prefix="shardweave-torch-tests-") as name:
+        work = Path(name)
+        plugin = Path(__file__).with_name("torch_tests_outcomes.py")
+        site = work / "site"
+        site.mkdir()
+        shutil.copy(plugin, site)
+        if installed:
+            shutil.copy(plugin.with_name("torch_tests_site.py"), site / "sitecustomize.py")
+        counts, outcomes, settings = work / "counts", work / "outcomes", work / "pytest.ini"
+        counts.mkdir()
+        outcomes.touch()
+        settings.write_text("[pytest]\n", encoding="utf-8")  # not those of whoever calls
+        paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(site), *paths]),
+            FILE: str(outcomes),
+            FOLDER: str(counts),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, "-p", "no:cacheprovider"]
+        command += ["-c", str(settings), "--rootdir", str(folder), "--confcutdir", str(folder), str(file)]
+        command += ["-k", only] if only else []
+        start = time.monotonic()
+        with open(work / "log", "wb") as log:
+            tests = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                tests.wait(timeout)
+            except subprocess.TimeoutExpired:
+                column.timed_out = True
+                os.killpg(tests.pid, signal.SIGKILL)  # and the ranks
+                tests.wait()
+        column.seconds = time.monotonic() - start
+        for line in outcomes.read_text(encoding="utf-8").splitlines():
+            column.note(*json.loads(line))
+        for path in counts.iterdir():
+            report = json.loads(path.read_text(encoding="utf-8"))
+            column.processes += 1
+            column.calls.update(report["calls"])
+            column.delegations.update(report["delegations"])
+            column.errors += [report["error"]] if report["error"] else []
+    return column
+
+
+def reason_for(test: str, expected: Mapping[str, Sequence[str]]) -> str | None:
+    """Why a test may fail with shardweave; None: it may not."""
+    return next((why for why, tests in expected.items() if any(fnmatchcase(test, t) for t in tests)), None)
+
+
+def compare(
+    folder: Path, only: str | None = None, jobs: int = 1, timeout: float = DEFAULT_TIMEOUT, expected: Path = EXPECTED
+) -> int:
+    """Run a folder's tests both ways and print both columns; 1 where something unlisted fails, or nothing was proven.
+
+    Args:
+        folder: of test files, at any depth.
+        only: pytest's `-k`.
+        jobs: files at once.
+        timeout: seconds that a file may take each way.
+        expected: JSON, lists of tests by the reason why they may fail with shardweave; `*` stands for anything.
+
+    Raises:
+        ArgumentError: no test files, an unreadable list, a number that does not fit.
+    """
+    folder = folder.absolute()
+    files = sorted(folder.rglob("test_*.py"))
+    if not files:
+        raise ArgumentError(f"FOLDER: {str(folder)!r} has no test_*.py; allowed: a folder of torch's tests")
+    if jobs < 1 or timeout <= 0:
+        raise ArgumentError(f"--jobs, --timeout: {jobs}, {timeout:g}; allowed: 1 or more, and seconds above 0")
+    try:
+        listed: dict[str, list[str]] = json.loads(expected.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--expected: {str(expected)!r} cannot be read: {error}") from None
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+    def both(file: Path) -> tuple[Column, Column]:
+        stock, ours = (run(file, folder, installed, only, timeout) for installed in (False, True))
+        print(f"{file.relative_to(folder)}: {stock.seconds:.0f} s, {ours.seconds:.0f} s", file=sys.stderr)
+        return stock, ours
+
+    with ThreadPoolExecutor(jobs) as pool:
+        columns = list(pool.map(both, files))
+    table = Table("file", title="torch's tests, passed")
+    for head in ("tests", "stock", "installed", "listed", "unlisted", "stock s", "installed s"):
+        table.add_column(head, justify="right")
+    unlisted: list[tuple[str, Column]] = []
+    known: list[tuple[str, str]] = []
+    for file, (stock, ours) in zip(files, columns, strict=True):
+        lost = sorted(stock.passed - ours.passed)
+        reasons = {test: reason_for(test, listed) for test in lost}
+        known += [(test, why) for test, why in reasons.items() if why]
+        unlisted += [(test, ours) for test, why in reasons.items() if not why]
+        tests = len(stock.outcomes.keys() | ours.outcomes.keys())
+        counts = tests, len(stock.passed), len(ours.passed), sum(map(bool, reasons.values())), len(lost)
+        row = [*map(str, counts[:-1]), str(counts[-1] - counts[-2]), f"{stock.seconds:.0f}", f"{ours.seconds:.0f}"]
+        table.add_row(str(file.relative_to(folder)), *row)
+    console.print(table)
+    for test, why in known:
+        console.print(f"listed: {test}: {why}", markup=False)
+    for test in sorted(test for stock, ours in columns for test in stock.passed & ours.passed):
+        if reason_for(test, listed):
+            console.print(f"listed, and passes: {test}", markup=False)
+    for test, ours in unlisted:
+        console.print(f"unlisted: {test}: {ours.how(test)}", markup=False)
+        console.print("\n".join(ours.texts.get(test, "").splitlines()[-_LINES:]), markup=False)
+    return max(_account([ours for _, ours in columns], console), int(bool(unlisted)))
+
+
+def _account(columns: Sequence[Column], console: Console) -> int:
+    """What shardweave did in all processes; 1 where it was not installed or had nothing to do."""
+    calls: Counter[str] = sum((column.calls for column in columns), Counter())
+    delegations: Counter[str] = sum((column.delegations for column in columns), Counter())
+    table = Table("shardweave", title=f"calls in {sum(column.processes for column in columns)} processes")
+    table.add_column("calls", justify="right")
+    for world, count in calls.most_common():
+        table.add_row(f"carried out on {world}", str(count))
+    for reason, count in delegations.most_common():
+        table.add_row(f"left to torch: {reason}", str(count))
+    console.print(table)
+    errors = sorted({error for column in columns for error in column.errors})
+    for error in errors:
+        console.print(f"not installed: {error}", markup=False)
+    if not calls and not delegations:
+        console.print("shardweave was not called at all: nothing is proven")
+    return int(bool(errors) or not (calls or delegations))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="torch's test files")
+    parser.add_argument("-k", dest="only", metavar="TEXT", help="only tests that pytest's -k selects")
+    parser.add_argument("--jobs", type=int, default=1, help="files at once")
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds that a file may take each way")
+    parser.add_argument("--expected", type=Path, default=EXPECTED, help="another list of tests that may fail")
+    try:
+        return compare(**vars(parser.parse_args(arguments)))
+    except ShardweaveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

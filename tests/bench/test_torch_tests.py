@@ -1,0 +1,130 @@
+"""The runner of torch's own tests, on a folder with a few tests of ours in their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardweave.bench.torch_tests import main, reason_for, run
+
+pytestmark = pytest.mark.multi
+
+SMALL = """
+import sys
+import unittest
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+
+def rank_main(rank, port, results):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    x = torch.arange(15.0).view(5, 3)
+    d = distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
+    results.put(torch.equal(d.redistribute(placements=[Shard(1)]).full_tensor(), x))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Small(unittest.TestCase):
+    def test_passes_on_both(self):
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("spawn")
+        results = context.Queue()
+        ranks = [context.Process(target=rank_main, args=(rank, server.port, results)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(100)
+        self.assertEqual([rank.exitcode for rank in ranks], [0, 0])
+        self.assertTrue(results.get() and results.get())
+
+    def test_of_stock_alone(self):
+        self.assertNotIn("shardweave", sys.modules)
+
+    def test_that_is_listed(self):
+        self.assertNotIn("shardweave", sys.modules)
+
+    def test_fails_on_both(self):
+        self.fail("as it always does")
+
+    @unittest.skip("for the table")
+    def test_skipped(self):
+        pass
+"""
+
+SLEEPY = """
+import time
+import unittest
+
+class Sleepy(unittest.TestCase):
+    def test_a(self):
+        pass
+
+    def test_b(self):
+        time.sleep(600)
+
+    def test_c(self):
+        pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tests" / "deeper"
+    path.mkdir(parents=True)
+    (path / "test_small.py").write_text(SMALL)
+    return path.parent
+
+
+def test_both_columns(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = tmp_path / "expected.json"
+    expected.write_text(json.dumps({"asks who is there": ["deeper/test_small.py::*::test_that_is_*"]}))
+    status = main([str(folder), "--expected", str(expected), "--timeout", "300"])
+    out = capfd.readouterr().out
+    assert status == 1
+    row = next(line for line in out.splitlines() if "test_small.py " in line)
+    # tests, passed with stock and installed, of the three that stock passes one listed and one unlisted are lost
+    assert [cell.strip() for cell in row.split("│")][2:7] == ["5", "3", "1", "1", "1"]
+    assert "listed: deeper/test_small.py::Small::test_that_is_listed: asks who is there" in out
+    assert "unlisted: deeper/test_small.py::Small::test_of_stock_alone: failed" in out
+    assert "unlisted: deeper/test_small.py::Small::test_fails_on_both" not in out
+    # Both ranks redistribute and gather, and so does nobody else.
+    assert "calls in 3 processes" in out
+    assert "carried out on shared_memory │     4" in out
+
+
+def test_what_has_not_called_shardweave_proves_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder), "-k", "skipped"]) == 1
+    assert "nothing is proven" in capfd.readouterr().out
+
+
+def test_time_is_up(tmp_path: Path) -> None:
+    file = tmp_path / "test_sleepy.py"
+    file.write_text(SLEEPY)
+    column = run(file, tmp_path, installed=False, only=None, timeout=15)
+    assert column.timed_out and column.seconds < 60
+    assert column.passed == {"test_sleepy.py::Sleepy::test_a"}
+    assert column.how("test_sleepy.py::Sleepy::test_b") == "did not end in the time that the file has"
+    assert column.how("test_sleepy.py::Sleepy::test_c") == "did not run"
+
+
+def test_bad_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "has no test_*.py" in capfd.readouterr().err
+    (tmp_path / "test_none.py").touch()
+    assert main([str(tmp_path), "--jobs", "0"]) == 2
+    assert main([str(tmp_path), "--expected", str(tmp_path / "none.json")]) == 2
+    assert "cannot be read" in capfd.readouterr().err
+
+
+def test_the_list_names_tests_exactly_or_by_stars() -> None:
+    expected = {"why": ["a.py::A::test_b", "c.py::*"]}
+    assert reason_for("a.py::A::test_b", expected) == reason_for("c.py::C::test_d", expected) == "why"
+    assert reason_for("a.py::A::test_bc", expected) is None
