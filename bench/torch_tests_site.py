@@ -1,7 +1,8 @@
 """What every Python process of a run with shardweave does at its start; copied to where it is a `sitecustomize.py`.
 
 torch's tests spawn their ranks, and these inherit nothing but the environment. Imports nothing beyond the standard
-library until torch's DTensor has been imported completely by somebody else, and installs shardweave then.
+library until somebody else has imported torch, and installs shardweave then: before the tests, and torch's own helpers
+for them, bind by name what it replaces.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import json
 import os
 import runpy
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
-NEEDED = "torch.distributed.tensor"
 FOLDER = "SHARDWEAVE_TORCH_TESTS_COUNTS"  # where each process leaves what it counted
 
 
-def _is_ready() -> bool:
-    """DTensor is there, and nothing of torch is half imported: shardweave imports a good part of it."""
-    return NEEDED in sys.modules and not any(
-        name.partition(".")[0] == "torch" and getattr(getattr(module, "__spec__", None), "_initializing", False)
-        for name, module in list(sys.modules.items())
-    )
+def _half_imported() -> str | None:
+    """A module of torch's that is being imported: shardweave imports a good part of them, and needs them whole."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and _is_half(module):
+            return name
+    return None
+
+
+def _is_half(module: Any) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _install() -> None:
@@ -48,22 +51,21 @@ def _install() -> None:
 
 
 def _watch_imports() -> None:
-    genuine, here = builtins.__import__, threading.local()
-    done = False
+    genuine, pending, done = builtins.__import__, "torch", False
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        depth = getattr(here, "depth", 0)
-        here.depth = depth + 1
-        try:
-            module = genuine(*args, **kwargs)
-        finally:
-            here.depth = depth
-        if not done and depth == 0 and _is_ready():
-            done = True
-            if builtins.__import__ is watched:
-                builtins.__import__ = genuine
-            _install()
+        nonlocal pending, done
+        module = genuine(*args, **kwargs)
+        # The one that was found last is mostly still at it, and spares the look at all.
+        if not done and "torch" in sys.modules and not _is_half(sys.modules.get(pending)):
+            found = _half_imported()
+            if found:
+                pending = found
+            else:
+                done = True
+                if builtins.__import__ is watched:
+                    builtins.__import__ = genuine
+                _install()
         return module
 
     builtins.__import__ = watched
