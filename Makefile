@@ -1,4 +1,4 @@
-# make demo | test | test-long | test-nightly | check | gpu: each sets up what it needs.
+# make demo | test | test-long | test-nightly | test-torch | check | gpu: each sets up what it needs.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -12,7 +12,7 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo test test-long test-nightly check gpu
+.PHONY: demo test test-long test-nightly test-torch check gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -27,6 +27,14 @@ test-nightly: $(READY)
 
 test-long: $(READY)
 	"$(BIN)/pytest" -m long $(ARGS)
+
+# The drop-in replaces names of torch's own, which differ between its versions: the runtime's tests on another one, in an
+# environment of its own. Builds for GPUs are gigabytes.
+TORCH ?= 2.11.0
+test-torch:
+	$(PYTHON) -m venv ".venv-torch-$(TORCH)"
+	".venv-torch-$(TORCH)/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" --editable ".[dev]"
+	".venv-torch-$(TORCH)/bin/pytest" -m "not long" tests/runtime $(ARGS)
 
 # mypy does not follow an editable install, and the clone's folder may have any name: it gets a link with the right one.
 check: $(READY)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
 from rank_processes import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +23,7 @@ import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 
 pytestmark = pytest.mark.multi
+TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether stock is differentiable twice
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
@@ -119,7 +121,7 @@ def flattened_view(mesh: DeviceMesh) -> bool:
     return bool(got.full_tensor().equal(x.flatten(0, 1)))
 
 
-CASES = {
+CASES: dict[str, tuple[Any, ...]] = {
     "uneven nested gather of 5": (uneven_nested_gather, 5),
     "uneven nested gather of 6": (uneven_nested_gather, 6),
     "uneven nested gather of 9": (uneven_nested_gather, 9),
@@ -129,8 +131,9 @@ CASES = {
     "another mesh, the same placements": (another_mesh_same_placements,),
     "another mesh": (another_mesh,),
     "another order, the same placements": (order_only,),
-    "a view's strided shard": (flattened_view,),
 }
+if torch.__version__ >= "2.12":  # before, DTensor refused such views
+    CASES["a view's strided shard"] = (flattened_view,)
 
 
 def tried(rank: int, name: str, ours: bool) -> str:
@@ -200,8 +203,10 @@ def gradients(rank: int, ours: bool) -> list[Any]:
                 y = d.redistribute(placements=target, forward_dtype=forward, backward_dtype=backward)
                 assert y.requires_grad and type(y.grad_fn).__name__ == "RedistributeBackward"
                 (grad,) = torch.autograd.grad((y * y * y).sum(), d, create_graph=True)
-                (twice,) = torch.autograd.grad((grad * grad).sum(), d)
-                for g in (grad.detach(), twice):
+                found_now = [grad.detach()]
+                if TWICE:
+                    found_now += torch.autograd.grad((grad * grad).sum(), d)
+                for g in found_now:
                     found.append((str(g.dtype), str(g.placements), g.full_tensor().tolist()))
         p = DTensor.from_local(x, mesh, (Partial(), S0), run_check=False).requires_grad_()
         p.redistribute(placements=(R, S0)).sum().backward()
@@ -217,7 +222,7 @@ def gradients(rank: int, ours: bool) -> list[Any]:
 
 def test_gradients_are_those_of_stock() -> None:
     stock, ours = run_ranks(gradients, 4, False), run_ranks(gradients, 4, True)
-    assert stock == ours and len(stock[0]) == 20
+    assert stock == ours and len(stock[0]) == (20 if TWICE else 11)
 
 
 def order_of_gradients(rank: int) -> None:
