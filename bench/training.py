@@ -59,6 +59,8 @@ class Trainer:
 
     def __init__(self, model: Transformer, installed: bool) -> None:
         self.model, self.installed = model, installed
+        if installed:
+            shardweave.adapt_fsdp(model)  # FSDP2's gathers and reduce-scatters never call redistribute
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(self, tokens: torch.Tensor, following: torch.Tensor) -> tuple[float, float]:

@@ -1,12 +1,11 @@
 """What two trainings on the same ranks found: whether they are equal, and how long a step took.
 
-What has to be equal. The forward and backward passes redistribute along tp alone: gathers, which are exact, and sums.
-With two ranks along tp a sum has two terms, and a + b is b + a to the bit, so losses and parameters have to be bitwise
+What has to be equal. The passes gather, which is exact, and add up: activations along tp, gradients along dp. With two
+ranks along a mesh dim a sum has two terms, and a + b is b + a to the bit, so losses and parameters have to be bitwise
 equal. With more, gloo's ring begins each part of a tensor at another rank and shardweave adds in ascending order of
 ranks, so float32 sums differ in their last bits and training carries that on: the losses have to agree within
-`TOLERANCE`. On both sides gloo makes the other sums, in the same order: those along dp are no redistributions, since
-FSDP2 calls all-gather and reduce-scatter itself, which `install()` leaves alone; those of the gradients' norms, over
-both mesh dims, are of a placement that `install()` leaves to torch. All of them are in both times.
+`TOLERANCE`. On both sides gloo adds up the gradients' norms, over both mesh dims: they are of a placement that
+`install()` leaves to torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rich.table import Table
 from .compare import mesh_for
 
 SIDES = ("torch", "shardweave")
-# Of a loss, where sums along tp have more than two terms. 60 steps of 8 ranks, tp4, came to 2.3e-7, about two float32
+# Of a loss, where sums have more than two terms. 60 steps of 8 ranks, tp4, came to 2.3e-7, about two float32
 # roundings; the rest is room for other meshes and machines.
 TOLERANCE = 1e-5
 _ROWS = 8  # steps or faults shown
@@ -62,7 +61,7 @@ class Outcome:
     @property
     def exact(self) -> bool:
         """Both sides sum to the same bits."""
-        return self.mesh[1] <= 2
+        return max(self.mesh) <= 2
 
     def mean_losses(self, side: str) -> list[float]:
         """Over all sequences, at each step."""
@@ -116,7 +115,7 @@ class Outcome:
 
 def show(console: Console, outcome: Outcome) -> None:
     """Losses, and where they are as they have to be, times."""
-    tp = outcome.mesh[1]
+    terms = max(outcome.mesh)
     console.print(_losses(outcome))
     console.print()
     if faults := outcome.faults():
@@ -130,12 +129,12 @@ def show(console: Console, outcome: Outcome) -> None:
     if outcome.exact:
         console.print(
             f"Losses of {2 * steps} steps on every rank, and all parameters after them, are equal to the bit: a sum "
-            f"along tp has {tp} terms at most, and a + b is b + a."
+            f"has {terms} terms at most, and a + b is b + a."
         )
     else:
         console.print(
             f"Losses of {2 * steps} steps differ by {outcome.largest_difference:.1e} of a loss at most, where "
-            f"{TOLERANCE:g} is allowed: sums along tp have {tp} terms, which gloo's ring begins at another rank for "
+            f"{TOLERANCE:g} is allowed: sums have up to {terms} terms, which gloo's ring begins at another rank for "
             f"each part of a tensor and shardweave adds in ascending order of ranks. Ranks along tp have equal losses "
             f"under shardweave."
         )
@@ -144,15 +143,11 @@ def show(console: Console, outcome: Outcome) -> None:
         console.print(f"  {side:<10} {_milliseconds(outcome.step_seconds(side))}")
     theirs, ours = (statistics.median(outcome.step_seconds(side)) for side in SIDES)
     console.print(f"[bold]  ratio {outcome.ratio:.2f}, {(theirs - ours) * 1e3:.0f} ms saved[/bold]")
-    console.print("\nRedistributions a step, on rank 0:")
+    console.print("\nRedistributions a step, and FSDP2's gathers and reduce-scatters, on rank 0:")
     for world, count in outcome.calls.items():
         console.print(f"  {count / steps:g} by shardweave, on {world}")
     for reason, count in outcome.delegations.items():
         console.print(f"  {count / steps:g} left to torch: {reason.partition(';')[0]}", markup=False)
-    console.print(
-        "FSDP2's own all-gathers and reduce-scatters along dp are no redistributions: gloo carries them out on both "
-        "sides, and both times have them."
-    )
 
 
 def _losses(outcome: Outcome) -> Table:
