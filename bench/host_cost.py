@@ -136,8 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     print(
         f"Microseconds of the host for a cached DTensor.redistribute, float32, mesh of {RANKS}; median of {rounds} "
-        f"rounds\nof {CALLS} calls. torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
-        f"({platform.machine()}). Stock's S0 → S1 is an\nall-gather and a chunk here, as on any CPU; shared machine.\n"
+        f"rounds\nof {CALLS} calls. torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} "
+        f"cores ({platform.machine()}). Stock's S0 → S1 is an\nall-gather and a chunk here, as on any CPU; shared "
+        f"machine.\n"
     )
     print("| kind | stock, fake group | shardweave, null world | ours ÷ stock |\n|---|---|---|---|")
     for name, stock, ours in measure(rounds):
