@@ -96,6 +96,12 @@ def is_in(mesh: DeviceMesh) -> bool:
     return mesh.get_coordinate() is not None
 
 
+def nothing_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What a rank that is not in the mesh of a DTensor holds of it."""
+    assert spec.tensor_meta is not None
+    return local.new_empty((0,) * max(len(spec.tensor_meta.shape), 1))
+
+
 def same_layout(a: DTensorSpec, b: DTensorSpec) -> bool:
     if a is b:
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,10 +69,11 @@ class Call:
                 return end.value
 
     def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
-        request = run.send(None)
-        while request.output is None:
-            request = run.send(world.answer(request))
-        world.pending = Pending(run, world, world.begin(request), self.kind)
+        with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+            request = run.send(None)
+            while request.output is None:
+                request = run.send(world.answer(request))
+            world.pending = Pending(run, world, world.begin(request), self.kind)
         return world.pending.as_tensor(request.output)
 
     def _profiled(self, run: Any, world: AnyWorld) -> Any:
@@ -91,7 +94,7 @@ def check_backend(device: torch.device, mesh_size: int) -> None:
     """
     reason = why_not_backend(device)
     if reason is not None and mesh_size > 1:
-        raise UnsupportedError(f"{reason} cannot carry programs; allowed: gloo, nccl")
+        raise UnsupportedError(f"programs cannot be carried out: {reason}; allowed: gloo or nccl among several ranks")
 
 
 def check_ranks(mesh: Mesh) -> None:
@@ -105,13 +108,17 @@ def check_ranks(mesh: Mesh) -> None:
 
 
 def world_for(
-    ranks: tuple[int, ...], device: torch.device, asked: str | None, *meshes: DeviceMesh
+    ranks: tuple[int, ...],
+    device: torch.device,
+    asked: str | None,
+    *meshes: DeviceMesh,
+    groups: Sequence[dist.ProcessGroup] = (),
 ) -> tuple[AnyWorld, str]:
-    """The world of some ranks, which may use the process groups of their meshes; and why it is that one."""
+    """The world of some ranks, in which the program bound next may use process groups and those of meshes; and why it
+    is that one."""
     world, why = current_worlds().choose(ranks, device, asked)
     if isinstance(world, CollectiveWorld):
-        for mesh in meshes:
-            world.knows(_groups_of(mesh))
+        world.knows([*groups, *(group for mesh in meshes for group in _groups_of(mesh))])
     return world, why
 
 

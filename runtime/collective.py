@@ -22,6 +22,16 @@ _KEPT_POSTS = 64
 _REFUSED = 0  # in place of a token
 
 
+# Of messages on gloo, which pairs sends with receives by it: those of the user's own are others.
+_TAG = 0x5EED
+
+
+class Members(tuple[int, ...]):
+    """The ranks of a process group in its order, and the group itself."""
+
+    process_group: dist.ProcessGroup
+
+
 class CollectiveWorld:
     """The ranks of the default process group, in any subsets: grouped sends and receives need no group of their own.
 
@@ -41,7 +51,7 @@ class CollectiveWorld:
         self._store = store
         self._calls: dict[tuple[int, ...], int] = {}
         self._announced = ("", 0)
-        self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
+        self._groups: dict[tuple[int, ...], Members] = {}
         self.error: WorldError | None = None
         self.busy = False
         self.pending: Pending | None = None
@@ -101,17 +111,22 @@ class CollectiveWorld:
             self.announce(company, _REFUSED, False)
 
     def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Process groups that programs may use from now on; of several with the same ranks the first."""
-        for group in groups:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._groups.setdefault(tuple(sorted(ranks)), (ranks, group))
+        """Process groups that the programs bound next may use, of several with the same ranks the first.
 
-    def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
-        found = self._groups.get(tuple(sorted(ranks)))
-        return None if found is None else found[0]
+        Those of one request, whatever was bound before: what a rank has seen is its own, and its peers choose alike.
+        """
+        self._groups = {}
+        for group in groups:
+            members = Members(dist.get_process_group_ranks(group))
+            members.process_group = group
+            self._groups.setdefault(tuple(sorted(members)), members)
+
+    def group_order(self, ranks: Sequence[int]) -> Members | None:
+        return self._groups.get(tuple(sorted(ranks)))
 
     def _began(self, request: Collective) -> Callable[[], None]:
-        _, group = self._groups[tuple(sorted(request.group))]
+        assert isinstance(request.group, Members)
+        group = request.group.process_group
         start = time.monotonic()
 
         def told(error: RuntimeError) -> WorldError:
@@ -156,8 +171,8 @@ class CollectiveWorld:
         if isinstance(request, Collective):
             return self._began(request)
         assert isinstance(request, Transfer)
-        operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in request.receives]
-        operations += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in request.sends]
+        operations = [dist.P2POp(dist.irecv, buffer, peer, tag=_TAG) for peer, buffer in request.receives]
+        operations += [dist.P2POp(dist.isend, buffer, peer, tag=_TAG) for peer, buffer in request.sends]
         if not operations:
             return lambda: None
         try:

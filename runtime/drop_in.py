@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ArgumentError, UnsupportedError
-from .autograd import Carry, carried, carried_with_gradient, is_in, kept_spec
+from .autograd import Carry, carried, carried_with_gradient, is_in, kept_spec, nothing_of
 from .redistribution import run_redistribution
 from .statistics import stats
 from .worlds import why_not_backend
@@ -116,7 +116,11 @@ def redistribute_local_tensor(
             )
         torch_redistribute.assert_no_mixed_partial_types(spec.placements)
     reason = why_delegate(x, current_spec, target_spec)
+    if crosses and reason is not None:
+        raise UnsupportedError(f"to another mesh: {reason}, and torch itself cannot; allowed: without that")
     if reason is None:
+        if not is_in(current_spec.mesh):
+            x = nothing_of(x, current_spec)
         try:
             found = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec, later=async_op)
             if use_graph_based_transform is not None:

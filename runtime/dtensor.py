@@ -14,13 +14,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
+from ..planner.index_sets import held_sizes
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
-from .autograd import Carry, carried, carried_with_gradient, is_in, same_layout, with_placements
+from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout, with_placements
 from .group_caches import kept_with_group
 from .lowering import Reduction
 from .redistribution import How, explain_redistribution, how_asked, run_redistribution
-from .specs import normal_placements
+from .specs import layout_of_spec, normal_placements
 
 
 def redistribute(
@@ -49,7 +50,8 @@ def redistribute(
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
             `DTensor.detach` of torch 2.13 forgets it: its result holds the same data and says the default order.
         async_op: the last exchange has begun when this returns, and is waited for when the result is first used, or by
-            the next redistribution among these ranks.
+            this process's next redistribution in the same world, whatever its ranks: all are carried out in one order.
+            What a request does for the first time, before any exchange, is waited for at once.
         forward_dtype: what is moved and returned; None: the dtype it has.
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
@@ -104,8 +106,17 @@ def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differenti
     if not same_layout(out._spec, target):
         raise ArgumentError(f"out: its layout is {out._spec}; allowed: {target}")
     shape = target.tensor_meta.shape
-    if tuple(out.shape) != tuple(shape) or out._local_tensor.dtype != dtype:
+    local = out._local_tensor
+    if tuple(out.shape) != tuple(shape) or local.dtype != dtype:
         raise ArgumentError(f"out: {out.dtype}{list(out.shape)}; allowed: {dtype}{list(shape)}")
+    at = target.mesh.get_coordinate()
+    if at is not None:
+        held = held_sizes(tuple(shape), layout_of_spec(target), tuple(target.mesh.shape), tuple(at))
+        if tuple(local.shape) != held or 0 in [s for n, s in zip(local.shape, local.stride(), strict=True) if n > 1]:
+            raise ArgumentError(
+                f"out: its local tensor is {list(local.shape)} with strides {list(local.stride())}; allowed: "
+                f"{list(held)}, each element in a place of its own"
+            )
 
 
 def explain(
@@ -233,10 +244,7 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
     if local.requires_grad:
         local = local.detach()
-    if not is_in(spec.mesh):
-        assert spec.tensor_meta is not None
-        return local.new_empty((0,) * max(len(spec.tensor_meta.shape), 1))
-    return local
+    return local if is_in(spec.mesh) else nothing_of(local, spec)
 
 
 def _move(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:

@@ -79,7 +79,8 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> l
     locals_ = [plain_local(x._local_tensor, x._spec).resolve_conj().resolve_neg() for x in dtensors]
     specs = [(x._spec, target) for x, target in zip(dtensors, targets, strict=True)]
     form = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]
-    key = (tuple(specs), tuple(form), how)
+    meshes = [(id(source.mesh), id(target.mesh)) for source, target in specs]
+    key = (tuple(specs), tuple(meshes), tuple(form), how)
     call = _calls.get(key)
     if call is None:
         call = _bind(specs, locals_, how)
@@ -113,6 +114,8 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")
     except ArgumentError:
         with suppress(WorldError):  # peers that are gone need not be told
+            if world.pending is not None:
+                world.pending.finish()
             world.refuse(batch.first_met(rank), company)
         raise
     bound = BoundBatch(batch, rank, [x.stride() for x in locals_], world, [x.dtype for x in locals_], device)

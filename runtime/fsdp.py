@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Mesh, plan
 from .calls import Call, check_backend, world_for
-from .collective import CollectiveWorld
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
@@ -142,7 +141,7 @@ def _carry(
         forget_dead_groups()
         how = default()
         ranks = tuple(dist.get_process_group_ranks(group))
-        key = ranks, numel, x.dtype, x.device, source, target, how
+        key = group, numel, x.dtype, x.device, source, target, how
         call = _calls.get(key)
         if call is None:
             call = _bind(x, group, ranks, numel, source, target, how)
@@ -171,8 +170,6 @@ def _bind(
     program = plan(mesh, (numel,), dtype_name(x.dtype), source, target, rank=position, topology=how.topology)
     if program.is_identity:
         return Call(None, None, ())
-    world, _ = world_for(tuple(sorted(ranks)), x.device, how.world)
-    if isinstance(world, CollectiveWorld):
-        world.knows([group])
+    world, _ = world_for(tuple(sorted(ranks)), x.device, how.world, groups=[group])
     bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
     return Call(bound, world, program.company(position))

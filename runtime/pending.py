@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.profiler import record_function
 
 from ..errors import WorldError
 from .statistics import Redistribution
@@ -75,7 +78,8 @@ class Pending:
         if run is None:
             return
         world.pending = self._run = None
-        with Turn(world, self._kind):
+        ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
+        with Turn(world, self._kind), ranged:
             try:
                 reply = self._complete()
                 while True:

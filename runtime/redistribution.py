@@ -105,6 +105,8 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) 
         check_local_shape(program, position, x.shape)
     except ArgumentError:
         with suppress(WorldError):  # peers that are gone need not be told
+            if world.pending is not None:
+                world.pending.finish()
             world.refuse(program.first_met(position), program.company(position))
         raise
     bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
@@ -142,7 +144,8 @@ def run_redistribution(
         raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
     forget_dead_groups()
     how = how or _default
-    key = (current, target, x.shape, x.stride(), x.dtype, x.device, how)
+    # The meshes themselves as well: those of the same ranks are equal, but their process groups may differ.
+    key = (current, target, id(current.mesh), id(target.mesh), x.shape, x.stride(), x.dtype, x.device, how)
     found = _calls.get(key)
     if found is None:
         found = _bind(x, current, target, how)

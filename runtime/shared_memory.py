@@ -77,6 +77,7 @@ class _Peer:
         self.page = memoryview(mapped).cast("Q")
         self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
         self.meetings = 0
+        self.awaited = True  # at the last of them; not where this rank came to refuse
         self.slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._segments: dict[int, torch.Tensor] = {}
 
@@ -197,13 +198,20 @@ class SharedMemoryWorld:
         Where all ranks refuse alike their world lives on.
         """
         peers = tuple(rank for rank in first_met if rank != self.rank)
-        self._come(self._met.get(peers) or self._find_all(peers), _REFUSED, _NOWHERE)
+        found = self._met.get(peers) or self._find_all(peers)
+        self._come(found, _REFUSED, _NOWHERE)
+        for peer in found:
+            peer.awaited = False
 
     def _come(self, peers: list[_Peer], token: int, offer: Address) -> None:
         """Tell peers that this rank has come to their next meeting."""
         page, me = self._page, self.rank + 1
         _, segment, offset = offer
         for peer in peers:
+            if not peer.awaited:
+                # There are two slots: the word of the meeting before the last may not have been read until it comes.
+                self._wait(peer, self._slots[peer.meetings & 1])
+                peer.awaited = True
             number = peer.meetings = peer.meetings + 1
             slot = peer.slots[number & 1]
             page[slot + _TOKEN] = token

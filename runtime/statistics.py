@@ -34,7 +34,7 @@ class Statistics:
         calls: programs carried out, by world.
         delegations: calls left to torch's own redistribution, by reason.
         ignored: arguments of torch's that say nothing here, by name.
-        worlds: by the ranks of a mesh, the world they use and why.
+        worlds: by the ranks of a mesh, the world they use and why; `reset` keeps it.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Statistics:
         return self._kinds.setdefault(key, Redistribution(bytes_received, bytes_bound))
 
     def reset(self) -> None:
-        for counters in (self.calls, self.delegations, self.ignored, self.worlds):
+        for counters in (self.calls, self.delegations, self.ignored):
             counters.clear()
         for kind in self._kinds.values():  # which calls hold on to
             kind.calls, kind.milliseconds = 0, 0.0

@@ -451,3 +451,82 @@ def a_peer_that_never_comes(rank: int) -> str:
 
 def test_what_is_begun_and_fails_is_told_when_it_is_waited_for() -> None:
     assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["told", ""]
+
+
+def beside_messages_of_the_users_own(rank: int) -> None:
+    mesh, n = init_device_mesh("cpu", (2,)), 1 << 20
+    x = whole(2 * n)
+    source = held(x, mesh, (S0,), {0: (0,)})
+    for _ in range(2):
+        mine, theirs = torch.full((n,), -7.0 - rank), torch.empty(n)
+        # Posted early on one side, late on the other, as pipeline schedules do.
+        posted = torch.distributed.irecv(theirs, 1) if rank == 0 else None
+        assert "send and receive" in shardweave.explain(source, (R,))
+        got = shardweave.redistribute(source, (R,))
+        if posted is None:
+            torch.distributed.send(mine, 0)
+        else:
+            posted.wait()
+            assert (theirs == -8).all()
+        assert right(got, x, {})
+
+
+def test_messages_do_not_mix_with_the_users_own() -> None:
+    run_ranks(beside_messages_of_the_users_own, 2, environment={"SHARDWEAVE_WORLD": "collective"})
+
+
+def with_another_past(rank: int) -> None:
+    first, second = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (2, 2))
+    x = whole(4, 4)
+    with shardweave.installed():
+        if rank == 0:  # what needs nobody else is nobody else's business
+            held(x, second, (R, R), {}).redistribute(placements=(R, S0))
+            shardweave.explain(held(x, second, (R, S0), {0: (1,)}), (R, R))
+        for mesh in (first, second, first):
+            assert right(held(x, mesh, (R, S0), {0: (1,)}).redistribute(placements=(R, S1)), x, {1: (1,)})
+
+
+def test_ranks_with_another_past_choose_the_same_groups() -> None:
+    run_ranks(with_another_past, 4, environment={"SHARDWEAVE_WORLD": "collective", "SHARDWEAVE_TIMEOUT": "20"})
+
+
+def between_meshes(rank: int) -> None:
+    here, there, both = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [1, 2])
+    for shape in ((6,), (6, 4), (5, 3, 2)):
+        x = whole(*shape)
+        for target in (there, both):
+            if here.get_coordinate() is None:
+                spec = DTensorSpec(here, (S0,), TensorMeta(x.shape, x.stride(), x.dtype))
+                source = DTensor(torch.empty(0), spec, requires_grad=False)
+            else:
+                source = held(x, here, (S0,), {0: (0,)})
+            with shardweave.installed():
+                for placement, order in ((Shard(len(shape) - 1), {len(shape) - 1: (0,)}), (R, {})):
+                    got = source.redistribute(target, (placement,))
+                    assert got.device_mesh == target
+                    if target.get_coordinate() is not None:
+                        assert right(got, x, order), (shape, placement)
+                if len(shape) == 1 and {here.get_coordinate() is None, target.get_coordinate() is None} != {True}:
+                    with CommDebugMode(), pytest.raises(UnsupportedError, match="another mesh: CommDebugMode is watch"):
+                        source.redistribute(target, (R,))
+
+
+def test_tensors_of_any_dims_go_to_another_mesh() -> None:
+    run_ranks(between_meshes, 4)
+
+
+def refused_meanwhile(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = whole(16)
+    source = held(x, mesh, (S0,), {0: (0,)})
+    bad = DTensor(torch.zeros(5), source._spec, requires_grad=False)
+    for _ in range(3):
+        y = shardweave.redistribute(source, (R,), async_op=True)
+        with pytest.raises(ArgumentError):
+            shardweave.redistribute(bad, (R,))
+        assert right(y, x, {})
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_what_is_refused_leaves_what_has_begun_alone(world: str) -> None:
+    run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_WORLD": world})
