@@ -237,17 +237,8 @@ def _planned(
     for number, (request, cap) in enumerate(zip(requests, caps, strict=True)):
         try:
             position = None if rank is None else max(_position(request, rank), 0)
-            program = plan(
-                request.mesh,
-                request.shape,
-                request.dtype,
-                request.src,
-                request.dst,
-                target_mesh=request.target_mesh,
-                rank=position,
-                topology=topology,
-                max_bytes=cap,
-            )
+            *asked, target_mesh = request.fields()
+            program = plan(*asked, target_mesh=target_mesh, rank=position, topology=topology, max_bytes=cap)
         except LayoutSyntaxError as error:
             raise LayoutSyntaxError(error.text, error.position, f"requests[{number}]: {error.reason}") from None
         except (ArgumentError, UnsupportedError) as error:

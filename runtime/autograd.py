@@ -123,7 +123,7 @@ def _remade(spec: DTensorSpec, placements: tuple[Placement, ...], meta: TensorMe
 def _with_meta(spec: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec:
     if spec.tensor_meta == meta:
         return spec
-    return _kept((spec, meta), lambda: _remade(spec, spec.placements, meta))
+    return _kept((spec, id(spec.mesh), meta), lambda: _remade(spec, spec.placements, meta))
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -135,7 +135,6 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def kept_spec(source: DTensorSpec, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorSpec:
     """The spec of a tensor with other placements, in the default order."""
-    # The mesh itself: meshes of the same ranks are equal, but their process groups may differ.
     return _kept((source, id(mesh), placements), lambda: DTensorSpec(mesh, placements, tensor_meta=source.tensor_meta))
 
 
@@ -144,7 +143,10 @@ _specs: dict[Any, DTensorSpec] = kept_with_group({})
 
 
 def _kept(key: Any, make: Callable[[], DTensorSpec]) -> DTensorSpec:
-    """A spec made once: to build and to hash one costs more than a meeting."""
+    """A spec made once: to build and to hash one costs more than a meeting.
+
+    Keys name the mesh itself as well: meshes of the same ranks are equal, but their process groups may differ.
+    """
     try:
         found = _specs.get(key)
     except TypeError:  # symbolic sizes: torch.compile is tracing

@@ -127,6 +127,8 @@ def redistribute_local_tensor(
                 stats().ignored["use_graph_based_transform"] += 1
             return found
         except UnsupportedError as error:
+            if crosses:  # torch itself cannot
+                raise
             reason = str(error)
     stats().delegations[reason] += 1
     options = {"async_op": async_op, "is_explicit": is_explicit}

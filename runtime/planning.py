@@ -50,18 +50,8 @@ def plan(
             argument, its value and what is allowed.
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused.
     """
-    request = _request(mesh, shape, dtype, src, dst, target_mesh)
-    return plan_on_mesh(
-        request.mesh,
-        request.shape,
-        request.dtype,
-        request.src,
-        request.dst,
-        target_mesh=request.target_mesh,
-        rank=rank,
-        topology=topology,
-        max_bytes=max_bytes,
-    )
+    *asked, there = _request(mesh, shape, dtype, src, dst, target_mesh).fields()
+    return plan_on_mesh(*asked, target_mesh=there, rank=rank, topology=topology, max_bytes=max_bytes)
 
 
 def plan_batch(
