@@ -2,11 +2,12 @@
 
 from .checkpoints import LoadPlanner, SavePlanner
 from .drop_in import redistribute_local_tensor
-from .dtensor import explain, ordered_redistribute_local_tensor, redistribute
+from .dtensor import explain, redistribute
 from .dtensor_batches import redistribute_batch
 from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, uninstall
+from .ordered_local import ordered_redistribute_local_tensor
 from .planning import plan, plan_batch, redistribute_cost
 from .statistics import Statistics, stats
 

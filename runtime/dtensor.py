@@ -17,11 +17,13 @@ from ..planner import Topology
 from ..planner.index_sets import held_sizes
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
-from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout, with_placements
+from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout
 from .group_caches import kept_with_group
+from .install import is_installed
 from .lowering import Reduction
 from .redistribution import How, explain_redistribution, how_asked, run_redistribution
 from .specs import layout_of_spec, normal_placements
+from .statistics import stats
 
 
 def redistribute(
@@ -77,6 +79,7 @@ def redistribute(
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     if torch.compiler.is_compiling():
         # torch's own redistribution can be traced; what it does not know would be lost.
+        _count_traced()
         if placements is None or any(given is not None for given in (device_mesh, shard_order, out)):
             raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
@@ -86,7 +89,7 @@ def redistribute(
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
     target = target_of(dtensor, placements, device_mesh, shard_order)
-    move = partial(_move, how_asked(world, topology, reduction))
+    move = partial(move_local, how_asked(world, topology, reduction))
     moved = forward_dtype or own
     carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
     differentiable = dtensor.requires_grad and torch.is_grad_enabled()
@@ -95,6 +98,13 @@ def redistribute(
         out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
         return out
     return carried_with_gradient(dtensor, carry) if differentiable else carried(dtensor, carry)
+
+
+@torch.compiler.assume_constant_result
+def _count_traced() -> None:
+    """Counts while torch.compile traces, and leaves nothing of it in the graph."""
+    if not is_installed():  # else torch's redistribution, which comes next, counts
+        stats().delegations["torch.compile is tracing"] += 1
 
 
 def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differentiable: bool) -> None:
@@ -161,7 +171,7 @@ def target_of(
         if not isinstance(placements, Sequence):
             raise ArgumentError(f"placements: {placements!r}; allowed: a sequence of Replicate, Shard, Partial")
         placements = tuple(placements)
-    order = None if shard_order is None else _given_order(shard_order)
+    order = None if shard_order is None else given_order(shard_order)
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise ArgumentError(f"device_mesh: {device_mesh!r}; allowed: a DeviceMesh, or None")
     mesh = dtensor._spec.mesh if device_mesh is None else device_mesh
@@ -183,7 +193,7 @@ _KEPT_TARGETS = 2048
 _targets: dict[tuple, DTensorSpec] = kept_with_group({})
 
 
-def _given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
+def given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
     """`shard_order` as sorted tuples of whole numbers."""
     try:
         return tuple((dim, whole_numbers("shard_order", cuts)) for dim, cuts in sorted(shard_order.items()))
@@ -197,14 +207,14 @@ def _target_spec(
 ) -> DTensorSpec:
     """The spec asked for, checked; made once per request, since building and hashing it costs more than a meeting."""
     normal = normal_placements("placements", placements, mesh.ndim, dtensor.ndim)
-    return DTensorSpec(mesh, normal, dtensor._spec.tensor_meta, **_ordered(normal, order, dtensor.ndim))
+    return DTensorSpec(mesh, normal, dtensor._spec.tensor_meta, **ordered(normal, order, dtensor.ndim))
 
 
-def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -> dict[str, Any]:
+def ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -> dict[str, Any]:
     """The `shard_order` argument of a spec, checked."""
     if order is None:
         return {}
-    cuts = _cuts(placements)
+    cuts = cuts_of(placements)
     given: dict[int, tuple[int, ...]] = {}
     for tensor_dim, mesh_dims in order:
         if not isinstance(tensor_dim, int) or not -ndim <= tensor_dim < ndim:
@@ -223,7 +233,7 @@ def _ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -
     return {"shard_order": tuple(entries)}
 
 
-def _cuts(placements: Sequence[Placement]) -> dict[int, list[int]]:
+def cuts_of(placements: Sequence[Placement]) -> dict[int, list[int]]:
     """The mesh dims that cut each tensor dim, ascending."""
     cuts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
@@ -247,89 +257,7 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return local if is_in(spec.mesh) else nothing_of(local, spec)
 
 
-def _move(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
+def move_local(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
     if is_in(source.mesh) or is_in(target.mesh):
         return run_redistribution(plain_local(local, source), source, target, how, async_op)
     return local
-
-
-def ordered_redistribute_local_tensor(
-    tensor: torch.Tensor,
-    src_spec: DTensorSpec,
-    dst_spec: DTensorSpec,
-    src_order: Any = None,
-    dst_order: Any = None,
-    *,
-    world: str | None = None,
-    topology: Topology | None = None,
-) -> torch.Tensor:
-    """A plain local tensor carried from one spec and device order to another: for solvers that place parameters in
-    orders that DTensor's placements do not say.
-
-    Args:
-        tensor: this rank's shard, of the shape that `src_spec` in `src_order` gives it.
-        src_spec, dst_spec: specs with `tensor_meta`; strided shards among the placements say their order themselves.
-        src_order, dst_order: for each tensor dim the mesh dims that cut it, the first cut first: a mapping, or torch's
-            sequence of (tensor dim, mesh dims); or all mesh dims in one order, the first of which cuts first; None: the
-            spec's own.
-
-    Returns:
-        This rank's shard under `dst_spec` in `dst_order`. Differentiable.
-
-    Raises:
-        ArgumentError, UnsupportedError, WorldError: as `redistribute`.
-    """
-    source, target = (
-        _in_order(name, spec, order)
-        for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
-    )
-    how = how_asked(world, topology)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Local.apply(tensor, source, target, how)
-    return _move(how, tensor, source, target, False)
-
-
-class _Local(torch.autograd.Function):
-    """`ordered_redistribute_local_tensor` of a tensor that requires gradients."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, source: DTensorSpec, target: DTensorSpec, how: How
-    ) -> torch.Tensor:
-        ctx.source, ctx.target, ctx.how = source, target, how
-        found = _move(how, x, source, target, False)
-        return found.view_as(found) if found is x else found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        # Plain tensors have no spec that could forget their order.
-        here, there = (_replicated_where_partial(spec) for spec in (ctx.target, ctx.source))
-        return _Local.apply(gradient, here, there, ctx.how), None, None, None
-
-
-def _replicated_where_partial(spec: DTensorSpec) -> DTensorSpec:
-    kept = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-    return with_placements(spec, kept)
-
-
-def _in_order(name: str, spec: DTensorSpec, order: Any) -> DTensorSpec:
-    if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
-        raise ArgumentError(f"{name}_spec: {spec!r}; allowed: a DTensorSpec with tensor_meta")
-    if order is None:
-        return spec
-    ndim = len(spec.tensor_meta.shape)
-    try:
-        entries: Any = order if isinstance(order, Mapping) else list(order)
-        if not isinstance(entries, Mapping):
-            if all(isinstance(m, int) for m in entries):
-                cuts = _cuts(spec.placements)
-                entries = {d: [m for m in whole_numbers(f"{name}_order", entries) if m in c] for d, c in cuts.items()}
-            else:
-                entries = dict(tuple(entry) for entry in entries)
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"{name}_order: {order!r}; allowed: a mapping of tensor dims to mesh dims, or mesh dims in order"
-        ) from None
-    return DTensorSpec(
-        spec.mesh, spec.placements, spec.tensor_meta, **_ordered(spec.placements, _given_order(entries), ndim)
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
 from .lowering import Reduction, check_reduction, explain_on
 from .specs import layout_of_spec, mesh_of
+from .transformed_partials import Plain, norms_in_turn, plain_request
 from .worlds import AnyWorld
 
 Stock = Callable[..., torch.Tensor]
@@ -38,7 +41,7 @@ class How(NamedTuple):
 
 
 _default = How()
-_calls: dict[tuple, Call] = kept_with_group({})
+_calls: dict[tuple, Callable[[torch.Tensor, bool], torch.Tensor]] = kept_with_group({})
 
 
 def how_asked(world: Any = None, topology: Any = None, reduction: Any = None) -> How:
@@ -93,8 +96,14 @@ def _world(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> 
     return world_for(company, x.device, how.world, *meshes)
 
 
-def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Call:
+def _bind(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How
+) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+    if plain := plain_request(current, target):
+        if between := norms_in_turn(current, target):
+            return partial(_run_in_turn, list(pairwise([current, *between, target])), how)
+        return partial(_run_transformed, plain, how)
     program = _program(x, current, target, how)
     (position,) = program.ranks
     if program.is_identity:
@@ -113,8 +122,25 @@ def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) 
     return Call(bound, world, program.company(position))
 
 
+def _run_in_turn(
+    requests: list[tuple[DTensorSpec, DTensorSpec]], how: How, x: torch.Tensor, later: bool
+) -> torch.Tensor:
+    for current, target in requests:
+        x = run_redistribution(x, current, target, how)
+    return x
+
+
+def _run_transformed(plain: Plain, how: How, x: torch.Tensor, later: bool) -> torch.Tensor:
+    # Looked up by the strides that it has now.
+    x = plain.before(x) if plain.before else x
+    found = run_redistribution(x, plain.current, plain.target, how, later and plain.after is None)
+    return plain.after(found) if plain.after else found
+
+
 def explain_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> str:
     """What `run_redistribution` does with the same arguments."""
+    if plain := plain_request(current, target):
+        current, target = plain.current, plain.target
     program = _program(x, current, target, how)
     if program.is_identity:
         return program.explain()

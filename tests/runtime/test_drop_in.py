@@ -47,7 +47,7 @@ def held(x: torch.Tensor, mesh: DeviceMesh, placements: Any, order: dict[int, tu
     entries = tuple((d, order[d]) for d in sorted(order))
     spec = DTensorSpec(mesh, tuple(placements), meta)
     if entries:
-        spec = shardweave.runtime.dtensor._in_order("src", spec, dict(entries))
+        spec = shardweave.runtime.ordered_local._in_order("src", spec, dict(entries))
     return DTensor(cut(x, mesh, order), spec, requires_grad=False)
 
 
