@@ -1,6 +1,7 @@
 """A pytest plugin that writes down each outcome when it is known, so that a run that hangs or dies leaves the others.
 
-Copied next to nothing else, and loaded by name.
+It also has ranks start from a server that has imported torch: torch's tests spawn new ones for every test, which takes
+seconds each. Copied next to nothing else, and loaded by name.
 """
 
 from __future__ import annotations
@@ -10,6 +11,18 @@ import os
 from typing import Any
 
 FILE = "SHARDWEAVE_TORCH_TESTS_OUTCOMES"
+
+
+_PRELOADED = ["torch", "torch.testing._internal.distributed._tensor.common_dtensor"]
+
+
+def pytest_configure(config: Any) -> None:
+    import torch.multiprocessing as processes  # after the start of Python: shardweave is installed when torch is there
+
+    context, start = processes.get_context, processes.set_start_method
+    context("forkserver").set_forkserver_preload(_PRELOADED)
+    processes.get_context = lambda method=None: context("forkserver")
+    processes.set_start_method = lambda method, force=False: start("forkserver", force=True)
 
 
 def _write(test: str, outcome: str, text: str = "") -> None:

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import traceback
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,17 @@ def _is_half(module: Any) -> bool:
 
 def _install() -> None:
     report: dict[str, Any] = {"error": None, "calls": {}, "delegations": {}}
-    process = os.getpid()
 
     def leave() -> None:
-        if os.getpid() == process:  # what is forked inherits this, and the counts with it
-            Path(os.environ[FOLDER], f"{process}.json").write_text(json.dumps(report), encoding="utf-8")
+        Path(os.environ[FOLDER], f"{os.getpid()}.json").write_text(json.dumps(report), encoding="utf-8")
+
+    def begin_as_child(_: Any) -> None:
+        for counts in (report["calls"], report["delegations"]):
+            counts.clear()
+        util.Finalize(None, leave, exitpriority=0)  # children of a server end without atexit
 
     atexit.register(leave)
+    util.register_after_fork(begin_as_child, begin_as_child)
     try:
         import shardweave
 
