@@ -21,7 +21,7 @@ def pytest_configure(config: Any) -> None:
 
     context, start = processes.get_context, processes.set_start_method
     context("forkserver").set_forkserver_preload(_PRELOADED)
-    processes.get_context = lambda method=None: context("forkserver")
+    processes.get_context = lambda method=None: context("forkserver")  # type: ignore[assignment]
     processes.set_start_method = lambda method, force=False: start("forkserver", force=True)
 
 

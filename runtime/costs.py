@@ -17,6 +17,7 @@ from .dtypes import dtype_name
 from .group_caches import forget_dead_groups, kept_with_group
 from .specs import layout_of_spec, mesh_of
 from .statistics import stats
+from .transformed_partials import plain_request
 
 _NAME = "redistribute_cost"
 _KEPT = 65536
@@ -77,6 +78,8 @@ def _why_not_priced(current: DTensorSpec, target: DTensorSpec) -> str | None:
 
 
 def _price(current: DTensorSpec, target: DTensorSpec) -> float:
+    if plain := plain_request(current, target):
+        current, target = plain.current, plain.target
     assert current.tensor_meta is not None and _topology is not None
     mesh, shape, dtype = mesh_of(current.mesh), tuple(current.tensor_meta.shape), dtype_name(current.tensor_meta.dtype)
     source, goal = layout_of_spec(current), layout_of_spec(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from shardweave import stats
+
+KNOWN_DELEGATIONS = re.compile(
+    "|".join(
+        [
+            # Who watches sees torch's own collectives.
+            "torch.compile is tracing",
+            r"\w*Mode is watching",
+            r"local tensor is a (FakeTensor|FunctionalTensor|LocalTensor)",
+            # What install() was told.
+            r"a mesh that install\(only=\) leaves out",
+            r"smaller than install\(min_bytes=\)",
+            # What torch refuses, and has to refuse itself.
+            "shard to partial, which torch refuses",
+            # Where no program can run.
+            "world size 1",
+            r"process group backend '\w+'",
+            # Reductions that programs have not.
+            r"placement P\((band|bor|bxor)\) on mesh dim \d; allowed: .*",
+            "placements .*; allowed: one kind of partial where norms are reduced",
+            "price: .*",
+        ]
+    )
+)
+"""Every kind of delegation that there is: a test in which another one happens fails."""
 
 
 @dataclass
@@ -35,6 +62,8 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
         store.set(f"joined/{rank}", "")
         store.wait([f"joined/{other}" for other in range(size)])
         value = function(rank, *args)
+        unlisted = [reason for reason in stats().delegations if not KNOWN_DELEGATIONS.fullmatch(reason)]
+        assert not unlisted, f"left to torch for reasons that are not listed: {unlisted}"
         pipe.send(Ended(value))
         dist.destroy_process_group()
     except BaseException as error:
