@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave plan …`, `… demo …` and `… calibrate …`."""
+"""The command line: `python -m shardweave plan …`, `… demo …`, `… calibrate …` and `… doctor …`."""
 
 from __future__ import annotations
 
@@ -127,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
         "--largest", type=_bytes, metavar="BYTES", default=32 << 20, help="a rank sends at most (default: %(default)s)"
     )
     calibrate.set_defaults(run=_calibrate)
+
+    doctor = commands.add_parser("doctor", help="what this machine has, which worlds ranks would use, what is off")
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -198,8 +202,19 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         return 130
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    if not _has_rich("the doctor"):
+        return 2
+    from shardweave.bench.doctor import run
+
+    try:
+        return run(arguments.json)
+    except KeyboardInterrupt:
+        return 130
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 2 for a bad argument, 1 for a demo that found a fault or ranks that were lost."""
+    """Run one command; 2 for a bad argument, 1 for a fault that was found or ranks that were lost."""
     from shardweave.errors import ShardweaveError
 
     arguments = _parser().parse_args(argv)

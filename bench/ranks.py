@@ -117,8 +117,9 @@ class Ranks:
     A context manager, to be entered before this process starts threads; leaving it ends whoever still runs.
     """
 
-    def __init__(self, main: RankMain, size: int, config: dict[str, Any]) -> None:
-        self._main, self._config, self._parent, self._timeout = main, config, os.getpid(), timeout_seconds()
+    def __init__(self, main: RankMain, size: int, config: dict[str, Any], timeout: float | None = None) -> None:
+        self._main, self._config, self._parent = main, config, os.getpid()
+        self._timeout = timeout or timeout_seconds()
         sys.stdout.flush()
         sys.stderr.flush()
         self._children = [_Child(rank) for rank in range(size)]
