@@ -1,10 +1,11 @@
-"""The command line: `python -m shardweave plan …`, `… demo …`, `… calibrate …` and `… doctor …`."""
+"""The command line: `python -m shardweave plan …`, and `demo`, `calibrate`, `doctor`, `record`, `replay`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.set_defaults(run=_calibrate)
 
+    record = commands.add_parser("record", help="run a script, and write down what its DTensors redistribute")
+    record.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", default=Path("trace.json"), help="(default: %(default)s)"
+    )
+    record.add_argument("--install", action="store_true", help="run it on shardweave")
+    record.add_argument("script", type=Path, help="a Python file; what follows are its own arguments")
+    record.add_argument("arguments", nargs=argparse.REMAINDER)
+    record.set_defaults(run=_record)
+
+    replay = commands.add_parser("replay", help="carry a trace out again, by torch and by shardweave, and time both")
+    replay.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="of the ranks of one program")
+    replay.add_argument("--world", choices=("shared_memory", "collective"), help="(default: as the library chooses)")
+    replay.add_argument("--scaled", action="store_true", help="with an eighth of every size of 64 and more")
+    replay.add_argument("--only", default="", metavar="TEXT", help="only those with this in place or layouts")
+    replay.add_argument("--most", type=_ranks, default=64, metavar="N", help="the heaviest N (default: %(default)s)")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    replay.set_defaults(run=_replay)
+
     doctor = commands.add_parser("doctor", help="what this machine has, which worlds ranks would use, what is off")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
     doctor.set_defaults(run=_doctor)
@@ -198,6 +217,34 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         return run(
             arguments.ranks, arguments.node_size, arguments.world, arguments.out, arguments.name, arguments.largest
         )
+    except KeyboardInterrupt:
+        return 130
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    import shardweave
+
+    if not arguments.script.is_file():
+        from shardweave.errors import ArgumentError
+
+        raise ArgumentError(f"script: {str(arguments.script)!r} is no file; allowed: a Python file")
+    # As `python script …` would have it.
+    sys.argv = [str(arguments.script), *arguments.arguments]
+    sys.path.insert(0, str(arguments.script.absolute().parent))
+    with shardweave.record(arguments.out):
+        if arguments.install:
+            shardweave.install()
+        runpy.run_path(str(arguments.script), run_name="__main__")
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    if not _has_rich("replay"):
+        return 2
+    from shardweave.bench.replay import run
+
+    try:
+        return run(arguments.traces, arguments.world, arguments.scaled, arguments.only, arguments.most, arguments.json)
     except KeyboardInterrupt:
         return 130
 

@@ -216,11 +216,13 @@ def _compare(case: Case, mesh: DeviceMesh, world: str, config: dict[str, Any]) -
         "digest": digest(mine),
     }
     del theirs, mine
-    result["seconds"] = _time(stock, ours, max(program.bytes_received), config["rounds"])
+    result["seconds"] = time_in_turns(stock, ours, max(program.bytes_received), config["rounds"])
     return result
 
 
-def _time(stock: Call, ours: Call, most_received: int, rounds: int) -> dict[str, list[float]]:
+def time_in_turns(
+    stock: Callable[[], Any], ours: Callable[[], Any], most_received: int, rounds: int
+) -> dict[str, list[float]]:
     """Seconds a call on this rank, one figure a round: stock, ours, and a bare copy of the bytes that must move."""
     source = torch.ones(most_received, dtype=torch.uint8)
     target = torch.zeros(most_received, dtype=torch.uint8)

@@ -19,8 +19,8 @@ from .topology import Topology
 def to_dict(program: Program) -> dict[str, Any]:
     """Everything that a program is made of, and what it costs."""
     return {
-        "mesh": _mesh_to_dict(program.source_mesh),
-        "target_mesh": _mesh_to_dict(program.target_mesh) if program.crosses else None,
+        "mesh": mesh_to_dict(program.source_mesh),
+        "target_mesh": mesh_to_dict(program.target_mesh) if program.crosses else None,
         "shape": program.shape,
         "dtype": program.dtype,
         "src": str(program.src),
@@ -102,7 +102,8 @@ def from_dict(data: dict[str, Any]) -> Program:
     )
 
 
-def _mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
+def mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
+    """What `Mesh(**…)` makes it of again."""
     return {"shape": mesh.shape, "names": mesh.names, "ranks": mesh.ranks}
 
 

@@ -6,7 +6,7 @@ from .dtensor import explain, redistribute
 from .dtensor_batches import redistribute_batch
 from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp
 from .in_process import InProcessWorld, simulate
-from .install import install, installed, is_installed, uninstall
+from .install import install, installed, is_installed, record, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
 from .planning import plan, plan_batch, redistribute_cost
 from .statistics import Statistics, stats
@@ -26,6 +26,7 @@ __all__ = [
     "ordered_redistribute_local_tensor",
     "plan",
     "plan_batch",
+    "record",
     "redistribute",
     "redistribute_batch",
     "redistribute_cost",

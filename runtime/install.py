@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..errors import ArgumentError
 from ..planner import NVLINK_NODE, Topology
 from . import drop_in
 from .costs import price_on, priced_on
 from .drop_in import Policy, carry_out_under, policy, policy_asked
 from .lowering import Reduction
+from .recording import Recording, active, noting, write_down
 from .redistribution import How, default, how_asked, run_by_default
 
 _SEAMS = {
@@ -35,7 +39,8 @@ _stock = {
 
 def _bind(ours: bool) -> None:
     for (seam, name), stock in _stock.items():
-        setattr(import_module(seam), name, getattr(drop_in, name) if ours else stock)
+        notes = active() is not None and name == "redistribute_local_tensor"  # ours notes by itself
+        setattr(import_module(seam), name, getattr(drop_in, name) if ours else noting(stock) if notes else stock)
 
 
 def is_installed() -> bool:
@@ -106,3 +111,35 @@ def installed(
         run_by_default(how_before)
         carry_out_under(policy_before)
         price_on(prices_before)
+
+
+@contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
+    """Writes down what DTensors the block redistributes, whether shardweave is installed or not: every distinct
+    redistribution with its mesh, shape, dtype and layouts, how often and from where it was asked for, those that move
+    most bytes first. `python -m shardweave replay` carries them out again, by torch and by shardweave.
+
+    Args:
+        path: of the trace, JSON of at most a few megabytes, written when the block ends, also by an exception. Where
+            the program has several ranks each writes its own, with `.rank<n>` before the suffix.
+
+    Raises:
+        ArgumentError: the trace cannot be written; nothing is recorded inside of another `record`.
+    """
+    path = Path(path)
+    if active() is not None:
+        raise ArgumentError(f"path: {str(path)!r}, but another recording is running; allowed: one at a time")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
+    recording = Recording()
+    write_down(recording)
+    _bind(is_installed())
+    try:
+        yield recording
+    finally:
+        write_down(None)
+        _bind(is_installed())
+        trace = recording.trace()
+        if trace.world_size > 1:
+            path = path.with_name(f"{path.stem}.rank{trace.ranks[0]}{path.suffix}")
+        path.write_text(trace.to_json(), encoding="utf-8")

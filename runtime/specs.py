@@ -8,7 +8,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as torch_types
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
@@ -128,3 +128,24 @@ def _planners(placements: Sequence[Any]) -> list[Placement]:
                 f"placement {p} on mesh dim {mesh_dim}; allowed: Replicate, Shard, Partial of {list(_OPS)}"
             )
     return found
+
+
+def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
+    """The spec that says a layout: what `layout_of_spec` makes the same layout of again."""
+    ops = {ours: theirs for theirs, ours in _OPS.items()}
+    placements: list[torch_types.Placement] = []
+    for p in layout.placements:
+        if isinstance(p, StridedShard):
+            placements.append(torch_types._StridedShard(p.dim, split_factor=p.split))
+        elif isinstance(p, Shard):
+            placements.append(torch_types.Shard(p.dim))
+        elif isinstance(p, Partial):
+            placements.append(torch_types.Partial(ops[p.op]))
+        else:
+            placements.append(torch_types.Replicate())
+    strided = [p for p in layout.placements if isinstance(p, StridedShard)]
+    if not strided:
+        order = tuple(ShardOrderEntry(tensor_dim=d, mesh_dims=tuple(dims)) for d, dims in layout.orders)
+        return DTensorSpec(device_mesh, tuple(placements), meta, shard_order=order)
+    own = any(p.own for p in strided)
+    return DTensorSpec(device_mesh, tuple(placements), meta, use_strided_shard_as_shard_order=not own)

@@ -1,0 +1,148 @@
+"""What a program redistributes, written down while it runs: each distinct redistribution, how often, and from where."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from ..errors import ArgumentError, ShardweaveError
+from ..planner import plan, position_of
+from .dtypes import dtype_name
+from .specs import layout_of_spec, mesh_of
+from .trace import MOST_ENTRIES, Cost, Entry, Trace
+from .transformed_partials import plain_request
+
+_ROOT = Path(__file__).parents[1]
+_NOT_THE_CALLER = (
+    *(str(_ROOT / room) + os.sep for room in ("runtime", "planner", "kernels")),
+    str(_ROOT / "__main__.py"),
+    str(Path(torch.__file__).parent) + os.sep,
+    "<",  # frozen and generated code
+)
+_LARGEST_PLANNED_WHOLE = 64  # ranks; of larger meshes the bytes are this rank's
+
+
+@dataclass(frozen=True)
+class _Key:
+    current: DTensorSpec
+    target: DTensorSpec
+    dtype: torch.dtype
+    where: str
+    traced: bool
+
+
+class Recording:
+    """Counts until it is written.
+
+    Attributes:
+        left_out: redistributions that no trace holds, by why.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[_Key] = Counter()
+        self._rank, self._size = 0, 1
+        self.left_out: Counter[str] = Counter()
+
+    def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None:
+        if dist.is_initialized():  # and may be no more when the trace is made
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        try:
+            key = _Key(current, target, dtype, _caller(), torch.compiler.is_compiling())
+            if key not in self._calls and len(self._calls) >= MOST_ENTRIES:
+                self.left_out[f"beyond the first {MOST_ENTRIES} distinct ones"] += 1
+                return
+            self._calls[key] += 1
+        except TypeError:  # cannot be hashed
+            self.left_out["symbolic shapes"] += 1
+
+    def trace(self) -> Trace:
+        """What has been counted so far; what takes most bytes first."""
+        found: dict[Entry, Cost] = {}
+        left_out = self.left_out.copy()
+        for key, calls in self._calls.items():
+            try:
+                entry, bytes_received = _entry(key, self._rank)
+                # Specs that differ in what no trace says, as in strides.
+                before = found[entry].calls if entry in found else 0
+                found[entry] = Cost(before + calls, bytes_received)
+            except ShardweaveError as error:
+                left_out[str(error)] += calls
+        return Trace(torch.__version__, self._size, (self._rank,), found, dict(left_out))
+
+
+def _entry(key: _Key, rank: int) -> tuple[Entry, int]:
+    """The entry, and the bytes that the rank that gets most receives; of large meshes, those that this rank does.
+
+    Raises:
+        ShardweaveError: a redistribution that programs do not carry.
+    """
+    current, target = key.current, key.target
+    if plain := plain_request(current, target):
+        current, target = plain.current, plain.target
+    if current.tensor_meta is None:
+        raise ArgumentError("a spec without tensor_meta")
+    mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
+    source, goal = layout_of_spec(current), layout_of_spec(target)
+    shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
+    whole = max(mesh.size, other.size) <= _LARGEST_PLANNED_WHOLE
+    at = None if whole else position_of(rank, mesh, other)
+    program = plan(mesh, shape, dtype, source, goal, target_mesh=other, rank=at)
+    target_mesh = None if mesh == other else other
+    entry = Entry(mesh, target_mesh, shape, dtype, str(source), str(goal), key.where, key.traced)
+    return entry, max(program.bytes_received)
+
+
+def _caller() -> str:
+    """The nearest frame that is neither torch's nor ours, as file:line and function."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_NOT_THE_CALLER):
+            break
+        frame = frame.f_back
+    if frame is None:
+        return "autograd" if _in_backward() else "torch"
+    at = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    return f"{at}, backward" if _in_backward() else at
+
+
+def _in_backward() -> bool:
+    return torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+
+
+_active: Recording | None = None
+
+
+def active() -> Recording | None:
+    return _active
+
+
+def write_down(recording: Recording | None) -> None:
+    """From now on redistributions are noted there, or nowhere."""
+    global _active
+    _active = recording
+
+
+def noting(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch's inner loop, that writes down what it is asked for."""
+
+    @wraps(function)
+    def redistribute_local_tensor(
+        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
+    ) -> torch.Tensor:
+        if _active is not None:
+            _active.note(local_tensor.dtype, current_spec, target_spec)
+        return function(local_tensor, current_spec, target_spec, **options)
+
+    return redistribute_local_tensor

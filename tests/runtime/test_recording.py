@@ -1,0 +1,148 @@
+"""Traces of what programs redistribute: what is in them, how ranks merge, and what becomes of wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
+from rank_processes import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import shardweave
+from shardweave.errors import ArgumentError
+from shardweave.planner import Mesh
+from shardweave.runtime.trace import Cost, Entry, Trace, merged
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def program(rank: int, path: str, installed: bool) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(torch.arange(48.0).reshape(8, 6), mesh, (S0, S1), src_data_rank=None)
+    x.requires_grad_()
+    with shardweave.record(path):
+        if installed:
+            shardweave.install()
+        for _ in range(3):
+            y = x.redistribute(placements=(S1, S0))
+        y.backward(y)
+        shardweave.redistribute(x.detach(), (S0, S0), shard_order={0: (1, 0)})
+        ids = DTensor.from_local(torch.arange(4), mesh, (R, R), run_check=False)
+        weight = distribute_tensor(torch.ones(8, 6), mesh, (R, S0), src_data_rank=None)
+        functional.embedding(ids, weight).redistribute(placements=(R, R))
+    assert shardweave.is_installed() == installed
+    recorded = shardweave.runtime.drop_in.redistribute_local_tensor if installed else None
+    bound = torch_redistribute.redistribute_local_tensor
+    assert bound is (recorded or shardweave.runtime.drop_in.stock_redistribute_local_tensor)
+    shardweave.uninstall()
+    return installed
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_a_program_redistributes(tmp_path: Path, installed: bool) -> None:
+    run_ranks(program, 4, str(tmp_path / "trace.json"), installed)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"trace.rank{r}.json" for r in range(4)]
+    trace = merged([Trace.read(file) for file in files])
+    assert trace.world_size == 4 and trace.ranks == (0, 1, 2, 3) and not trace.left_out
+    by_layouts = {(e.source, e.target, "backward" in e.where): (e, cost) for e, cost in trace.heaviest_first()}
+    entry, cost = by_layouts["S0 S1", "S1 S0", False]
+    assert entry.mesh == Mesh((2, 2), ("dp", "tp")) and entry.target_mesh is None
+    assert (entry.shape, entry.dtype, cost) == ((8, 6), "float32", Cost(3, 48))
+    assert entry.where.startswith("test_recording.py:") and entry.where.endswith(" program")
+    assert by_layouts["S1 S0", "S0 S1", True][1] == Cost(1, 48)
+    assert by_layouts["S0 S1", "S0 S0 @ 0:1,0", False][1].calls == 1
+    # A masked partial is the sum that it is.
+    assert by_layouts["R P", "R R", False][0].shape == (4, 6)
+    first = [cost.bytes_in_all for _, cost in trace.heaviest_first()]
+    assert first == sorted(first, reverse=True) and first[0] == 144
+
+
+def half_a_mesh(rank: int, path: str) -> None:
+    """Ranks that do different things: what any of them does is in the merged trace."""
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    x = distribute_tensor(torch.ones(4, 2 + 2 * (rank // 2)), pair, (S0,), src_data_rank=None)
+    with shardweave.record(path):
+        for _ in range(2 + 2 * (rank // 2)):
+            x.redistribute(placements=(R,))
+        with pytest.raises(ArgumentError, match="another recording is running"):
+            with shardweave.record(path):
+                pass
+
+
+@pytest.mark.multi
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    run_ranks(half_a_mesh, 4, str(tmp_path / "trace.json"))
+    trace = merged([Trace.read(file) for file in tmp_path.iterdir()])
+    found = {e.mesh.rank_array.tolist()[0]: (e.shape, cost.calls) for e, cost in trace.found.items()}
+    assert found == {0: ((4, 2), 2), 2: ((4, 4), 4)}
+
+
+ENTRY = Entry(
+    Mesh((2, 2), ranks=[3, 1, 2, 0]), Mesh((2,), ("x",)), (4, 0), "bfloat16", "S0/2 S0", "P", "a.py:1 f", True
+)
+TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1})
+
+
+@pytest.mark.plan
+def test_written_and_read() -> None:
+    assert Trace.from_json(TRACE.to_json()) == TRACE
+    nothing = Trace("2.13.0", 1, (0,), {})
+    assert Trace.from_json(nothing.to_json()) == nothing
+
+
+@pytest.mark.plan
+def test_merged() -> None:
+    other = Trace("2.13.0", 4, (0,), {ENTRY: Cost(5, 3)}, {"symbolic shapes": 4, "else": 1})
+    both = merged([TRACE, other])
+    assert both.found == {ENTRY: Cost(5, 7)} and both.ranks == (0, 1)
+    assert both.left_out == {"symbolic shapes": 4, "else": 1}
+    with pytest.raises(ArgumentError, match=r"of \[2, 4\] ranks"):
+        merged([TRACE, Trace("2.13.0", 2, (0,), {})])
+
+
+def changed(**changes: Any) -> str:
+    data = json.loads(TRACE.to_json())
+    entry = data["redistributions"][0]
+    for name, value in changes.items():
+        (entry if name in entry else data)[name] = value
+    return json.dumps(data)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (TRACE.to_json()[:-20], "no whole JSON"),
+        ("", "no whole JSON"),
+        ("[1]", "no trace"),
+        (changed(shardweave_trace=2), "version 2; allowed: 1"),
+        (changed(calls=-1), "-1 is no number of 0 or more"),
+        (changed(source="S0 S"), "layout text"),
+        (changed(mesh={"shape": [2, 0], "names": None, "ranks": None}), "at least 1"),
+        (changed(dtype=3), "not as `record` writes it"),
+        (changed(redistributions=[{}]), "not as `record` writes it"),
+    ],
+)
+def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(text)
+    with pytest.raises(ArgumentError, match=says) as error:
+        Trace.read(file)
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.plan
+def test_a_trace_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        with shardweave.record(tmp_path / "missing" / "trace.json"):
+            raise AssertionError("not reached")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        Trace.read(tmp_path / "missing.json")
