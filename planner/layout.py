@@ -36,7 +36,8 @@ class StridedShard(Shard):
 
     Args:
         own: an index set of its own although an order would have these split factors. For uneven sizes that is not
-            the same; torch means it so where a view made the shard.
+            the same; torch means it so where a view made the shard. Mesh dims then cut from left to right, or in the
+            layout's order.
     """
 
     split: int
@@ -121,7 +122,8 @@ class Layout:
                     )
                 cuts.setdefault(placement.dim, []).append(mesh_dim)
                 if isinstance(placement, StridedShard):
-                    strided.add(placement.dim)
+                    if not placement.own:
+                        strided.add(placement.dim)
                     if not isinstance(placement.split, int) or placement.split < 1:
                         raise ArgumentError(
                             f"layout: mesh dim {mesh_dim} has split factor {placement.split!r}; allowed: 1 and up"
@@ -222,7 +224,7 @@ class Layout:
         for m, p in enumerate(placements):
             if isinstance(p, Shard):
                 cuts.setdefault(p.dim, []).append(m)
-        strided = {p.dim for p in placements if isinstance(p, StridedShard)}
+        strided = {p.dim for p in placements if isinstance(p, StridedShard) and not p.own}
         orders = {}
         for d, cut_by in cuts.items():
             if d not in strided:
@@ -329,7 +331,8 @@ class Layout:
                 raise LayoutSyntaxError(
                     text, position, f"tensor dim {dim_text} is cut by mesh dims {cut_by}, not {order_text}"
                 )
-            if order != tuple(cut_by) and any(isinstance(tokens[m], StridedShard) for m in cut_by):
+            strided = [t for m in cut_by if isinstance(t := tokens[m], StridedShard)]
+            if order != tuple(cut_by) and not all(t.own for t in strided):
                 raise LayoutSyntaxError(text, position, f"tensor dim {dim} is strided and has an order as well")
             orders[dim] = order
         if at and not orders:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .layout import Layout, Partial, Placement, Replicate, Shard
+from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
 from .ranks import ranks_of
 from .topology import Topology
@@ -18,7 +18,9 @@ class Stops:
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout, topology: Topology) -> None:
         self.target = target
-        self.strided = {*source.strided_dims, *target.strided_dims}  # tensor dims that are cut from left to right
+        # Tensor dims that are cut from left to right.
+        shards = (*source.placements, *target.placements)
+        self.strided = {p.dim for p in shards if isinstance(p, StridedShard) and not p.own}
         cut = {d for layout in (source, target) for d, _ in layout.orders}
         by_size = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (d not in cut, -shape[d]))
         self.shards = [Shard(d) for d in sorted(by_size[:_MOST_TENSOR_DIMS])]

@@ -78,8 +78,9 @@ def why_delegate(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> 
     if _policy.min_bytes and current.tensor_meta is not None:
         if math.prod(current.tensor_meta.shape) * x.element_size() < _policy.min_bytes:
             return "smaller than install(min_bytes=)"
-    if any(b.is_partial() and a.is_shard() for a, b in zip(current.placements, target.placements, strict=True)):
-        return "shard to partial, which torch refuses"
+    for a, b in zip(current.placements, target.placements, strict=True):
+        if b.is_partial() and a != b and not a.is_replicate():
+            return "shard or another op to partial, which torch refuses"
     return why_not_backend(x.device)
 
 

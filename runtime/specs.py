@@ -101,11 +101,11 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
         return layout_of(spec.placements, spec.mesh.shape, spec.shard_order)
     if spec.use_strided_shard_as_shard_order:
         return layout_of(spec.placements, spec.mesh.shape)
-    # Made by a view: mesh dims cut from left to right, also where an order has the same split factors.
+    # Made by a view: no order, also where one has the same split factors.
     own = [
         StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p for p in _planners(spec.placements)
     ]
-    return Layout(own)
+    return Layout(own, _orders(spec.shard_order))
 
 
 def _orders(shard_order: Any) -> dict[int, tuple[int, ...]]:
@@ -143,9 +143,7 @@ def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) ->
             placements.append(torch_types.Partial(ops[p.op]))
         else:
             placements.append(torch_types.Replicate())
-    strided = [p for p in layout.placements if isinstance(p, StridedShard)]
-    if not strided:
-        order = tuple(ShardOrderEntry(tensor_dim=d, mesh_dims=tuple(dims)) for d, dims in layout.orders)
-        return DTensorSpec(device_mesh, tuple(placements), meta, shard_order=order)
-    own = any(p.own for p in strided)
-    return DTensorSpec(device_mesh, tuple(placements), meta, use_strided_shard_as_shard_order=not own)
+    if any(isinstance(p, StridedShard) and not p.own for p in layout.placements):
+        return DTensorSpec(device_mesh, tuple(placements), meta, use_strided_shard_as_shard_order=True)
+    order = tuple(ShardOrderEntry(tensor_dim=d, mesh_dims=tuple(dims)) for d, dims in layout.orders)
+    return DTensorSpec(device_mesh, tuple(placements), meta, shard_order=order, use_strided_shard_as_shard_order=False)

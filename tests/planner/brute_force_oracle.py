@@ -54,10 +54,10 @@ def read(text: str) -> Spec:
 
 
 def layout_texts(mesh_dims: int, tokens: Sequence[str]) -> Iterator[str]:
-    """Every layout over `tokens`, in every shard order, as text; strided shards are cut from left to right."""
+    """Every layout over `tokens`, in every shard order, as text; `S0/2` is cut from left to right."""
     for chosen in product(tokens, repeat=mesh_dims):
         orders = read(" ".join(chosen)).orders
-        strided = {int(token[1]) for token in chosen if "/" in token}
+        strided = {int(token[1]) for token in chosen if "/" in token and "//" not in token}
         for orderings in product(*([c] if dim in strided else permutations(c) for dim, c in orders.items())):
             odd = [
                 f"{dim}:{','.join(map(str, order))}"

@@ -126,6 +126,16 @@ def test_a_strided_shard_may_be_kept_from_becoming_an_order() -> None:
     assert Layout.parse("S0/2 S0") == Layout((StridedShard(0, 2), Shard(0)))
 
 
+def test_a_strided_shard_of_its_own_may_have_an_order() -> None:
+    text = "S0 S0//3 S0 @ 0:1,0,2"
+    layout = Layout.parse(text, (2, 2, 2))
+    assert str(layout) == text and layout.cuts(0) == ((1, 3), 0, 2) and layout.decoded((2, 2, 2)) == layout
+    thirds = torch.arange(31).chunk(3)
+    second = torch.cat([third.chunk(2)[1] for third in thirds])
+    # Of the rank at (0, 1, 1): by the middle mesh dim first, then the first, then the last.
+    assert oracle.held_indices((2, 2, 2), (31,), text)[3].equal(second.chunk(2)[0].chunk(2)[1])
+
+
 def test_decoded_holds_what_torch_splits() -> None:
     # FSDP over a mesh dim of 4, tensor parallel over 2: the right one cuts first.
     layout = Layout.parse("S0/2 S0", (4, 2))

@@ -28,7 +28,7 @@ KNOWN_DELEGATIONS = re.compile(
             r"a mesh that install\(only=\) leaves out",
             r"smaller than install\(min_bytes=\)",
             # What torch refuses, and has to refuse itself.
-            "shard to partial, which torch refuses",
+            "shard or another op to partial, which torch refuses",
             # Where no program can run.
             "world size 1",
             r"process group backend '\w+'",
