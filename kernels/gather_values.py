@@ -1,0 +1,39 @@
+"""gather_values: one number per row, such as the gradient of its weight, back from the owners to tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .push_rows import entries_of
+from .rows import Buffers, TokenRows, cdiv, runs_by_reference
+
+BLOCK = tl.constexpr(256)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def gather_values_kernel(key_in, row_in, buffers, out, entries, K: tl.constexpr):
+    """Program i fetches BLOCK entries."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(key_in + i, mask=i < entries, other=0)
+    row = tl.load(row_in + i, mask=i < entries, other=-1)
+    kept = row >= 0
+    source = tl.load(buffers + key // K, mask=kept, other=0).to(tl.pointer_type(tl.float32))
+    value = tl.load(source + row, mask=kept, other=0.0)
+    tl.store(out + i // K * K + key % K, value, mask=i < entries)
+
+
+def gather_values(rows: TokenRows, buffers: Buffers) -> torch.Tensor:
+    """float32 [T, K]: what each entry's row has in its owner's buffer, float32 [R]; 0 where there is no row."""
+    tokens, k = rows.key.shape
+    out = torch.zeros((tokens, k), dtype=torch.float32, device=rows.key.device)
+    if runs_by_reference(gather_values_kernel, out.device):
+        token, number, kth, row = entries_of(rows, len(buffers))
+        parts = [b.index_select(0, at) for b, at in zip(buffers.tensors, row.split(number), strict=True)]
+        out[token, kth] = torch.cat(parts)
+        return out
+    if out.numel():
+        table, _ = buffers.table()
+        gather_values_kernel[(cdiv(out.numel(), BLOCK.value),)](*rows, table, out, out.numel(), K=k, num_warps=4)
+    return out

@@ -1,0 +1,163 @@
+"""push_rows: each token's row to where it belongs in its owners' buffers, read once and stored up to K times."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import ArgumentError
+from .group_rows import Groups
+from .rows import Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants, runs_by_reference
+
+PADDING = tl.constexpr(8)  # programs that zero the padding of one group
+
+
+@triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "tokens", "own"])
+def push_rows_kernel(
+    x,  # address
+    x_stride,  # elements
+    key_in,  # int32 [tokens, K]
+    row_in,  # int32 [tokens, K]
+    buffers,  # int64 [W], addresses
+    weights,  # float32 [tokens, K]
+    weight_stride,
+    weight_buffers,  # int64 [W], addresses
+    offsets,  # int32 [groups]
+    counts,  # int64 [groups]
+    padded_counts,  # int64 [groups]
+    tokens,
+    own,  # whose padding is zeroed
+    K: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes
+    VEC: tl.constexpr,  # elements
+    HAS_WEIGHTS: tl.constexpr,
+):
+    """Program (t, j) stores piece j of token t's row; those beyond the tokens zero the padding of the own groups."""
+    t = tl.program_id(0)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = c < H
+    first = tl.program_id(1) == 0
+    if t < tokens:
+        source = tl.multiple_of(x.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+        words = tl.load(source + tl.multiple_of(t.to(tl.int64) * x_stride, VEC) + c, mask=inside, other=0)
+        for i in tl.static_range(K):
+            at = t.to(tl.int64) * K + i
+            row = tl.load(row_in + at)
+            key = tl.load(key_in + at)
+            if row >= 0:
+                owner = key // K
+                # An address that was an integer has lost its alignment.
+                target = tl.multiple_of(tl.load(buffers + owner).to(tl.pointer_type(WORD)), ALIGN)
+                tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
+                if HAS_WEIGHTS:
+                    if first:
+                        weight = tl.load(weights + t.to(tl.int64) * weight_stride + key % K)
+                        tl.store(tl.load(weight_buffers + owner).to(tl.pointer_type(tl.float32)) + row, weight)
+    else:
+        group = (t - tokens) // PADDING
+        end = tl.load(offsets + group).to(tl.int64)
+        begin = end - (tl.load(padded_counts + group) - tl.load(counts + group))
+        target = tl.multiple_of(tl.load(buffers + own).to(tl.pointer_type(WORD)), ALIGN)
+        zeros = tl.zeros([COLS], tl.int32).to(WORD)
+        for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
+            tl.store(target + pad * H + c, zeros, mask=inside)
+            if HAS_WEIGHTS:
+                if first:
+                    tl.store(tl.load(weight_buffers + own).to(tl.pointer_type(tl.float32)) + pad, 0.0)
+
+
+def push_rows(
+    x: torch.Tensor,
+    rows: TokenRows,
+    buffers: Buffers,
+    groups: Groups,
+    own: int,
+    weights: torch.Tensor | None = None,
+    weight_buffers: Buffers | None = None,
+    launch: RowLaunch | None = None,
+) -> None:
+    """Store every row of `x` at each of its places; zero the padding rows of the own buffer.
+
+    Rows of the buffers that are neither padding nor anyone's place keep what they have.
+
+    Args:
+        x: [T, H] of 16 or 32 bits, the elements of a row adjacent, any stride between rows.
+        rows: of locate_rows.
+        buffers: [R, H] of x's dtype, each owner's.
+        groups: of group_rows; what the own buffer has.
+        own: which of the buffers is this rank's.
+        weights: float32 [T, K], stored at the same rows of `weight_buffers`, float32 [R] each.
+
+    Raises:
+        ArgumentError: a shape or dtype that is not allowed.
+    """
+    tokens, k = rows.key.shape
+    hidden = buffers.shape[1]
+    check_rows("x", x, (tokens, hidden), buffers.dtype)
+    if weights is not None and (weights.shape != (tokens, k) or weights.dtype is not torch.float32):
+        raise ArgumentError(
+            f"weights: {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of shape {(tokens, k)}"
+        )
+    if (weights is None) != (weight_buffers is None):
+        raise ArgumentError("weights and weight_buffers: one was given; both or neither are allowed")
+    if runs_by_reference(push_rows_kernel, x.device):
+        push_rows_reference(x, rows, buffers, groups, own, weights, weight_buffers)
+        return
+    launch = launch or RowLaunch.for_rows(hidden, x.element_size())
+    table, bits = buffers.table()
+    if weights is not None and weights.stride(1) != 1:
+        weights = weights.contiguous()
+    weight_table = table if weight_buffers is None else weight_buffers.table()[0]
+    programs = tokens + len(groups.offsets) * PADDING.value
+    if programs:
+        push_rows_kernel[(programs, cdiv(hidden, launch.columns))](
+            x.data_ptr(), x.stride(0), *rows, table, rows.key if weights is None else weights,
+            0 if weights is None else weights.stride(0), weight_table, groups.offsets, groups.counts,
+            groups.padded_counts, tokens, own, K=k, COLS=launch.columns, HAS_WEIGHTS=weights is not None,
+            num_warps=launch.num_warps,
+            **row_constants(x.dtype, hidden, bits, x.data_ptr(), x.stride(0) * x.element_size()),
+        )  # fmt: skip
+
+
+def push_rows_reference(
+    x: torch.Tensor,
+    rows: TokenRows,
+    buffers: Buffers,
+    groups: Groups,
+    own: int,
+    weights: torch.Tensor | None,
+    weight_buffers: Buffers | None,
+) -> None:
+    """The same in torch operations: one gather and one scatter per owner."""
+    token, owner, k, row = entries_of(rows, len(buffers))
+    for buffer, tokens, to in zip(buffers.tensors, token.split(owner), row.split(owner), strict=True):
+        buffer.index_copy_(0, to, x.index_select(0, tokens))
+    padding = padding_rows(groups)
+    buffers.tensors[own].index_fill_(0, padding, 0)
+    if weights is not None and weight_buffers is not None:
+        values = weights[token, k]
+        for buffer, part, to in zip(weight_buffers.tensors, values.split(owner), row.split(owner), strict=True):
+            buffer.index_copy_(0, to, part)
+        weight_buffers.tensors[own].index_fill_(0, padding, 0)
+
+
+def entries_of(rows: TokenRows, owners: int) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
+    """The entries that have a row, by owner, then token, then k: token, how many each owner has, k, row."""
+    k = rows.key.shape[1]
+    flat = torch.nonzero(rows.row.reshape(-1) >= 0).view(-1)
+    key, row = rows.key.reshape(-1)[flat].long(), rows.row.reshape(-1)[flat].long()
+    owner, order = torch.sort(key // max(k, 1), stable=True)
+    number = torch.bincount(owner, minlength=owners).tolist()
+    return flat[order] // max(k, 1), number, key[order] % max(k, 1), row[order]
+
+
+def padding_rows(groups: Groups) -> torch.Tensor:
+    """int64, the rows of the own buffer that are padding."""
+    number = groups.padded_counts - groups.counts
+    begin = groups.offsets.long() - number
+    start = (begin - (number.cumsum(0) - number)).repeat_interleave(number)
+    return start + torch.arange(len(start), device=start.device)

@@ -1,0 +1,126 @@
+"""What the token kernels share: the same buffer of every owner, which rows a token has there, how rows are cut."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..errors import ArgumentError
+from .pointers import WORDS, interpreted
+
+VECTOR = 16  # bytes of the widest access
+PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TokenRows(NamedTuple):
+    """Where the rows of this rank's tokens are. Made by locate_rows.
+
+    The K entries of a token are in order of (owner, k); those without a row come last.
+    """
+
+    key: torch.Tensor
+    """int32 [T, K]: owner * K + k, ascending; the owner of an entry without a row is W."""
+    row: torch.Tensor
+    """int32 [T, K]: the row in the owner's buffer, -1 if there is none."""
+
+
+class Buffers:
+    """One buffer of each owner, all of one shape, dtype and contiguous, in the owners' order."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        first = self.tensors[0]
+        self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
+        for i, tensor in enumerate(self.tensors):
+            if tensor.shape != first.shape or tensor.dtype is not first.dtype or not tensor.is_contiguous():
+                raise ArgumentError(
+                    f"buffers[{i}]: {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
+                    f"contiguous, as buffers[0], {first.dtype} {tuple(first.shape)}"
+                )
+        self._table: torch.Tensor | None = None
+        self._bits = 0
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def table(self) -> tuple[torch.Tensor, int]:
+        """Their addresses, int64 [W] on their device, and the bits that any of them has."""
+        if self._table is None:
+            addresses = [tensor.data_ptr() for tensor in self.tensors]
+            signed = [struct.unpack("q", struct.pack("Q", address))[0] for address in addresses]
+            self._table = torch.tensor(signed, dtype=torch.int64, device=self.device)
+            for address in addresses:
+                self._bits |= address
+        return self._table, self._bits
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """How a row of some bytes is cut among programs. `for_rows` gives the default."""
+
+    columns: int  # elements, a power of two
+    num_warps: int
+
+    @classmethod
+    def for_rows(cls, hidden: int, itemsize: int) -> RowLaunch:
+        """4 KiB a program: two accesses of 16 bytes for each of 128 threads, one for each of 256 on AMD."""
+        nbytes = min(4096, power_of_two(hidden * itemsize))
+        return cls(max(nbytes, VECTOR) // itemsize, max(1, min(4, nbytes // 1024)))
+
+
+def power_of_two(x: int) -> int:
+    """The least power of two that is not below x."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def alignment(*bits: int) -> int:
+    """The power of two, up to 16, that all of these bytes are a multiple of."""
+    together = VECTOR
+    for value in bits:
+        together |= value
+    return together & -together
+
+
+def row_constants(dtype: torch.dtype, hidden: int, *bits: int) -> dict[str, Any]:
+    """What every kernel over rows is compiled with; `bits` are addresses and strides in bytes besides the rows' own."""
+    align = alignment(hidden * dtype.itemsize, *bits)
+    return {
+        "WORD": WORDS[dtype.itemsize],
+        "H": hidden,
+        "ALIGN": align,
+        "VEC": align // dtype.itemsize,
+    }
+
+
+def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ArgumentError: `x` has another shape or dtype, or its rows are not contiguous.
+    """
+    fits = x.dim() == 2 and (shape[0] is None or x.shape[0] == shape[0]) and x.shape[1] == shape[1]
+    if not fits or x.dtype is not dtype or (x.shape[1] > 1 and x.numel() and x.stride(1) != 1):
+        wanted = ("T" if shape[0] is None else shape[0], shape[1])
+        raise ArgumentError(
+            f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: {dtype} of shape {wanted}, "
+            f"the elements of a row adjacent"
+        )
+
+
+def runs_by_reference(kernel: object, device: torch.device) -> bool:
+    """Whether tensors of a device take the torch path: those of the CPU, except under the interpreter."""
+    return (device.type == "cpu") != interpreted(kernel)
+
+
+def programs_of(device: torch.device, most: int) -> int:
+    """How many programs a kernel that loops over rows starts: eight for each multiprocessor, no more than `most`."""
+    count = 4 if device.type == "cpu" else 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(most, count))
+
+
+def cdiv(a: int, b: int) -> int:
+    return triton.cdiv(a, b)

@@ -1,0 +1,98 @@
+"""weigh_rows: the backward of a weighted row, at its owner: the gradient of the row and that of its weight."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .codecs import decode, encode
+from .pointers import interpreted
+from .reduce_boxes import ELEMENTS
+from .rows import RowLaunch, check_rows, programs_of, row_constants, runs_by_reference
+
+
+@triton.jit(do_not_specialize=["gradient", "values", "out", "programs"])
+def weigh_rows_kernel(
+    gradient,  # address
+    values,  # address
+    out,  # address
+    weights,  # float32 [rows]
+    weight_gradient,  # float32 [rows]
+    num_rows,  # int32 [1]
+    programs,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes
+    VEC: tl.constexpr,  # elements
+    SOFT: tl.constexpr,
+):
+    """Program i takes the rows i, i + programs, ... below num_rows."""
+    g = tl.multiple_of(gradient.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    y = tl.multiple_of(values.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    d = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    end = tl.load(num_rows).to(tl.int64)
+    for row in range(tl.program_id(0), end, programs):
+        weight = tl.load(weights + row)
+        dot = tl.zeros([COLS], tl.float32)
+        for start in range(0, H, COLS):
+            c = start + tl.arange(0, COLS)
+            at = row * H + c
+            dy = decode(tl.load(g + at, mask=c < H, other=0), DTYPE, SOFT)
+            dot += dy * decode(tl.load(y + at, mask=c < H, other=0), DTYPE, SOFT)
+            tl.store(d + at, encode(dy * weight, DTYPE, SOFT).to(WORD), mask=c < H)
+        tl.store(weight_gradient + row, tl.sum(dot, 0))
+
+
+def weigh_rows(
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    weight_gradient: torch.Tensor,
+    launch: RowLaunch | None = None,
+) -> None:
+    """Write weights * gradient to `out` and the dot products of gradient's and values' rows to `weight_gradient`.
+
+    Rows from `num_rows` on are neither read nor written.
+
+    Args:
+        gradient, values, out: contiguous [R, H] of one dtype, float32, bfloat16 or float16. `out` may be `gradient`.
+        weights, weight_gradient: float32 [R].
+        num_rows: int32 [1].
+
+    Raises:
+        ArgumentError: a shape or dtype that is not allowed.
+    """
+    size, hidden = out.shape
+    for name, x in (("gradient", gradient), ("values", values), ("out", out)):
+        check_rows(name, x, (size, hidden), out.dtype)
+    if runs_by_reference(weigh_rows_kernel, out.device):
+        weigh_rows_reference(gradient, values, weights, num_rows, out, weight_gradient)
+        return
+    launch = launch or RowLaunch.for_rows(hidden, out.element_size())
+    programs = programs_of(out.device, size)
+    weigh_rows_kernel[(programs,)](
+        gradient.data_ptr(), values.data_ptr(), out.data_ptr(), weights, weight_gradient, num_rows, programs,
+        COLS=launch.columns, DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(weigh_rows_kernel),
+        num_warps=launch.num_warps, enable_fp_fusion=False,
+        **row_constants(out.dtype, hidden, gradient.data_ptr(), values.data_ptr(), out.data_ptr()),
+    )  # fmt: skip
+
+
+def weigh_rows_reference(
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    weight_gradient: torch.Tensor,
+) -> None:
+    """The same in torch operations; the dot products are summed in torch's order."""
+    n = int(num_rows)
+    given = gradient[:n].float()
+    torch.sum(given * values[:n], 1, out=weight_gradient[:n])
+    out[:n] = given * weights[:n, None]

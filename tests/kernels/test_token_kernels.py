@@ -1,0 +1,339 @@
+"""The token kernels: their references against loops over tokens, and the kernels against their references."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from token_cases import POISON, Case, combined, even_bounds, routing
+
+from shardweave.errors import ArgumentError
+from shardweave.kernels.combine_rows import combine_rows
+from shardweave.kernels.gather_values import gather_values
+from shardweave.kernels.group_rows import Groups, Slots, group_rows
+from shardweave.kernels.locate_rows import locate_rows
+from shardweave.kernels.push_rows import push_rows
+from shardweave.kernels.route_tokens import Routed, route_tokens
+from shardweave.kernels.rows import Buffers, TokenRows
+from shardweave.kernels.share_counts import share_counts
+from shardweave.kernels.weigh_rows import weigh_rows
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KINDS = ("uniform", "zipf", "hot", "none", "odd")
+plan = pytest.mark.plan
+
+
+@pytest.fixture(params=["reference", pytest.param("interpreter", marks=pytest.mark.interp),
+                        pytest.param("cuda", marks=pytest.mark.gpu)])  # fmt: skip
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where kernels run: as torch operations on the CPU, in the interpreter there, or on a GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False")
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit."""
+    assert got.shape == want.shape and got.dtype == want.dtype
+    size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.dtype.itemsize]
+    got, want = got.cpu().contiguous().view(size), want.cpu().contiguous().view(size)
+    wrong = (got != want).nonzero()
+    assert len(wrong) == 0, f"{len(wrong)} of {got.numel()} differ, first at {wrong[0].tolist()}"
+
+
+def i32(array, device: str = "cpu") -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(torch.int32).to(device)
+
+
+def table(case: Case, rank: int, device: str) -> torch.Tensor | None:
+    return i32(case.slot_of[rank], device) if case.slot_of else None
+
+
+def random_case(rng: np.random.Generator, kind: str, ranks: int = 3, **given) -> Case:
+    k, experts = given.pop("k", int(rng.integers(1, 9))), given.pop("experts", int(rng.choice([3, 8, 60])))
+    tokens = given.pop("tokens", None) or [int(rng.choice([0, 1, 4, 9])) for _ in range(ranks)]
+    ids = [routing(rng, kind, t, k, experts) for t in tokens]
+    align = given.pop("align", int(rng.choice([1, 4, 8])))
+    slots, slot_of = experts, None
+    if given.pop("replicated", False):
+        slots = experts + 5
+        slot_of = [rng.permutation(slots)[:experts] for _ in range(ranks)]
+    capacity = given.pop("capacity", None)
+    if capacity is None:
+        capacity = -(-(sum(i.size for i in ids) + slots * align) // align) * align
+    return Case(ids, experts, even_bounds(slots, ranks), align, capacity, slot_of=slot_of, **given).solve()
+
+
+CASES = [
+    *[(kind, {}) for kind in KINDS],
+    ("uniform", {"k": 3, "align": 8, "capacity": 16}),
+    ("hot", {"k": 5, "expert_capacity": 9}),
+    ("odd", {"k": 2, "align": 4, "expert_capacity": 6, "capacity": 20, "experts": 8}),
+    ("uniform", {"k": 8, "experts": 3, "align": 1, "expert_capacity": 5, "capacity": 5, "batched": True}),
+    ("zipf", {"k": 4, "experts": 8, "align": 4, "expert_capacity": 8, "capacity": 24, "batched": True}),
+    ("odd", {"k": 6, "replicated": True}),
+    ("uniform", {"k": 1, "experts": 300, "ranks": 2}),
+    ("uniform", {"k": 2, "ranks": 5, "experts": 3}),
+    ("zipf", {"k": 7, "ranks": 1, "tokens": [13]}),
+    ("uniform", {"k": 4, "ranks": 2, "tokens": [0, 0]}),
+    ("uniform", {"k": 2, "capacity": 0, "align": 1}),
+]
+
+
+def each_case(test):
+    return pytest.mark.parametrize("kind, given", CASES, ids=lambda v: v if isinstance(v, str) else str(v)[:60])(test)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "tokens, k, experts", [(1, 1, 1), (0, 4, 8), (5, 3, 3), (40, 8, 60), (128, 8, 256), (300, 5, 300), (70, 8, 256)]
+)
+def test_route_tokens(device, tokens, k, experts, dtype):
+    """Up to 1,024 entries in one launch; (300, 5) in two."""
+    for kind in KINDS:
+        rng = np.random.default_rng(hash((tokens, k)) % 1000)
+        case = Case([routing(rng, kind, tokens, k, experts)], experts, (0, experts)).solve()
+        got = route_tokens(torch.from_numpy(case.ids[0]).to(dtype).to(device), experts)
+        same(got.slot, i32(case.slot[0]))
+        same(got.place, i32(case.place[0]))
+        same(got.counts, i32(case.matrix[0]))
+
+
+def test_route_tokens_of_many_blocks(device, monkeypatch):
+    """More ids than blocks: each block ranks several pieces; with experts that are looked up, and strided ids."""
+    monkeypatch.setattr("shardweave.kernels.route_tokens.MOST_BLOCKS", 3)
+    rng = np.random.default_rng(5)
+    slot_of = [rng.permutation(17)[:11]]
+    case = Case([routing(rng, "odd", 371, 5, 11)], 11, (0, 17), slot_of=slot_of).solve()
+    ids = torch.from_numpy(case.ids[0]).to(device).t().contiguous().t()
+    got = route_tokens(ids, 11, i32(slot_of[0], device), 17)
+    same(got.slot, i32(case.slot[0]))
+    same(got.place, i32(case.place[0]))
+    same(got.counts, i32(case.matrix[0]))
+
+
+@each_case
+def test_group_and_locate_rows(device, kind, given):
+    case = random_case(np.random.default_rng(3), kind, **given)
+    slots = Slots.divided(case.bounds, torch.device(device))
+    for rank in range(case.ranks):
+        groups = groups_of(case, rank, device, slots)
+        low, high = case.bounds[rank : rank + 2]
+        same(groups.offsets, i32(case.ends[low:high]))
+        same(groups.counts, torch.tensor(case.kept[low:high], dtype=torch.int64))
+        lengths = [e - b for b, e in zip(case.begins[low:high], case.ends[low:high], strict=True)]
+        same(groups.padded_counts, torch.tensor(lengths, dtype=torch.int64))
+        same(groups.num_rows, i32([case.ends[high - 1] if high > low else 0]))
+        lost = int(case.matrix[:, :-1].sum()) - sum(case.kept), int(case.matrix[:, -1].sum())
+        same(groups.lost, torch.tensor(lost))
+        rows = locate_rows(i32(case.slot[rank], device), i32(case.place[rank], device), groups, slots)
+        k = case.ids[rank].shape[1]
+        want_key, want_row = [], []
+        for entries in case.rows[rank]:
+            keys = sorted((case.ranks if e is None else e[0], i) for i, e in enumerate(entries))
+            want_key += [owner * k + i for owner, i in keys]
+            want_row += [-1 if entries[i] is None else entries[i][1] for _, i in keys]
+        same(rows.key, i32(np.array(want_key, np.int32).reshape(-1, k)))
+        same(rows.row, i32(np.array(want_row, np.int32).reshape(-1, k)))
+
+
+def groups_of(case: Case, rank: int, device: str, slots: Slots) -> Groups:
+    matrix = i32(case.matrix, device)
+    return group_rows(matrix, slots, rank, case.capacity, case.align, case.expert_capacity, case.batched)
+
+
+def rows_of(case: Case, rank: int, device: str, slots: Slots) -> tuple[TokenRows, Groups]:
+    groups = groups_of(case, rank, device, slots)
+    return locate_rows(i32(case.slot[rank], device), i32(case.place[rank], device), groups, slots), groups
+
+
+def test_share_counts(device):
+    rng = np.random.default_rng(0)
+    counts = [i32(rng.integers(0, 99, 7), device) for _ in range(3)]
+    matrices = [torch.full((3, 7), -1, dtype=torch.int32, device=device) for _ in range(3)]
+    for me, row in enumerate(counts):
+        share_counts(row, Buffers(matrices), me)
+    for matrix in matrices:
+        same(matrix, torch.stack(counts))
+
+
+def tokens_like(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape)).to(dtype).to(device)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS = list(zip([*DTYPES, torch.bfloat16, torch.float16], (16, 64, 3, 1, 40), strict=True))
+
+
+def forms(kind: str, given: dict) -> list[tuple[torch.dtype, int]]:
+    """Dtypes and lengths of rows; one of them in the interpreter, which is slow, another for the next case."""
+    if not INTERPRETED:
+        return FORMS
+    return [FORMS[CASES.index((kind, given)) % len(FORMS)]]
+
+
+@each_case
+def test_push_rows(device, kind, given):
+    rng = np.random.default_rng(7)
+    case = random_case(rng, kind, **given)
+    for dtype, hidden in forms(kind, given):
+        check_push(rng, case, dtype, hidden, device)
+
+
+def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden: int, device: str) -> None:
+    slots = Slots.divided(case.bounds, torch.device(device))
+    buffers = [torch.full((case.capacity, hidden), POISON, dtype=dtype, device=device) for _ in range(case.ranks)]
+    numbers = [torch.full((case.capacity,), POISON, device=device) for _ in range(case.ranks)]
+    want, want_numbers = [b.cpu().clone() for b in buffers], [n.cpu().clone() for n in numbers]
+    for rank in range(case.ranks):
+        rows, groups = rows_of(case, rank, device, slots)
+        tokens, k = case.ids[rank].shape
+        # Any stride between rows: a slice of something wider, at an odd place.
+        x = tokens_like(rng, (tokens, hidden + 3), dtype, device)[:, 1 : hidden + 1]
+        weights = torch.rand(tokens, k + 1, device=device)[:, :k]
+        push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers))
+        for t, entries in enumerate(case.rows[rank]):
+            for i, entry in enumerate(entries):
+                if entry is not None:
+                    want[entry[0]][entry[1]] = x[t].cpu()
+                    want_numbers[entry[0]][entry[1]] = weights[t, i].cpu()
+        want[rank][case.padding(rank)] = 0
+        want_numbers[rank][case.padding(rank)] = 0
+    for got, expected in zip(buffers + numbers, want + want_numbers, strict=True):
+        same(got, expected)
+
+
+@pytest.mark.parametrize("hidden", [8, 1024, 2500], ids=str)
+def test_push_rows_of_several_pieces(device, hidden):
+    rng = np.random.default_rng(1)
+    check_push(rng, random_case(rng, "odd", k=4, tokens=[3, 2, 0], align=4), torch.bfloat16, hidden, device)
+
+
+def test_push_rows_without_weights_and_with_one_row_for_all_tokens(device):
+    case = random_case(np.random.default_rng(2), "uniform", k=2, tokens=[6], ranks=1, align=8)
+    slots = Slots.divided(case.bounds, torch.device(device))
+    rows, groups = rows_of(case, 0, device, slots)
+    buffer = torch.full((case.capacity, 8), POISON, device=device)
+    push_rows(torch.arange(8.0, device=device).expand(6, 8), rows, Buffers([buffer]), groups, 0)
+    end = max(case.ends)
+    written = buffer[:end].cpu()
+    assert set(map(tuple, written.tolist())) == {tuple(range(8)), (0,) * 8}
+    assert (buffer[end:] == POISON).all()
+
+
+@each_case
+def test_combine_rows(device, kind, given):
+    rng = np.random.default_rng(11)
+    case = random_case(rng, kind, **given)
+    for dtype, hidden in forms(kind, given):
+        check_combine(rng, case, dtype, hidden, device)
+
+
+def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden: int, device: str) -> None:
+    slots = Slots.divided(case.bounds, torch.device(device))
+    buffers = []
+    for owner in range(case.ranks):
+        buffer = tokens_like(rng, (case.capacity, hidden), dtype, device)
+        # Only rows that were pushed may be read.
+        read = {e[1] for rows in case.rows for es in rows for e in es if e is not None and e[0] == owner}
+        buffer[[row for row in range(case.capacity) if row not in read]] = float("nan")
+        buffers.append(buffer)
+    for rank in range(case.ranks):
+        rows, _ = rows_of(case, rank, device, slots)
+        tokens, k = case.ids[rank].shape
+        weights = torch.rand(tokens, k + 2, device=device)[:, :k]
+        unkept = torch.tensor([[e is None for e in es] for es in case.rows[rank]], dtype=torch.bool).view(tokens, k)
+        weights[unkept.to(device)] = float("nan")
+        add = tokens_like(rng, (tokens, hidden + 5), dtype, device)[:, 2 : hidden + 2]
+        ways = ((weights, add), (None, None), (weights, None))
+        for w, a in ways[: 1 if INTERPRETED and hidden < 1024 else 3]:
+            out = torch.full((tokens, hidden + 1), POISON, dtype=dtype, device=device)[:, :hidden]
+            combine_rows(rows, Buffers(buffers), out, w, a)
+            want = combined(case, rank, [b.cpu() for b in buffers], *(None if v is None else v.cpu() for v in (w, a)))
+            same(out, want)
+
+
+@pytest.mark.parametrize("hidden", [1024, 2500], ids=str)
+def test_combine_rows_of_several_pieces(device, hidden, monkeypatch):
+    monkeypatch.setattr("shardweave.kernels.combine_rows.CHUNK", 2048)
+    rng = np.random.default_rng(1)
+    check_combine(rng, random_case(rng, "odd", k=5, tokens=[4, 3, 0]), torch.bfloat16, hidden, device)
+
+
+def test_combine_rows_rounds_the_sum_of_each_owner(device):
+    """256 + 1 + 1 in bfloat16: 258 where one owner sums, 256 where each of the ones is an owner's own sum... and the
+    ones of one owner together are 2."""
+    rows = TokenRows(i32([[0, 1, 2]], device), i32([[0, 1, 2]], device))  # all at owner 0
+    apart = TokenRows(i32([[0, 4, 5]], device), i32([[0, 0, 1]], device))  # 1 at owner 0, 2 at owner 1
+    a = torch.tensor([[257.0], [1.0], [1.0]]).bfloat16().to(device)
+    b = torch.tensor([[1.0], [1.0], [1.0]]).bfloat16().to(device)
+    weights = torch.tensor([[1.00390625, 1.0, 1.0]], device=device)
+    out = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
+    combine_rows(rows, Buffers([a, b]), out, weights)
+    together = torch.tensor(256 * 1.00390625 + 2).bfloat16().item()
+    assert out.item() == together
+    combine_rows(apart, Buffers([a, b]), out, weights)
+    assert out.item() == (torch.tensor(257.0).bfloat16().float() + 2).bfloat16().item()
+
+
+@pytest.mark.parametrize("dtype, hidden", list(zip([*DTYPES, torch.bfloat16], (64, 48, 3, 2500), strict=True)), ids=str)
+def test_weigh_rows(device, dtype, hidden):
+    rng = np.random.default_rng(4)
+    for n in (0, 1, 13):
+        gradient, values = (tokens_like(rng, (20, hidden), dtype, device) for _ in range(2))
+        weights = torch.rand(20, device=device)
+        for x in (gradient, values, weights):
+            x[n:] = float("nan")
+        out = torch.full((20, hidden), POISON, dtype=dtype, device=device)
+        dot = torch.full((20,), POISON, device=device)
+        weigh_rows(gradient, values, weights, i32([n], device), out, dot)
+        want = (gradient[:n].float() * weights[:n, None]).to(dtype)
+        same(out[:n], want)
+        exact = (gradient[:n].double() * values[:n].double()).sum(1)
+        size = (gradient[:n].double() * values[:n].double()).abs().sum(1)
+        assert ((dot[:n].double() - exact).abs() <= 1e-6 * size).all()
+        assert (out[n:] == POISON).all() and (dot[n:] == POISON).all()
+
+
+@each_case
+def test_gather_values(device, kind, given):
+    case = random_case(np.random.default_rng(13), kind, **given)
+    slots = Slots.divided(case.bounds, torch.device(device))
+    buffers = [torch.rand(case.capacity, device=device) for _ in range(case.ranks)]
+    for rank in range(case.ranks):
+        rows, _ = rows_of(case, rank, device, slots)
+        want = [[0.0 if e is None else buffers[e[0]][e[1]].item() for e in es] for es in case.rows[rank]]
+        same(gather_values(rows, Buffers(buffers)), torch.tensor(want).view(case.ids[rank].shape).float())
+
+
+@plan
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: route_tokens(torch.zeros(3, dtype=torch.int64), 4), "ids: torch.int64 of shape"),
+        (lambda: route_tokens(torch.zeros(3, 2), 4), "ids: torch.float32"),
+        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 0), "num_slots: 0"),
+        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, None, 5), "num_slots: 5"),
+        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, torch.zeros(3)), "slot_of: torch.float32"),
+        (lambda: group_rows(torch.zeros(2, 3).int(), slots_2(), 0, 8), "matrix: torch.int32"),
+        (lambda: group_rows(torch.zeros(1, 3).int(), slots_2(), 0, 9, 4), "capacity: 9; allowed: a multiple"),
+        (lambda: group_rows(torch.zeros(1, 3).int(), slots_2(), 0, 8, batched=True), "expert_capacity: None"),
+        (lambda: Slots.divided((0, 3, 2), torch.device("cpu")), "bounds"),
+        (lambda: Buffers([torch.zeros(2, 3), torch.zeros(2, 4)]), r"buffers\[1\]"),
+        (lambda: locate_rows(*[torch.zeros(1, 33).int()] * 2, None, slots_2()), "top_k: 33"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(call, text):
+    with pytest.raises(ArgumentError, match=text):
+        call()
+
+
+def slots_2() -> Slots:
+    return Slots.divided((0, 2), torch.device("cpu"))
+
+
+def test_routed_names_its_parts():
+    assert Routed._fields == ("slot", "place", "counts")

@@ -1,0 +1,162 @@
+"""The token kernels compiled for GPUs that are not here: rows move 16 bytes at a time, and nothing spills."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from test_aot import TARGETS, accesses, assert_no_spill
+from triton.compiler import ASTSource
+
+from shardweave.kernels.combine_rows import combine_rows_kernel
+from shardweave.kernels.gather_values import gather_values_kernel
+from shardweave.kernels.group_rows import group_rows_kernel, rank_rows
+from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
+from shardweave.kernels.push_rows import push_rows_kernel
+from shardweave.kernels.reduce_boxes import ELEMENTS
+from shardweave.kernels.route_tokens import (
+    count_rows,
+    count_slots_kernel,
+    few_warps,
+    place_rows_kernel,
+    route_few_kernel,
+)
+from shardweave.kernels.rows import RowLaunch, row_constants
+from shardweave.kernels.share_counts import share_counts_kernel
+from shardweave.kernels.weigh_rows import weigh_rows_kernel
+
+pytestmark = pytest.mark.aot
+
+POINTERS = {
+    "*i64": "buffers matrices weight_buffers counts_out padded_out lost_out counts padded_counts",
+    "*i32": (
+        "slot_table slot_out block_counts block_bad slot_in place_in place_out start_in limit_in owner_in key_in row_in "
+        "key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
+    ),
+    "*fp32": "weights weight_gradient",
+    "i64": "x out add gradient values",
+}
+POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+
+
+def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
+    if not isinstance(kernel, triton.runtime.jit.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
+    constants = dict(constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
+    kinds = {**POINTER_OF, **pointers}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    # What torch allocates, as the launcher finds it.
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("slots, looked_up", [(3, True), (256, False), (300, True)])
+def test_route_tokens_does_not_spill(target, slots, looked_up, tmp_path):
+    padded = max(32, triton.next_power_of_2(slots))
+    count = {"SLOTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
+    ids = {"ids": "*i64", "counts_out": "*i32"}
+    assert_no_spill(compile_kernel(count_slots_kernel, target, count, **ids), target, tmp_path)
+    for entries in (32, 1024):
+        few = {"SLOTS": padded, "ENTRIES": entries, "HAS_TABLE": looked_up, "num_warps": few_warps(entries)}
+        assert_no_spill(compile_kernel(route_few_kernel, target, few, **ids), target, tmp_path)
+    place = {"SLOTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
+    assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("slots", [3, 300, 1024])
+def test_group_rows_and_share_counts_do_not_spill(target, slots, tmp_path):
+    padded = max(32, triton.next_power_of_2(slots))
+    for batched in (False, True):
+        constants = {"SLOTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched, "num_warps": 8}
+        assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target, tmp_path)
+    constants = {"LENGTH": triton.next_power_of_2(slots + 1), "num_warps": 4}
+    compiled = compile_kernel(share_counts_kernel, target, constants, counts="*i32")
+    assert_no_spill(compiled, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("k", [1, 3, 32])
+def test_locate_rows_and_gather_values_do_not_spill(target, k, tmp_path):
+    width = triton.next_power_of_2(k)
+    constants = {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width), "num_warps": 4}
+    assert_no_spill(compile_kernel(locate_rows_kernel, target, constants), target, tmp_path)
+    compiled = compile_kernel(gather_values_kernel, target, {"K": k, "num_warps": 4}, out="*fp32")
+    assert_no_spill(compiled, target, tmp_path)
+
+
+ROWS = [(torch.bfloat16, 7168, k) for k in (1, 3, 8)] + [(dtype, 7168, 8) for dtype in (torch.float32, torch.float16)]
+
+
+def row_launch(dtype: torch.dtype, hidden: int) -> dict:
+    launch = RowLaunch.for_rows(hidden, dtype.itemsize)
+    return {"COLS": launch.columns, "num_warps": launch.num_warps, **row_constants(dtype, hidden)}
+
+
+def wide(compiled, target: str) -> tuple[int, int]:
+    """Loads and stores of 16 bytes."""
+    found = accesses(compiled, target)
+    return found["load", 16], found["store", 16]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
+def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, tmp_path):
+    constants = {**row_launch(dtype, hidden), "K": k, "HAS_WEIGHTS": True}
+    compiled = compile_kernel(push_rows_kernel, target, constants)
+    assert_no_spill(compiled, target, tmp_path)
+    pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
+    loads, stores = wide(compiled, target)
+    # Each row is read once, and stored k times; zeros for the padding.
+    assert loads == pieces and stores >= (k + 1) * pieces
+    assert {width for op, width in accesses(compiled, target) if op == "store"} == {4, 16}  # 4: the weights
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
+def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, tmp_path):
+    constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
+    constants |= {"SOFT": False, "enable_fp_fusion": False}
+    compiled = compile_kernel(combine_rows_kernel, target, constants)
+    assert_no_spill(compiled, target, tmp_path)
+    pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
+    loads, stores = wide(compiled, target)
+    assert loads == (k + 1) * pieces and stores == pieces
+    fused = r"\bfma\." if "ptx" in compiled.asm else r"v_(?:pk_)?(?:fma|mac|mad)(?:c|k)?_(?:mix|f32)"
+    assert not re.findall(fused, compiled.asm.get("ptx") or compiled.asm["amdgcn"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype, tmp_path):
+    constants = {**row_launch(dtype, 7168), "DTYPE": ELEMENTS[dtype], "SOFT": False, "enable_fp_fusion": False}
+    compiled = compile_kernel(weigh_rows_kernel, target, constants)
+    assert_no_spill(compiled, target, tmp_path)
+    loads, stores = wide(compiled, target)
+    assert loads == 2 * stores > 0
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("hidden", [1, 3, 2500, 20])
+def test_rows_of_any_length_compile(target, hidden, tmp_path):
+    """Accesses are as wide as the length of a row allows."""
+    dtype = torch.bfloat16
+    width = {1: 2, 3: 2, 2500: 8, 20: 8}[hidden]
+    assert row_constants(dtype, hidden)["ALIGN"] == width
+    push = {**row_launch(dtype, hidden), "K": 3, "HAS_WEIGHTS": False}
+    assert_no_spill(compile_kernel(push_rows_kernel, target, push), target, tmp_path)
+    combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}
+    combine |= {"SOFT": False, "enable_fp_fusion": False}
+    compiled = compile_kernel(combine_rows_kernel, target, combine)
+    assert_no_spill(compiled, target, tmp_path)
+    if hidden == 2500:
+        found = accesses(compiled, target)
+        assert found["load", width] and found["store", width]
