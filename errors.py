@@ -23,6 +23,10 @@ class UnsupportedError(ShardweaveError, NotImplementedError):
     """A request that is well formed and that shardweave does not carry out; the text says what to do instead."""
 
 
+class CapacityError(ShardweaveError, RuntimeError):
+    """Tokens were dropped, or had ids of no expert; raised on all ranks alike. The text says how many."""
+
+
 class WorldError(ShardweaveError, RuntimeError):
     """The ranks could not meet. After one of these the world is dead: later calls raise it again."""
 

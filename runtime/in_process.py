@@ -98,7 +98,7 @@ def simulate(
     for position, x in enumerate(map(_plain, locals_)):
         bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, reduction)
         runs[program.mesh.rank_at(position)] = bound.run(x)
-    outputs = _run_all(runs)
+    outputs = run_all(runs)
     return [outputs[program.mesh.rank_at(position)] for position in range(program.mesh.size)]
 
 
@@ -120,7 +120,7 @@ def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], wor
         ]
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         runs[rank] = BoundBatch(batch, rank, strides, world, dtypes, locals_[0][0].device).run(xs)
-    outputs = _run_all(runs)
+    outputs = run_all(runs)
     found: list[list[torch.Tensor]] = []
     for i, program in enumerate(batch.programs):
         found.append([outputs[program.mesh.rank_at(position)][i] for position in range(program.mesh.size)])
@@ -153,7 +153,7 @@ def _check_locals(program: Program, locals_: Sequence[torch.Tensor], name: str) 
             raise ArgumentError(f"{here}: device {x.device}; allowed: that of the others, {locals_[0].device}")
 
 
-def _run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
+def run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
     """Each rank goes on as soon as its peers have posted what it waits for; their outputs.
 
     Raises:

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.aot
 POINTERS = {
     "*i64": "buffers matrices weight_buffers counts_out padded_out lost_out counts padded_counts",
     "*i32": (
-        "slot_table slot_out block_counts block_bad slot_in place_in place_out start_in limit_in owner_in key_in row_in "
-        "key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
+        "slot_table slot_out block_counts block_bad slot_in place_in place_out start_in limit_in owner_in key_in "
+        "row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
     ),
     "*fp32": "weights weight_gradient",
     "i64": "x out add gradient values",

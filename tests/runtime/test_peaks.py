@@ -15,7 +15,7 @@ import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Mesh
 from shardweave.runtime.executor import BoundProgram
-from shardweave.runtime.in_process import InProcessWorld, _run_all
+from shardweave.runtime.in_process import InProcessWorld, run_all
 
 pytestmark = pytest.mark.plan
 
@@ -69,7 +69,7 @@ def test_peak_bytes_bound_what_is_held(mesh: tuple[int, ...], shape: tuple[int, 
                 r: BoundProgram(program, r, x.stride(), worlds[r], x.dtype, x.device).run(x)
                 for r, x in enumerate(given)
             }
-            _run_all(runs)
+            run_all(runs)
             for rank, (world, x, peak) in enumerate(zip(worlds, given, program.peak_bytes, strict=True)):
                 assert world.most + x.numel() * 4 <= peak, (rank, program.explain())
 

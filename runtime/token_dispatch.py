@@ -1,0 +1,509 @@
+"""Tokens to the ranks that have their experts, and back: dispatch and combine, both with gradients."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+
+from ..errors import ArgumentError, CapacityError, UnsupportedError
+from .in_process import InProcessWorld, run_all
+from .pending import Turn
+from .shared_memory import SharedMemoryWorld
+from .statistics import stats
+from .token_autograd import Combine, Dispatch
+from .token_layout import DispatchLayout
+from .token_ranks import DispatchRank, Sent
+from .worlds import current_worlds
+
+LATEST = 2
+"""Dispatches after which lost tokens are raised at the latest."""
+
+
+@dataclass(frozen=True)
+class TokenLoad:
+    """How tokens were spread, of all ranks; the same on all of them.
+
+    Attributes:
+        per_slot: int64 [S], tokens for each slot, dropped ones counted.
+        per_rank: int64 [W], tokens for each rank.
+        imbalance: float32 [], the largest of per_rank over their mean; 1 without tokens.
+    """
+
+    per_slot: torch.Tensor
+    per_rank: torch.Tensor
+    imbalance: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedTokens:
+    """What a rank's experts get. A pytree.
+
+    Rows from `num_rows` on are not initialised: mask them, never multiply by them.
+
+    Attributes:
+        x: [R, H], rows grouped by slot, then by source rank, token and k; padding rows are zero. Batched: [S_local, C,
+            H]. Differentiable.
+        weights: float32 [R] (batched [S_local, C]), each row's weight, 0 for padding; for experts that apply it
+            themselves. Differentiable.
+        topk_weights: float32 [T, K], what this rank dispatched.
+    """
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    topk_weights: torch.Tensor
+    _sent: Sent
+    _layout: DispatchLayout
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int32 [S_local], where each group ends, padding included, as `torch._grouped_mm` takes them."""
+        return self._sent.groups.offsets
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [S_local], rows of each group."""
+        return self._sent.groups.counts
+
+    @property
+    def padded_counts(self) -> torch.Tensor:
+        """int64 [S_local], rows of each group, padding included."""
+        return self._sent.groups.padded_counts
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """int32 [1], where the last group ends."""
+        return self._sent.groups.num_rows
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """int64 [], rows of all ranks together that had no room; equal on all ranks."""
+        return self._sent.groups.lost[0]
+
+    @property
+    def bad_ids(self) -> torch.Tensor:
+        """int64 [], ids of all ranks together that are no expert's; equal on all ranks."""
+        return self._sent.groups.lost[1]
+
+    def load(self) -> TokenLoad:
+        """How this dispatch's tokens were spread; no communication, nothing is read by the host."""
+        per_slot = self._sent.matrix[:, :-1].sum(0)
+        running = torch.nn.functional.pad(per_slot.cumsum(0), (1, 0))
+        bounds = self._layout.bounds
+        per_rank = torch.stack([running[b] - running[a] for a, b in zip(bounds, bounds[1:], strict=False)])
+        mean = per_rank.sum() / self._layout.ranks
+        return TokenLoad(per_slot, per_rank, torch.where(mean > 0, per_rank.amax() / mean, 1.0))
+
+
+def _flatten(routed: RoutedTokens) -> tuple[list[Any], DispatchLayout]:
+    return [routed.x, routed.weights, routed.topk_weights, routed._sent], routed._layout
+
+
+def _unflatten(parts: Iterable[Any], layout: DispatchLayout) -> RoutedTokens:
+    x, weights, topk_weights, sent = parts
+    return RoutedTokens(x, weights, topk_weights, sent, layout)
+
+
+_pytree.register_pytree_node(RoutedTokens, _flatten, _unflatten)
+
+
+class _Losses:
+    """Lost tokens of the dispatches so far, on their way to the host; read once the device has passed them."""
+
+    def __init__(self, layout: DispatchLayout) -> None:
+        self._layout = layout
+        self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._calls = 0
+
+    def add(self, lost: torch.Tensor) -> None:
+        event = None
+        if lost.device.type == "cuda":
+            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            host.copy_(lost, non_blocking=True)
+            lost, event = host, torch.cuda.Event()
+            event.record()
+        self._waiting.append((self._calls, lost, event))
+        self._calls += 1
+
+    def check(self, later: int) -> None:
+        """Raise for dispatches that are at least `later` calls ago."""
+        while self._waiting and self._waiting[0][0] + later <= self._calls:
+            call, lost, event = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            dropped, bad = lost.tolist()
+            if (dropped or bad) and self._layout.overflow == "raise":
+                raise CapacityError(
+                    f"dispatch {call}: {dropped} rows had no room (capacity: {self._layout.rows} rows for each rank, "
+                    f"expert_capacity: {self._layout.expert_capacity}) and {bad} ids were not in -1 to "
+                    f'{self._layout.num_experts - 1}, all ranks together; overflow="drop" goes on without them'
+                )
+
+
+class _Dispatcher:
+    """What real and virtual ranks have in common. Everything is a list: one for each rank in this process."""
+
+    def __init__(self, layout: DispatchLayout, parts: list[DispatchRank], name: str) -> None:
+        self.layout, self.parts, self._name = layout, parts, name
+        self._losses = _Losses(layout)
+
+    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Wait for the dispatches so far.
+
+        Raises:
+            CapacityError: with overflow="raise", one of them dropped rows or had bad ids. Each is raised once.
+        """
+        self._losses.check(0)
+
+    def explain(self) -> str:
+        """The settings, and the memory that they take on each rank."""
+        layout = self.layout
+        slots = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
+        held = f"{slots[0]}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
+        most = layout.max_tokens * layout.top_k
+        lines = [
+            f"token dispatch over {layout.ranks} ranks, {self._name}: {layout.num_experts} experts in "
+            f"{layout.bounds[-1]} slots, {held} for each rank; top {layout.top_k}, hidden {layout.hidden}, "
+            f"{str(layout.dtype).removeprefix('torch.')}",
+            f"  rows pushed straight to their group at the owner; {layout.rows} rows for each rank "
+            f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
+            f"{'batched' if layout.batched else 'grouped'}",
+            f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
+            f"overflow: {layout.overflow}",
+            "  memory of a rank, bytes at most:",
+            *[f"    {nbytes:>16,}  {what}" for what, nbytes in layout.nbytes.items()],
+        ]
+        return "\n".join(lines)
+
+    def _dispatch(
+        self, xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> list[RoutedTokens]:
+        layout = self.layout
+        if layout.overflow == "raise":
+            self._losses.check(LATEST)
+        weights = [w.float() for w in weights]
+        rows = [x if x.shape[1] == 1 or not x.numel() or x.stride(1) == 1 else x.contiguous() for x in xs]
+        sent: list[Sent] = []
+        given = Dispatch.apply(self, ids, sent, *rows, *weights)
+        n = len(self.parts)
+        self._losses.add(sent[0].groups.lost)
+        found = []
+        for part, s, x, w, numbers in zip(self.parts, sent, given[:n], weights, given[n:], strict=True):
+            if layout.batched:
+                slots = layout.bounds[part.me + 1] - layout.bounds[part.me]
+                assert layout.expert_capacity is not None
+                shape = slots, layout.expert_capacity
+                x, numbers = x[: shape[0] * shape[1]].view(*shape, -1), numbers[: shape[0] * shape[1]].view(shape)
+            found.append(RoutedTokens(x, numbers, w, s, layout))
+        return found
+
+    def _combine(
+        self,
+        values: Sequence[torch.Tensor],
+        routed: Sequence[RoutedTokens],
+        outs: Sequence[torch.Tensor | None],
+        adds: Sequence[torch.Tensor | None],
+        weighted: bool,
+    ) -> list[torch.Tensor]:
+        layout = self.layout
+        flat = []
+        for v in values:
+            if layout.batched:
+                v = v.reshape(-1, layout.hidden)
+                if len(v) < layout.rows:  # a rank with fewer slots than others
+                    v = torch.cat([v, v.new_zeros(layout.rows - len(v), layout.hidden)])
+            flat.append(v)
+        given = [
+            torch.empty((len(r.topk_weights), layout.hidden), dtype=layout.dtype, device=v.device) if o is None else o
+            for o, v, r in zip(outs, flat, routed, strict=True)
+        ]
+        weights = [r.topk_weights if weighted else None for r in routed]
+        sent = [r._sent for r in routed]
+        return list(Combine.apply(self, sent, given, *flat, *weights, *adds, *[s.weights for s in sent]))
+
+    def _check_dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, at: str = "") -> None:
+        layout, device = self.layout, self.parts[0].device
+        if x.dim() != 2 or x.shape[1] != layout.hidden or x.dtype is not layout.dtype or x.shape[0] > layout.max_tokens:
+            raise ArgumentError(
+                f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {layout.dtype} of shape [T, {layout.hidden}], "
+                f"T up to max_tokens, {layout.max_tokens}"
+            )
+        shape = len(x), layout.top_k
+        if ids.shape != shape or ids.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(
+                f"topk_ids{at}: {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64 of shape {shape}"
+            )
+        if weights.shape != shape or not weights.dtype.is_floating_point:
+            raise ArgumentError(
+                f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: floats of shape {shape}"
+            )
+        for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
+            if tensor.device.type != device.type:
+                raise ArgumentError(f"{name}{at}: on {tensor.device}; allowed: {device}")
+
+    def _check_combine(
+        self,
+        values: torch.Tensor,
+        routed: RoutedTokens,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+        at: str = "",
+    ) -> None:
+        layout = self.layout
+        if not isinstance(routed, RoutedTokens) or routed._layout != layout:
+            raise ArgumentError(f"routed{at}: allowed: what this dispatcher's dispatch returned")
+        if values.shape != routed.x.shape or values.dtype is not layout.dtype:
+            raise ArgumentError(
+                f"expert_output{at}: {values.dtype} of shape {tuple(values.shape)}; allowed: {layout.dtype} of shape "
+                f"{tuple(routed.x.shape)}, that of routed.x"
+            )
+        shape = len(routed.topk_weights), layout.hidden
+        for name, tensor in (("out", out), ("add", add)):
+            if tensor is None:
+                continue
+            if tensor.shape != shape or tensor.dtype is not layout.dtype or (shape[1] > 1 and tensor.stride(1) != 1):
+                raise ArgumentError(
+                    f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
+                    f"{layout.dtype} of shape {shape}, the elements of a row adjacent"
+                )
+        needing = (
+            values.requires_grad
+            or routed.weights.requires_grad
+            or routed.topk_weights.requires_grad
+            or (add is not None and add.requires_grad)
+        )
+        if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
+            raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or under torch.no_grad()")
+
+
+class TokenDispatcher(_Dispatcher):
+    """Expert-parallel dispatch and combine among the ranks of a process group.
+
+    Every rank calls the same methods in the same order, with tensors that need gradients alike; T may differ, and be
+    0. Nothing on the way depends on a number that the host has read, but for the CPU's own copies.
+
+    y = combine(expert(dispatch(x))) is, for each token, over ranks ascending the float32 sum of the sums of its entries
+    there, in order of k and rounded to the dtype. Ids may repeat within a token: each is an entry of its own.
+
+    Args:
+        group_or_mesh: a process group, a 1-D DeviceMesh, or None for the default group. All of its ranks construct
+            one, with equal arguments.
+        num_experts: E. Expert e is on the rank that has it by torch.chunk's rule made even: the first E mod W ranks
+            have one more.
+        top_k, hidden: K, H.
+        max_tokens: the largest T of any rank.
+        dtype: float32, bfloat16 or float16.
+        capacity: rows of each rank's buffer, or, a float, a factor of max_tokens * top_k; rounded up to `align`.
+            Default: the worst case.
+        expert_capacity: rows of a group at most.
+        align: rows that groups begin and end at a multiple of.
+        overflow: "raise": `check`, or the second dispatch after, raises CapacityError, on all ranks alike, if rows had
+            no room or ids were bad. "drop": their part of the result is zero, and so are their gradients. Of a group
+            the rows after its first expert_capacity are dropped, then those beyond the buffer; rows are in order of
+            source rank, token and k. Bad ids act as -1.
+        layout: "grouped", or "batched": x is [S_local, C, H], C being expert_capacity rounded up to `align`.
+        expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
+            copy, else to copy r mod n of n.
+        device: default: the CPU.
+
+    Raises:
+        ArgumentError: a number or name that is not allowed.
+        UnsupportedError: ranks that share no memory.
+    """
+
+    def __init__(
+        self,
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: int | float | None = None,
+        expert_capacity: int | None = None,
+        align: int = 1,
+        overflow: str = "raise",
+        layout: str = "grouped",
+        expert_map: Sequence[Sequence[int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        group = group_or_mesh
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
+            group = group.get_group()
+        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        rank = dist.get_rank()
+        if rank not in ranks:
+            raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: one that has this rank, {rank}")
+        agreed = DispatchLayout.of(
+            len(ranks), num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow,
+            layout, expert_map,
+        )  # fmt: skip
+        device = torch.device(device)
+        self._world: SharedMemoryWorld | InProcessWorld = InProcessWorld()
+        name = "alone"
+        if len(ranks) > 1:
+            world, why = current_worlds().choose(ranks, device, None)
+            if not isinstance(world, SharedMemoryWorld):
+                raise UnsupportedError(f"TokenDispatcher: {why}; allowed: ranks on CPUs of one machine")
+            self._world, name = world, world.name
+        self._ranks = ranks
+        self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
+        super().__init__(agreed, [DispatchRank(agreed, self._world, ranks, ranks.index(rank), device)], name)
+
+    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+        world, (run,) = self._world, runs
+        if isinstance(world, InProcessWorld):
+            return [run_all({self._ranks[0]: run})[self._ranks[0]]]
+        if world.pending is not None:
+            world.pending.finish()
+        if world.error is not None:
+            raise world.error
+        stats().calls[world.name] += 1
+        self._kind.calls += 1
+        with Turn(world, self._kind):
+            reply: Any = None
+            try:
+                while True:
+                    reply = world.answer(run.send(reply))
+            except StopIteration as end:
+                return [end.value]
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> RoutedTokens:
+        """Send each token's row to the ranks that have its experts.
+
+        Args:
+            x: [T, H] of the dispatcher's dtype.
+            topk_ids: int32 or int64 [T, K]; -1 is none.
+            topk_weights: floats [T, K].
+
+        Raises:
+            ArgumentError: a shape or dtype that is not allowed; the peers are told.
+            CapacityError: an earlier dispatch lost tokens, with overflow="raise".
+            WorldError: a peer died, did not come, or asked for something else.
+        """
+        with self._telling():
+            self._check_dispatch(x, topk_ids, topk_weights)
+        return self._dispatch([x], [topk_ids], [topk_weights])[0]
+
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        routed: RoutedTokens,
+        *,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+        weighted: bool = True,
+    ) -> torch.Tensor:
+        """[T, H], the weighted sum of each token's rows of all ranks' `expert_output`, plus `add`.
+
+        Args:
+            expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.
+            routed: of a dispatch; a result may be combined several times.
+            out: [T, H], where no gradients are recorded.
+            add: [T, H], added last.
+            weighted: False where the experts applied `routed.weights`.
+
+        Raises:
+            ArgumentError, WorldError: as for `dispatch`.
+        """
+        with self._telling():
+            self._check_combine(expert_output, routed, out, add)
+        return self._combine([expert_output], [routed], [out], [add], weighted)[0]
+
+    def _telling(self) -> _Telling:
+        return _Telling(self._world, self._ranks)
+
+
+class _Telling:
+    """An argument that is refused here is not waited for by peers."""
+
+    def __init__(self, world: SharedMemoryWorld | InProcessWorld, ranks: tuple[int, ...]) -> None:
+        self._world, self._ranks = world, ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ArgumentError) and isinstance(self._world, SharedMemoryWorld) and not self._world.error:
+            self._world.refuse(self._ranks, self._ranks)
+
+
+class VirtualTokenDispatcher(_Dispatcher):
+    """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
+
+    Its methods take and return lists, one item for each of `size` ranks; otherwise they are TokenDispatcher's, and so
+    are the results, bit for bit.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: int | float | None = None,
+        expert_capacity: int | None = None,
+        align: int = 1,
+        overflow: str = "raise",
+        layout: str = "grouped",
+        expert_map: Sequence[Sequence[int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
+        agreed = DispatchLayout.of(
+            size, num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout,
+            expert_map,
+        )  # fmt: skip
+        world, ranks, device = InProcessWorld(), tuple(range(size)), torch.device(device)
+        super().__init__(agreed, [DispatchRank(agreed, world, ranks, r, device) for r in ranks], "in process")
+
+    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+        ended = run_all(dict(enumerate(runs)))
+        return [ended[rank] for rank in range(len(runs))]
+
+    def dispatch(
+        self, xs: Sequence[torch.Tensor], topk_ids: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor]
+    ) -> list[RoutedTokens]:
+        """TokenDispatcher.dispatch of all ranks."""
+        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
+        for rank, (x, ids, weights) in enumerate(zip(xs, topk_ids, topk_weights, strict=True)):
+            self._check_dispatch(x, ids, weights, f"[{rank}]")
+        return self._dispatch(xs, topk_ids, topk_weights)
+
+    def combine(
+        self,
+        expert_outputs: Sequence[torch.Tensor],
+        routed: Sequence[RoutedTokens],
+        *,
+        out: Sequence[torch.Tensor] | None = None,
+        add: Sequence[torch.Tensor] | None = None,
+        weighted: bool = True,
+    ) -> list[torch.Tensor]:
+        """TokenDispatcher.combine of all ranks."""
+        outs: Sequence[Any] = [None] * self.layout.ranks if out is None else out
+        adds: Sequence[Any] = [None] * self.layout.ranks if add is None else add
+        self._check_lists(expert_output=expert_outputs, routed=routed, out=outs, add=adds)
+        for rank, (values, r, o, a) in enumerate(zip(expert_outputs, routed, outs, adds, strict=True)):
+            self._check_combine(values, r, o, a, f"[{rank}]")
+        return self._combine(expert_outputs, routed, outs, adds, weighted)
+
+    def _check_lists(self, **lists: Sequence[Any]) -> None:
+        for name, given in lists.items():
+            if len(given) != self.layout.ranks:
+                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {self.layout.ranks} ranks")

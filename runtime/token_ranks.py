@@ -1,0 +1,156 @@
+"""One rank of a token dispatcher on a one-sided world, as runs that yield where ranks meet.
+
+A dispatch meets twice: when counts have been written into every rank's matrix and buffers are offered, and when all
+rows have been pushed. What reads from peers meets before, when values are there, and after, when they have been read.
+The matrix is one for all dispatches: a rank has read it when it comes to the second meeting, and peers write again
+after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.combine_rows import combine_rows
+from ..kernels.gather_values import gather_values
+from ..kernels.group_rows import Groups, Slots, group_rows
+from ..kernels.locate_rows import locate_rows
+from ..kernels.push_rows import push_rows
+from ..kernels.route_tokens import route_tokens
+from ..kernels.rows import Buffers, TokenRows
+from ..kernels.share_counts import share_counts
+from ..kernels.weigh_rows import weigh_rows
+from .bound_step import World
+from .in_process import InProcessWorld
+from .meeting import Address, Ask, Meet
+from .token_layout import DispatchLayout
+
+# Added to the dispatcher's token: what a meeting is for.
+_OPENED, _COUNTED, _ARRIVED, _VALUES, _READ, _GRADIENTS, _PUSHED, _WEIGHED, _GATHERED = range(9)
+
+
+class Sent(NamedTuple):
+    """What a rank knows of one dispatch, but for the rows themselves."""
+
+    weights: torch.Tensor
+    """float32 [rows], of the rows that it received."""
+    groups: Groups
+    rows: TokenRows
+    matrix: torch.Tensor
+    """int32 [W, S + 1]: rows of each slot by source rank; the last column counts bad ids."""
+
+
+class DispatchRank:
+    """Rank `ranks[me]` of a dispatcher of `ranks`."""
+
+    def __init__(
+        self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device
+    ) -> None:
+        self.layout, self.world, self.me, self.device = layout, world, me, device
+        self.slots = Slots.divided(layout.bounds, device)
+        self.slot_of = None
+        if layout.slot_of:
+            self.slot_of = torch.tensor(layout.slot_of[me], dtype=torch.int32, device=device)
+        # Each rank begins with the peer after itself.
+        self.peers = ranks[me + 1 :] + ranks[:me]
+        self._matrix: torch.Tensor | None = None
+        self._matrices: Buffers | None = None
+
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Generator[Ask, Any, tuple[torch.Tensor, Sent]]:
+        """The rows that this rank received, [rows, H], and what combine needs."""
+        layout, slots = self.layout, self.slots
+        routed = route_tokens(ids, layout.num_experts, self.slot_of, slots.number)
+        if self._matrix is None or self._matrices is None:
+            shape = (layout.ranks, slots.number + 1)
+            self._matrix = self._empty(shape, torch.int32)
+            self._matrices = (yield from self._offer(_OPENED, self._matrix))[0]
+        share_counts(routed.counts, self._matrices, self.me)
+        received = self._empty((layout.rows, layout.hidden), layout.dtype)
+        numbers = self._empty((layout.rows,), torch.float32)
+        buffers = yield from self._offer(_COUNTED, received, numbers)
+        groups = group_rows(
+            self._matrix, slots, self.me, layout.rows, layout.align, layout.expert_capacity, layout.batched
+        )
+        rows = locate_rows(routed.slot, routed.place, groups, slots)
+        matrix = self._matrix.clone()
+        push_rows(x, rows, buffers[0], groups, self.me, weights, buffers[1])
+        yield self._meet(_ARRIVED)
+        return received, Sent(numbers, groups, rows, matrix)
+
+    def combine(
+        self,
+        sent: Sent,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        weights: torch.Tensor | None,
+        add: torch.Tensor | None,
+        numbers: torch.Tensor | None = None,
+    ) -> Generator[Ask, Any, torch.Tensor | None]:
+        """Each token's sum into `out`. With `numbers`, float32 [rows] of each owner, those of each entry: [T, K]."""
+        given = [self._addressable(values, sent)]
+        if numbers is not None:
+            given.append(self._addressable(numbers, sent))
+        buffers = yield from self._offer(_VALUES, *given)
+        combine_rows(sent.rows, buffers[0], out, weights, add)
+        gathered = None if numbers is None else gather_values(sent.rows, buffers[1])
+        yield self._meet(_READ)
+        return gathered
+
+    def combine_backward(
+        self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None
+    ) -> Generator[Ask, Any, tuple[torch.Tensor, torch.Tensor | None]]:
+        """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries."""
+        received = self._empty((self.layout.rows, self.layout.hidden), self.layout.dtype)
+        buffers = yield from self._offer(_GRADIENTS, received)
+        push_rows(gradient, sent.rows, buffers[0], sent.groups, self.me)
+        yield self._meet(_PUSHED)
+        if values is None:
+            return received, None
+        numbers = self._empty(sent.weights.shape, torch.float32)
+        weigh_rows(received, values, sent.weights, sent.groups.num_rows, received, numbers)
+        buffers = yield from self._offer(_WEIGHED, numbers)
+        gathered = gather_values(sent.rows, buffers[0])
+        yield self._meet(_GATHERED)
+        return received, gathered
+
+    def _empty(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return self.world.empty(shape, dtype, self.device)
+
+    def _meet(self, what: int, offer: Address | None = None) -> Meet:
+        return Meet(self.peers, self.layout.digest + what, offer)
+
+    def _offer(self, what: int, *own: torch.Tensor) -> Generator[Ask, Any, list[Buffers]]:
+        """Offer buffers; the same ones of all ranks, in their order."""
+        world, number = self.world, len(own)
+        address, held = world.offer(own)
+        replies = yield self._meet(what, address)
+        # Peers begin with the rank after this one.
+        theirs: list[Any] = [world.offered(reply, number) for reply in replies]
+        after = self.layout.ranks - 1 - self.me
+        in_order = [*theirs[after:], None, *theirs[:after]]
+        found = []
+        for i, tensor in enumerate(own):
+            nbytes = tensor.numel() * tensor.element_size()
+            found.append(
+                Buffers(
+                    [
+                        tensor if a is None else world.open(a[i], nbytes).view(tensor.dtype).view(tensor.shape)
+                        for a in in_order
+                    ]
+                )
+            )
+        self._held = held  # until peers have read it, which they have when this is called again
+        return found
+
+    def _addressable(self, values: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """`values` in memory that peers can address; the rows that any of them reads."""
+        if isinstance(self.world, InProcessWorld):
+            return values.contiguous()
+        window = self._empty(values.shape, values.dtype)
+        n = int(sent.groups.num_rows)
+        window[:n].copy_(values[:n])
+        return window

@@ -1,0 +1,476 @@
+"""TokenDispatcher against a dense mixture of experts in float64: results, gradients, what is dropped and refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
+from rank_processes import end_ranks, run_ranks
+from torch.utils import _pytree
+
+from shardweave.errors import ArgumentError, CapacityError
+from shardweave.runtime.in_process import InProcessWorld
+from shardweave.runtime.shared_memory import SharedMemoryWorld
+from shardweave.runtime.token_dispatch import TokenDispatcher, VirtualTokenDispatcher
+from shardweave.runtime.token_layout import DispatchLayout
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the world allocates is NaN until it is written."""
+
+    def empty(self, shape, dtype, device):
+        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
+
+    monkeypatch.setattr(InProcessWorld, "empty", empty)
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def virtual_moe(dispatcher: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True):
+    """y, dx, dweights of each rank and dmatrices [E, H, H], summed over the copies of an expert."""
+    experts = leaf(matrices)
+    xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+    adds = [None if t.add is None else leaf(t.add) for t in tokens]
+    routed = dispatcher.dispatch(xs, [t.ids for t in tokens], weights)
+    outputs = [run_experts(r, [experts[e] for e in held(dispatcher, rank)], weighted) for rank, r in enumerate(routed)]
+    ys = dispatcher.combine(outputs, routed, add=adds, weighted=weighted)
+    torch.autograd.backward(ys, [t.gradient for t in tokens])
+    for t, add in zip(tokens, adds, strict=True):
+        assert add is None or torch.equal(add.grad, t.gradient)
+    return [y.detach() for y in ys], [x.grad for x in xs], [w.grad for w in weights], experts.grad, routed
+
+
+def held(dispatcher, rank: int) -> list[int]:
+    """The experts of a rank, slot by slot."""
+    layout = dispatcher.layout
+    slots = range(*layout.bounds[rank : rank + 2])
+    if not layout.slot_of:
+        return list(slots)
+    return [next(e for table in layout.slot_of for e, s in enumerate(table) if s == slot) for slot in slots]
+
+
+def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
+    ys, dxs, dws, dm, routed = virtual_moe(dispatcher, tokens, matrices, weighted)
+    total = torch.zeros_like(matrices, dtype=torch.float64)
+    for rank, t in enumerate(tokens):
+        want = dense(t, matrices, None if kept is None else kept[rank])
+        total += want["matrices"]
+        assert_near(ys[rank], want["y"], dtype, f"y of rank {rank}")
+        assert_near(dxs[rank], want["x"], dtype, f"dx of rank {rank}")
+        assert_near(dws[rank], want["weights"], dtype, f"dweights of rank {rank}")
+    assert_near(dm, total, dtype, "dmatrices")
+    return routed
+
+
+GRID = [
+    # ranks, tokens of each rank, K, E, H, align, dtype, routing
+    (1, [5], 1, 1, 4, 1, torch.float32, "uniform"),
+    (2, [6, 0], 2, 3, 8, 4, torch.float32, "holes"),
+    (3, [4, 7, 1], 3, 8, 5, 8, torch.float32, "zipf"),
+    (4, [9, 9, 9, 9], 8, 6, 16, 16, torch.bfloat16, "uniform"),
+    (4, [3, 0, 8, 2], 5, 60, 8, 1, torch.float16, "uniform"),
+    (4, [5, 5, 5, 5], 2, 8, 8, 32, torch.float32, "hot"),
+    (4, [5, 5, 5, 5], 2, 8, 8, 8, torch.float32, "none"),
+    (5, [0, 0, 0, 0, 0], 4, 7, 8, 8, torch.float32, "uniform"),
+    (5, [4, 3, 2, 1, 0], 3, 3, 8, 1, torch.bfloat16, "zipf"),  # fewer experts than ranks
+    (8, [4] * 8, 6, 256, 8, 128, torch.float32, "uniform"),
+]
+
+
+@pytest.mark.parametrize("ranks, counts, k, experts, hidden, align, dtype, routing", GRID, ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_mixture_of_experts(ranks, counts, k, experts, hidden, align, dtype, routing, weighted):
+    d = VirtualTokenDispatcher(
+        ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=max(counts), dtype=dtype, align=align
+    )
+    tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
+    tokens[0].add = torch.ones_like(tokens[0].x)
+    routed = check(d, tokens, matrices_of(experts, hidden, dtype), dtype, weighted)
+    load = routed[0].load()
+    want = torch.stack([torch.cat([t.ids.flatten() for t in tokens]) == e for e in range(experts)]).sum(1)
+    assert torch.equal(load.per_slot, want)
+    assert load.per_rank.tolist() == [int(want[a:b].sum()) for a, b in itertools.pairwise(d.layout.bounds)]
+    d.check()
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_many_ranks(ranks):
+    d = VirtualTokenDispatcher(ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, align=2)
+    tokens = [tokens_of(r, r % 4, 3, 100, 4, torch.float32, "holes") for r in range(ranks)]
+    check(d, tokens, matrices_of(100, 4, torch.float32), torch.float32)
+
+
+def test_replicated_experts():
+    """Expert 1 is everywhere, in different places; the copies' gradients add up."""
+    d = VirtualTokenDispatcher(
+        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4,
+        expert_map=[[1, 0], [3, 1], [2, 1, 2, 0]],
+    )  # fmt: skip
+    assert d.layout.bounds == (0, 2, 4, 8)
+    # Its own copy (the first), else copy r mod n.
+    assert d.layout.slot_of == ((1, 0, 4, 2), (7, 3, 6, 2), (7, 5, 4, 2))
+    tokens = [tokens_of(r, 9, 2, 4, 8, torch.float32, "holes") for r in range(3)]
+    experts_of = [[1, 0], [3, 1], [2, 1, 2, 0]]
+    matrices = matrices_of(4, 8, torch.float32)
+    leafs = leaf(matrices)
+    xs = [leaf(t.x) for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])
+    outputs = [run_experts(r, [leafs[e] for e in own], True) for r, own in zip(routed, experts_of, strict=True)]
+    torch.autograd.backward(d.combine(outputs, routed), [t.gradient for t in tokens])
+    want = [dense(t, matrices) for t in tokens]
+    assert_near(leafs.grad, sum(w["matrices"] for w in want), torch.float32, "dmatrices")
+    for x, w in zip(xs, want, strict=True):
+        assert_near(x.grad, w["x"], torch.float32, "dx")
+
+
+@pytest.mark.parametrize("experts", [4, 5])
+def test_batched(experts):
+    d = VirtualTokenDispatcher(
+        2, num_experts=experts, top_k=2, hidden=8, max_tokens=6, dtype=torch.float32, expert_capacity=13, align=8,
+        layout="batched",
+    )  # fmt: skip
+    tokens = [tokens_of(r, 6, 2, experts, 8, torch.float32, "uniform") for r in range(2)]
+    routed = check(d, tokens, matrices_of(experts, 8, torch.float32), torch.float32)
+    assert [r.x.shape for r in routed] == [(experts - experts // 2, 16, 8), (experts // 2, 16, 8)]
+    assert routed[0].padded_counts.tolist() == [16] * (experts - experts // 2)
+
+
+def first_of_each_slot(tokens: list[Tokens], experts: int, most: int) -> list[torch.Tensor]:
+    """Which entries are among the first `most` of their expert, in order of source rank, token, k."""
+    seen, found = [0] * experts, []
+    for t in tokens:
+        kept = torch.zeros(t.ids.shape, dtype=torch.bool)
+        for i, j in itertools.product(range(t.ids.shape[0]), range(t.ids.shape[1])):
+            e = int(t.ids[i, j])
+            if e >= 0:
+                kept[i, j] = seen[e] < most
+                seen[e] += 1
+        found.append(kept)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["grouped", "batched"])
+@pytest.mark.parametrize("routing", ["zipf", "hot", "holes"])
+def test_beyond_the_capacity_of_an_expert_rows_are_dropped(routing, layout):
+    d = VirtualTokenDispatcher(
+        3, num_experts=4, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, expert_capacity=6, overflow="drop",
+        layout=layout,
+    )  # fmt: skip
+    tokens = [tokens_of(r, 7 - 2 * r, 3, 4, 8, torch.float32, routing) for r in range(3)]
+    kept = first_of_each_slot(tokens, 4, 6)
+    routed = check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32, kept=kept)
+    lost = sum(int(((t.ids >= 0) & ~k).sum()) for t, k in zip(tokens, kept, strict=True))
+    assert lost > 0 and [int(r.dropped) for r in routed] == [lost] * 3
+    d.check()
+
+
+def test_beyond_the_buffer_rows_are_dropped():
+    """One expert a rank: what a buffer of 8 rows takes of it."""
+    d = VirtualTokenDispatcher(
+        2, num_experts=2, top_k=1, hidden=8, max_tokens=20, dtype=torch.float32, capacity=0.35, align=4,
+        overflow="drop",
+    )  # fmt: skip
+    assert d.layout.rows == 8
+    tokens = [tokens_of(r, 20, 1, 2, 8, torch.float32, "uniform") for r in range(2)]
+    routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_slot(tokens, 2, 8))
+    assert int(routed[0].dropped) == 24 and int(routed[0].offsets[-1]) == 8
+
+
+def test_no_room_at_all():
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, capacity=0, overflow="drop"
+    )
+    tokens = [tokens_of(r, 3, 2, 3, 4, torch.float32, "uniform") for r in range(2)]
+    nothing = [torch.zeros(3, 2, dtype=torch.bool)] * 2
+    check(d, tokens, matrices_of(3, 4, torch.float32), torch.float32, kept=nothing)
+
+
+def lossy() -> tuple[VirtualTokenDispatcher, tuple]:
+    d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32)
+    ids = torch.tensor([[0, 4], [-2, 1], [3, -1]])
+    x, w = torch.randn(3, 4), torch.rand(3, 2)
+    return d, ([x, x], [ids, ids.clamp(-1, 3)], [w, w])
+
+
+def test_bad_ids_are_raised_when_checked_and_once():
+    d, given = lossy()
+    routed = d.dispatch(*given)
+    assert [int(r.bad_ids) for r in routed] == [2, 2]
+    with pytest.raises(CapacityError, match="dispatch 0: 0 rows had no room .* and 2 ids were not in -1 to 3"):
+        d.check()
+    d.check()
+
+
+def test_bad_ids_are_raised_by_the_second_dispatch_after():
+    d, given = lossy()
+    good = given[0], [given[1][1]] * 2, given[2]
+    d.dispatch(*given)
+    d.dispatch(*good)
+    with pytest.raises(CapacityError, match="dispatch 0"):
+        d.dispatch(*good)
+    d.dispatch(*good)
+    d.check()
+
+
+def test_bad_ids_act_as_none():
+    d, (xs, ids, ws) = lossy()
+    routed = d.dispatch(xs, ids, ws)
+    ys = d.combine([r.x for r in routed], routed)
+    share = (ws[0] * ((ids[0] >= 0) & (ids[0] < 4))).sum(1, keepdim=True)
+    torch.testing.assert_close(ys[0], xs[0] * share)
+
+
+def test_several_dispatches_in_flight():
+    """Two microbatches of different T, combined and differentiated out of order."""
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    batches = [
+        [tokens_of(r, n + r, 2, 3, 8, torch.float32, "holes", seed) for r in range(2)] for seed, n in ((1, 8), (2, 3))
+    ]
+    matrices = matrices_of(3, 8, torch.float32)
+    xs = [[leaf(t.x) for t in tokens] for tokens in batches]
+    routed = [d.dispatch(x, [t.ids for t in b], [t.weights for t in b]) for x, b in zip(xs, batches, strict=True)]
+    ys: list = [None, None]
+    for i in (1, 0):
+        outputs = [run_experts(r, [matrices[e] for e in held(d, rank)], True) for rank, r in enumerate(routed[i])]
+        ys[i] = d.combine(outputs, routed[i])
+    for i in (0, 1):
+        torch.autograd.backward(ys[i], [t.gradient for t in batches[i]])
+        for x, y, t in zip(xs[i], ys[i], batches[i], strict=True):
+            want = dense(t, matrices)
+            assert_near(y.detach(), want["y"], torch.float32, "y")
+            assert_near(x.grad, want["x"], torch.float32, "dx")
+
+
+def test_a_result_is_a_pytree_and_combines_more_than_once():
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
+    tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "uniform") for r in range(2)]
+    routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+    again = _pytree.tree_map(lambda x: x.clone(), routed)
+    first = d.combine([r.x for r in routed], routed)
+    out = [torch.full_like(y, 7.0) for y in first]
+    d.combine([r.x for r in again], again, out=out)
+    assert all(torch.equal(a, b) for a, b in zip(first, out, strict=True))
+
+
+@pytest.mark.parametrize("align", [1, 8, 16, 32, 128])
+def test_offsets_fit_grouped_mm(align):
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no _grouped_mm")
+    d = VirtualTokenDispatcher(2, num_experts=5, top_k=2, hidden=16, max_tokens=9, align=align)
+    tokens = [tokens_of(r, 9, 2, 5, 16, torch.bfloat16, "uniform") for r in range(2)]
+    matrices = matrices_of(5, 16, torch.bfloat16)
+    for rank, r in enumerate(d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))):
+        n = int(r.num_rows)
+        own = matrices[d.layout.bounds[rank] : d.layout.bounds[rank + 1]]
+        assert all(end % align == 0 for end in r.offsets.tolist())
+        got = torch._grouped_mm(r.x[:n], own.transpose(1, 2).contiguous().transpose(1, 2), offs=r.offsets)
+        at = 0
+        for matrix, count, padded in zip(own, r.counts.tolist(), r.padded_counts.tolist(), strict=True):
+            torch.testing.assert_close(got[at : at + count], r.x[at : at + count] @ matrix)
+            assert (got[at + count : at + padded] == 0).all()
+            at += padded
+
+
+SETTINGS = {"num_experts": 5, "top_k": 3, "hidden": 24, "max_tokens": 12, "dtype": torch.bfloat16, "align": 4}
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def as_one_rank(rank: int, rounds: int) -> list[bytes]:
+    """A rank's results and gradients of a few rounds with different T."""
+    allocate = SharedMemoryWorld.empty
+
+    def empty(self, shape, dtype, device):
+        return allocate(self, shape, dtype, device).fill_(float("nan") if dtype.is_floating_point else -7)
+
+    SharedMemoryWorld.empty = empty  # type: ignore[method-assign]
+    dispatcher = TokenDispatcher(**SETTINGS)
+    low, high = dispatcher.layout.bounds[rank : rank + 2]
+    found = []
+    for i in range(rounds):
+        t = tokens_of(rank, (5 * rank + 3 * i) % 13, 3, 5, 24, torch.bfloat16, "holes", i)
+        x, weights, experts = leaf(t.x), leaf(t.weights), leaf(matrices_of(5, 24, torch.bfloat16)[low:high])
+        routed = dispatcher.dispatch(x, t.ids, weights)
+        y = dispatcher.combine(run_experts(routed, list(experts), True), routed)
+        y.backward(t.gradient)
+        experts_grad = torch.zeros_like(experts) if experts.grad is None else experts.grad
+        found += [raw(y), raw(x.grad), raw(weights.grad), raw(experts_grad)]
+    dispatcher.check()
+    return found
+
+
+def ranks_agree_with_virtual_ones(size: int) -> None:
+    torch.set_num_threads(1)
+    rounds = 3
+    real = run_ranks(as_one_rank, size, rounds)
+    d = VirtualTokenDispatcher(size, **SETTINGS)
+    for i in range(rounds):
+        tokens = [tokens_of(r, (5 * r + 3 * i) % 13, 3, 5, 24, torch.bfloat16, "holes", i) for r in range(size)]
+        ys, dxs, dws, dm, _ = virtual_moe(d, tokens, matrices_of(5, 24, torch.bfloat16))
+        for rank in range(size):
+            own = dm[d.layout.bounds[rank] : d.layout.bounds[rank + 1]]
+            want = [raw(x) for x in (ys[rank], dxs[rank], dws[rank], own)]
+            assert real[rank][4 * i : 4 * i + 4] == want, f"rank {rank}, round {i}"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
+    ranks_agree_with_virtual_ones(size)
+
+
+def more_ranks_than_experts(rank: int) -> list:
+    """Rank 2 has no expert: what it combines does not depend on what it was sent."""
+    d = TokenDispatcher(num_experts=2, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32)
+    x = torch.full((4, 8), 1.0 + rank, requires_grad=True)
+    routed = d.dispatch(x, torch.tensor([[0], [1], [-1], [0]]), torch.ones(4, 1))
+    output = torch.zeros_like(routed.x) if rank == 2 else 3 * routed.x
+    d.combine(output, routed).sum().backward()
+    return x.grad.tolist()
+
+
+@pytest.mark.multi
+def test_a_rank_without_experts_takes_part_in_backward():
+    assert run_ranks(more_ranks_than_experts, 3) == [[[3.0] * 8, [3.0] * 8, [0.0] * 8, [3.0] * 8]] * 3
+
+
+def wrong_on_one(rank: int) -> None:
+    d = TokenDispatcher(num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
+    x, ids, w = torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2)
+    d.dispatch(x, ids, w)
+    d.dispatch(x[:, :7] if rank == 1 else x, ids, w)
+
+
+@pytest.mark.multi
+def test_a_rank_whose_argument_is_wrong_tells_its_peers():
+    ends = end_ranks(wrong_on_one, 2, timeout=60)
+    assert ends[1].error == "ArgumentError" and "x: torch.float32 of shape (2, 7)" in ends[1].message
+    assert ends[0].error in ("DisagreementError", "PeerError") and "rank 1" in ends[0].message
+
+
+def other_settings_on_one(rank: int) -> None:
+    d = TokenDispatcher(num_experts=4, top_k=2, hidden=8, max_tokens=4 + rank, dtype=torch.float32)
+    d.dispatch(torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+
+
+@pytest.mark.multi
+def test_ranks_with_other_settings_are_told():
+    ends = end_ranks(other_settings_on_one, 2, timeout=60)
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+    assert any(end.error == "DisagreementError" for end in ends)
+
+
+def lost_on_one(rank: int) -> str:
+    d = TokenDispatcher(num_experts=4, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, capacity=2)
+    ids = torch.full((4, 1), 0 if rank else -1)
+    d.dispatch(torch.zeros(4, 8), ids, torch.ones(4, 1))
+    try:
+        d.check()
+    except CapacityError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multi
+def test_all_ranks_raise_alike():
+    texts = run_ranks(lost_on_one, 2)
+    assert texts[0] == texts[1] and "2 rows had no room" in texts[0]
+
+
+def one(**given) -> DispatchLayout:
+    settings = {
+        "ranks": 2, "num_experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": torch.float32,
+        "capacity": None, "expert_capacity": None, "align": 1, "overflow": "raise", "layout": "grouped",
+        "expert_map": None,
+    }  # fmt: skip
+    return DispatchLayout.of(**{**settings, **given})
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"num_experts": 0}, "num_experts: 0"),
+        ({"top_k": 33}, "top_k: 33"),
+        ({"align": 0}, "align: 0"),
+        ({"max_tokens": True}, "max_tokens: True"),
+        ({"dtype": torch.float64}, "dtype: torch.float64"),
+        ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
+        ({"layout": "ragged"}, "layout: 'ragged'"),
+        ({"capacity": -1}, "capacity: -1"),
+        ({"capacity": float("inf")}, "capacity: inf"),
+        ({"layout": "batched", "capacity": 3}, "capacity: 3; batched"),
+        ({"expert_map": [[0, 1, 2, 3]]}, "expert_map: lists for 1 ranks"),
+        ({"expert_map": [[0, 1], [2]]}, r"expert_map: no rank has experts \[3\]"),
+        ({"expert_map": [[0, 1], [2, 4]]}, r"expert_map\[1\]: expert 4"),
+        ({"ranks": 64, "max_tokens": 1 << 24, "top_k": 2}, r"allowed: 2\*\*31 rows"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(given, text):
+    with pytest.raises(ArgumentError, match=text):
+        one(**given)
+
+
+@pytest.mark.plan
+def test_worst_case_rows_are_enough_and_no_more():
+    """All tokens of all ranks at one rank, each expert's padding included."""
+    assert one(align=8).rows == -(-(2 * 4 * 2 + 2 * 7) // 8) * 8
+    assert one(capacity=5, align=4).rows == 8
+    assert one(capacity=1.25).rows == 10
+    assert one(expert_capacity=3, align=4).rows == 8
+    assert one().digest != one(align=8).digest and one().digest == one().digest
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda x, i, w: (x[0], i, w), r"x\[1\]: torch.float32 of shape \(8,\)"),
+        (lambda x, i, w: (x.double(), i, w), r"x\[1\]: torch.float64"),
+        (lambda x, i, w: (x.repeat(2, 1), i.repeat(2, 1), w.repeat(2, 1)), "T up to max_tokens, 4"),
+        (lambda x, i, w: (x, i.float(), w), r"topk_ids\[1\]: torch.float32"),
+        (lambda x, i, w: (x, i[:, :1], w), r"topk_ids\[1\]: .*shape \(4, 1\)"),
+        (lambda x, i, w: (x, i, w.long()), r"topk_weights\[1\]: torch.int64"),
+    ],
+)
+def test_tensors_that_are_refused(change, text):
+    d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
+    good = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+    with pytest.raises(ArgumentError, match=text):
+        d.dispatch(*zip(good, change(*good), strict=True))
+    routed = d.dispatch(*zip(good, good, strict=True))
+    with pytest.raises(ArgumentError, match=r"expert_output\[0\]: .*that of routed.x"):
+        d.combine([r.x[:-1] for r in routed], routed)
+    with pytest.raises(ArgumentError, match=r"routed\[0\]"):
+        d.combine([r.x for r in routed], [None, None])
+    with pytest.raises(ArgumentError, match=r"add\[0\]: torch.float32 of shape \(4, 7\)"):
+        d.combine([r.x for r in routed], routed, add=[torch.zeros(4, 7), None])
+    needing = [r.x.clone().requires_grad_() for r in routed]
+    with pytest.raises(ArgumentError, match=r"out\[0\]: gradients are recorded"):
+        d.combine(needing, routed, out=[torch.zeros(4, 8)] * 2)
+
+
+def test_explain_states_memory():
+    d = VirtualTokenDispatcher(
+        2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4
+    )
+    text = d.explain()
+    assert "5 experts in 5 slots, 2 to 3 for each rank" in text and "12 rows for each rank" in text
+    assert f"{12 * (32 + 4):,}  rows received" in text
+
+
+def test_views_of_memory_that_come_in():
+    """x with any strides, ids that are int32 or strided, weights of another dtype."""
+    d = VirtualTokenDispatcher(1, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
+    t = tokens_of(0, 5, 2, 3, 8, torch.float32, "uniform")
+    x, ids = t.x.t().contiguous().t(), t.ids.int().t().contiguous().t()
+    (routed,) = d.dispatch([x], [ids], [t.weights.bfloat16()])
+    (y,) = d.combine([routed.x], [routed])
+    torch.testing.assert_close(y, t.x * t.weights.bfloat16().float().sum(1, keepdim=True))
