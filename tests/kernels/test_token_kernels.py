@@ -52,8 +52,8 @@ def table(case: Case, rank: int, device: str) -> torch.Tensor | None:
 
 
 def random_case(rng: np.random.Generator, kind: str, ranks: int = 3, **given) -> Case:
-    k, experts = given.pop("k", int(rng.integers(1, 9))), given.pop("experts", int(rng.choice([3, 8, 60])))
-    tokens = given.pop("tokens", None) or [int(rng.choice([0, 1, 4, 9])) for _ in range(ranks)]
+    k, experts = given.pop("k", int(rng.integers(1, 9))), given.pop("experts", int(rng.choice([3, 8, 13])))
+    tokens = given.pop("tokens", None) or [int(rng.choice([0, 1, 3, 6])) for _ in range(ranks)]
     ids = [routing(rng, kind, t, k, experts) for t in tokens]
     align = given.pop("align", int(rng.choice([1, 4, 8])))
     slots, slot_of = experts, None
@@ -74,9 +74,9 @@ CASES = [
     ("uniform", {"k": 8, "experts": 3, "align": 1, "expert_capacity": 5, "capacity": 5, "batched": True}),
     ("zipf", {"k": 4, "experts": 8, "align": 4, "expert_capacity": 8, "capacity": 24, "batched": True}),
     ("odd", {"k": 6, "replicated": True}),
-    ("uniform", {"k": 1, "experts": 300, "ranks": 2}),
+    ("uniform", {"k": 1, "experts": 40, "ranks": 2}),
     ("uniform", {"k": 2, "ranks": 5, "experts": 3}),
-    ("zipf", {"k": 7, "ranks": 1, "tokens": [13]}),
+    ("zipf", {"k": 7, "ranks": 1, "tokens": [9]}),
     ("uniform", {"k": 4, "ranks": 2, "tokens": [0, 0]}),
     ("uniform", {"k": 2, "capacity": 0, "align": 1}),
 ]
@@ -88,7 +88,7 @@ def each_case(test):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
-    "tokens, k, experts", [(1, 1, 1), (0, 4, 8), (5, 3, 3), (40, 8, 60), (128, 8, 256), (300, 5, 300), (70, 8, 256)]
+    "tokens, k, experts", [(1, 1, 1), (0, 4, 8), (5, 3, 3), (40, 8, 60), (128, 8, 256), (300, 5, 300)]
 )
 def test_route_tokens(device, tokens, k, experts, dtype):
     """Up to 1,024 entries in one launch; (300, 5) in two."""
@@ -259,7 +259,7 @@ def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidd
 def test_combine_rows_of_several_pieces(device, hidden, monkeypatch):
     monkeypatch.setattr("shardweave.kernels.combine_rows.CHUNK", 2048)
     rng = np.random.default_rng(1)
-    check_combine(rng, random_case(rng, "odd", k=5, tokens=[4, 3, 0]), torch.bfloat16, hidden, device)
+    check_combine(rng, random_case(rng, "odd", k=5, tokens=[2, 1, 0]), torch.bfloat16, hidden, device)
 
 
 def test_combine_rows_rounds_the_sum_of_each_owner(device):

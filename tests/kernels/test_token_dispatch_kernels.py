@@ -1,0 +1,63 @@
+"""Dispatch and combine by all kernels together, both ways, on virtual ranks: against sums of float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardweave.runtime.token_dispatch import VirtualTokenDispatcher
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["grouped", "batched"])
+def test_dispatch_and_combine(device, dtype, layout):
+    """Expert e multiplies by e + 1; rows beyond the capacity of expert 0 are dropped."""
+    ranks, experts, k, hidden = 3, 4, 3, 24
+    d = VirtualTokenDispatcher(
+        ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=6, dtype=dtype, align=4, device=device,
+        expert_capacity=8, overflow="drop", layout=layout,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(1)
+    counts = [6, 0, 3]
+    ids = [torch.randint(-1, experts, (n, k), generator=g) for n in counts]
+    ids[0][:, 0] = 0
+    ids[0][:3, 1] = 0
+    xs = [torch.randn(n, hidden, generator=g).to(dtype) for n in counts]
+    weights = [torch.rand(n, k, generator=g) for n in counts]
+    grads = [torch.randn(n, hidden, generator=g).to(dtype) for n in counts]
+
+    seen, kept = [0] * experts, [torch.zeros(n, k) for n in counts]
+    for rank, tokens in enumerate(ids):
+        for t, entries in enumerate(tokens.tolist()):
+            for i, e in enumerate(entries):
+                if e >= 0:
+                    kept[rank][t, i] = seen[e] < 8
+                    seen[e] += 1
+    assert max(seen) > 8
+
+    on = [[v.to(device).requires_grad_(v.is_floating_point()) for v in vs] for vs in (xs, ids, weights)]
+    routed = d.dispatch(*on)
+    outputs = []
+    for rank, r in enumerate(routed):
+        low = d.layout.bounds[rank]
+        scale = torch.zeros(r.x.flatten(0, -2).shape[0], 1, dtype=dtype, device=device)
+        at = 0
+        for i, end in enumerate(r.offsets.tolist()):
+            scale[at:end] = low + i + 1
+            at = end
+        # Rows that hold no token are not multiplied: they are not initialised.
+        x = torch.where(scale > 0, r.x.flatten(0, -2), 0)
+        outputs.append((x * scale).view(r.x.shape))
+    ys = d.combine(outputs, routed)
+    torch.autograd.backward(ys, [v.to(device) for v in grads])
+    near = {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for rank in range(ranks):
+        x, gradient = xs[rank].double(), grads[rank].double()
+        by = (ids[rank] + 1) * kept[rank].double()  # [T, K]
+        share = (by * weights[rank]).sum(1, keepdim=True)
+        torch.testing.assert_close(ys[rank].detach().cpu().double(), x * share, **near)
+        torch.testing.assert_close(on[0][rank].grad.cpu().double(), gradient * share, **near)
+        want = by * (x * gradient).sum(1, keepdim=True)
+        torch.testing.assert_close(on[2][rank].grad.cpu().double(), want, rtol=near["rtol"], atol=10 * near["atol"])
+    assert int(routed[2].dropped) == sum(max(0, n - 8) for n in seen)
+    d.check()
