@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 
 from .token_ranks import DispatchRank, Sent
+from .token_slabs import SlabRank
 
 
 class Engine(Protocol):
     """The ranks of a dispatcher that are in this process, and how their runs are carried out together."""
 
-    parts: list[DispatchRank]
+    parts: Sequence[DispatchRank | SlabRank]
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         """Carry out one run of each part; what they return."""

@@ -13,15 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 from ..errors import ArgumentError, CapacityError, UnsupportedError
+from .collective import CollectiveWorld
 from .in_process import InProcessWorld, run_all
 from .pending import Turn
-from .shared_memory import SharedMemoryWorld
 from .statistics import stats
 from .token_autograd import Combine, Dispatch
 from .token_layout import DispatchLayout
 from .token_ranks import DispatchRank, Sent
-from .worlds import current_worlds
+from .token_slabs import SlabRank, Slabs
+from .worlds import AnyWorld, current_worlds, why_not_backend
 
+_WAYS = {
+    DispatchRank: "rows pushed straight to their group at the owner",
+    SlabRank: "one slab of exact size for each pair of ranks; the host reads the counts once for each dispatch",
+}
 LATEST = 2
 """Dispatches after which lost tokens are raised at the latest."""
 
@@ -101,13 +106,20 @@ class RoutedTokens:
         return TokenLoad(per_slot, per_rank, torch.where(mean > 0, per_rank.amax() / mean, 1.0))
 
 
-def _flatten(routed: RoutedTokens) -> tuple[list[Any], DispatchLayout]:
-    return [routed.x, routed.weights, routed.topk_weights, routed._sent], routed._layout
+def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:
+    # All leaves are tensors; sizes that the host knows are not.
+    sent = routed._sent
+    parts = [routed.x, routed.weights, routed.topk_weights, sent.weights, sent.groups, sent.rows, sent.matrix]
+    if sent.slabs is None:
+        return parts, (routed._layout, None)
+    return [*parts, sent.slabs.places], (routed._layout, (sent.slabs.sends, sent.slabs.receives))
 
 
-def _unflatten(parts: Iterable[Any], layout: DispatchLayout) -> RoutedTokens:
-    x, weights, topk_weights, sent = parts
-    return RoutedTokens(x, weights, topk_weights, sent, layout)
+def _unflatten(parts: Iterable[Any], context: Any) -> RoutedTokens:
+    x, weights, topk_weights, row_weights, groups, rows, matrix, *places = parts
+    layout, sizes = context
+    slabs = None if sizes is None else Slabs(*sizes, *places)
+    return RoutedTokens(x, weights, topk_weights, Sent(row_weights, groups, rows, matrix, slabs), layout)
 
 
 _pytree.register_pytree_node(RoutedTokens, _flatten, _unflatten)
@@ -149,7 +161,7 @@ class _Losses:
 class _Dispatcher:
     """What real and virtual ranks have in common. Everything is a list: one for each rank in this process."""
 
-    def __init__(self, layout: DispatchLayout, parts: list[DispatchRank], name: str) -> None:
+    def __init__(self, layout: DispatchLayout, parts: Sequence[DispatchRank | SlabRank], name: str) -> None:
         self.layout, self.parts, self._name = layout, parts, name
         self._losses = _Losses(layout)
 
@@ -174,7 +186,8 @@ class _Dispatcher:
             f"token dispatch over {layout.ranks} ranks, {self._name}: {layout.num_experts} experts in "
             f"{layout.bounds[-1]} slots, {held} for each rank; top {layout.top_k}, hidden {layout.hidden}, "
             f"{str(layout.dtype).removeprefix('torch.')}",
-            f"  rows pushed straight to their group at the owner; {layout.rows} rows for each rank "
+            f"  {_WAYS[type(self.parts[0])]}",
+            f"  {layout.rows} rows for each rank "
             f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
             f"{'batched' if layout.batched else 'grouped'}",
             f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
@@ -314,10 +327,11 @@ class TokenDispatcher(_Dispatcher):
         expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
             copy, else to copy r mod n of n.
         device: default: the CPU.
+        world: "shared_memory" or "collective"; default: by what the ranks share, as for `redistribute`.
 
     Raises:
         ArgumentError: a number or name that is not allowed.
-        UnsupportedError: ranks that share no memory.
+        UnsupportedError: the process group cannot carry tensors of the device.
     """
 
     def __init__(
@@ -336,6 +350,7 @@ class TokenDispatcher(_Dispatcher):
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
+        world: str | None = None,
     ) -> None:
         group = group_or_mesh
         if isinstance(group, DeviceMesh):
@@ -351,16 +366,19 @@ class TokenDispatcher(_Dispatcher):
             layout, expert_map,
         )  # fmt: skip
         device = torch.device(device)
-        self._world: SharedMemoryWorld | InProcessWorld = InProcessWorld()
+        self._world: AnyWorld | InProcessWorld = InProcessWorld()
         name = "alone"
         if len(ranks) > 1:
-            world, why = current_worlds().choose(ranks, device, None)
-            if not isinstance(world, SharedMemoryWorld):
-                raise UnsupportedError(f"TokenDispatcher: {why}; allowed: ranks on CPUs of one machine")
-            self._world, name = world, world.name
+            obstacle = why_not_backend(device)
+            if obstacle is not None:
+                raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
+            chosen, _ = current_worlds().choose(ranks, device, world)
+            self._world, name = chosen, chosen.name
         self._ranks = ranks
         self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
-        super().__init__(agreed, [DispatchRank(agreed, self._world, ranks, ranks.index(rank), device)], name)
+        part = DispatchRank if self._world.one_sided else SlabRank
+        super().__init__(agreed, [part(agreed, self._world, ranks, ranks.index(rank), device)], name)
+        self._first = True
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         world, (run,) = self._world, runs
@@ -375,6 +393,9 @@ class TokenDispatcher(_Dispatcher):
         with Turn(world, self._kind):
             reply: Any = None
             try:
+                if isinstance(world, CollectiveWorld):
+                    world.announce(self._ranks, self.layout.digest, self._first)
+                    self._first = False
                 while True:
                     reply = world.answer(run.send(reply))
             except StopIteration as end:
@@ -429,14 +450,14 @@ class TokenDispatcher(_Dispatcher):
 class _Telling:
     """An argument that is refused here is not waited for by peers."""
 
-    def __init__(self, world: SharedMemoryWorld | InProcessWorld, ranks: tuple[int, ...]) -> None:
+    def __init__(self, world: AnyWorld | InProcessWorld, ranks: tuple[int, ...]) -> None:
         self._world, self._ranks = world, ranks
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ArgumentError) and isinstance(self._world, SharedMemoryWorld) and not self._world.error:
+        if isinstance(error, ArgumentError) and not isinstance(self._world, InProcessWorld) and not self._world.error:
             self._world.refuse(self._ranks, self._ranks)
 
 
@@ -444,7 +465,7 @@ class VirtualTokenDispatcher(_Dispatcher):
     """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
 
     Its methods take and return lists, one item for each of `size` ranks; otherwise they are TokenDispatcher's, and so
-    are the results, bit for bit.
+    are the results, bit for bit. With `one_sided=False` ranks send and receive, as over a network.
     """
 
     def __init__(
@@ -463,6 +484,7 @@ class VirtualTokenDispatcher(_Dispatcher):
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
+        one_sided: bool = True,
     ) -> None:
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
@@ -470,8 +492,9 @@ class VirtualTokenDispatcher(_Dispatcher):
             size, num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout,
             expert_map,
         )  # fmt: skip
-        world, ranks, device = InProcessWorld(), tuple(range(size)), torch.device(device)
-        super().__init__(agreed, [DispatchRank(agreed, world, ranks, r, device) for r in ranks], "in process")
+        world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), torch.device(device)
+        part = DispatchRank if one_sided else SlabRank
+        super().__init__(agreed, [part(agreed, world, ranks, r, device) for r in ranks], "in process")
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         ended = run_all(dict(enumerate(runs)))

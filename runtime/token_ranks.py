@@ -40,6 +40,8 @@ class Sent(NamedTuple):
     rows: TokenRows
     matrix: torch.Tensor
     """int32 [W, S + 1]: rows of each slot by source rank; the last column counts bad ids."""
+    slabs: Any = None
+    """Of ranks that send and receive: see `token_slabs`. The rows of `rows` are then those of this rank's slabs."""
 
 
 class DispatchRank:

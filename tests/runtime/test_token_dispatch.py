@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
 from rank_processes import end_ranks, run_ranks
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.in_process import InProcessWorld
 from shardweave.runtime.shared_memory import SharedMemoryWorld
 from shardweave.runtime.token_dispatch import TokenDispatcher, VirtualTokenDispatcher
 from shardweave.runtime.token_layout import DispatchLayout
+from shardweave.runtime.token_slabs import SlabRank
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,22 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
     return routed
 
 
+def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
+    """Ranks that send and receive find the same, bit for bit."""
+    other = copy.copy(d)
+    world, ranks = InProcessWorld(one_sided=False), tuple(range(d.layout.ranks))
+    other.parts = [SlabRank(d.layout, world, ranks, r, torch.device("cpu")) for r in ranks]
+    for got, want in zip(
+        virtual_moe(other, tokens, matrices, weighted)[:4], virtual_moe(d, tokens, matrices, weighted), strict=False
+    ):
+        assert [raw(x) for x in got] == [raw(x) for x in want]
+    assert [part.host_reads for part in other.parts] == [1] * len(ranks)
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 GRID = [
     # ranks, tokens of each rank, K, E, H, align, dtype, routing
     (1, [5], 1, 1, 4, 1, torch.float32, "uniform"),
@@ -91,6 +110,7 @@ def test_a_mixture_of_experts(ranks, counts, k, experts, hidden, align, dtype, r
     tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
     tokens[0].add = torch.ones_like(tokens[0].x)
     routed = check(d, tokens, matrices_of(experts, hidden, dtype), dtype, weighted)
+    same_by_slabs(d, tokens, matrices_of(experts, hidden, dtype), weighted)
     load = routed[0].load()
     want = torch.stack([torch.cat([t.ids.flatten() for t in tokens]) == e for e in range(experts)]).sum(1)
     assert torch.equal(load.per_slot, want)
@@ -164,6 +184,7 @@ def test_beyond_the_capacity_of_an_expert_rows_are_dropped(routing, layout):
     tokens = [tokens_of(r, 7 - 2 * r, 3, 4, 8, torch.float32, routing) for r in range(3)]
     kept = first_of_each_slot(tokens, 4, 6)
     routed = check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32, kept=kept)
+    same_by_slabs(d, tokens, matrices_of(4, 8, torch.float32))
     lost = sum(int(((t.ids >= 0) & ~k).sum()) for t, k in zip(tokens, kept, strict=True))
     assert lost > 0 and [int(r.dropped) for r in routed] == [lost] * 3
     d.check()
@@ -246,8 +267,11 @@ def test_several_dispatches_in_flight():
             assert_near(x.grad, want["x"], torch.float32, "dx")
 
 
-def test_a_result_is_a_pytree_and_combines_more_than_once():
-    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_a_result_is_a_pytree_and_combines_more_than_once(one_sided):
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, one_sided=one_sided
+    )
     tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "uniform") for r in range(2)]
     routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
     again = _pytree.tree_map(lambda x: x.clone(), routed)
@@ -255,6 +279,26 @@ def test_a_result_is_a_pytree_and_combines_more_than_once():
     out = [torch.full_like(y, 7.0) for y in first]
     d.combine([r.x for r in again], again, out=out)
     assert all(torch.equal(a, b) for a, b in zip(first, out, strict=True))
+
+
+def test_under_activation_checkpointing():
+    """Forward runs again in backward, dispatch and combine with it; gradients are the same."""
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, align=4)
+    tokens = [tokens_of(r, 5 - r, 2, 3, 8, torch.float32, "holes") for r in range(2)]
+
+    def layer(x0, x1, w0, w1, experts):
+        routed = d.dispatch([x0, x1], [t.ids for t in tokens], [w0, w1])
+        outputs = [run_experts(r, [experts[e] for e in held(d, rank)], True) for rank, r in enumerate(routed)]
+        return tuple(d.combine(outputs, routed))
+
+    found = []
+    for kept in (True, False):
+        given = [*[leaf(t.x) for t in tokens], *[leaf(t.weights) for t in tokens]]
+        given.append(leaf(matrices_of(3, 8, torch.float32)))
+        ys = layer(*given) if kept else checkpoint(layer, *given, use_reentrant=False)
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        found.append([raw(x.grad) for x in given])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("align", [1, 8, 16, 32, 128])
@@ -279,11 +323,7 @@ def test_offsets_fit_grouped_mm(align):
 SETTINGS = {"num_experts": 5, "top_k": 3, "hidden": 24, "max_tokens": 12, "dtype": torch.bfloat16, "align": 4}
 
 
-def raw(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def as_one_rank(rank: int, rounds: int) -> list[bytes]:
+def as_one_rank(rank: int, rounds: int, world: str) -> list[bytes]:
     """A rank's results and gradients of a few rounds with different T."""
     allocate = SharedMemoryWorld.empty
 
@@ -291,7 +331,7 @@ def as_one_rank(rank: int, rounds: int) -> list[bytes]:
         return allocate(self, shape, dtype, device).fill_(float("nan") if dtype.is_floating_point else -7)
 
     SharedMemoryWorld.empty = empty  # type: ignore[method-assign]
-    dispatcher = TokenDispatcher(**SETTINGS)
+    dispatcher = TokenDispatcher(**SETTINGS, world=world)
     low, high = dispatcher.layout.bounds[rank : rank + 2]
     found = []
     for i in range(rounds):
@@ -306,10 +346,10 @@ def as_one_rank(rank: int, rounds: int) -> list[bytes]:
     return found
 
 
-def ranks_agree_with_virtual_ones(size: int) -> None:
+def ranks_agree_with_virtual_ones(size: int, world: str) -> None:
     torch.set_num_threads(1)
     rounds = 3
-    real = run_ranks(as_one_rank, size, rounds)
+    real = run_ranks(as_one_rank, size, rounds, world)
     d = VirtualTokenDispatcher(size, **SETTINGS)
     for i in range(rounds):
         tokens = [tokens_of(r, (5 * r + 3 * i) % 13, 3, 5, 24, torch.bfloat16, "holes", i) for r in range(size)]
@@ -322,8 +362,9 @@ def ranks_agree_with_virtual_ones(size: int) -> None:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
-def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
-    ranks_agree_with_virtual_ones(size)
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_processes_give_what_virtual_ranks_give_bit_for_bit(size, world):
+    ranks_agree_with_virtual_ones(size, world)
 
 
 def more_ranks_than_experts(rank: int) -> list:
@@ -355,14 +396,15 @@ def test_a_rank_whose_argument_is_wrong_tells_its_peers():
     assert ends[0].error in ("DisagreementError", "PeerError") and "rank 1" in ends[0].message
 
 
-def other_settings_on_one(rank: int) -> None:
-    d = TokenDispatcher(num_experts=4, top_k=2, hidden=8, max_tokens=4 + rank, dtype=torch.float32)
+def other_settings_on_one(rank: int, world: str) -> None:
+    d = TokenDispatcher(world=world, num_experts=4, top_k=2, hidden=8, max_tokens=4 + rank, dtype=torch.float32)
     d.dispatch(torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
 
 
 @pytest.mark.multi
-def test_ranks_with_other_settings_are_told():
-    ends = end_ranks(other_settings_on_one, 2, timeout=60)
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_ranks_with_other_settings_are_told(world):
+    ends = end_ranks(other_settings_on_one, 2, world, timeout=60)
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
     assert any(end.error == "DisagreementError" for end in ends)
 
