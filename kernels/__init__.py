@@ -1,28 +1,51 @@
-"""Kernels that move and reduce bytes between buffers. Nothing here knows meshes, layouts or ranks."""
+"""Kernels that move and reduce bytes between buffers, and rows of tokens. Nothing here knows meshes or layouts."""
 
 from __future__ import annotations
 
 from .boxes import Boxes, source_views, target_views
+from .combine_rows import combine_rows
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_reference, copy_launches, copy_table
+from .gather_values import gather_values
+from .group_rows import Groups, Slots, group_rows
+from .locate_rows import locate_rows
+from .push_rows import push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_reference, reduce_launches, reduce_table
 from .reduction import reduce_views
+from .route_tokens import Routed, route_tokens
+from .rows import Buffers, RowLaunch, TokenRows
+from .share_counts import share_counts
 from .tiling import Launch, LaunchConfig
+from .weigh_rows import weigh_rows
 
 __all__ = [
     "Boxes",
+    "Buffers",
     "CopyTable",
+    "Groups",
     "Launch",
     "LaunchConfig",
     "ReduceTable",
+    "Routed",
+    "RowLaunch",
+    "Slots",
+    "TokenRows",
+    "combine_rows",
     "copy_boxes",
     "copy_boxes_reference",
     "copy_launches",
     "copy_table",
+    "gather_values",
+    "group_rows",
+    "locate_rows",
+    "push_rows",
     "reduce_boxes",
     "reduce_boxes_reference",
     "reduce_launches",
     "reduce_table",
     "reduce_views",
+    "route_tokens",
+    "share_counts",
     "source_views",
     "target_views",
+    "weigh_rows",
 ]

@@ -10,14 +10,19 @@ from .install import install, installed, is_installed, record, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
 from .planning import plan, plan_batch, redistribute_cost
 from .statistics import Statistics, stats
+from .token_dispatch import RoutedTokens, TokenDispatcher, TokenLoad, VirtualTokenDispatcher
 
 __all__ = [
     "FSDPAllGather",
     "FSDPReduceScatter",
     "InProcessWorld",
     "LoadPlanner",
+    "RoutedTokens",
     "SavePlanner",
     "Statistics",
+    "TokenDispatcher",
+    "TokenLoad",
+    "VirtualTokenDispatcher",
     "adapt_fsdp",
     "explain",
     "install",

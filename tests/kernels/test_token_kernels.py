@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_route_tokens(device, tokens, k, experts, dtype):
 
 def test_route_tokens_of_many_blocks(device, monkeypatch):
     """More ids than blocks: each block ranks several pieces; with experts that are looked up, and strided ids."""
-    monkeypatch.setattr("shardweave.kernels.route_tokens.MOST_BLOCKS", 3)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.route_tokens"], "MOST_BLOCKS", 3)
     rng = np.random.default_rng(5)
     slot_of = [rng.permutation(17)[:11]]
     case = Case([routing(rng, "odd", 371, 5, 11)], 11, (0, 17), slot_of=slot_of).solve()
@@ -257,7 +258,7 @@ def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidd
 
 @pytest.mark.parametrize("hidden", [1024, 2500], ids=str)
 def test_combine_rows_of_several_pieces(device, hidden, monkeypatch):
-    monkeypatch.setattr("shardweave.kernels.combine_rows.CHUNK", 2048)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.combine_rows"], "CHUNK", 2048)
     rng = np.random.default_rng(1)
     check_combine(rng, random_case(rng, "odd", k=5, tokens=[2, 1, 0]), torch.bfloat16, hidden, device)
 

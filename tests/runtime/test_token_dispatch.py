@@ -9,6 +9,7 @@ import pytest
 import torch
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
 from rank_processes import end_ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -361,10 +362,33 @@ def ranks_agree_with_virtual_ones(size: int, world: str) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("world", ["shared_memory", "collective"])
 def test_processes_give_what_virtual_ranks_give_bit_for_bit(size, world):
     ranks_agree_with_virtual_ones(size, world)
+
+
+def beside_another_group(rank: int, world: str) -> bytes:
+    """Four ranks, expert-parallel by twos that are not neighbours; the other two dispatch at the same time."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    d = TokenDispatcher(mesh["ep"], **SETTINGS, world=world)
+    t = tokens_of(rank // 2, 7, 3, 5, 24, torch.bfloat16, "zipf", rank % 2)
+    routed = d.dispatch(t.x, t.ids, t.weights)
+    low, high = d.layout.bounds[rank // 2 : rank // 2 + 2]
+    experts = matrices_of(5, 24, torch.bfloat16)[low:high]
+    return raw(d.combine(run_experts(routed, list(experts), True), routed))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_groups_of_a_mesh_do_not_meet_each_other(world):
+    torch.set_num_threads(1)
+    real = run_ranks(beside_another_group, 4, world)
+    for dp in (0, 1):
+        d = VirtualTokenDispatcher(2, **SETTINGS)
+        tokens = [tokens_of(r, 7, 3, 5, 24, torch.bfloat16, "zipf", dp) for r in range(2)]
+        ys = virtual_moe(d, tokens, matrices_of(5, 24, torch.bfloat16))[0]
+        assert [real[dp], real[2 + dp]] == [raw(y) for y in ys]
 
 
 def more_ranks_than_experts(rank: int) -> list:
