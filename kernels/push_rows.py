@@ -8,9 +8,9 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups
-from .rows import Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants, runs_by_reference
+from .rows import Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants, runs_by_reference
 
-PADDING = tl.constexpr(8)  # programs that zero the padding of one group
+MOST_PADDING = 64  # programs that zero the padding of one group
 
 
 @triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "tokens", "own"])
@@ -34,6 +34,7 @@ def push_rows_kernel(
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes
     VEC: tl.constexpr,  # elements
+    PADDING: tl.constexpr,  # programs for each group
     HAS_WEIGHTS: tl.constexpr,
 ):
     """Program (t, j) stores piece j of token t's row; those beyond the tokens zero the padding of the own groups."""
@@ -78,6 +79,7 @@ def push_rows(
     own: int,
     weights: torch.Tensor | None = None,
     weight_buffers: Buffers | None = None,
+    most_padding: int = MOST_PADDING,
     launch: RowLaunch | None = None,
 ) -> None:
     """Store every row of `x` at each of its places; zero the padding rows of the own buffer.
@@ -91,6 +93,7 @@ def push_rows(
         groups: of group_rows; what the own buffer has.
         own: which of the buffers is this rank's.
         weights: float32 [T, K], stored at the same rows of `weight_buffers`, float32 [R] each.
+        most_padding: padding rows that a group has at most, as far as is known; 0: there are none, and none is zeroed.
 
     Raises:
         ArgumentError: a shape or dtype that is not allowed.
@@ -105,19 +108,20 @@ def push_rows(
     if (weights is None) != (weight_buffers is None):
         raise ArgumentError("weights and weight_buffers: one was given; both or neither are allowed")
     if runs_by_reference(push_rows_kernel, x.device):
-        push_rows_reference(x, rows, buffers, groups, own, weights, weight_buffers)
+        push_rows_reference(x, rows, buffers, groups, own, weights, weight_buffers, most_padding)
         return
     launch = launch or RowLaunch.for_rows(hidden, x.element_size())
     table, bits = buffers.table()
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
     weight_table = table if weight_buffers is None else weight_buffers.table()[0]
-    programs = tokens + len(groups.offsets) * PADDING.value
+    each = min(power_of_two(most_padding), MOST_PADDING) if most_padding else 1
+    programs = tokens + len(groups.offsets) * each * (most_padding > 0)
     if programs:
         push_rows_kernel[(programs, cdiv(hidden, launch.columns))](
             x.data_ptr(), x.stride(0), *rows, table, rows.key if weights is None else weights,
             0 if weights is None else weights.stride(0), weight_table, groups.offsets, groups.counts,
-            groups.padded_counts, tokens, own, K=k, COLS=launch.columns, HAS_WEIGHTS=weights is not None,
+            groups.padded_counts, tokens, own, K=k, COLS=launch.columns, PADDING=each, HAS_WEIGHTS=weights is not None,
             num_warps=launch.num_warps,
             **row_constants(x.dtype, hidden, bits, x.data_ptr(), x.stride(0) * x.element_size()),
         )  # fmt: skip
@@ -131,12 +135,13 @@ def push_rows_reference(
     own: int,
     weights: torch.Tensor | None,
     weight_buffers: Buffers | None,
+    most_padding: int = MOST_PADDING,
 ) -> None:
     """The same in torch operations: one gather and one scatter per owner."""
     token, owner, k, row = entries_of(rows, len(buffers))
     for buffer, tokens, to in zip(buffers.tensors, token.split(owner), row.split(owner), strict=True):
         buffer.index_copy_(0, to, x.index_select(0, tokens))
-    padding = padding_rows(groups)
+    padding = padding_rows(groups) if most_padding else row[:0]
     buffers.tensors[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
         values = weights[token, k]

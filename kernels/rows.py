@@ -43,6 +43,7 @@ class Buffers:
                     f"contiguous, as buffers[0], {first.dtype} {tuple(first.shape)}"
                 )
         self._table: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None  # what a captured upload copies from
         self._bits = 0
 
     def __len__(self) -> int:
@@ -53,7 +54,10 @@ class Buffers:
         if self._table is None:
             addresses = [tensor.data_ptr() for tensor in self.tensors]
             signed = [struct.unpack("q", struct.pack("Q", address))[0] for address in addresses]
-            self._table = torch.tensor(signed, dtype=torch.int64, device=self.device)
+            # From pinned memory, so that the host does not wait.
+            self._host = torch.empty(len(signed), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self._host.copy_(torch.tensor(signed, dtype=torch.int64))
+            self._table = self._host.to(self.device, non_blocking=True)
             for address in addresses:
                 self._bits |= address
         return self._table, self._bits

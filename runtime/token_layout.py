@@ -100,6 +100,11 @@ class DispatchLayout:
                    batched, bounds, slot_of)  # fmt: skip
 
     @property
+    def most_padding(self) -> int:
+        """Padding rows that a group has at most."""
+        return (self.expert_capacity or 0) if self.batched else self.align - 1
+
+    @property
     def digest(self) -> int:
         """Equal for equal layouts; 55 bits, the last 8 of them zero."""
         return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=6).digest(), "big") << 8

@@ -79,7 +79,7 @@ class DispatchRank:
         )
         rows = locate_rows(routed.slot, routed.place, groups, slots)
         matrix = self._matrix.clone()
-        push_rows(x, rows, buffers[0], groups, self.me, weights, buffers[1])
+        push_rows(x, rows, buffers[0], groups, self.me, weights, buffers[1], layout.most_padding)
         yield self._meet(_ARRIVED)
         return received, Sent(numbers, groups, rows, matrix)
 
@@ -108,7 +108,7 @@ class DispatchRank:
         """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries."""
         received = self._empty((self.layout.rows, self.layout.hidden), self.layout.dtype)
         buffers = yield from self._offer(_GRADIENTS, received)
-        push_rows(gradient, sent.rows, buffers[0], sent.groups, self.me)
+        push_rows(gradient, sent.rows, buffers[0], sent.groups, self.me, most_padding=self.layout.most_padding)
         yield self._meet(_PUSHED)
         if values is None:
             return received, None

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels.combine_rows import combine_rows
 from ..kernels.gather_values import gather_values
-from ..kernels.group_rows import Groups, Slots, group_rows
+from ..kernels.group_rows import Slots, group_rows
 from ..kernels.locate_rows import locate_rows
 from ..kernels.push_rows import padding_rows, push_rows
 from ..kernels.route_tokens import route_tokens
@@ -131,14 +131,15 @@ class SlabRank:
         numbers: torch.Tensor | None = None,
     ) -> Generator[Ask, Any, None]:
         """Rows of tokens to their places at the owners; padding rows zero."""
-        slabs, nobody = sent.slabs, _without_groups(sent.groups)
+        slabs = sent.slabs
         assert isinstance(slabs, Slabs)
         out = self._empty((sum(slabs.sends), self.layout.hidden), x.dtype)
         out_numbers = None if weights is None else self._empty((len(out),), torch.float32)
         owners = self.layout.ranks
         several = None if out_numbers is None else Buffers([out_numbers] * owners)
-        push_rows(x, sent.rows, Buffers([out] * owners), nobody, self.me, weights, several)
-        padding = padding_rows(sent.groups) if self.layout.align > 1 or self.layout.batched else slabs.places[:0]
+        # A slab has no padding.
+        push_rows(x, sent.rows, Buffers([out] * owners), sent.groups, self.me, weights, several, most_padding=0)
+        padding = padding_rows(sent.groups) if self.layout.most_padding else slabs.places[:0]
         for given, into in ((out, received), (out_numbers, numbers)):
             if given is not None and into is not None:
                 came = self._empty((len(slabs.places), *given.shape[1:]), given.dtype)
@@ -172,8 +173,3 @@ class SlabRank:
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _without_groups(groups: Groups) -> Groups:
-    """No padding to zero: a slab has none."""
-    return groups._replace(offsets=groups.offsets[:0], counts=groups.counts[:0], padded_counts=groups.padded_counts[:0])

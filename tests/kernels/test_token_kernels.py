@@ -194,7 +194,8 @@ def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden:
         # Any stride between rows: a slice of something wider, at an odd place.
         x = tokens_like(rng, (tokens, hidden + 3), dtype, device)[:, 1 : hidden + 1]
         weights = torch.rand(tokens, k + 1, device=device)[:, :k]
-        push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers))
+        padding = int(rng.choice([1, 3, 12]))  # however many programs share it
+        push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers), most_padding=padding)
         for t, entries in enumerate(case.rows[rank]):
             for i, entry in enumerate(entries):
                 if entry is not None:
@@ -210,6 +211,17 @@ def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden:
 def test_push_rows_of_several_pieces(device, hidden):
     rng = np.random.default_rng(1)
     check_push(rng, random_case(rng, "odd", k=4, tokens=[3, 2, 0], align=4), torch.bfloat16, hidden, device)
+
+
+def test_push_rows_that_have_no_padding(device):
+    """None is looked for: the rows that would be padding keep what they have."""
+    case = random_case(np.random.default_rng(2), "uniform", k=2, tokens=[3], ranks=1, experts=3, align=8)
+    slots = Slots.divided(case.bounds, torch.device(device))
+    rows, groups = rows_of(case, 0, device, slots)
+    buffer = torch.full((case.capacity, 8), POISON, device=device)
+    push_rows(torch.zeros(3, 8, device=device), rows, Buffers([buffer]), groups, 0, most_padding=0)
+    assert (buffer[case.padding(0)] == POISON).all() and case.padding(0)
+    assert int((buffer == 0).all(1).sum()) == 6
 
 
 def test_push_rows_without_weights_and_with_one_row_for_all_tokens(device):

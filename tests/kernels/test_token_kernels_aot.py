@@ -110,7 +110,7 @@ def wide(compiled, target: str) -> tuple[int, int]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, tmp_path):
-    constants = {**row_launch(dtype, hidden), "K": k, "HAS_WEIGHTS": True}
+    constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True}
     compiled = compile_kernel(push_rows_kernel, target, constants)
     assert_no_spill(compiled, target, tmp_path)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
@@ -151,7 +151,7 @@ def test_rows_of_any_length_compile(target, hidden, tmp_path):
     dtype = torch.bfloat16
     width = {1: 2, 3: 2, 2500: 8, 20: 8}[hidden]
     assert row_constants(dtype, hidden)["ALIGN"] == width
-    push = {**row_launch(dtype, hidden), "K": 3, "HAS_WEIGHTS": False}
+    push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False}
     assert_no_spill(compile_kernel(push_rows_kernel, target, push), target, tmp_path)
     combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}
     combine |= {"SOFT": False, "enable_fp_fusion": False}
