@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -17,6 +18,7 @@ from triton.compiler import ASTSource
 from shardweave.kernels import Boxes, copy_launches, reduce_launches
 from shardweave.kernels.copy_boxes import copy_boxes_kernel, copy_constants
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel, reduce_constants
+from shardweave.kernels.signal import signal_constants, signal_kernel
 
 pytestmark = pytest.mark.aot
 
@@ -65,7 +67,8 @@ def compile_kernel(kernel, target: str, constants: dict):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     constants = dict(constants)
     num_warps = constants.pop("num_warps")
-    pointers = {"descriptors": "*i64", "source_table": "*i64", "target_table": "*i64"}
+    named = ("descriptors", "source_table", "target_table", "table", "pad", "error")
+    pointers = dict.fromkeys(named, "*i64")
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i64") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
@@ -198,3 +201,53 @@ def test_max_keeps_nan_and_division_is_rounded_correctly(target):
         reduce_boxes_kernel, target, reduce_constants(launch, 2, torch.float32, "max", True, torch.float32)
     ).asm["ptx"]
     assert "max.NaN.f32" in ptx and "div.rn.f32" in ptx and ".ftz" not in ptx
+
+
+SIGNALS = {
+    "barrier": {"send": True, "wait": True},
+    "credit": {"send": False, "wait": True, "credit": 1},
+    **{f"release {size}": {"send": True, "wait": False, "poison": True, "size": size} for size in (1, 2, 4, 8)},
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("use", SIGNALS)
+def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_path):
+    constants = signal_constants(**SIGNALS[use])
+    compiled = compile_kernel(signal_kernel, target, constants)
+    if target == "gfx942":
+        assert_no_spill(compiled, target, tmp_path)
+        text = compiled.asm["amdgcn"]
+        writebacks = len(re.findall(r"buffer_wbl2\s+sc0 sc1", text))  # what a release at system scope begins with
+        assert writebacks == int(constants["SEND"]), text
+        return
+    ptx = compiled.asm["ptx"]
+    names = r"(bar\.sync|barrier\.sync|fence\.\S+|membar\.\S+|(?:ld|st|atom)\.global\.\S+)"
+    found = re.findall(r"^\s*(?:@!?%p\d+\s+)?" + names, ptx, re.MULTILINE)
+    release = [i for i, name in enumerate(found) if "release" in name]
+    if constants["SEND"]:
+        (at,) = release
+        assert found[at] == "atom.global.sys.release.exch.b64" and "bar.sync" in found[:at], found
+    else:
+        assert not release, found
+    polls = [name for name in found if "acquire" in name]
+    # One look at the pad first, and one in the loop.
+    assert polls == ["ld.global.sys.acquire.b64"] * (1 + int(constants["WAIT"])), found
+    # A membar for the release and none besides: neither written out nor made of something else.
+    assert not [name for name in found if name.startswith(("fence", "membar"))], found
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    assert_no_signal_spill(compiled, tool, tmp_path, int(constants["SEND"]))
+
+
+def assert_no_signal_spill(compiled, tool: Path, tmp_path: Path, membars: int) -> None:
+    """Like assert_no_spill, but scalars that all threads need go through shared memory here; and MEMBARs are counted."""
+    if not tool.exists():
+        pytest.skip("no cuobjdump in triton's wheel: spills and MEMBARs cannot be checked")
+    (tmp_path / "signal.cubin").write_bytes(compiled.asm["cubin"])
+    environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}  # it calls nvdisasm
+    text = subprocess.run(
+        [tool, "-res-usage", "-sass", tmp_path / "signal.cubin"], capture_output=True, text=True, env=environment
+    ).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    assert usage["STACK"] == "0" and usage["LOCAL"] == "0" and int(usage["REG"]) <= 64, usage
+    assert text.count("MEMBAR") == membars, text

@@ -1,0 +1,240 @@
+"""The barrier between ranks across real processes, and what it says of a peer that does not come."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from pad_processes import Rank, run_pads
+
+from shardweave.errors import ArgumentError
+from shardweave.kernels.pointers import interpreted
+from shardweave.kernels.signal import (
+    SLOT,
+    Channel,
+    Code,
+    Failure,
+    pack,
+    poison_word,
+    polls_within,
+    signal,
+    signal_kernel,
+)
+
+pytestmark = pytest.mark.multi
+HOW = [pytest.param("reference"), pytest.param("kernel", marks=pytest.mark.interp)]
+FOREVER = 1 << 50
+
+
+def check_how(how: str) -> None:
+    assert interpreted(signal_kernel) == (how == "kernel")
+
+
+def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list[int]:
+    """Every round each rank writes to all others and reads what they wrote, twice; some ranks are late now and then.
+    The rounds in which something else was read than that round's data."""
+    generator, wrong = random.Random(rank.rank), []
+    for n in range(rounds):
+        signal(rank.released, wait=True, credit=credit, polls=FOREVER)
+        for peer in rank.peers:
+            rank.windows[peer, rank.rank] = 1000 * n + 10 * rank.rank + peer
+        if generator.random() < late:
+            time.sleep(0.01)
+        signal(rank.arrived, send=True, wait=True, token=7 + n, polls=FOREVER)
+        want = torch.tensor([1000 * n + 10 * peer + rank.rank for peer in rank.peers])[:, None]
+        first = rank.windows[rank.rank, rank.peers] == want
+        if generator.random() < late:
+            time.sleep(0.01)
+        again = rank.windows[rank.rank, rank.peers] == want
+        if not (first.all() and again.all()):
+            wrong.append(n)
+        signal(rank.released, send=True)
+    assert rank.failure.read() is None
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("how", HOW)
+def test_no_window_is_written_before_it_was_read(how: str, size: int) -> None:
+    check_how(how)
+    # Counts pass 2**32 on the way.
+    wrong = run_pads(window_rounds, size, 100 if how == "kernel" else 400, 0.1, start=(1 << 32) - 50)
+    assert wrong == [[]] * size
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("how", HOW)
+def test_ten_thousand_rounds(how: str, size: int) -> None:
+    check_how(how)
+    assert run_pads(window_rounds, size, 10_000, 0.002, timeout=1100) == [[]] * size
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_rounds_see_a_credit_too_many(how: str) -> None:
+    """That a window is not written too early is the credit's doing: with one more it is."""
+    check_how(how)
+    assert any(run_pads(window_rounds, 2, 60, 0.3, 2))
+
+
+def barrier_rounds(rank: Rank, rounds: int) -> None:
+    """One channel alone: nobody leaves a barrier before everyone has come to it."""
+    for n in range(1, rounds + 1):
+        if n % 7 == rank.rank:
+            time.sleep(0.01)
+        rank.words[rank.rank, 0] = n
+        signal(rank.arrived, send=True, wait=True, token=n, polls=FOREVER)
+        assert all(int(rank.words[peer, 0]) in (n, n + 1) for peer in rank.peers)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_nobody_leaves_a_barrier_before_all_have_come(how: str) -> None:
+    check_how(how)
+    run_pads(barrier_rounds, 3, 40 if how == "kernel" else 200)
+
+
+def late_once(rank: Rank) -> None:
+    if rank.rank == 1:
+        time.sleep(1)
+    signal(rank.arrived, send=True, wait=True, polls=FOREVER)
+    assert rank.failure.read() is None
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_late_peer_is_waited_for(how: str) -> None:
+    check_how(how)
+    run_pads(late_once, 3)
+
+
+def never_comes(rank: Rank) -> Code:
+    """Rank 1 comes when the others have given up."""
+    out = torch.zeros(5000, dtype=torch.float32)
+    if rank.rank == 1:
+        while int(rank.words[[0, 2], 0].sum()) < 2:
+            time.sleep(0.01)
+    signal(rank.arrived, send=True, wait=True, polls=FOREVER if rank.rank == 1 else 300, poison=out)
+    found = rank.failure.read()
+    assert found is not None and out.isnan().all()
+    # Everything after it returns at once, whatever its bound is.
+    before = rank.arrived.table[:2].clone()
+    for channel in (rank.arrived, rank.released) * 3:
+        out.zero_()
+        signal(channel, send=True, wait=True, polls=FOREVER, poison=out)
+        assert out.isnan().all()
+    assert torch.equal(rank.arrived.table[:2], before)
+    assert rank.failure.read() == found
+    rank.words[rank.rank, 0] = 1
+    return found
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_peer_that_never_comes_is_named(how: str) -> None:
+    check_how(how)
+    ends = run_pads(never_comes, 3)
+    assert ends[0] == Code("late", 0, 1, 0)
+    # Who gave up tells the others, so that rank 2 may hear of it first, and rank 1 in any case.
+    assert ends[2] in (Code("late", 2, 1, 0), Code("failed", 2, 0, 0))
+    assert ends[1].kind == "failed" and ends[1].rank == 1 and ends[1].peer in (0, 2)
+
+
+def torn_read(rank: Rank) -> Code | None:
+    """Rank 0 gives up on a release and writes all the same; rank 1 was still reading."""
+    polls = 300 if rank.rank == 0 else FOREVER
+    signal(rank.arrived, send=True, wait=True, polls=FOREVER)
+    out = torch.zeros(10, dtype=torch.float32)
+    if rank.rank == 0:
+        signal(rank.released, send=True)
+        signal(rank.released, wait=True, credit=1, polls=polls)
+        signal(rank.released, wait=True, credit=1, polls=polls)
+        assert rank.failure.read() == Code("late", 0, 1, 1)
+        rank.windows[1, 0] = 99
+        rank.words[0, 0] = 1
+        return rank.failure.read()
+    while int(rank.words[0, 0]) == 0:
+        time.sleep(0.01)
+    signal(rank.released, send=True, poison=out)
+    assert out.isnan().all()
+    return rank.failure.read()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_was_read_while_a_failed_peer_wrote_is_overwritten(how: str) -> None:
+    check_how(how)
+    assert run_pads(torn_read, 2)[1] == Code("failed", 1, 0, 1)
+
+
+def other_request(rank: Rank) -> Code | None:
+    signal(rank.arrived, send=True, wait=True, token=5, polls=FOREVER)
+    signal(rank.arrived, send=True, wait=True, token=6 + (rank.rank == 2), polls=FOREVER)
+    return rank.failure.read()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_ranks_with_other_tokens_are_told(how: str) -> None:
+    check_how(how)
+    ends = run_pads(other_request, 3)
+    assert any(end is not None and end.kind == "disagrees" and 2 in (end.rank, end.peer) for end in ends)
+    assert all(end is not None and end.kind in ("disagrees", "failed") for end in ends)
+
+
+def gives_up_itself(rank: Rank) -> Code | None:
+    if rank.rank == 0:
+        rank.failure.fail()
+    signal(rank.arrived, send=True, wait=True, polls=FOREVER)
+    return rank.failure.read()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_rank_that_fails_tells_its_peers_at_once(how: str) -> None:
+    check_how(how)
+    ends = run_pads(gives_up_itself, 3)
+    assert ends[0] is None
+    assert ends[1] in (Code("failed", 1, 0, 0), Code("failed", 1, 2, 0))
+    assert ends[2] in (Code("failed", 2, 0, 0), Code("failed", 2, 1, 0))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_poison_in_every_dtype(how: str) -> None:
+    check_how(how)
+    floats = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+    others = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    for dtype in (*floats, torch.complex64, torch.complex128, *others):
+        for shape in ((), (0,), (3, 5), (1025,)):
+            failure, pads = Failure(torch.device("cpu")), torch.zeros(2, 1, SLOT, dtype=torch.int64)
+            channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], failure)
+            out = torch.zeros(shape, dtype=dtype)
+            signal(channel, send=True, poison=out)
+            assert not out.view(-1).view(torch.uint8).any()
+            failure.fail()
+            signal(channel, send=True, poison=out)
+            if dtype.is_complex:
+                assert torch.view_as_real(out).isnan().all()
+            elif dtype.is_floating_point:
+                assert out.float().isnan().all()
+            else:
+                assert (out == (True if dtype is torch.bool else torch.iinfo(dtype).max)).all()
+    assert poison_word(torch.bfloat16)[1] == 2
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_bound_in_seconds_becomes_polls(how: str) -> None:
+    check_how(how)
+    polls = polls_within(0.2, torch.device("cpu"))
+    pads = torch.zeros(2, 1, SLOT, dtype=torch.int64)
+    channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(torch.device("cpu")))
+    signal(channel, wait=True, polls=polls)
+    assert channel.failure.read() == Code("late", 0, 1, 0)
+    assert polls_within(20, torch.device("cpu")) > polls
+
+
+def test_codes_and_pads_that_do_not_fit_are_refused() -> None:
+    assert Code.unpack(pack(5, 1048575, 77) + (2 << 60)) == Code("failed", 5, 1048575, 77)
+    with pytest.raises(ArgumentError, match="peer: 1048576; allowed: 0..1048575"):
+        pack(0, 1 << 20, 0)
+    failure = Failure(torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="pad: .*allowed: contiguous int64"):
+        Channel(torch.zeros(2, SLOT), [1, 2], [1, 2], failure)
+    with pytest.raises(ArgumentError, match="codes: .*ascending"):
+        Channel(torch.zeros(2, SLOT, dtype=torch.int64), [1, 2], [2, 1], failure)
