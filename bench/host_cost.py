@@ -46,6 +46,7 @@ class NullWorld:
     """Hands out memory that recycles, as a pool does whose tensors die soon, and meets nobody."""
 
     one_sided = recycles = True
+    windows = None
     name, backend, error, busy, pending, rank = "null", "", None, False, None, 0
 
     def __init__(self) -> None:

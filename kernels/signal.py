@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -183,11 +184,11 @@ class Channel:
         self.by_reference = (pad.device.type == "cpu") != interpreted(signal_kernel)
 
     @cached_property
-    def words(self) -> tuple[memoryview, list[list[int]], list[ctypes.Array[ctypes.c_int64]]]:
+    def words(self) -> tuple[ctypes.Array[ctypes.c_int64], list[list[int]], list[ctypes.Array[ctypes.c_int64]]]:
         """Of CPU memory, as Python reads it: the own pad, the table, this rank's slot in each peer's pad."""
+        pad = (ctypes.c_int64 * (SLOT * self.peers)).from_address(self.pad.data_ptr())
         table = self.table.tolist()
-        theirs = [(ctypes.c_int64 * SLOT).from_address(slot & (1 << 64) - 1) for slot in table[2]]
-        return memoryview(self.pad.view(-1).numpy()), table, theirs
+        return pad, table, [(ctypes.c_int64 * SLOT).from_address(slot & (1 << 64) - 1) for slot in table[2]]
 
 
 def signal(
@@ -212,25 +213,31 @@ def signal(
     if channel.by_reference:
         signal_reference(channel, send, wait, credit, token, polls, poison)
         return
+    *arguments, size = _arguments(channel, token, polls, poison)
+    signal_kernel[(channel.peers,)](*arguments, **signal_constants(send, wait, credit, poison is not None, size))
+
+
+def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, credit: int = 0,
+                 poison: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Compile and load what `signal` launches with these arguments, which a captured graph could not do."""
+    if channel.pad.device.type == "cuda":
+        *arguments, size = _arguments(channel, 0, 0, poison)
+        constants = signal_constants(send, wait, credit, poison is not None, size)
+        signal_kernel.warmup(*arguments, grid=(channel.peers,), **constants)._init_handles()
+
+
+def _arguments(channel: Channel, token: int, polls: int, poison: torch.Tensor | None) -> tuple[Any, ...]:
+    """What signal_kernel takes before its constants; and the bytes of a word of `poison`."""
     out, words, filler, size = 0, 0, 0, 8
     if poison is not None:
         filler, size = poison_word(poison.dtype)
         out, words = poison.data_ptr(), poison.numel() * poison.itemsize // size
-    signal_kernel[(channel.peers,)](
-        channel.table,
-        channel.pad,
-        channel.failure.error,
-        channel.failure.told.data_ptr(),
-        token,
-        polls,
-        out,
-        words,
-        filler,
-        **signal_constants(send, wait, credit, poison is not None, size),
-    )
+    failure = channel.failure
+    told = failure.told.data_ptr()
+    return channel.table, channel.pad, failure.error, told, token, polls, out, words, filler, size
 
 
-def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8) -> dict[str, object]:
+def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8) -> dict[str, Any]:
     """What signal_kernel is compiled with, and num_warps; `size`: bytes of a word of what is overwritten."""
     return {
         "SEND": send,

@@ -11,10 +11,11 @@ import torch
 from ..planner import Batch, Exchange, Program
 from .bound_step import World
 from .copies import contiguous_strides
-from .lowering import Lowering
+from .lowering import Lowering, lower
 from .meeting import Ask, Meet, Transfer
 from .one_sided import OneSidedStep
 from .two_sided import SharedBuffers, TwoSidedStep
+from .windowed import WindowedStep
 
 BatchRun = Generator[Ask, Any, list[torch.Tensor]]
 
@@ -67,6 +68,16 @@ class OneSidedRound(_Round):
                 step.push(xs[i], step.own, self.world.address(landings[i]), step.own_nbytes)
 
 
+class WindowedRound(_Round):
+    """One tensor after the other: ranks meet on the device, and the host waits for none of them."""
+
+    steps: dict[int, WindowedStep]
+
+    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
+        for i, step in self.steps.items():
+            xs[i] = yield from step.run(xs[i], token)
+
+
 class TwoSidedRound(_Round):
     """One message to each peer and one from it: what each tensor has in it, one after the other."""
 
@@ -94,8 +105,8 @@ class TwoSidedRound(_Round):
             xs[i] = out
 
 
-_BoundStep = OneSidedStep | TwoSidedStep
-_BoundRound = OneSidedRound | TwoSidedRound
+_BoundStep = OneSidedStep | TwoSidedStep | WindowedStep
+_BoundRound = OneSidedRound | TwoSidedRound | WindowedRound
 
 
 def aligned(nbytes: int) -> int:
@@ -143,14 +154,21 @@ class BoundBatch:
         program = self.batch.programs[i]
         position = self.batch.position(i, self.rank)
         form = program, step, position, given[i], self.world, self.dtypes[i], self.device
-        if self.world.one_sided:
-            bound: _BoundStep = OneSidedStep(*form)
+        if self.world.windows:
+            assert position is not None
+            bound: _BoundStep = WindowedStep(*form, lowering=lower(program, step, position, self.world))
+        elif self.world.one_sided:
+            bound = OneSidedStep(*form)
         else:
             bound = TwoSidedStep(*form, lowering=_AS_MESSAGES, shared=shared)
         given[i] = contiguous_strides(bound.shape)
         return bound
 
     def _round(self, exchanges: dict[int, Exchange], given: dict[int, tuple[int, ...]]) -> _BoundRound:
+        if self.world.windows:
+            windowed = WindowedRound(self.world, self.rank, self.device)
+            windowed.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}
+            return windowed
         if self.world.one_sided:
             one_sided = OneSidedRound(self.world, self.rank, self.device)
             one_sided.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}

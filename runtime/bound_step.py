@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..kernels import Boxes as StridedBoxes
 from ..planner import FILL, Boxes, Program, Step
 from .copies import Reduction, Side, contiguous_strides
 from .landings import Landings
+from .lowering import Direction
 from .meeting import Address, Ask
 
 Run = Generator[Ask, Any, Any]
@@ -24,6 +25,10 @@ class World(Protocol):
     """Ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
     recycles: bool
     """The same address always means the same memory, so views on it may be kept."""
+    @property
+    def windows(self) -> Direction | None:
+        """Ranks meet on the device and reach each other's windows: which way; None where they do not."""
+
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised contiguous tensor that nobody else holds and that peers can address."""
@@ -71,6 +76,15 @@ class BoundStep:
         self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
         self.incoming = step.boxes.select(step.boxes.receiver == me)
 
+    def slabs_of(self, receiver: int) -> list[int]:
+        """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
+        terms = self.step.reduce.contributors if self.step.reduce else 1
+        if not self.step.receivers_contribute:
+            return list(range(terms))
+        boxes = self.step.boxes
+        own = (boxes.sender[boxes.receiver == receiver] == receiver).any(axis=0)
+        return (np.arange(terms) - (np.cumsum(own) > 0)).clip(0).tolist()
+
     def fill_rows(self) -> Boxes:
         return self.incoming.select(self.incoming.sender[:, 0] == FILL)
 
@@ -90,8 +104,9 @@ class BoundStep:
     def empty(self) -> torch.Tensor:
         return self.world.empty(self.shape, self.dtype, self.device)
 
-    def reduction(self, staged: list[Side]) -> Reduction:
-        """Reduce into the output from the input (source 0) and the contributions of others (source 1, at `staged`)."""
+    def reduction(self, staged: list[Side], buffers: Mapping[int, int] | None = None) -> Reduction:
+        """Reduce into the output from the input (source 0) and the contributions of others, at `staged` in source 1, or
+        in the source that `buffers` has for the position of each."""
         rows, reduce = self.incoming, self.step.reduce
         assert reduce is not None
         own = Side.source(rows, self.source_strides)
@@ -99,7 +114,10 @@ class BoundStep:
         for contributor in range(reduce.contributors):
             sender = rows.sender[:, contributor]
             is_own = sender == self.me
-            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, 1)))
+            of_others = np.ones(len(rows), np.int64)
+            for position, buffer in (buffers or {}).items():
+                of_others[sender == position] = buffer
+            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, of_others)))
             offset.append(np.where(is_own, own.offset, staged[contributor].offset))
             stride.append(np.where(is_own[:, None], own.stride, staged[contributor].stride))
         target = Side.target(rows, self.strides)

@@ -44,6 +44,7 @@ class CollectiveWorld:
 
     one_sided = False
     recycles = False
+    windows = None
     name = "collective"
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, backend: str) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from ..kernels import Boxes as StridedBoxes
 from ..kernels import copy_boxes, copy_table, reduce_boxes, reduce_table, reduce_views, source_views, target_views
+from ..kernels.copy_boxes import copy_boxes_kernel
+from ..kernels.pointers import interpreted
 from ..planner import Boxes, Reduce
 from .meeting import Address
 
@@ -23,6 +25,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
+
+
+def is_plain_memory(device: torch.device) -> bool:
+    """Whether torch's own operations move boxes there: on the CPU, except where kernels are interpreted."""
+    return device.type == "cpu" and not interpreted(copy_boxes_kernel)
 
 
 class Side:
@@ -151,7 +158,7 @@ class Copies:
             target_stride=np.concatenate([t.stride for _, _, _, _, t in parts]),
             fill=fill,
         )
-        self.table = None if device.type == "cpu" else copy_table(self.boxes, dtype, device)
+        self.table = None if is_plain_memory(device) else copy_table(self.boxes, dtype, device)
         self._views: dict[Address, list[torch.Tensor]] = {}
 
     def knows(self, key: Address) -> bool:
@@ -186,8 +193,8 @@ class Reduction:
         self.boxes, self.reduce = boxes, reduce
         divisor = None if reduce.divisor == 1 else reduce.divisor
         self.divisor = divisor
-        cpu = device.type == "cpu"
-        self.table = None if cpu else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
+        plain = is_plain_memory(device)
+        self.table = None if plain else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
 
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         if self.table is not None:

@@ -17,6 +17,7 @@ from .lowering import Reduction, lower
 from .one_sided import OneSidedStep
 from .two_sided import TwoSidedStep, may_leave_apart
 from .vendor_reduction import VendorReduction
+from .windowed import WindowedStep
 
 _FAST = 1 << 62  # in the token of a program whose sums may be vendors'
 
@@ -40,15 +41,18 @@ class BoundProgram:
     ) -> None:
         self.program, self.position = program, position
         self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
-        self.steps: list[OneSidedStep | TwoSidedStep | VendorReduction] = []
+        self.steps: list[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction] = []
         origin, buffers = None, 1
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
             given = program, step, position, before, world, dtype, device
+            lowering = lower(program, step, position, world, reduction)
+            if world.windows:
+                self.steps.append(WindowedStep(*given, lowering=lowering))
+                continue
             if world.one_sided:
                 self.steps.append(OneSidedStep(*given))
                 continue
-            lowering = lower(program, step, position, world, reduction)
             if lowering.how in ("reduce-scatter", "all-reduce"):
                 self.steps.append(VendorReduction(*given, lowering=lowering))
                 continue

@@ -31,6 +31,7 @@ class InProcessWorld:
     a `backend` any of them have a process group of it."""
 
     recycles = False
+    windows = None
 
     def __init__(self, one_sided: bool = True, backend: str | None = None) -> None:
         self.one_sided, self.backend = one_sided, backend or ""

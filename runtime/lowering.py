@@ -14,6 +14,7 @@ from ..planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Sha
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
+Direction = Literal["auto", "push", "pull"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ _REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "i
 
 @dataclass(frozen=True)
 class Lowering:
-    """`how`: "local", "push", "send and receive", "all-to-all", "all-gather", "reduce-scatter" or "all-reduce";
+    """`how`: "local", "push", "pull", "send and receive", "all-to-all", "all-gather", "reduce-scatter" or "all-reduce";
     `group`: the ranks of a collective in the order of its process group."""
 
     how: str
@@ -53,6 +54,11 @@ class Means(Protocol):
     @property
     def one_sided(self) -> bool:
         """Ranks write into each other's memory."""
+
+    @property
+    def windows(self) -> Direction | None:
+        """Ranks meet on the device, and write into each other's windows or read from them: which; None where they do
+        not. The windows of a group have one size, that of the rank that needs most."""
 
     @property
     def backend(self) -> str:
@@ -77,6 +83,8 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
     """The means for a step. Follows from what all ranks that meet know alike, so they choose alike."""
     if not isinstance(step, Exchange):
         return Lowering("local", "no rank receives anything")
+    if world.windows:
+        return _through_windows(program, step, position, world.windows)
     if world.one_sided:
         return Lowering("push", "ranks write into each other's memory")
     if step.group is None:
@@ -104,6 +112,34 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
     if largest > limits.all_to_all:
         return Lowering("send and receive", f"{said} are not copied into one buffer first")
     return Lowering("all-to-all", f"{said} at most cost less in one call", order)
+
+
+def _through_windows(program: Program, step: Step, position: int, direction: Direction) -> Lowering:
+    """Push, unless windows are smaller where ranks pull: a store is sent and forgotten, a load is waited for."""
+    bytes_of = {how: window_bytes(program, step, position, how) for how in ("push", "pull")}
+    if direction != "auto":
+        return Lowering(direction, f"asked for; windows of {format_bytes(bytes_of[direction])}")
+    how, other = ("pull", "push") if bytes_of["pull"] < bytes_of["push"] else ("push", "pull")
+    kept = f"windows of {format_bytes(bytes_of[how])}, {format_bytes(bytes_of[other])} for {other}"
+    return Lowering(how, kept)
+
+
+def window_members(program: Program, step: Step, position: int) -> tuple[int, ...]:
+    """The positions that share windows in a step. Between two meshes it is everyone: each rank has peers of its own
+    there, and a window is free when everyone has left it."""
+    if isinstance(step, Exchange) and step.group is None:
+        return tuple(range(program.mesh.size))
+    return program.members(step, position)
+
+
+def window_bytes(program: Program, step: Step, position: int, how: str) -> int:
+    """What a window holds: for a push a slab of the output for each contribution, for a pull the input."""
+    members = window_members(program, step, position)
+    if how == "pull":
+        sizes = [math.prod(program.shape_before(step, p)) for p in members]
+    else:
+        sizes = [math.prod(program.shape_after(step, p)) * max(step.slabs, 1) for p in members]
+    return max(sizes) * ITEMSIZE[program.dtype]
 
 
 def _gathers(step: Exchange) -> bool:
@@ -136,6 +172,7 @@ class AssumedWorld:
     mesh: Mesh
     one_sided: bool
     backend: str = "gloo"
+    windows: Direction | None = None
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         found = sorted(ranks)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..planner import Exchange
@@ -62,15 +61,9 @@ class OneSidedStep(BoundStep):
             self.own = Copies([(0, 0, rows, *sides), self.fills()], step.fill, self.dtype, self.device)
 
     def slabs_of(self, receiver: int) -> list[int]:
-        """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
-        terms = self.step.reduce.contributors if self.step.reduce else 1
         if self.lands_in_output:
-            return [0] * terms
-        if not self.step.receivers_contribute:
-            return list(range(terms))
-        boxes = self.step.boxes
-        own = (boxes.sender[boxes.receiver == receiver] == receiver).any(axis=0)
-        return (np.arange(terms) - (np.cumsum(own) > 0)).clip(0).tolist()
+            return [0] * (self.step.reduce.contributors if self.step.reduce else 1)
+        return super().slabs_of(receiver)
 
     def nbytes(self, shape: Sequence[int], slabs: int) -> int:
         return math.prod(shape) * slabs * self.dtype.itemsize

@@ -124,6 +124,7 @@ class SharedMemoryWorld:
 
     one_sided = True
     recycles = True
+    windows = None
     name = "shared_memory"
     backend = ""
 

@@ -14,9 +14,11 @@ from .collective import CollectiveWorld
 from .lowering import BACKENDS
 from .shared_memory import SharedMemoryWorld, machine_name, read_post, why_not_here
 from .statistics import stats
+from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
+from .symmetric_world import SymmetricWorld
 
-AnyWorld = SharedMemoryWorld | CollectiveWorld
-NAMES = ("shared_memory", "collective")
+AnyWorld = SharedMemoryWorld | CollectiveWorld | SymmetricWorld
+NAMES = ("shared_memory", "collective", "symmetric")
 _LONGEST_TIMEOUT = 366 * 86400.0
 
 
@@ -31,6 +33,7 @@ class Worlds:
         self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
         self._shared: SharedMemoryWorld | None = None
         self._collectives: dict[str, CollectiveWorld] = {}
+        self._symmetric: dict[torch.device, SymmetricWorld] = {}
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
 
@@ -63,6 +66,9 @@ class Worlds:
         asked = asked or os.environ.get("SHARDWEAVE_WORLD") or None
         if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
             raise ArgumentError(f"world: {asked!r} is not known; allowed: {', '.join(NAMES)}")
+        if asked == "symmetric":
+            # Asked for only: on GPUs it is not chosen by itself before GPUs have proved it.
+            return self._choose_symmetric(ranks, device), "asked for"
         key = (ranks, device.type, asked)
         found = self._chosen.get(key)
         if found is None:
@@ -77,6 +83,19 @@ class Worlds:
                 found = self._shared_memory(), "asked for" if asked else "all ranks are on this machine"
             self._chosen[key] = found
             stats().worlds[ranks] = f"{found[0].name}: {found[1]}"
+        return found
+
+    def _choose_symmetric(self, ranks: tuple[int, ...], device: torch.device) -> SymmetricWorld:
+        found = self._symmetric.get(device)
+        if found is None:
+            on_cpu = device.type == "cpu"
+            obstacle = self._why_no_shared_memory(ranks, device) if on_cpu else why_no_symmetric_memory(device)
+            if obstacle:
+                raise UnsupportedError(f"world: symmetric cannot carry ranks {ranks}: {obstacle}; allowed: collective")
+            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(self._store, self.rank, device)
+            found = SymmetricWorld(self._store, self.rank, self.size, self.timeout, provider)
+            self._symmetric[device] = found
+        stats().worlds[ranks] = f"{found.name}: asked for"
         return found
 
     def _shared_memory(self) -> SharedMemoryWorld:

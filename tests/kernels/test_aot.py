@@ -240,7 +240,7 @@ def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_pat
 
 
 def assert_no_signal_spill(compiled, tool: Path, tmp_path: Path, membars: int) -> None:
-    """Like assert_no_spill, but scalars that all threads need go through shared memory here; and MEMBARs are counted."""
+    """Like assert_no_spill, but scalars that all threads need go through shared memory here; MEMBARs are counted."""
     if not tool.exists():
         pytest.skip("no cuobjdump in triton's wheel: spills and MEMBARs cannot be checked")
     (tmp_path / "signal.cubin").write_bytes(compiled.asm["cubin"])

@@ -1,0 +1,176 @@
+"""Ranks that reach each other's memory meet on the device: the host enqueues, and learns nothing from its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
+from ..kernels.signal import Code, Failure, polls_within
+from .lowering import Direction
+from .meeting import Ask
+from .shared_memory import read_when_posted
+from .symmetric_memory import Provider
+from .windows import Use, Window, channel_name, pad_bytes, window_size
+
+if TYPE_CHECKING:
+    from .pending import Pending
+
+
+class SymmetricWorld:
+    """The ranks of a process group whose memory comes from a provider.
+
+    Steps go through windows (`WindowedStep`). A window belongs to a group of ranks and to a size class, which follow
+    from the program alone, so all ranks of the group make the same ones, one after the other, when they bind the first
+    program that needs one; they stay for as long as the world. **Binding such a program is collective**: all ranks of
+    the group bind it, in the same order among the group's programs, as they would run it; `prepare` does it ahead. Once
+    a program is bound its calls allocate nothing but the output, meet nobody on the host, and may be captured in a CUDA
+    graph: all counts are on the device, so replays and calls may follow each other in any order that is the same on all
+    ranks. All calls of one process are ordered by one stream.
+
+    A rank that waits in vain leaves rank, peer and channel in a word of the host, overwrites the outputs it works on,
+    and tells its peers, which do the same: the world is dead, and the next call raises, or the same call where the
+    device is the CPU. A rank that refuses its arguments tells nobody: peers that do not refuse as well wait in vain.
+
+    Attributes:
+        windows: whether steps push or pull; alike on all ranks when programs are bound. "auto": push, unless windows
+            are smaller where ranks pull.
+
+    Raises:
+        WorldError: from every call after the first failure.
+    """
+
+    one_sided = True
+    recycles = False
+    name = "symmetric"
+    backend = ""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, provider: Provider) -> None:
+        self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
+        self.windows: Direction = "auto"
+        self._store = store
+        self._by_size: dict[tuple[tuple[int, ...], int], Window] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._all: list[Window] = []
+        self.failure = Failure(provider.device)
+        self.polls = polls_within(timeout, provider.device)
+        self._error: WorldError | None = None
+        self.busy = False
+        self.pending: Pending | None = None
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def address(self, buffer: torch.Tensor) -> object:
+        raise NotImplementedError("steps go through windows: buffers have no addresses")
+
+    def open(self, address: object, nbytes: int) -> torch.Tensor:
+        raise NotImplementedError("steps go through windows: buffers have no addresses")
+
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[object, object]:
+        raise NotImplementedError("steps go through windows: buffers have no addresses")
+
+    def offered(self, address: object, number: int) -> Sequence[object]:
+        raise NotImplementedError("steps go through windows: buffers have no addresses")
+
+    def group_order(self, ranks: Sequence[int]) -> None:
+        return None
+
+    def landings(self, ranks: tuple[int, ...]) -> None:
+        return None
+
+    def answer(self, request: Ask) -> None:
+        raise NotImplementedError("ranks meet on the device: steps ask nothing of the host")
+
+    def begin(self, request: Ask) -> Callable[[], None]:
+        raise NotImplementedError("ranks meet on the device: steps ask nothing of the host")
+
+    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
+        """The window of a group, of ascending ranks, for steps that need `nbytes`. Collective where there is none yet.
+
+        Raises:
+            DisagreementError: the ranks of the group are at different windows.
+            MeetingTimeoutError: a rank of the group did not come.
+        """
+        key = ranks, window_size(nbytes)
+        found = self._by_size.get(key)
+        if found is None:
+            try:
+                found = self._by_size[key] = self._made(*key)
+            except WorldError as error:
+                self.fail(error)
+                raise
+        return found
+
+    def _made(self, ranks: tuple[int, ...], nbytes: int) -> Window:
+        nth = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
+        own, text = self.provider.make(pad_bytes(len(ranks)) + nbytes)
+        where = f"shardweave/windows/{ranks}/{nth}"
+        self._store.set(f"{where}/{self.rank}", f"{nbytes} {text}")
+        told = {}
+        for rank in ranks:
+            theirs, _, told[rank] = read_when_posted(self._store, f"{where}/{rank}", rank, self.timeout).partition(" ")
+            if int(theirs) != nbytes:
+                raise DisagreementError(
+                    f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout "
+                    f"or order of calls): windows of {nbytes} and {theirs} bytes among ranks {ranks}; no tensor of "
+                    f"yours was written"
+                )
+        window = Window(self.rank, self.provider.join(own, told), len(self._all), self.failure)
+        self._all.append(window)
+        return window
+
+    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
+        window.signal(use, token, self.polls, poison)
+
+    @property
+    def error(self) -> WorldError | None:
+        """What ended this world, as far as the host knows; nothing is waited for."""
+        if self._error is None:
+            code = self.failure.read()
+            if code is not None:
+                self._error = self._told(code)
+        return self._error
+
+    def check(self) -> None:
+        """
+        Raises:
+            WorldError: the world is dead, as far as the host knows.
+        """
+        error = self.error
+        if error is not None:
+            raise error
+
+    def _told(self, code: Code) -> WorldError:
+        number, tells = channel_name(code.channel)
+        where = f"{tells} at {self._all[number]}"
+        if code.kind == "late":
+            return MeetingTimeoutError(
+                f"rank {code.peer} did not come within {self.timeout:g} s; rank {code.rank} was waiting for it "
+                f"({where}); outputs since then are overwritten"
+            )
+        if code.kind == "failed":
+            return PeerError(
+                f"rank {code.peer} failed; rank {code.rank} was waiting for it ({where}); outputs since then are "
+                f"overwritten"
+            )
+        return DisagreementError(
+            f"rank {code.rank} and rank {code.peer} asked for different things (another mesh, shape, dtype, layout or "
+            f"order of calls; {where}); outputs since then are overwritten, no other tensor of yours was written"
+        )
+
+    def fail(self, error: WorldError) -> None:
+        """Tell every peer, from here on in the stream, that this rank will not come. The first error stays."""
+        self._error = self.error or error
+        # A device that is broken itself says nothing more; the error that is on its way tells of it.
+        with suppress(RuntimeError):
+            self.failure.fail()
+            for window in self._all:
+                window.say_failed()
+
+    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
+        """Nobody is told, so that ranks that refuse alike go on."""

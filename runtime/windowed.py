@@ -1,0 +1,127 @@
+"""A step on a world whose ranks meet on the device, through windows of their group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..planner import FILL, Boxes
+from .bound_step import BoundStep, Run
+from .copies import Copies, Side, contiguous_strides
+from .lowering import Lowering, window_bytes, window_members
+from .windows import Use, Window
+
+
+class WindowedWorld(Protocol):
+    """What such a step asks of its world."""
+
+    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window: ...
+
+    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class WindowedStep(BoundStep):
+    """Push into the peers' windows and unpack one's own; or publish the input in one's own window and pull from the
+    peers'. Either way one launch writes windows, one reads them, and three signals say when.
+
+    A window is, for a push, [slabs, *output shape] of its rank, a slab for each contribution but its own; what comes
+    from peers lies where it will lie in the output. For a pull it is the input of its rank, contiguous. A rank's own
+    part never goes through a window. The host never waits: `run` yields nothing.
+    """
+
+    def __init__(self, *args: Any, lowering: Lowering) -> None:
+        super().__init__(*args)
+        self.windows: WindowedWorld = self.world  # type: ignore[assignment]
+        self.window: Window | None = None
+        self.pulls = lowering.how == "pull"
+        members = window_members(self.program, self.step, self.me)
+        if lowering.how in ("push", "pull") and len(members) > 1:
+            ranks = tuple(sorted(map(self.program.mesh.rank_at, members)))
+            nbytes = window_bytes(self.program, self.step, self.me, lowering.how)
+            self.window = self.windows.window(ranks, nbytes)
+            self.window.build(self.dtype)
+            self.own_window = self.window.data[self.program.mesh.rank_at(self.me)].view(self.dtype)
+            self.peer_windows = [self.window.data[rank].view(self.dtype) for rank in self.peer_ranks]
+            self.write = self._publishing() if self.pulls else self._pushing()
+        self.finish = self._pulling() if self.pulls else self._unpacking()
+
+    def _pushing(self) -> Copies:
+        """From the input (source 0) into the window of each peer."""
+        parts = []
+        for target, peer in enumerate(self.peers):
+            shape = self.program.shape_after(self.step, peer)
+            strides = contiguous_strides(shape)[: len(self.program.shape)]
+            for contributor, slab in enumerate(self.slabs_of(peer)):
+                rows = self.outgoing(peer, contributor)
+                there = Side.target(rows, strides, slab * math.prod(shape))
+                parts.append((0, target, rows, Side.source(rows, self.source_strides), there))
+        return Copies(parts, self.step.fill, self.dtype, self.device)
+
+    def _unpacking(self) -> Any:
+        """From the input and this rank's window (source 1) into the output."""
+        rows = self.incoming
+        if self.step.reduce:
+            size = math.prod(self.shape)
+            return self.reduction([Side.target(rows, self.strides, slab * size) for slab in self.slabs_of(self.me)])
+        came = rows.select((rows.sender[:, 0] != self.me) & (rows.sender[:, 0] != FILL))
+        return self._copied([(1, came, Side.target(came, self.strides))])
+
+    def _publishing(self) -> Copies:
+        """The whole input (source 0) into this rank's window."""
+        shape = self.program.shape_before(self.step, self.me)[: len(self.program.shape)]
+        axes = len(shape)
+        starts, ones = np.zeros((1, axes), np.int64), np.ones((1, axes), np.int64)
+        me = np.array([self.me])
+        whole = Boxes(me, me[:, None], starts, starts, np.array([shape], np.int64).reshape(1, axes), ones, ones,
+                      tuple(range(axes)))  # fmt: skip
+        sides = Side.source(whole, self.source_strides), Side.target(whole, contiguous_strides(shape))
+        return Copies([(0, 0, whole, *sides)], self.step.fill, self.dtype, self.device)
+
+    def _pulling(self) -> Any:
+        """From the input and the peers' windows (sources 1, 2, and so on) into the output."""
+        rows = self.incoming
+        strides = {p: contiguous_strides(self.program.shape_before(self.step, p)) for p in self.peers}
+        strides = {p: s[: len(self.program.shape)] for p, s in strides.items()}
+        if not self.step.reduce:
+            parts = []
+            for source, peer in enumerate(self.peers, 1):
+                came = rows.select(rows.sender[:, 0] == peer)
+                parts.append((source, came, Side.source(came, strides[peer])))
+            return self._copied(parts)
+        staged = []
+        for contributor in range(self.step.reduce.contributors):
+            side = Side.source(rows, self.source_strides)
+            for peer in self.peers:
+                at = np.flatnonzero(rows.sender[:, contributor] == peer)
+                theirs = Side.source(rows.select(at), strides[peer])
+                side.offset[at], side.stride[at] = theirs.offset, theirs.stride
+            staged.append(side)
+        return self.reduction(staged, {peer: source for source, peer in enumerate(self.peers, 1)})
+
+    def _copied(self, came: list[tuple[int, Boxes, Side]]) -> Copies:
+        """The output out of what is kept, what is filled, and what came: source, boxes, where they lie in it."""
+        kept = self.kept_rows()
+        parts = [(0, 0, kept, Side.source(kept, self.source_strides), Side.target(kept, self.strides)), self.fills()]
+        parts += [(source, 0, rows, side, Side.target(rows, self.strides)) for source, rows, side in came]
+        return Copies(parts, self.step.fill, self.dtype, self.device)
+
+    def run(self, x: torch.Tensor, token: int) -> Run:
+        yield from ()  # a generator, as all steps are
+        out = self.empty()
+        window = self.window
+        if window is None:
+            self.finish([x], [out])
+            return out
+        signal = self.windows.signal
+        signal(window, "enter")
+        self.write([x], [self.own_window] if self.pulls else self.peer_windows)
+        signal(window, "meet", token)
+        self.finish([x, *self.peer_windows] if self.pulls else [x, self.own_window], [out])
+        signal(window, "leave", poison=out)
+        self.windows.check()
+        return out

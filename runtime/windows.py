@@ -1,0 +1,87 @@
+"""Memory of each rank of a group that all of its ranks read and write, and the signals that say when they may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from ..kernels.signal import SLOT, Channel, Failure, build_signal, pack, signal
+
+Use = Literal["enter", "meet", "leave"]
+_SMALLEST = 1 << 16
+_ALIGNMENT = 256
+_CHANNELS = ("arrivals", "releases")
+
+
+def window_size(nbytes: int) -> int:
+    """The bytes that a window for so many has: few sizes, so that steps of all kinds share windows."""
+    return max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
+
+
+def pad_bytes(size: int) -> int:
+    """What signals need before the data of a window, in a group of `size` ranks."""
+    return -(-len(_CHANNELS) * (size - 1) * SLOT * 8 // _ALIGNMENT) * _ALIGNMENT
+
+
+class Window:
+    """One window of a group, as one rank has it. Every use of it, on every rank of the group and in the same order, is
+
+        enter   every rank has left the last use: windows may be written
+        meet    every rank has written: windows may be read
+        leave   this rank has read
+
+    with kernels in between. None of them waits on the host.
+
+    Args:
+        memory: by rank, ascending: `pad_bytes` of zeros, then the data.
+        number: which of this rank's windows it is; errors name it.
+    """
+
+    def __init__(self, rank: int, memory: Mapping[int, torch.Tensor], number: int, failure: Failure) -> None:
+        self.rank, self.ranks, self.number, self.failure = rank, tuple(memory), number, failure
+        self._memory = memory
+        first = pad_bytes(len(memory))
+        self.data = {r: tensor[first:] for r, tensor in memory.items()}
+        self.nbytes = memory[rank].numel() - first
+        self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
+
+    def _channel(self, which: int) -> Channel:
+        peers = [r for r in self.ranks if r != self.rank]
+        rows = len(peers) * SLOT * 8
+        me = self.ranks.index(self.rank)
+        pad = self._memory[self.rank][which * rows :][:rows].view(torch.int64).view(len(peers), SLOT)
+        # A rank's row in a peer's pad: its place among those that are not the peer.
+        places = [me - (self.rank > peer) for peer in peers]
+        slots = [self._memory[p].data_ptr() + which * rows + i * SLOT * 8 for p, i in zip(peers, places, strict=True)]
+        channel = len(_CHANNELS) * self.number + which
+        return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
+
+    def signal(self, use: Use, token: int, polls: int, poison: torch.Tensor | None = None) -> None:
+        """Enqueue one of the three; `leave` overwrites `poison` if this rank has failed."""
+        if use == "enter":
+            signal(self.released, wait=True, credit=1, polls=polls)
+        elif use == "meet":
+            signal(self.arrived, send=True, wait=True, token=token, polls=polls)
+        else:
+            signal(self.released, send=True, poison=poison)
+
+    def build(self, dtype: torch.dtype) -> None:
+        """Compile what uses of the window with outputs of a dtype launch."""
+        build_signal(self.released, wait=True, credit=1)
+        build_signal(self.arrived, send=True, wait=True)
+        build_signal(self.released, send=True, poison=torch.empty(1, dtype=dtype, device=self.data[self.rank].device))
+
+    def say_failed(self) -> None:
+        """Enqueue, when this rank has failed, that its peers are told."""
+        for channel in (self.arrived, self.released):
+            signal(channel, send=True)
+
+    def __str__(self) -> str:
+        return f"window {self.number} of ranks {self.ranks}"
+
+
+def channel_name(channel: int) -> tuple[int, str]:
+    """The number of the window that a channel belongs to, and what the channel tells."""
+    return channel // len(_CHANNELS), _CHANNELS[channel % len(_CHANNELS)]
