@@ -1,0 +1,474 @@
+"""Ranks that meet on the device, through windows of their group: real processes, by the references, by the kernels in
+the interpreter, and on a GPU that several processes share."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_redistribute
+import test_redistribute_meshes
+import torch
+from rank_processes import end_ranks, run_ranks
+from test_redistribute import equal, held_by, orders_of, whole_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardweave
+from shardweave.runtime.symmetric_world import SymmetricWorld
+from shardweave.runtime.windows import pad_bytes, window_size
+from shardweave.runtime.worlds import current_worlds
+
+pytestmark = pytest.mark.multi
+DIRECTIONS = ["push", "pull"]
+MESHES = {2: (2,), 3: (3,), 4: (2, 2)}
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "avg": lambda x: x.mean(0),
+}
+
+
+def world_of(device: str) -> SymmetricWorld:
+    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    world, _ = current_worlds().choose(tuple(range(torch.distributed.get_world_size())), here, "symmetric")
+    assert isinstance(world, SymmetricWorld)
+    return world
+
+
+def directed(rank: int, direction: str, function: Callable, *args: Any) -> Any:
+    """`function(rank, "symmetric", ...)` in a world that pushes, pulls or chooses."""
+    world = world_of("cpu")
+    world.windows = direction  # type: ignore[assignment]
+    value = function(rank, "symmetric", *args)
+    assert world.error is None
+    return value
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sampled_pairs_equal_slicing(direction: str) -> None:
+    for seed, dtype in enumerate((torch.float32, torch.bool, torch.float8_e4m3fn)):
+        run_ranks(directed, 4, direction, test_redistribute.every_sampled_pair, dtype, seed)
+
+
+@pytest.mark.parametrize("direction", [*DIRECTIONS, "auto"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        test_redistribute.partial_pairs,
+        test_redistribute.lazy_views,
+        test_redistribute.unequal_speeds,
+        test_redistribute.modes,
+        test_redistribute_meshes.to_other_meshes,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_what_holds_in_other_worlds_holds_here(function: Callable, direction: str) -> None:
+    run_ranks(directed, 4, direction, function)
+
+
+def made(whole: torch.Tensor, mesh: DeviceMesh, placements, order, device: str) -> DTensor:
+    local = held_by(whole, placements, mesh, order).contiguous().to(device)
+    spelled = list(placements)
+    if order:
+        spelled[0] = _StridedShard(placements[0].dim, split_factor=mesh.size(1))
+    return DTensor.from_local(local, mesh, spelled, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def random_requests(seed: int, mesh: tuple[int, ...], number: int) -> list[tuple]:
+    """Sizes below the mesh's, none, uneven and even; sources with partials."""
+    generator = random.Random(seed)
+    found = []
+    while len(found) < number:
+        shape = generator.choice([(7, 5), (1, 4), (2, 3), (8, 8), (5,), (9, 2, 3), (4, 0)])
+        cuts = [Shard(d) for d in range(len(shape))]
+        dst = tuple(generator.choices([Replicate(), *cuts], k=len(mesh)))
+        partial = Partial(generator.choice(list(OPS)))
+        src = tuple(generator.choices([Replicate(), partial, *cuts], k=len(mesh)))
+        src_order, dst_order = generator.choice(orders_of(src)), generator.choice(orders_of(dst))
+        if src != dst or src_order != dst_order:
+            found.append((shape, src, src_order, dst, dst_order, generator.choice(list(DTYPES_OF))))
+    return found
+
+
+DTYPES_OF = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def random_pairs(rank: int, device: str, direction: str, seed: int, number: int, other: str | None) -> int:
+    """Against reducing and slicing the whole; and, of numbers that sums round, bitwise as in another world."""
+    world = world_of(device)
+    world.windows = direction  # type: ignore[assignment]
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device, MESHES[size])
+    kept = []
+    for shape, src, src_order, dst, dst_order, dtype in random_requests(seed, MESHES[size], number):
+        dims = [m for m, p in enumerate(src) if p.is_partial()]
+        terms = [whole_tensor(shape, dtype) + 2 * i for i in range(math.prod(mesh.size(m) for m in dims))]
+        coordinate, mine = mesh.get_coordinate(), 0
+        for m in dims:
+            mine = mine * mesh.size(m) + coordinate[m]
+        x = made(terms[mine], mesh, src, src_order, device)
+        y = shardweave.redistribute(x, dst, shard_order=dst_order or None, world="symmetric")
+        op = src[dims[0]].reduce_op if dims else "sum"
+        reduced = OPS[op](torch.stack(terms).double()).to(dtype)
+        kept.append((y.to_local(), held_by(reduced, dst, mesh, dst_order), (shape, src, src_order, dst, dst_order)))
+        if other is not None:
+            generator = torch.Generator().manual_seed(rank)
+            local = torch.randn(x.to_local().shape, generator=generator).to(dtype)
+            r = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+            results = [shardweave.redistribute(r, dst, world=name).to_local() for name in ("symmetric", other)]
+            kept.append((*results, ("random numbers", shape, src, dst)))
+    # Looked at in the end: a result that a later call overwrote would show.
+    for got, want, what in kept:
+        assert equal(got.cpu(), want), (what, got, want)
+    assert world.error is None
+    return len(kept)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", MESHES)
+def test_random_pairs_equal_the_whole_and_another_world(size: int, direction: str) -> None:
+    ends = run_ranks(random_pairs, size, "cpu", direction, size, 60, "shared_memory")
+    assert ends == [120] * size
+
+
+def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
+    """Data that differs from round to round, ranks that are late now and then, nothing kept that was read."""
+    world_of(device).windows = direction  # type: ignore[assignment]
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device, (size,))
+    generator = random.Random(rank)
+    whole = torch.arange(63, dtype=torch.float32).view(7, 9)
+    outs = []
+    for n in range(rounds):
+        x = made(whole + 100 * n, mesh, [Shard(0)], {}, device)
+        p = DTensor.from_local((whole + n + rank).to(device), mesh, [Partial()], run_check=False)
+        if generator.random() < 0.05:
+            time.sleep(0.005)
+        turned = shardweave.redistribute(x, [Shard(1)], world="symmetric")
+        outs.append((turned, shardweave.redistribute(p, [Replicate()], world="symmetric")))
+    for n, (turned, summed) in enumerate(outs):
+        assert equal(turned.to_local().cpu(), held_by(whole + 100 * n, [Shard(1)], mesh, {}).contiguous()), n
+        assert torch.equal(summed.to_local().cpu(), size * (whole + n) + sum(range(size))), n
+    assert world_of(device).error is None
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", MESHES)
+def test_rounds_do_not_disturb_each_other(size: int, direction: str) -> None:
+    run_ranks(many_rounds, size, "cpu", direction, 150)
+
+
+def batches(rank: int) -> None:
+    mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    pairs = [
+        (mesh, (7, 5), (Shard(0), Shard(1)), (Shard(1), Replicate())),
+        (other, (9,), (Shard(0),), (Replicate(),)),
+        (mesh, (3, 4), (Partial(), Shard(0)), (Shard(1), Shard(0))),
+        (other, (6, 6), (Replicate(),), (Replicate(),)),
+    ]
+    for _ in range(3):
+        wholes = [whole_tensor(shape, torch.float32) for _, shape, _, _ in pairs]
+        xs = [made(w, m, src, {}, "cpu") for w, (m, _, src, _) in zip(wholes, pairs, strict=True)]
+        ys = shardweave.redistribute_batch(xs, [dst for *_, dst in pairs], world="symmetric")
+        for y, whole, (m, _, src, dst) in zip(ys, wholes, pairs, strict=True):
+            want = whole * (2 if src[0].is_partial() else 1)
+            assert equal(y.to_local(), held_by(want, dst, m, {})), (src, dst)
+
+
+def test_a_batch_goes_through_windows_too() -> None:
+    run_ranks(batches, 4)
+
+
+def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
+    """Windows are made when a program is bound, in sizes that follow from it, and never again."""
+    mesh = init_device_mesh("cpu", (4,))
+    world = world_of("cpu")
+    x = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(x, [Shard(1)], world="symmetric")
+    provider, made_before = world.provider, len(world._all)
+
+    def refuse(nbytes: int) -> None:
+        raise AssertionError(f"{nbytes} bytes are allocated in a later call")
+
+    provider.make = refuse  # type: ignore[method-assign]
+    for target in ([Shard(1)], [Replicate()], [Shard(1)]):
+        shardweave.redistribute(x, target, world="symmetric")
+    assert len(world._all) == made_before
+    return made_before, [(w.ranks, w.nbytes) for w in world._all]
+
+
+def test_windows_are_shared_by_steps_of_a_group() -> None:
+    assert run_ranks(bound_once, 4) == [(1, [((0, 1, 2, 3), 1 << 16)])] * 4
+
+
+@pytest.mark.plan
+def test_window_sizes() -> None:
+    assert [window_size(n) for n in (0, 1, 1 << 16, (1 << 16) + 1, 3 << 20)] == [1 << 16] * 3 + [1 << 17, 4 << 20]
+    assert [pad_bytes(n) for n in (2, 4, 5, 8, 9)] == [256, 256, 256, 512, 512]
+
+
+def chosen(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (4,))
+    gathered = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
+    text = shardweave.explain(gathered, [Replicate()], world="symmetric")
+    assert "by pull: windows of 40 B, 160 B for push" in text and "on world symmetric: asked for" in text, text
+    summed = DTensor.from_local(torch.ones(8, 5), mesh, [Partial()], run_check=False)
+    text = shardweave.explain(summed, [Shard(0)], world="symmetric")
+    assert "by push: windows of 120 B, 160 B for pull" in text, text
+    return os.environ["SHARDWEAVE_WORLD"]
+
+
+def test_explain_says_which_way_and_why() -> None:
+    run_ranks(chosen, 4, environment={"SHARDWEAVE_WORLD": "symmetric"})
+
+
+def late(rank: int, direction: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    world_of("cpu").windows = direction  # type: ignore[assignment]
+    for n in range(4):
+        if rank == n:
+            time.sleep(0.7)
+        x = made(torch.arange(12.0) + n, mesh, [Shard(0)], {}, "cpu")
+        y = shardweave.redistribute(x, [Replicate()], world="symmetric")
+        assert torch.equal(y.to_local(), torch.arange(12.0) + n)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_late_rank_is_waited_for(direction: str) -> None:
+    run_ranks(late, 3, direction)
+
+
+def stays_away(rank: int, direction: str) -> list[str]:
+    """Rank 1 comes no more after some calls; what the others are told, twice, and what became of their outputs."""
+    mesh = init_device_mesh("cpu", (3,))
+    world = world_of("cpu")
+    world.windows = direction  # type: ignore[assignment]
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    whole = made(torch.arange(12), mesh, [Shard(0)], {}, "cpu")
+    for _ in range(3):
+        for y in (x, whole):
+            shardweave.redistribute(y, [Replicate()], world="symmetric")
+    if rank == 1:
+        time.sleep(6)
+        return []
+    outputs = []
+    empty = world.empty
+
+    def recorded(*args: Any) -> torch.Tensor:
+        outputs.append(empty(*args))
+        return outputs[-1]
+
+    world.empty = recorded  # type: ignore[method-assign]
+    texts = []
+    for y in (x, whole):
+        with pytest.raises(shardweave.WorldError) as told:
+            shardweave.redistribute(y, [Replicate()], world="symmetric")
+        texts.append(f"{told.type.__name__}: {told.value}")
+    assert len(outputs) == 1 and outputs[0].isnan().all()
+    return texts
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_rank_that_never_comes_is_named_and_the_world_is_dead(direction: str) -> None:
+    ends = run_ranks(stays_away, 3, direction, environment={"SHARDWEAVE_TIMEOUT": "1"})
+    for rank in (0, 2):
+        first, second = ends[rank]
+        assert first == second and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
+        # Rank 2 may hear of it from rank 0 before it has waited as long itself, or the other way round.
+        assert "MeetingTimeoutError: rank 1 did not come within 1 s" in first or "PeerError: rank" in first
+    assert any(text.startswith("MeetingTimeoutError: rank 1") for text in (ends[0][0], ends[2][0]))
+
+
+def asks_for_more(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(x, [Replicate()], world="symmetric")
+    y = made(torch.arange(15.0), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(y if rank == 2 else x, [Replicate()], world="symmetric")
+
+
+def needs_another_window(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0 if rank < 2 else 120000.0), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(x, [Replicate()], world="symmetric")
+
+
+@pytest.mark.parametrize("function", [asks_for_more, needs_another_window])
+def test_ranks_that_ask_for_different_things_are_told(function: Callable) -> None:
+    ends = end_ranks(function, 3, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
+    told = [end for end in ends if end.error == "DisagreementError"]
+    assert told and any("rank 2" in end.message and "asked for different things" in end.message for end in told)
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
+def dies(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    for call in range(20):
+        if rank == 1 and call == 10:
+            world_of("cpu").empty = None  # type: ignore[method-assign,assignment]
+        shardweave.redistribute(x, [Replicate()], world="symmetric")
+
+
+def test_a_rank_that_fails_tells_its_peers_at_once() -> None:
+    # The timeout is longer than the test waits.
+    ends = end_ranks(dies, 3, environment={"SHARDWEAVE_TIMEOUT": "300"}, timeout=60)
+    assert ends[1].error == "TypeError"
+    assert all(end.error == "PeerError" and "failed" in end.message for end in (ends[0], ends[2]))
+
+
+def misfit(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    bad = DTensor.from_local(torch.zeros(9), mesh, [Shard(0)], run_check=False, shape=(12,), stride=(1,))
+    for _ in range(2):
+        assert torch.equal(shardweave.redistribute(x, [Replicate()], world="symmetric").to_local(), torch.arange(12.0))
+        with pytest.raises(shardweave.ArgumentError, match="local tensor"):
+            shardweave.redistribute(bad, [Replicate()], world="symmetric")
+
+
+def test_ranks_that_refuse_alike_go_on() -> None:
+    run_ranks(misfit, 3)
+
+
+def no_windows_on_meta(rank: int) -> None:
+    with pytest.raises(shardweave.UnsupportedError, match="world: symmetric cannot carry ranks .* allowed: collective"):
+        current_worlds().choose((0, 1), torch.device("meta"), "symmetric")
+
+
+def test_devices_without_symmetric_memory_are_refused() -> None:
+    run_ranks(no_windows_on_meta, 2)
+
+
+def in_the_interpreter(rank: int, direction: str, size: int) -> int:
+    from shardweave.kernels.pointers import interpreted
+    from shardweave.kernels.signal import signal_kernel
+
+    assert interpreted(signal_kernel)
+    many_rounds(rank, "cpu", direction, 6)
+    return random_pairs(rank, "cpu", direction, size, 12, None)
+
+
+@pytest.mark.parametrize("size", MESHES)
+def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
+    """Triton chooses when a kernel is decorated: a process tree of its own."""
+    here = Path(__file__).parent
+    ours = (*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(here))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, ours))}
+    code = f"import test_symmetric as t; print(*[t.run_ranks(t.in_the_interpreter, {size}, d, {size}) for d in t.DIRECTIONS])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == " ".join([str([12] * size)] * 2), done.stdout
+
+
+OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", MESHES)
+def test_random_pairs_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
+    ends = run_ranks(random_pairs, size, "cuda", direction, size, 20, None, environment=OVERLAPPING, timeout=300)
+    assert ends == [20] * size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_hundred_rounds_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
+    run_ranks(many_rounds, size, "cuda", direction, 200, environment=OVERLAPPING, timeout=300)
+
+
+def replayed(rank: int, direction: str, uses: int) -> None:
+    """A graph of several redistributions, replayed with other data, and calls in between."""
+    size = torch.distributed.get_world_size()
+    world_of("cuda").windows = direction  # type: ignore[assignment]
+    mesh = init_device_mesh("cuda", (size,))
+    whole = torch.arange(63, dtype=torch.float32).view(7, 9)
+    x = made(whole, mesh, [Shard(0)], {}, "cuda")
+    local = x.to_local()
+
+    def carry(y: DTensor, number: int) -> list[torch.Tensor]:
+        outs = []
+        for _ in range(number):
+            outs.append(shardweave.redistribute(y, [Shard(1)], world="symmetric").to_local())
+        return outs
+
+    carry(x, 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = carry(x, uses)
+    for n in range(1, 8):
+        now = whole + 100 * n
+        local.copy_(held_by(now, [Shard(0)], mesh, {}).to("cuda"))
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        want = held_by(now, [Shard(1)], mesh, {})
+        assert all(torch.equal(out.cpu(), want) for out in outs), n
+        if n % 3 == 0:
+            assert torch.equal(carry(x, 1)[0].cpu(), want), n
+    assert world_of("cuda").error is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("uses", [1, 2, 3])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_graph_is_replayed_with_other_data(gpu: None, direction: str, uses: int) -> None:
+    run_ranks(replayed, 2, direction, uses, environment=OVERLAPPING, timeout=300)
+
+
+def never_comes_to_the_gpu(rank: int) -> str:
+    mesh = init_device_mesh("cuda", (2,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cuda")
+    y = made(torch.arange(12), mesh, [Shard(0)], {}, "cuda")
+    for _ in range(3):
+        shardweave.redistribute(x, [Replicate()], world="symmetric")
+        shardweave.redistribute(y, [Replicate()], world="symmetric")
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(20)
+        return ""
+    out = shardweave.redistribute(x, [Replicate()], world="symmetric").to_local()
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(shardweave.MeetingTimeoutError) as told:
+        shardweave.redistribute(y, [Replicate()], world="symmetric")
+    return str(told.value)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_never_comes_to_the_gpu_is_named(gpu: None) -> None:
+    environment = {**OVERLAPPING, "SHARDWEAVE_TIMEOUT": "2"}
+    first, _ = run_ranks(never_comes_to_the_gpu, 2, environment=environment, timeout=120)
+    assert "rank 1 did not come within 2 s; rank 0 was waiting for it" in first
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_gpu_for_each_rank(direction: str) -> None:
+    size = min(torch.cuda.device_count(), 4)
+    if size < 2:
+        pytest.skip(f"{size} GPUs; 2 are needed")
+    size = 2 if size == 3 else size
+    run_ranks(random_pairs, size, "cuda", direction, size, 20, None, timeout=300)
+    run_ranks(many_rounds, size, "cuda", direction, 200, timeout=300)
