@@ -9,6 +9,7 @@ from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, record, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
 from .planning import plan, plan_batch, redistribute_cost
+from .preparing import prepare
 from .statistics import Statistics, stats
 from .token_dispatch import RoutedTokens, TokenDispatcher, TokenLoad, VirtualTokenDispatcher
 
@@ -32,6 +33,7 @@ __all__ = [
     "plan",
     "plan_batch",
     "record",
+    "prepare",
     "redistribute",
     "redistribute_batch",
     "redistribute_cost",

@@ -25,10 +25,10 @@ class World(Protocol):
     """Ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
     recycles: bool
     """The same address always means the same memory, so views on it may be kept."""
+
     @property
     def windows(self) -> Direction | None:
         """Ranks meet on the device and reach each other's windows: which way; None where they do not."""
-
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised contiguous tensor that nobody else holds and that peers can address."""

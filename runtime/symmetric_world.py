@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 class SymmetricWorld:
     """The ranks of a process group whose memory comes from a provider.
 
-    Steps go through windows (`WindowedStep`). A window belongs to a group of ranks and to a size class, which follow
-    from the program alone, so all ranks of the group make the same ones, one after the other, when they bind the first
-    program that needs one; they stay for as long as the world. **Binding such a program is collective**: all ranks of
-    the group bind it, in the same order among the group's programs, as they would run it; `prepare` does it ahead. Once
-    a program is bound its calls allocate nothing but the output, meet nobody on the host, and may be captured in a CUDA
-    graph: all counts are on the device, so replays and calls may follow each other in any order that is the same on all
-    ranks. All calls of one process are ordered by one stream.
+    Steps go through windows (`WindowedStep`). A window belongs to a group of ranks; a step takes the group's smallest
+    that is large enough, and where none is, all ranks of the group make one as they bind the program. So a group's
+    windows only grow, what a step takes never changes, and all ranks of the group take the same, whatever else they
+    have bound. Windows stay for as long as the world. **Binding a program that needs a larger one is collective**: all
+    ranks of the group bind it, in the same order among the group's programs, as they are going to run it. `prepare`
+    makes windows ahead.
+
+    Calls of a program that is bound allocate nothing but the output, meet nobody on the host, and may be captured in a
+    CUDA graph: all counts are on the device, so replays and calls may follow each other in any order that is the same
+    on all ranks. All calls of one process are ordered by one stream.
 
     A rank that waits in vain leaves rank, peer and channel in a word of the host, overwrites the outputs it works on,
     and tells its peers, which do the same: the world is dead, and the next call raises, or the same call where the
@@ -53,8 +56,7 @@ class SymmetricWorld:
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.windows: Direction = "auto"
         self._store = store
-        self._by_size: dict[tuple[tuple[int, ...], int], Window] = {}
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._of_group: dict[tuple[int, ...], list[Window]] = {}
         self._all: list[Window] = []
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
@@ -96,18 +98,19 @@ class SymmetricWorld:
             DisagreementError: the ranks of the group are at different windows.
             MeetingTimeoutError: a rank of the group did not come.
         """
-        key = ranks, window_size(nbytes)
-        found = self._by_size.get(key)
-        if found is None:
-            try:
-                found = self._by_size[key] = self._made(*key)
-            except WorldError as error:
-                self.fail(error)
-                raise
-        return found
+        windows = self._of_group.setdefault(ranks, [])
+        for window in windows:  # the smallest first
+            if window.nbytes >= nbytes:
+                return window
+        self.check()
+        try:
+            windows.append(self._made(ranks, window_size(nbytes), len(windows)))
+        except WorldError as error:
+            self.fail(error)
+            raise
+        return windows[-1]
 
-    def _made(self, ranks: tuple[int, ...], nbytes: int) -> Window:
-        nth = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
+    def _made(self, ranks: tuple[int, ...], nbytes: int, nth: int) -> Window:
         own, text = self.provider.make(pad_bytes(len(ranks)) + nbytes)
         where = f"shardweave/windows/{ranks}/{nth}"
         self._store.set(f"{where}/{self.rank}", f"{nbytes} {text}")

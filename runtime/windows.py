@@ -16,7 +16,7 @@ _CHANNELS = ("arrivals", "releases")
 
 
 def window_size(nbytes: int) -> int:
-    """The bytes that a window for so many has: few sizes, so that steps of all kinds share windows."""
+    """The bytes that a window for so many is made with: each at least twice the last, so that a group has few."""
     return max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
 
 

@@ -1,0 +1,53 @@
+"""What ranks have to do together before they exchange anything, done ahead."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ArgumentError
+from .calls import check_backend, check_ranks, world_for
+from .specs import mesh_of
+from .symmetric_world import SymmetricWorld
+
+
+def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> None:
+    """Make the memory that later redistributions on `mesh` exchange through. Collective: every rank of the mesh calls.
+
+    On the symmetric world it makes a window for every group of ranks along mesh dims, so that a request is bound
+    without any rank waiting for another. Other worlds need nothing ahead.
+
+    Args:
+        max_bytes: what one window holds: of a rank's largest shard, input or output of a step, times the ranks whose
+            contributions are reduced where they push. `explain` shows what a request needs; one that needs more makes
+            its own, which is collective.
+        world: as for `redistribute`.
+
+    Raises:
+        ArgumentError: `max_bytes` is no positive number.
+        UnsupportedError: the world asked for cannot carry the ranks.
+        WorldError: a rank of the mesh did not come.
+    """
+    if not isinstance(max_bytes, int) or max_bytes <= 0:
+        raise ArgumentError(f"max_bytes: {max_bytes!r}; allowed: a number of bytes above 0")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    on = mesh_of(mesh)
+    check_backend(device, on.size)
+    check_ranks(on)
+    found, _ = world_for(tuple(sorted(on.rank_array.tolist())), device, world, mesh)
+    if not isinstance(found, SymmetricWorld):
+        return
+    (position,) = [p for p in range(on.size) if on.rank_at(p) == dist.get_rank()]
+    for number in range(1, on.ndim + 1):
+        for dims in combinations(range(on.ndim), number):
+            ranks = tuple(sorted(map(on.rank_at, on.subgroup(position, dims))))
+            if len(ranks) > 1:
+                found.window(ranks, max_bytes)
