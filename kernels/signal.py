@@ -237,6 +237,7 @@ def _arguments(channel: Channel, token: int, polls: int, poison: torch.Tensor | 
     return channel.table, channel.pad, failure.error, told, token, polls, out, words, filler, size
 
 
+@functools.lru_cache
 def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8) -> dict[str, Any]:
     """What signal_kernel is compiled with, and num_warps; `size`: bytes of a word of what is overwritten."""
     return {
@@ -290,7 +291,7 @@ def signal_reference(
             poison.view(-1).view(integers).copy_(torch.tensor(filler).to(integers))
 
 
-@functools.lru_cache(None)
+@functools.lru_cache
 def poison_word(dtype: torch.dtype) -> tuple[int, int]:
     """What outputs are overwritten with: 8 bytes of it as an integer, and the size of a word."""
     part = real_dtype(dtype)

@@ -91,7 +91,7 @@ class TorchSymmetricMemory:
         if name is None:
             # torch knows names for as long as the process lives, process groups come and go.
             name = self._names[ranks] = f"shardweave/{self._life}/{ranks}"
-            store = dist.PrefixStore(f"symmetric/{ranks}", self._store)
+            store = dist.PrefixStore(f"torch/{ranks}", self._store)
             _SymmetricMemory.set_group_info(name, ranks.index(self.rank), len(ranks), store)
         try:
             handle = _SymmetricMemory.rendezvous(own, name)

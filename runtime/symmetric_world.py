@@ -112,7 +112,7 @@ class SymmetricWorld:
 
     def _made(self, ranks: tuple[int, ...], nbytes: int, nth: int) -> Window:
         own, text = self.provider.make(pad_bytes(len(ranks)) + nbytes)
-        where = f"shardweave/windows/{ranks}/{nth}"
+        where = f"windows/{ranks}/{nth}"
         self._store.set(f"{where}/{self.rank}", f"{nbytes} {text}")
         told = {}
         for rank in ranks:

@@ -67,7 +67,8 @@ class Worlds:
         if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
             raise ArgumentError(f"world: {asked!r} is not known; allowed: {', '.join(NAMES)}")
         if asked == "symmetric":
-            # Asked for only: on GPUs it is not chosen by itself before GPUs have proved it.
+            # Asked for only. On GPUs that reach each other it is meant to be the default, once a GPU has proved it; on
+            # CPUs pushing into the outputs themselves copies less.
             return self._choose_symmetric(ranks, device), "asked for"
         key = (ranks, device.type, asked)
         found = self._chosen.get(key)
@@ -92,8 +93,10 @@ class Worlds:
             obstacle = self._why_no_shared_memory(ranks, device) if on_cpu else why_no_symmetric_memory(device)
             if obstacle:
                 raise UnsupportedError(f"world: symmetric cannot carry ranks {ranks}: {obstacle}; allowed: collective")
-            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(self._store, self.rank, device)
-            found = SymmetricWorld(self._store, self.rank, self.size, self.timeout, provider)
+            nth = sum(other.type == device.type for other in self._symmetric)
+            store = dist.PrefixStore(f"symmetric/{device.type}/{nth}", self._store)
+            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
+            found = SymmetricWorld(store, self.rank, self.size, self.timeout, provider)
             self._symmetric[device] = found
         stats().worlds[ranks] = f"{found.name}: asked for"
         return found

@@ -57,7 +57,7 @@ def _run_interpreted(config: pytest.Config) -> dict[str, tuple[str, str]]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *config.stash[_selected]]
     try:
         child = subprocess.run(
-            command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=1200
+            command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=3600
         )
         lines = report.read_text().splitlines() if report.exists() else []
     finally:

@@ -191,6 +191,22 @@ def test_a_batch_goes_through_windows_too() -> None:
     run_ranks(batches, 4)
 
 
+def later_and_backward(rank: int, direction: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    world_of("cpu").windows = direction  # type: ignore[assignment]
+    whole = torch.arange(63.0).view(7, 9)
+    x = made(whole, mesh, (Shard(0), Shard(1)), {}, "cpu").requires_grad_()
+    y = shardweave.redistribute(x, (Shard(1), Replicate()), async_op=True, world="symmetric")
+    assert equal(y.detach().to_local(), held_by(whole, (Shard(1), Replicate()), mesh, {}))
+    (y * y).sum().backward()
+    assert x.grad is not None and equal(x.grad.to_local(), held_by(2 * whole, (Shard(0), Shard(1)), mesh, {}))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_async_calls_and_gradients(direction: str) -> None:
+    run_ranks(later_and_backward, 4, direction)
+
+
 def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
     """Windows are made when a program is bound, in sizes that follow from it, and never again."""
     mesh = init_device_mesh("cpu", (4,))
