@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
     plan.add_argument(
         "--world",
-        choices=("shared_memory", "collective"),
+        choices=("shared_memory", "collective", "symmetric"),
         help="also say how ranks of such a world carry each step out, and why",
     )
     plan.add_argument(
@@ -176,7 +176,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(program.to_dict(), indent=1))
     elif arguments.world is not None:
-        world = AssumedWorld(program.mesh, arguments.world == "shared_memory", arguments.backend or "gloo")
+        windows = "auto" if arguments.world == "symmetric" else None
+        one_sided = arguments.world != "collective"
+        world = AssumedWorld(program.mesh, one_sided, arguments.backend or "gloo", windows)  # type: ignore[arg-type]
         print(explain_on(program, world, arguments.reduction or "ordered"))
     else:
         print(program.explain())

@@ -59,7 +59,8 @@ def redistribute(
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
             gradients are recorded. The result is copied there.
-        world: "shared_memory", "collective", or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
+        world: "shared_memory", "collective", "symmetric" (on GPUs that reach each other, or CPUs of one machine: ranks
+            meet on the device), or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
             `install` was told, else bytes alone decide.
         reduction: "ordered" or "fast", as for `install`; None: what that was told.
