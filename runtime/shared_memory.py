@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import select
@@ -170,8 +171,9 @@ class SharedMemoryWorld:
         return self.address(book), book
 
     def offered(self, address: Address, number: int) -> list[Address]:
-        book = self.open(address, 16 * number).view(torch.int64).view(number, 2)
-        return [(address[0], segment, offset) for segment, offset in book.tolist()]
+        # The host's own words, no tensor's values.
+        words = (ctypes.c_int64 * (2 * number)).from_address(self.open(address, 16 * number).data_ptr())
+        return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
 
     def landings(self, ranks: tuple[int, ...]) -> Landings:
         return self._landings.setdefault(ranks, Landings())
