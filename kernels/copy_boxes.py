@@ -11,18 +11,35 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .boxes import Boxes, source_views, split_elements, target_views
-from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word, tile_constants
+from .pointers import (
+    MOST_BUFFERS,
+    SOURCE_ARGUMENTS,
+    TARGET_ARGUMENTS,
+    WORDS,
+    Pointers,
+    PreparedLaunch,
+    on_device,
+    pattern,
+    pattern_word,
+    runs_on,
+    source_address,
+    target_address,
+    tile_constants,
+)
 from .tiling import Launch, LaunchConfig, tile_launches
 
 
-@triton.jit(do_not_specialize=["source0", "target0", "fill"])
+@triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill"])
 def copy_boxes_kernel(
     descriptors,  # int64 [programs, 8]
-    source_table,  # int64 [sources], addresses; entry 0 is not read
+    source_table,  # int64 [sources], addresses; those that are arguments are not read
     target_table,  # int64 [targets]
-    source0,  # address
-    target0,  # address
-    fill,  # 8 bytes of the fill value
+    source0: tl.int64,  # address
+    source1: tl.int64,
+    source2: tl.int64,
+    source3: tl.int64,
+    target0: tl.int64,
+    fill: tl.int64,  # 8 bytes of the fill value
     WORD: tl.constexpr,
     VS: tl.constexpr,
     VD: tl.constexpr,
@@ -31,8 +48,8 @@ def copy_boxes_kernel(
     TRANSPOSED: tl.constexpr,
     ALIGN_S: tl.constexpr,  # bytes
     ALIGN_D: tl.constexpr,
-    MANY_SOURCES: tl.constexpr,
-    MANY_TARGETS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    TARGETS: tl.constexpr,
     HAS_FILL: tl.constexpr,
 ):
     """Program i moves the tile of descriptor row i: up to ROWS x COLS words."""
@@ -45,11 +62,11 @@ def copy_boxes_kernel(
     target_stride = tl.multiple_of(tl.load(row + 5), VD)
     rows = tl.load(row + 6).to(tl.int32)
     cols = tl.load(row + 7).to(tl.int32)
-    source_address = base_address(source_table, source_id, source0, MANY_SOURCES)
-    target_address = base_address(target_table, target_id, target0, MANY_TARGETS)
+    source_base = source_address(source_table, source_id, source0, source1, source2, source3, SOURCES)
+    target_base = target_address(target_table, target_id, target0, TARGETS)
     # An address that was an integer has lost its alignment; without it and that of the bounds nothing is vectorised.
-    source = tl.multiple_of(source_address.to(tl.pointer_type(WORD)), ALIGN_S) + source_offset
-    target = tl.multiple_of(target_address.to(tl.pointer_type(WORD)), ALIGN_D) + target_offset
+    source = tl.multiple_of(source_base.to(tl.pointer_type(WORD)), ALIGN_S) + source_offset
+    target = tl.multiple_of(target_base.to(tl.pointer_type(WORD)), ALIGN_D) + target_offset
     r = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLS)[None, :]
     if TRANSPOSED:
@@ -89,9 +106,9 @@ class CopyTable:
                 raise ArgumentError(f"fill is {boxes.fill!r} and only the itemsize was given; a dtype is needed")
             self._fill = pattern(boxes.fill, dtype)
         self.boxes, self.dtype, self.itemsize, self.device, self.config = boxes, dtype, itemsize, device, config
-        self.sources = Pointers("sources", boxes.source, dtype, itemsize, device)
-        self.targets = Pointers("targets", boxes.target, dtype, itemsize, device)
-        self.by_reference = (device.type == "cpu") != interpreted(copy_boxes_kernel)
+        self.sources = Pointers("sources", boxes.source, dtype, itemsize, device, SOURCE_ARGUMENTS)
+        self.targets = Pointers("targets", boxes.target, dtype, itemsize, device, TARGET_ARGUMENTS)
+        self.by_reference = not runs_on(device)
         self._variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
         if not self.by_reference:
             self.variant(16, 16)
@@ -105,24 +122,29 @@ class CopyTable:
         if known is not None:
             return known
         variant = []
-        for launch in copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config):
+        for launch, constants in self.specialisations(source_align, target_align):
             fill = pattern_word(self._fill, launch.target_word) if launch.has_fill else 0
             if fill is None:
                 raise ArgumentError(
                     f"fill is {self.boxes.fill!r}: its {self.itemsize} bytes do not repeat in words of "
                     f"{launch.target_word}, which is all that the buffers' alignment or dtype allows; 0 always works"
                 )
-            constants = copy_constants(launch, (source_align, target_align), (self.sources.many, self.targets.many))
-            variant.append(PreparedLaunch.upload(launch, self.device, fill, constants))
+            variant.append(PreparedLaunch(copy_boxes_kernel, launch, self.device, [fill], constants))
         self._variants[source_align, target_align] = variant
         return variant
 
+    def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
+        """The launches of a variant, each with what the kernel is compiled with. Nothing is compiled."""
+        aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
+        launches = copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config)
+        return [(launch, copy_constants(launch, aligns, buffers)) for launch in launches]
+
 
 def copy_constants(
-    launch: Launch, aligns: tuple[int, int] = (16, 16), many: tuple[bool, bool] = (True, True)
+    launch: Launch, aligns: tuple[int, int] = (16, 16), buffers: tuple[int, int] = MOST_BUFFERS
 ) -> dict[str, Any]:
     """What copy_boxes_kernel is compiled with, and num_warps; pairs are of sources and targets."""
-    return {"WORD": WORDS[launch.target_word], **tile_constants(launch, aligns, many)}
+    return {"WORD": WORDS[launch.target_word], **tile_constants(launch, aligns, buffers)}
 
 
 def copy_launches(
@@ -158,10 +180,11 @@ def copy_boxes(table: CopyTable, sources: Sequence[torch.Tensor], targets: Seque
     if table.by_reference:
         copy_boxes_reference(table.boxes, sources, targets)
         return
-    source0, source_table, source_align = table.sources.resolve(sources)
-    target0, target_table, target_align = table.targets.resolve(targets)
-    for p in table.variant(source_align, target_align):
-        copy_boxes_kernel[p.grid](p.descriptors, source_table, target_table, source0, target0, p.fill, **p.constants)
+    first_sources, source_table, source_align = table.sources.resolve(sources)
+    first_targets, target_table, target_align = table.targets.resolve(targets)
+    with on_device(table.device):
+        for launch in table.variant(source_align, target_align):
+            launch(source_table, target_table, first_sources, first_targets)
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,12 @@ from .tiling import Launch
 
 # Sets of addresses kept on the device per table: enough for buffers that rotate, few enough not to hold memory.
 KEPT_TABLES = 16
+# Addresses that are kernel arguments: programs rarely read more buffers (a step's input, and what came before it).
+SOURCE_ARGUMENTS, TARGET_ARGUMENTS = 4, 1
+NO_ADDRESSES = (0,) * (SOURCE_ARGUMENTS + TARGET_ARGUMENTS)
+# Sources and targets beyond which a kernel is the same, however many a call has.
+MOST_BUFFERS = SOURCE_ARGUMENTS + 1, TARGET_ARGUMENTS + 1
+_HERE = nullcontext()
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -25,7 +31,19 @@ def interpreted(kernel: object) -> bool:
     return not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
-def tile_constants(launch: Launch, aligns: tuple[int, int], many: tuple[bool, bool]) -> dict[str, Any]:
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run on tensors of the device in this process; else their references do."""
+    return device.type == ("cpu" if interpreted(target_address) else "cuda")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where the device's kernels are compiled and launched: with the device current, as it nearly always is."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _HERE
+    return torch.cuda.device(device)
+
+
+def tile_constants(launch: Launch, aligns: tuple[int, int], buffers: tuple[int, int]) -> dict[str, Any]:
     """The constants that both kernels have; pairs are of sources and targets."""
     return {
         "VS": launch.source_vector,
@@ -35,69 +53,98 @@ def tile_constants(launch: Launch, aligns: tuple[int, int], many: tuple[bool, bo
         "TRANSPOSED": launch.kind == "transposed",
         "ALIGN_S": aligns[0],
         "ALIGN_D": aligns[1],
-        "MANY_SOURCES": many[0],
-        "MANY_TARGETS": many[1],
+        "SOURCES": min(buffers[0], MOST_BUFFERS[0]),
+        "TARGETS": min(buffers[1], MOST_BUFFERS[1]),
         "HAS_FILL": launch.has_fill,
         "num_warps": launch.num_warps,
     }
 
 
 @triton.jit
-def base_address(table, index, first, MANY: tl.constexpr):
-    """The address of buffer `index`: `first` for 0, else (only where MANY) from the table."""
-    address = first.to(tl.int64)
-    if MANY:
-        address = tl.where(index == 0, address, tl.load(table + index, mask=index > 0, other=0))
+def source_address(table, index, source0, source1, source2, source3, SOURCES: tl.constexpr):
+    """The address of source `index`, one of the first four from the arguments, else from the table."""
+    address = source0.to(tl.int64)
+    if SOURCES > 1:
+        address = tl.where(index == 1, source1.to(tl.int64), address)
+    if SOURCES > 2:
+        address = tl.where(index == 2, source2.to(tl.int64), address)
+    if SOURCES > 3:
+        address = tl.where(index == 3, source3.to(tl.int64), address)
+    if SOURCES > 4:
+        address = tl.where(index > 3, tl.load(table + index, mask=index > 3, other=0), address)
     return address
 
 
-@dataclass(frozen=True, eq=False)
+@triton.jit
+def target_address(table, index, target0, TARGETS: tl.constexpr):
+    """The address of target `index`: target0, or from the table."""
+    address = target0.to(tl.int64)
+    if TARGETS > 1:
+        address = tl.where(index > 0, tl.load(table + index, mask=index > 0, other=0), address)
+    return address
+
+
 class PreparedLaunch:
-    """A launch whose descriptors are on the device."""
+    """A launch that lacks nothing but addresses: its descriptors are on the device, its kernel is compiled and loaded.
 
-    grid: tuple[int]
-    descriptors: torch.Tensor  # int64 [tiles, ...]
-    fill: int  # 8 bytes of the fill value
-    constants: dict[str, Any]
+    So that a call does not go through Triton's binder, which costs more than the launch itself.
+    """
 
-    @classmethod
-    def upload(cls, launch: Launch, device: torch.device, fill: int, constants: dict[str, Any]) -> PreparedLaunch:
-        descriptors = torch.from_numpy(launch.descriptors).to(device)
-        return cls((len(descriptors),), descriptors, fill, constants)
+    def __init__(
+        self, kernel: Any, launch: Launch, device: torch.device, scalars: Sequence[int], constants: Mapping[str, Any]
+    ) -> None:
+        """`scalars`: the kernel's arguments between the addresses and its constants."""
+        self.descriptors = torch.from_numpy(launch.descriptors).to(device)
+        names = [name for name in kernel.arg_names if name in constants]
+        # The order of the kernel's own parameters, which launchers of compiled kernels take, constants included.
+        self._rest = (*scalars, *(constants[name] for name in names))
+        grid = (len(self.descriptors), 1, 1)
+        if interpreted(kernel):
+            self._start = kernel[grid]
+            return
+        table = torch.empty(0, dtype=torch.int64, device=device)
+        arguments = (self.descriptors, table, table, *NO_ADDRESSES, *self._rest)
+        with on_device(device):
+            self._start = kernel.warmup(*arguments, grid=grid, num_warps=constants["num_warps"])[grid]
+
+    def __call__(
+        self, source_table: torch.Tensor, target_table: torch.Tensor, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        self._start(self.descriptors, source_table, target_table, *sources, *targets, *self._rest)
 
 
 class Pointers:
     """The base addresses of the buffers that a table's descriptors name.
 
-    Buffer 0 is a kernel argument, so a fresh output costs no upload. The others come from a table on the device, kept
-    by their addresses and uploaded when they were not seen before. All calls of one table run on one stream.
+    The first are kernel arguments, so fresh buffers cost no upload. The others come from a table on the device, kept by
+    their addresses and uploaded when they were not seen before. All calls of one table run on one stream.
     """
 
     def __init__(
-        self, name: str, ids: np.ndarray, dtype: torch.dtype | None, itemsize: int, device: torch.device
+        self, name: str, ids: np.ndarray, dtype: torch.dtype | None, itemsize: int, device: torch.device, arguments: int
     ) -> None:
         self._name, self._dtype, self._itemsize, self._device = name, dtype, itemsize, device
-        self._ids = [int(i) for i in np.unique(ids) if i > 0]
-        self._has_zero = bool((ids == 0).any())
-        self._size = max(self._ids, default=0 if self._has_zero else -1) + 1
+        named = [int(i) for i in np.unique(ids) if i >= 0]
+        self._first, self._ids = [i for i in named if i < arguments], [i for i in named if i >= arguments]
+        self._arguments = [0] * arguments
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured: list[torch.Tensor] = []
         self._none = torch.empty(0, dtype=torch.int64, device=device)
-        self.many = bool(self._ids)
+        self.count = max(named, default=-1) + 1
 
-    def resolve(self, buffers: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor, int]:
-        """Buffer 0's address, the others' on the device (empty if there are none), the alignment of all, 1 to 16."""
-        if len(buffers) < self._size:
-            raise ArgumentError(f"{self._name}: {len(buffers)} buffers were given; the table names {self._size}")
-        first = 0
-        if self._has_zero:
-            self._check(0, buffers[0])
-            first = buffers[0].data_ptr()
+    def resolve(self, buffers: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor, int]:
+        """The first buffers' addresses, the others' on the device (empty if there are none), and the alignment of all,
+        1 to 16."""
+        if len(buffers) < self.count:
+            raise ArgumentError(f"{self._name}: {len(buffers)} buffers were given; the table names {self.count}")
+        bits, first = 16, self._arguments.copy()
+        for i in self._first:
+            self._check(i, buffers[i])
+            first[i] = address = buffers[i].data_ptr()
+            bits |= address
         if not self._ids:
-            bits = first | 16
             return first, self._none, bits & -bits
         addresses = tuple([buffers[i].data_ptr() for i in self._ids])
-        bits = first | 16
         for address in addresses:
             bits |= address
         table = self._tables.get(addresses)
@@ -118,7 +165,7 @@ class Pointers:
             )
 
     def _upload(self, addresses: tuple[int, ...]) -> torch.Tensor:
-        host = torch.zeros(self._size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        host = torch.zeros(self.count, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         for i, address in zip(self._ids, addresses, strict=True):
             host[i] = struct.unpack("q", struct.pack("Q", address))[0]
         table = host.to(self._device, non_blocking=True)

@@ -18,7 +18,22 @@ import triton.language as tl
 from ..errors import ArgumentError
 from .boxes import Boxes, source_views, split_elements, target_views
 from .codecs import decode, encode
-from .pointers import WORDS, Pointers, PreparedLaunch, base_address, interpreted, pattern, pattern_word, tile_constants
+from .pointers import (
+    MOST_BUFFERS,
+    SOURCE_ARGUMENTS,
+    TARGET_ARGUMENTS,
+    WORDS,
+    Pointers,
+    PreparedLaunch,
+    interpreted,
+    on_device,
+    pattern,
+    pattern_word,
+    runs_on,
+    source_address,
+    target_address,
+    tile_constants,
+)
 from .reduction import check_reduction, real_dtype, reduce_views
 from .tiling import Launch, LaunchConfig, tile_launches
 
@@ -62,6 +77,9 @@ def load_contributor(
     k,
     source_table,
     source0,
+    source1,
+    source2,
+    source3,
     r,
     c,
     mask,
@@ -69,26 +87,29 @@ def load_contributor(
     WORD: tl.constexpr,
     VS: tl.constexpr,
     ALIGN_S: tl.constexpr,
-    MANY_SOURCES: tl.constexpr,
+    SOURCES: tl.constexpr,
 ):
     """Contributor k's part of the tile that the descriptor at `row` describes, as words."""
     source_id = tl.load(row + k)
     offset = tl.multiple_of(tl.load(row + K + 1 + k), VS)
     stride = tl.multiple_of(tl.load(row + 2 * K + 2 + k), VS)
-    address = base_address(source_table, source_id, source0, MANY_SOURCES)
+    address = source_address(source_table, source_id, source0, source1, source2, source3, SOURCES)
     source = tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN_S) + offset
     return tl.load(source + r * stride + c, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["source0", "target0", "fill", "divisor"])
+@triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill", "divisor"])
 def reduce_boxes_kernel(
     descriptors,  # int64 [programs, 3 * K + 5]
-    source_table,  # int64 [sources], addresses; entry 0 is not read
+    source_table,  # int64 [sources], addresses; those that are arguments are not read
     target_table,  # int64 [targets]
-    source0,  # address
-    target0,  # address
-    fill,  # 8 bytes of the fill value
-    divisor,  # the bits of a float64
+    source0: tl.int64,  # address
+    source1: tl.int64,
+    source2: tl.int64,
+    source3: tl.int64,
+    target0: tl.int64,
+    fill: tl.int64,  # 8 bytes of the fill value
+    divisor: tl.int64,  # the bits of a float64
     K: tl.constexpr,  # contributors
     OP: tl.constexpr,
     FROM: tl.constexpr,  # dtype
@@ -102,8 +123,8 @@ def reduce_boxes_kernel(
     TRANSPOSED: tl.constexpr,
     ALIGN_S: tl.constexpr,  # bytes
     ALIGN_D: tl.constexpr,
-    MANY_SOURCES: tl.constexpr,
-    MANY_TARGETS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    TARGETS: tl.constexpr,
     HAS_FILL: tl.constexpr,
     DIVIDE: tl.constexpr,
     SOFT: tl.constexpr,
@@ -115,8 +136,8 @@ def reduce_boxes_kernel(
     target_stride = tl.multiple_of(tl.load(row + 3 * K + 2), VD)
     rows = tl.load(row + 3 * K + 3).to(tl.int32)
     cols = tl.load(row + 3 * K + 4).to(tl.int32)
-    target_address = base_address(target_table, target_id, target0, MANY_TARGETS)
-    target = tl.multiple_of(target_address.to(tl.pointer_type(TO_WORD)), ALIGN_D) + target_offset
+    target_base = target_address(target_table, target_id, target0, TARGETS)
+    target = tl.multiple_of(target_base.to(tl.pointer_type(TO_WORD)), ALIGN_D) + target_offset
     r = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLS)[None, :]
     if TRANSPOSED:
@@ -130,21 +151,48 @@ def reduce_boxes_kernel(
     reads = inside
     if HAS_FILL:
         reads = inside & (tl.load(row) >= 0)
-    total = decode(
-        load_contributor(row, 0, source_table, source0, r, c, reads, K, FROM_WORD, VS, ALIGN_S, MANY_SOURCES),
-        FROM,
-        SOFT,
+    words = load_contributor(
+        row, 0, source_table, source0, source1, source2, source3, r, c, reads, K, FROM_WORD, VS, ALIGN_S, SOURCES
     )
+    total = decode(words, FROM, SOFT)
     if K <= UNROLLED:
         for k in tl.static_range(1, K):
             words = load_contributor(
-                row, k, source_table, source0, r, c, reads, K, FROM_WORD, VS, ALIGN_S, MANY_SOURCES
+                row,
+                k,
+                source_table,
+                source0,
+                source1,
+                source2,
+                source3,
+                r,
+                c,
+                reads,
+                K,
+                FROM_WORD,
+                VS,
+                ALIGN_S,
+                SOURCES,
             )
             total = combine(total, decode(words, FROM, SOFT), OP)
     else:
         for k in range(1, K):
             words = load_contributor(
-                row, k, source_table, source0, r, c, reads, K, FROM_WORD, VS, ALIGN_S, MANY_SOURCES
+                row,
+                k,
+                source_table,
+                source0,
+                source1,
+                source2,
+                source3,
+                r,
+                c,
+                reads,
+                K,
+                FROM_WORD,
+                VS,
+                ALIGN_S,
+                SOURCES,
             )
             total = combine(total, decode(words, FROM, SOFT), OP)
     if DIVIDE:
@@ -178,9 +226,9 @@ class ReduceTable:
         self._fill = pattern(boxes.fill, out_dtype) if boxes.has_fill else b"\0" * out_dtype.itemsize
         self.boxes, self.dtype, self.out_dtype, self.device, self.config = boxes, dtype, out_dtype, device, config
         self.op, self.divisor = op, divisor
-        self.sources = Pointers("sources", boxes.source, dtype, dtype.itemsize, device)
-        self.targets = Pointers("targets", boxes.target, out_dtype, out_dtype.itemsize, device)
-        self.by_reference = (device.type == "cpu") != interpreted(reduce_boxes_kernel)
+        self.sources = Pointers("sources", boxes.source, dtype, dtype.itemsize, device, SOURCE_ARGUMENTS)
+        self.targets = Pointers("targets", boxes.target, out_dtype, out_dtype.itemsize, device, TARGET_ARGUMENTS)
+        self.by_reference = not runs_on(device)
         self.divisor_bits = struct.unpack("q", struct.pack("d", divisor or 1.0))[0]
         self.soft = interpreted(reduce_boxes_kernel) or (dtype is torch.float8_e4m3fn and not _has_float8(device))
         self._variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
@@ -196,22 +244,22 @@ class ReduceTable:
         if known is not None:
             return known
         fill = pattern_word(self._fill, min(self.out_dtype.itemsize, 8)) or 0
-        variant = []
-        for launch in reduce_launches(self.boxes, self.dtype, self.out_dtype, source_align, target_align, self.config):
-            constants = reduce_constants(
-                launch,
-                self.boxes.contributors,
-                self.dtype,
-                self.op,
-                self.divisor is not None,
-                self.out_dtype,
-                (source_align, target_align),
-                (self.sources.many, self.targets.many),
-                self.soft,
-            )
-            variant.append(PreparedLaunch.upload(launch, self.device, fill, constants))
+        variant = [
+            PreparedLaunch(reduce_boxes_kernel, launch, self.device, [fill, self.divisor_bits], constants)
+            for launch, constants in self.specialisations(source_align, target_align)
+        ]
         self._variants[source_align, target_align] = variant
         return variant
+
+    def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
+        """The launches of a variant, each with what the kernel is compiled with. Nothing is compiled."""
+        boxes, dtype, divide = self.boxes, self.dtype, self.divisor is not None
+        aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
+        found = []
+        for launch in reduce_launches(boxes, dtype, self.out_dtype, source_align, target_align, self.config):
+            form = launch, boxes.contributors, dtype, self.op, divide, self.out_dtype
+            found.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
+        return found
 
 
 def reduce_constants(
@@ -222,7 +270,7 @@ def reduce_constants(
     divide: bool,
     out_dtype: torch.dtype,
     aligns: tuple[int, int] = (16, 16),
-    many: tuple[bool, bool] = (True, True),
+    buffers: tuple[int, int] = MOST_BUFFERS,
     soft: bool = False,
 ) -> dict[str, Any]:
     """What reduce_boxes_kernel is compiled with, and num_warps; pairs are of sources and targets."""
@@ -237,7 +285,7 @@ def reduce_constants(
         "TO_WORD": WORDS[launch.target_word],
         "DIVIDE": divide,
         "SOFT": soft,
-        **tile_constants(launch, aligns, many),
+        **tile_constants(launch, aligns, buffers),
     }
 
 
@@ -289,12 +337,11 @@ def reduce_boxes(table: ReduceTable, sources: Sequence[torch.Tensor], targets: S
     if table.by_reference:
         reduce_boxes_reference(table.boxes, sources, targets, table.op, table.divisor)
         return
-    source0, source_table, source_align = table.sources.resolve(sources)
-    target0, target_table, target_align = table.targets.resolve(targets)
-    for p in table.variant(source_align, target_align):
-        reduce_boxes_kernel[p.grid](
-            p.descriptors, source_table, target_table, source0, target0, p.fill, table.divisor_bits, **p.constants
-        )
+    first_sources, source_table, source_align = table.sources.resolve(sources)
+    first_targets, target_table, target_align = table.targets.resolve(targets)
+    with on_device(table.device):
+        for launch in table.variant(source_align, target_align):
+            launch(source_table, target_table, first_sources, first_targets)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ VECTOR = 16  # bytes of the widest access
 # Boxes of 16-byte alignment get a launch of their own, so that one odd box does not narrow them, from here on: below,
 # one more launch costs more than narrow accesses do.
 WIDE_BYTES = 1 << 20
+LEAST_RUN = 512  # bytes of a row that a tile takes at once, where the row has them
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,13 @@ def tile_launches(
             max(min(source // words[0], column), 1),
             max(min(target // words[1], row if transposed else column), 1),
         )
-        rows, cols = _tile_shape(part, name, max(words), vectors, config)
+        shaped = config
+        if min(vectors) == 1 and config.accesses_per_thread > 8:
+            # An address for each word fills a thread's registers: fewer accesses each, by more threads.
+            shaped = replace(
+                config, accesses_per_thread=8, num_warps=config.num_warps * config.accesses_per_thread // 8
+            )
+        rows, cols = _tile_shape(part, name, max(words), vectors, shaped)
         launches.append(
             Launch(
                 kind="straight" if name == "wide" else name,
@@ -137,7 +144,7 @@ def tile_launches(
                 target_vector=vectors[1],
                 rows=rows,
                 columns=cols,
-                num_warps=config.num_warps,
+                num_warps=shaped.num_warps,
                 has_fill=part.has_fill,
             )
         )
@@ -193,9 +200,11 @@ def _tile_shape(boxes: Boxes, kind: str, word: int, vectors: tuple[int, int], co
     most_rows = _power_of_two(int(rows.max()))
     if kind == "strided":
         return min(words, most_rows), 1
-    # Of all shapes of this many words the one that leaves the fewest tiles; of equal ones the widest.
+    # Of all shapes of this many words the one that leaves the fewest tiles; of equal ones the widest. But none narrower
+    # than a good run: rows a few words longer than a tile would else be cut into columns.
     planes = boxes.extent[:, 2:].prod(axis=1)
-    cols = min(words, max(_power_of_two(int(columns.max())), least_columns))
+    widest = max(_power_of_two(int(columns.max())), least_columns)
+    cols, least_columns = min(words, widest), max(least_columns, min(widest, words, LEAST_RUN // word))
     shapes = []
     while cols >= least_columns:
         tiles = int((planes * -(-rows // (words // cols)) * -(-columns // cols)).sum())

@@ -93,14 +93,30 @@ def simulate(
     if not isinstance(program, Program):
         raise ArgumentError(f"program: {program!r}; allowed: a Program or a Batch")
     _check_locals(program, locals_, "locals_")
+    return bind_in_process(program, locals_, world, reduction)(locals_)
+
+
+def bind_in_process(
+    program: Program, like: Sequence[torch.Tensor], world: InProcessWorld, reduction: Reduction = "ordered"
+) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """The program of all ranks, bound once and called many times, with tensors of the forms of `like`.
+
+    On CUDA a call only allocates and launches: it waits for nothing, and may be captured in a graph.
+    """
     if program.is_identity:
-        return list(locals_)
-    runs = {}
-    for position, x in enumerate(map(_plain, locals_)):
-        bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, reduction)
-        runs[program.mesh.rank_at(position)] = bound.run(x)
-    outputs = run_all(runs)
-    return [outputs[program.mesh.rank_at(position)] for position in range(program.mesh.size)]
+        return list
+    bound = [
+        BoundProgram(program, position, x.stride(), world, x.dtype, x.device, reduction)
+        for position, x in enumerate(map(_plain, like))
+    ]
+
+    def call(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
+        inputs = map(_plain, locals_)
+        outputs = run_all({rank: b.run(x) for rank, b, x in zip(ranks, bound, inputs, strict=True)})
+        return [outputs[rank] for rank in ranks]
+
+    return call
 
 
 def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], world: InProcessWorld) -> list[Any]:

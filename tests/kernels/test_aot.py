@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from shardweave.bench import aot
+from shardweave.bench.aot import TARGETS, accesses
+from shardweave.bench.specialisations import of_ranks, specialisations
 from shardweave.kernels import Boxes, copy_launches, reduce_launches
 from shardweave.kernels.copy_boxes import copy_boxes_kernel, copy_constants
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel, reduce_constants
@@ -22,12 +22,6 @@ from shardweave.kernels.signal import signal_constants, signal_kernel
 
 pytestmark = pytest.mark.aot
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 DTYPES = [
     torch.float32,
     torch.bfloat16,
@@ -65,51 +59,20 @@ def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> Boxes:
 def compile_kernel(kernel, target: str, constants: dict):
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    constants = dict(constants)
-    num_warps = constants.pop("num_warps")
-    named = ("descriptors", "source_table", "target_table", "table", "pad", "error")
-    pointers = dict.fromkeys(named, "*i64")
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i64") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
+    return aot.compile_kernel(kernel, target, constants)
 
 
-def accesses(compiled, target: str) -> Counter:
-    """Bytes per access to the count of vector or tile accesses, loads and stores apart; descriptors' are left out."""
-    if target == "gfx942":
-        found = re.findall(r"(?:global|buffer|flat)_(load|store)_(\w+)", compiled.asm["amdgcn"])
-        widths = {
-            "dwordx4": 16,
-            "dwordx3": 12,
-            "dwordx2": 8,
-            "dword": 4,
-            "ushort": 2,
-            "short": 2,
-            "ubyte": 1,
-            "byte": 1,
-        }
-        return Counter((op, next((w for name, w in widths.items() if kind.startswith(name)), 0)) for op, kind in found)
-    found = re.findall(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
-    return Counter(({"ld": "load", "st": "store"}[op], int(v or 1) * int(b) // 8) for op, v, b in found)
-
-
-def assert_no_spill(compiled, target: str, tmp_path: Path) -> None:
-    if target == "gfx942":
-        counts = re.findall(r"\.(?:v|s)gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
-        assert counts and set(counts) == {"0"}, counts
-        return
-    assert "local" not in re.findall(r"\.(local|shared)\b", compiled.asm["ptx"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
+def assert_no_spill(compiled, target: str) -> None:
+    if not target.startswith("gfx"):
+        assert "local" not in re.findall(r"\.(local|shared)\b", compiled.asm["ptx"])
+    registers, spilled = aot.resources(compiled, target)
+    if registers is None:
         pytest.skip("no cuobjdump in triton's wheel: spills cannot be checked")
-    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-    text = subprocess.run([tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True).stdout
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
-    assert usage["STACK"] == "0" and usage["LOCAL"] == "0" and int(usage["REG"]) <= 255, usage
+    assert spilled == 0 and registers <= 255
 
 
 def soft(target: str, *dtypes: torch.dtype) -> bool:
-    return torch.float8_e4m3fn in dtypes and target in ("sm_80", "gfx942")
+    return torch.float8_e4m3fn in dtypes and target in aot.WITHOUT_FLOAT8
 
 
 COPIES = [
@@ -121,12 +84,12 @@ COPIES = [
 
 
 @pytest.mark.parametrize(("target", "kind", "itemsize"), COPIES)
-def test_copy_boxes_is_vectorised_and_does_not_spill(target, kind, itemsize, tmp_path):
+def test_copy_boxes_is_vectorised_and_does_not_spill(target, kind, itemsize):
     boxes = boxes_of(kind)
     (launch,) = copy_launches(boxes, itemsize)
-    constants = copy_constants(launch, many=(True, False))
+    constants = copy_constants(launch, buffers=(2, 1))
     compiled = compile_kernel(copy_boxes_kernel, target, constants)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     if kind in ("wide", "transposed"):
         found = accesses(compiled, target)
         assert {width for op, width in found if op == "store"} == {16}, found
@@ -136,11 +99,11 @@ def test_copy_boxes_is_vectorised_and_does_not_spill(target, kind, itemsize, tmp
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_copy_boxes_for_unaligned_buffers_and_fills(target, tmp_path):
+def test_copy_boxes_for_unaligned_buffers_and_fills(target):
     for aligns in ((16, 16), (2, 2), (16, 4)):
         for launch in copy_launches(boxes_of("wide", fill=True), 2, *aligns):
             constants = copy_constants(launch, aligns)
-            assert_no_spill(compile_kernel(copy_boxes_kernel, target, constants), target, tmp_path)
+            assert_no_spill(compile_kernel(copy_boxes_kernel, target, constants), target)
 
 
 REDUCTIONS = (
@@ -159,12 +122,14 @@ REDUCTIONS = (
 
 
 @pytest.mark.parametrize(("target", "dtype", "op", "contributors", "kind"), REDUCTIONS, ids=str)
-def test_reduce_boxes_is_vectorised_and_does_not_spill(target, dtype, op, contributors, kind, tmp_path):
+def test_reduce_boxes_is_vectorised_and_does_not_spill(target, dtype, op, contributors, kind):
     (launch,) = reduce_launches(boxes_of(kind, contributors), dtype, dtype)
     divide = op == "sum" and dtype.is_floating_point
-    constants = reduce_constants(launch, contributors, dtype, op, divide, dtype, soft=soft(target, dtype))
+    constants = reduce_constants(
+        launch, contributors, dtype, op, divide, dtype, buffers=(5, 1), soft=soft(target, dtype)
+    )
     compiled = compile_kernel(reduce_boxes_kernel, target, constants)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     if kind == "wide":
         found = accesses(compiled, target)
         assert {width for op, width in found if op == "store"} == {16}, found
@@ -184,11 +149,11 @@ def test_reduce_boxes_is_vectorised_and_does_not_spill(target, dtype, op, contri
     ],
     ids=str,
 )
-def test_reduce_boxes_casts_in_whole_vectors(target, dtype, out, tmp_path):
+def test_reduce_boxes_casts_in_whole_vectors(target, dtype, out):
     (launch,) = reduce_launches(boxes_of("wide", fill=True), dtype, out)
     constants = reduce_constants(launch, 1, dtype, "sum", False, out, soft=soft(target, dtype))
     compiled = compile_kernel(reduce_boxes_kernel, target, constants)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     found = accesses(compiled, target)
     assert min(width for op, width in found if op == "load") >= 8, found
     assert min(width for op, width in found if op == "store") >= 8, found
@@ -216,7 +181,7 @@ def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_pat
     constants = signal_constants(**SIGNALS[use])
     compiled = compile_kernel(signal_kernel, target, constants)
     if target == "gfx942":
-        assert_no_spill(compiled, target, tmp_path)
+        assert_no_spill(compiled, target)
         text = compiled.asm["amdgcn"]
         writebacks = len(re.findall(r"buffer_wbl2\s+sc0 sc1", text))  # what a release at system scope begins with
         assert writebacks == int(constants["SEND"]), text
@@ -251,3 +216,53 @@ def assert_no_signal_spill(compiled, tool: Path, tmp_path: Path, membars: int) -
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     assert usage["STACK"] == "0" and usage["LOCAL"] == "0" and int(usage["REG"]) <= 64, usage
     assert text.count("MEMBAR") == membars, text
+
+
+SAMPLE = (
+    (((4, 2), (8191, 8193), "bfloat16", "S0 S1", "S1 S0"), {}),
+    (((4, 2), (4096, 4096), "bfloat16", "S0 S1", "S1 S0"), {"transposed": True}),
+    (((4, 2), (4096, 4096), "float8_e4m3fn", "P S0", "S0 S0"), {}),
+    (((2, 2), (9, 13), "float32", "Pmax R", "S1 R"), {"odd": True}),
+)
+
+
+def assert_sound(found: list) -> None:
+    wrong = [
+        (target, str(s), compiled if isinstance(compiled, str) else aot.faults(s, target, compiled))
+        for s, by in found
+        for target, compiled in by.items()
+        if isinstance(compiled, str) or aot.faults(s, target, compiled)
+    ]
+    assert not wrong
+
+
+def test_what_programs_launch_compiles_in_whole_vectors():
+    if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
+    used = [s for request, options in SAMPLE for s in specialisations(of_ranks(*request, **options))]
+    assert {s.kernel for s in used} == set(aot.KERNELS) and len(used) > 10
+    assert any(s.constants["TRANSPOSED"] for s in used) and any(s.constants["ALIGN_S"] == 4 for s in used)
+    sample = [*used[::4], *(s for s in used if s.constants["TRANSPOSED"] or s.kernel == "reduce_boxes")]
+    found = [(s, {target: aot.compiled_for(target, s) for target in ("sm_90", "gfx942")}) for s in sample]
+    assert_sound(found)
+    text = aot.report(found, ("sm_90", "gfx942"))
+    assert text.count("\n| ") == len(sample) + 2 and "spilled bytes in all 0" in text
+
+
+def test_narrow_accesses_and_spills_are_faults():
+    (s, *_) = specialisations(of_ranks(*SAMPLE[1][0]))
+    assert s.vectors == (16, 16)
+    whole = aot.Compiled(40, 0, 0, {8: 8, 16: 4}, {16: 4})
+    assert aot.faults(s, "sm_90", whole) == []
+    assert aot.faults(s, "sm_90", aot.Compiled(40, 8, 0, {8: 8, 16: 4}, {8: 8})) == [
+        "8 spilled",
+        "stores of [8] bytes where 16 are possible",
+    ]
+    assert "loads of [8] bytes" in str(aot.faults(s, "sm_90", aot.Compiled(40, 0, 0, {8: 16}, {16: 4})))
+
+
+@pytest.mark.long
+def test_everything_that_programs_launch_compiles_in_whole_vectors():
+    if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
+    assert_sound(aot.measure(specialisations(), list(TARGETS), 2))

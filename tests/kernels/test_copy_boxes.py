@@ -158,6 +158,20 @@ def test_contiguous_axes_are_one_row():
 
 
 @pytest.mark.plan
+@pytest.mark.parametrize("columns", [4096, 4097, 8193, 300, 40])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_tiles_take_runs_of_a_row_and_leave_little_of_it(columns, itemsize):
+    rows = 4095
+    (launch,) = copy_launches(one_box([rows, columns], [columns, 1], [columns + 1, 1]), itemsize)
+    assert launch.columns * launch.source_word >= min(512, columns * itemsize)
+    moved, slots = (
+        rows * columns * itemsize,
+        len(launch.descriptors) * launch.rows * launch.columns * launch.source_word,
+    )
+    assert slots <= 2 * moved if columns < 512 else slots < 1.13 * moved, launch
+
+
+@pytest.mark.plan
 def test_one_odd_box_does_not_narrow_large_ones():
     n = 1 << 20
     boxes = Boxes([[0], [0]], [0, 0], [[0], [n]], [0, n], [[n], [3]], [[[1]], [[1]]], [[1], [1]])
@@ -232,6 +246,12 @@ def test_kernel_copies_what_the_enumeration_does(device, dtype, kind):
 def test_kernel_copies_aligned_boxes_in_default_tiles(device, dtype, kind):
     rng = np.random.default_rng(5)
     check_copy(rng, random_case(rng, 2, unit=8, kind=kind, count=4, most=16), dtype, device, config=None)
+
+
+@pytest.mark.parametrize("buffers", [1, 3, 4, 5, 9])
+def test_kernel_finds_buffers_that_are_no_arguments(device, buffers):
+    rng = np.random.default_rng(buffers)
+    check_copy(rng, random_case(rng, 2, buffers=buffers, count=12, fill=1, most=4), torch.int16, device)
 
 
 @pytest.mark.parametrize("skip", [(1, 0), (0, 1), (2, 4)])

@@ -165,6 +165,13 @@ def test_kernel_reduces_every_kind_of_box(device, kind):
         check_reduce(rng, case, torch.bfloat16, "sum", 5, device, config=None)
 
 
+@pytest.mark.parametrize("buffers", [1, 4, 6])
+def test_kernel_finds_contributors_that_are_no_arguments(device, buffers):
+    rng = np.random.default_rng(buffers)
+    case = random_case(rng, 2, 7, count=6, buffers=buffers, fill=1, most=4)
+    check_reduce(rng, case, torch.float32, "sum", None, device)
+
+
 CASTS = (
     [(a, b) for a in FLOATS for b in FLOATS if a is not b]
     + [(torch.int64, b) for b in [*FLOATS, torch.int8]]

@@ -1,0 +1,140 @@
+"""The kernels that programs launch, each with every set of constants that it is compiled with, found without a GPU.
+
+Programs are bound to a device that has no memory, so their tables say what they would launch and nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from shardweave.bench.workloads import load_workloads
+from shardweave.kernels import CopyTable, ReduceTable
+from shardweave.kernels.copy_boxes import copy_boxes_kernel
+from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
+from shardweave.planner import Program, plan
+from shardweave.runtime.copies import Copies, Reduction, contiguous_strides
+from shardweave.runtime.executor import BoundProgram
+from shardweave.runtime.in_process import InProcessWorld
+
+KERNELS = {"copy_boxes": copy_boxes_kernel, "reduce_boxes": reduce_boxes_kernel}
+NOWHERE = torch.device("meta")
+WORLDS: tuple[dict[str, Any], ...] = ({}, {"one_sided": False}, {"one_sided": False, "backend": "nccl"})
+LAYOUTS = ("R R", "S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "S0 S0 @ 0:1,0", "P S0", "P P", "Pavg S1")
+PAIRS = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1] and "P" not in pair[1]]
+FEW_PAIRS = (("S0 S1", "S1 S0"), ("P S0", "S0 S0"), ("Pmax R", "S1 R"), ("R R", "P S0"))
+EVEN, UNEVEN, SMALL, CUBE = (4096, 4096), (8191, 8193), (9, 13), (130, 66, 34)
+DTYPES = (torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8,
+          torch.int64, torch.bool, torch.complex64)  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """A program as one rank runs it, on an input with such strides.
+
+    Attributes:
+        aligned: bytes that the input's address is a multiple of.
+    """
+
+    program: Program
+    position: int
+    strides: tuple[int, ...]
+    aligned: int = 16
+
+
+@dataclass
+class Specialisation:
+    """One kernel with one set of constants, `num_warps` among them.
+
+    Attributes:
+        launches: how many launches of the programs looked at are this one.
+        example: one of these programs.
+    """
+
+    kernel: str
+    constants: dict[str, Any]
+    example: str
+    launches: int = field(default=0, compare=False)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Bytes of a word, of the sources and of the targets."""
+        names = ("WORD", "WORD") if self.kernel == "copy_boxes" else ("FROM_WORD", "TO_WORD")
+        source, target = (self.constants[name].primitive_bitwidth // 8 for name in names)
+        return source, target
+
+    @property
+    def vectors(self) -> tuple[int, int]:
+        """Bytes that addresses, strides and extents allow an access to have, of the sources and of the targets."""
+        source, target = self.words
+        return source * self.constants["VS"], target * self.constants["VD"]
+
+    def __str__(self) -> str:
+        c, (source, target) = self.constants, self.words
+        said = [f"{c['ROWS']}×{c['COLS']}{' transposed' if c['TRANSPOSED'] else ''}"]
+        said.append(f"{source}×{c['VS']}→{target}×{c['VD']} B")
+        if self.kernel == "reduce_boxes":
+            said.append(f"{c['K']} {c['OP']} {c['FROM']}→{c['TO']}{' ÷' if c['DIVIDE'] else ''}")
+        aligned = (c["ALIGN_S"], c["ALIGN_D"])
+        said += [f"from {aligned[0]} B, to {aligned[1]} B"] if aligned != (16, 16) else []
+        said += [f"{c['SOURCES']}:{c['TARGETS']} buffers"] + (["fill"] if c["HAS_FILL"] else [])
+        return ", ".join(said)
+
+
+def specialisations(asked: Iterable[Asked] | None = None) -> list[Specialisation]:
+    """All that some programs use, by default `every_kind()`; the most launched first."""
+    found: dict[tuple[Any, ...], Specialisation] = {}
+    for request in asked or every_kind():
+        program = request.program
+        for world in WORLDS:
+            for table, aligned in tables(request, InProcessWorld(**world)):
+                kernel = "copy_boxes" if isinstance(table, CopyTable) else "reduce_boxes"
+                for _, constants in table.specialisations(aligned, 16):
+                    key = kernel, *map(str, constants.values())
+                    example = f"{program.src} → {program.dst} {program.dtype}{list(program.shape)}"
+                    found.setdefault(key, Specialisation(kernel, constants, example)).launches += 1
+    return sorted(found.values(), key=lambda s: (s.kernel, -s.launches, str(s)))
+
+
+def every_kind() -> Iterator[Asked]:
+    """Real models at their full size; pairs of layouts, even and uneven, in all dtypes; inputs that are transposed, and
+    that begin at an odd element. Of the first rank and of the last, which has what is left over."""
+    for w in load_workloads():
+        yield from of_ranks(w.mesh, w.full_shape, w.dtype, w.source, w.target)
+    for shape, pairs in ((EVEN, PAIRS), (UNEVEN, PAIRS), (CUBE, PAIRS[::5]), (SMALL, FEW_PAIRS)):
+        for pair in pairs:
+            yield from of_ranks((2, 2), shape, "bfloat16", *pair)
+    for shape, pair in product((EVEN, UNEVEN), FEW_PAIRS):
+        yield from of_ranks((4, 2), shape, "bfloat16", *pair, odd=True)
+        yield from of_ranks((4, 2), shape, "bfloat16", *pair, transposed=True)
+        for dtype in DTYPES:
+            if not (dtype.is_complex and "max" in pair[0]):
+                yield from of_ranks((4, 2), shape, str(dtype)[6:], *pair)
+    for ranks in (8, 64):
+        yield from of_ranks((ranks,), EVEN, "bfloat16", "P", "S0")
+
+
+def of_ranks(
+    mesh: Sequence[int], shape: Sequence[int], dtype: str, *layouts: str, odd: bool = False, transposed: bool = False
+) -> Iterator[Asked]:
+    program = plan(mesh, shape, dtype, *layouts)
+    for position in (0, program.mesh.size - 1):
+        held = program.source_shape(position)
+        strides = contiguous_strides(held[::-1])[::-1] if transposed else contiguous_strides(held)
+        yield Asked(program, position, strides, getattr(torch, dtype).itemsize if odd else 16)
+
+
+def tables(asked: Asked, world: InProcessWorld) -> Iterator[tuple[CopyTable | ReduceTable, int]]:
+    """What a rank launches by, and the bytes that all its sources are multiples of."""
+    dtype = getattr(torch, asked.program.dtype)
+    bound = BoundProgram(asked.program, asked.position, asked.strides, world, dtype, NOWHERE)
+    for number, step in enumerate(bound.steps):
+        for held in vars(step).values():
+            for part in held if isinstance(held, list) else [held]:
+                for kept in part if isinstance(part, tuple) else (part,):
+                    if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
+                        assert kept.table is not None
+                        yield kept.table, asked.aligned if number == 0 else 16

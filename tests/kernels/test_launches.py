@@ -1,0 +1,125 @@
+"""A prepared launch hands the compiled kernel what Triton's own launch would, on whatever version is installed.
+
+No GPU is needed: a driver that only writes down what it is told to launch stands in for one, and the kernel is compiled
+for sm_90 on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from kernel_box_cases import random_case
+from triton.backends.compiler import GPUTarget
+
+from shardweave.kernels import Boxes, copy_table, reduce_table
+from shardweave.kernels.copy_boxes import copy_boxes_kernel
+from shardweave.kernels.pointers import PreparedLaunch
+from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
+
+pytestmark = pytest.mark.aot
+
+STREAM, FUNCTION = 7, 11
+
+
+class Recorder:
+    """As much of a driver as a launch asks for."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.utils, self.loaded = self, 0
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 17}
+
+    def load_binary(self, *binary: Any) -> tuple[int, ...]:
+        self.loaded += 1
+        return 5, FUNCTION, 32, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        names = list(source.signature)
+
+        def launch(x: int, y: int, z: int, stream: int, function: int, packed: Any, metadata: Any, enter: Any,
+                   leave: Any, *arguments: Any) -> None:  # fmt: skip
+            assert len(arguments) == len(names)
+            self.launched.append(((x, y, z), stream, function, packed, dict(zip(names, arguments, strict=True))))
+
+        return launch
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
+    recorder = Recorder()
+    for kernel in (copy_boxes_kernel, reduce_boxes_kernel):
+        kernel.device_caches.clear()
+    # Put back by hand: without a GPU there is no driver to reset it to.
+    monkeypatch.setattr(triton.runtime.driver, "_active", recorder)
+    yield recorder
+    for kernel in (copy_boxes_kernel, reduce_boxes_kernel):
+        kernel.device_caches.clear()
+
+
+def cases() -> list[tuple[Any, list[int], Any]]:
+    """Kernels, their scalars, and tables of boxes."""
+    import numpy as np
+
+    rng = np.random.default_rng(3)
+    copies = random_case(rng, 2, unit=8, kind="straight", fill=1, buffers=3).boxes
+    many = random_case(rng, 2, kind="transposed", buffers=7).boxes
+    terms = random_case(rng, 2, contributors=3, unit=4, kind="straight", buffers=2).boxes
+    return [
+        (copy_boxes_kernel, [-(1 << 60)], copy_table(copies, torch.bfloat16)),
+        (copy_boxes_kernel, [0], copy_table(many, torch.float32)),
+        (reduce_boxes_kernel, [0, 1 << 62], reduce_table(terms, torch.bfloat16, "sum", divisor=3.0)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_prepared_launch_is_the_kernels_own(which: int, driver: Recorder) -> None:
+    kernel, scalars, table = cases()[which]
+    ((launch, constants), *_) = table.specialisations()
+    prepared = PreparedLaunch(kernel, launch, torch.device("cpu"), scalars, constants)
+    assert driver.loaded == 1 and not driver.launched  # all is there before the first call
+    source_table, target_table = (torch.zeros(8, dtype=torch.int64) for _ in range(2))
+    for sources, targets in (([1 << 46, 16, 0, 48], [1 << 40]), ([0, 0, 0, 0], [64]), ([3, 5, 7, 9], [1])):
+        prepared(source_table, target_table, sources, targets)
+        addresses = dict(
+            zip(("source0", "source1", "source2", "source3", "target0"), [*sources, *targets], strict=True)
+        )
+        names = ["fill", "divisor"][: len(scalars)]
+        kernel[(len(prepared.descriptors),)](
+            prepared.descriptors, source_table, target_table, **addresses, **dict(zip(names, scalars, strict=True)),
+            **constants,
+        )  # fmt: skip
+        ours, theirs = driver.launched[-2:]
+        assert ours[:4] == theirs[:4] == ((len(launch.descriptors), 1, 1), STREAM, FUNCTION, ours[3])
+        assert list(ours[4]) == list(theirs[4]) == kernel.arg_names
+        for name in kernel.arg_names:
+            a, b = ours[4][name], theirs[4][name]
+            assert a is b if isinstance(a, torch.Tensor) else a == b, name
+    # Addresses and fills of every size and alignment: one binary.
+    assert driver.loaded == 1 and len(kernel.device_caches[0][0]) == 1
+
+
+def test_addresses_and_fills_are_64_bits_whatever_their_value(driver: Recorder) -> None:
+    boxes = Boxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
+    ((launch, constants),) = copy_table(boxes, torch.int32).specialisations()
+    PreparedLaunch(copy_boxes_kernel, launch, torch.device("cpu"), [0], constants)
+    (compiled,) = copy_boxes_kernel.device_caches[0][0].values()
+    signature = compiled.src.signature
+    assert [signature[name] for name in ("source0", "source3", "target0", "fill")] == ["i64"] * 4
+    assert compiled.metadata.num_warps == constants["num_warps"]
