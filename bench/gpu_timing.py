@@ -1,0 +1,109 @@
+"""Time on a GPU without the host in it: calls captured in a CUDA graph, over buffers that rotate past the L2 cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+_LEAST_SECONDS = 2e-3  # of one replay, so that what a graph's start costs is small beside it
+_MOST_REPEATS = 50
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds a call, one for each round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """The widest distance of a round from the median, as a part of it."""
+        return max(abs(t - self.seconds) for t in self.rounds) / self.seconds
+
+
+class GraphTimer:
+    """Times calls in a CUDA graph, by events."""
+
+    def __init__(self, rounds: int = 9) -> None:
+        self.rounds = rounds
+
+    def time(self, calls: Sequence[Call]) -> Times:
+        """What one of `calls` takes; they do the same on buffers of their own, in turns."""
+        graph = self._captured(calls, 1)
+        once = self._replayed(graph, 2)
+        repeats = min(max(round(_LEAST_SECONDS / max(min(once), 1e-7)), 1), _MOST_REPEATS)
+        if repeats > 1:
+            graph = self._captured(calls, repeats)
+        return Times(tuple(t / (repeats * len(calls)) for t in self._replayed(graph, self.rounds)))
+
+    def _captured(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what a first call compiles or allocates is not for the graph
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                for call in calls:
+                    call()
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    def _replayed(self, graph: torch.cuda.CUDAGraph, rounds: int) -> list[float]:
+        found = []
+        for _ in range(rounds):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        return found
+
+
+class HostTimer:
+    """The same interface by the host's clock, for runs without a GPU: what it says is no figure of a kernel."""
+
+    def __init__(self, rounds: int = 1) -> None:
+        self.rounds = rounds
+
+    def time(self, calls: Sequence[Call]) -> Times:
+        found = []
+        for _ in range(self.rounds):
+            began = time.perf_counter()
+            for call in calls:
+                call()
+            found.append((time.perf_counter() - began) / len(calls))
+        return Times(tuple(found))
+
+
+def kernel_seconds(call: Call) -> tuple[float, int]:
+    """The sum of the kernels that a call launches on the GPU, as the profiler sees them, and their number.
+
+    Raises:
+        RuntimeError: the profiler sees no kernel.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiled.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not kernels:
+        raise RuntimeError("the profiler sees no kernel on this machine")
+    return sum(e.time_range.elapsed_us() for e in kernels) / 1e6, len(kernels)

@@ -1,0 +1,215 @@
+"""What the kernels reach on a GPU, beside what a copy reaches in the same run.
+
+`make gpu` runs it after the tests: `python -m shardweave.bench.kernels --out bench/results` writes one JSON and one
+Markdown file into a folder named after the device. The ceiling of a case is `copy_` of as many bytes, read and written,
+timed like the case itself: in a CUDA graph, over buffers that rotate past the L2 cache. Every result is verified before
+it is timed. With `--dry` every line runs without a GPU, on tiny shapes, and no figure is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardweave.bench.gpu_machine import machine, slug, test_summary
+from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times
+from shardweave.bench.kernel_cases import Case, cases, rotation
+from shardweave.bench.program_cases import pack_and_unpack, whole_program
+
+HOST_TARGET_US = 15.0
+NO_FIGURE = "dry run: no figure"
+
+
+@dataclass
+class Row:
+    """One line of the report.
+
+    Attributes:
+        value: what was reached, in `unit`; None where it could not be measured, for the reason in `note`.
+        target: what has to be reached: at least where `at_least`, else at most. None: nothing has to.
+        detail: what the value was computed from.
+    """
+
+    name: str
+    unit: str
+    target: float | None
+    at_least: bool
+    value: float | None = None
+    note: str = ""
+    detail: dict[str, Any] | None = None
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.target is None:
+            return None
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+
+class Bench:
+    """All measurements of one run on one device, in the order of the report."""
+
+    def __init__(self, device: torch.device, dry: bool, seconds: float) -> None:
+        self.device, self.dry = device, dry
+        self.timer: GraphTimer | HostTimer = HostTimer() if dry else GraphTimer()
+        self.cache = 1 if dry else int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
+        self.until = time.monotonic() + seconds
+        self._ceilings: dict[int, Times] = {}
+        self.rows: list[Row] = []
+
+    def measure(self, row: Row, how: Callable[[Row], None]) -> None:
+        """Fill in a row; what goes wrong becomes its note, so that one case does not end the run."""
+        self.rows.append(row)
+        if time.monotonic() > self.until:
+            row.note = "not measured: no time was left"
+            return
+        try:
+            how(row)
+        except Exception as error:
+            row.value, row.note = None, f"not measured: {type(error).__name__}: {error}".splitlines()[0]
+        if not self.dry:
+            torch.cuda.empty_cache()
+        elif row.value is not None:
+            row.value, row.detail, row.note = None, None, NO_FIGURE
+        print(f"{row.name}: {shown(row)}", file=sys.stderr, flush=True)
+
+    def kernel(self, case: Case, row: Row) -> None:
+        """The share of the ceiling that a kernel reaches."""
+        made = [case.make() for _ in range(rotation(case.moved, self.cache))]
+        for call, right in made:
+            call()
+            if not right():
+                raise AssertionError("the result is wrong")
+        times = self.timer.time([call for call, _ in made])
+        del made
+        ceiling = self.ceiling(case.moved)
+        row.value = ceiling.seconds / times.seconds
+        row.detail = {
+            "moved_bytes": case.moved,
+            "gigabytes_per_s": case.moved / times.seconds / 1e9,
+            "ceiling_gigabytes_per_s": case.moved / ceiling.seconds / 1e9,
+            "microseconds": times.seconds * 1e6,
+            "spread": times.spread,
+        }
+
+    def ceiling(self, moved: int) -> Times:
+        """`copy_` of half as many bytes as are read and written."""
+        if moved not in self._ceilings:
+            made = []
+            for _ in range(rotation(moved, self.cache)):
+                source, target = (torch.zeros(moved // 2, dtype=torch.uint8, device=self.device) for _ in range(2))
+                made.append(lambda source=source, target=target: target.copy_(source))
+            self._ceilings[moved] = self.timer.time(made)
+        return self._ceilings[moved]
+
+
+def host_rows(bench: Bench) -> None:
+    """What a cached call costs the host, in a process of its own: it puts worlds in place that move nothing."""
+    row = Row("host work of a cached call, launches excluded, worst kind", "µs", HOST_TARGET_US, False)
+
+    def measured(row: Row) -> None:
+        command = [sys.executable, "-m", "shardweave.bench.host_cost", "--json", "--device", bench.device.type]
+        command += ["--rounds", "1", "--calls", "2"] if bench.dry else ["--rounds", "7"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        if ran.returncode:
+            raise RuntimeError((ran.stderr.splitlines() or ["no word"])[-1])
+        kinds = json.loads(ran.stdout.splitlines()[-1])
+        row.value, row.detail = max(kind["inner_bare"] for kind in kinds), {"kinds": kinds}
+
+    bench.measure(row, measured)
+
+
+def program_rows(bench: Bench) -> None:
+    shape = (31, 33) if bench.dry else (8191, 8193)
+    row = Row(f"pack + unpack of S0 → S1, {shape[0]}×{shape[1]} bf16, 4 ranks: torch's ops ÷ ours", "×", 2.0, True)
+    bench.measure(row, lambda row: pack_and_unpack(row, shape, bench.device, bench.timer, bench.cache))
+    side = 32 if bench.dry else 24576
+    row = Row(f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False)
+    bench.measure(row, lambda row: whole_program(row, side, bench.device, bench.timer, bench.dry))
+
+
+def run(device: torch.device, dry: bool, seconds: float) -> Bench:
+    bench = Bench(device, dry, seconds)
+    program_rows(bench)
+    for case in cases(device, dry):
+        row = Row(case.name, "of the ceiling", case.share or None, True)
+        bench.measure(row, partial(bench.kernel, case))
+    host_rows(bench)
+    return bench
+
+
+def shown(row: Row) -> str:
+    if row.value is None:
+        return row.note
+    value = f"{row.value:.1%}" if row.unit == "of the ceiling" else f"{row.value:.2f} {row.unit}"
+    return f"{value} {row.note}".strip()
+
+
+def as_markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
+    lines = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
+    lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
+    lines += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
+    lines += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        target = "-"
+        if row.target is not None:
+            number = f"{row.target:.0%}" if row.unit == "of the ceiling" else f"{row.target:g} {row.unit}"
+            target = f"{'≥' if row.at_least else '≤'} {number}"
+        met = {True: "yes", False: "**no**", None: "-"}[row.met]
+        detail = row.detail or {}
+        figures = [
+            f"{detail[name]:.1f}" if name in detail else "-"
+            for name in ("microseconds", "gigabytes_per_s", "ceiling_gigabytes_per_s")
+        ]
+        lines.append(f"| {row.name} | {shown(row)} | {target} | {met} | {' | '.join(figures)} |")
+    for row in rows:
+        if row.detail and "kinds" in row.detail:
+            lines += ["", "Host work, µs a call: through `DTensor.redistribute` and in the loop inside it, stock on a "
+                      "fake group, ours on a world that meets nobody.", ""]  # fmt: skip
+            lines += ["| kind | stock | ours | loop, stock | loop, ours | loop, no launches | launches |"]
+            lines += ["|---|---|---|---|---|---|---|"]
+            for kind in row.detail["kinds"]:
+                numbers = [kind[n] for n in ("stock", "ours", "inner_stock", "inner_ours", "inner_bare")]
+                lines.append(f"| {kind['kind']} | {' | '.join(f'{n:.1f}' for n in numbers)} | {kind['launches']} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="shardweave.bench.kernels", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder for the device goes there")
+    parser.add_argument("--flat", action="store_true", help="write into --out itself")
+    parser.add_argument("--tests", type=Path, metavar="FILE", help="JUnit XML of the tests that ran before")
+    parser.add_argument("--seconds", type=float, default=180.0, help="begin no case after these (default: %(default)s)")
+    parser.add_argument("--dry", action="store_true", help="no GPU: run every line on tiny shapes, report no figure")
+    arguments = parser.parse_args(argv)
+    if not arguments.dry and not torch.cuda.is_available():
+        print("error: no GPU: torch.cuda.is_available() is False; allowed: --dry", file=sys.stderr)
+        return 2
+    device = torch.device("cpu") if arguments.dry else torch.device("cuda", torch.cuda.current_device())
+    about = machine(device)
+    bench = run(device, arguments.dry, arguments.seconds)
+    about["clocks_after"] = machine(device)["clocks"]
+    if arguments.tests is not None:
+        about["tests"] = test_summary(arguments.tests)
+    folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{**asdict(row), "met": row.met} for row in bench.rows]
+    text = json.dumps({"machine": about, "dry": arguments.dry, "rows": rows}, indent=1, ensure_ascii=False)
+    (folder / "kernels.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "kernels.md").write_text(as_markdown(bench.rows, about), encoding="utf-8")
+    print(f"written: {folder / 'kernels.md'}", file=sys.stderr)
+    wrong = [row for row in bench.rows if "AssertionError" in row.note]
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
