@@ -44,11 +44,16 @@ check: $(READY)
 	    MYPYPATH="$$links" "$(BIN)/mypy" -p shardweave
 	"$(BIN)/lint-imports"
 
-# For a machine with a GPU and no network: the python on PATH has torch, triton and pytest; nothing is installed.
+# For a machine with a GPU and no network: the python on PATH has torch, triton and pytest; nothing is installed. The
+# tests, then what the kernels reach: one JSON and one Markdown file, in $OUT where it is set. 8 minutes at most.
 gpu:
 	out="$${OUT:-bench/results}" && mkdir -p "$$out" && \
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
-	    PYTHONPATH="$$links" $(PYTHON) -m pytest -m "gpu or multigpu" --junitxml="$$out/gpu-tests.xml" $(ARGS)
+	export PYTHONPATH="$$links" && tested=0 && \
+	{ timeout 240 $(PYTHON) -m pytest -m "gpu or multigpu" --junitxml="$$links/tests.xml" $(ARGS) \
+	    tests/kernels tests/runtime || tested=$$?; } && \
+	timeout 230 $(PYTHON) -m shardweave.bench.kernels --out "$$out" $${OUT:+--flat} --tests "$$links/tests.xml" && \
+	exit $$tested
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (torch is downloaded once, if pip has not got it)"

@@ -123,8 +123,8 @@ def poisoned(elements: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 def cases(device: torch.device, dry: bool) -> list[Case]:
     """Those of the targets; dry ones are as many, but tiny."""
-    payload = 1 << 15 if dry else 256 * MIB
-    side = 128 if dry else 4096
+    payload = 1 << 13 if dry else 256 * MIB
+    side = 64 if dry else 4096
     bf16, words = torch.bfloat16, torch.int32
     return [
         copy_case("copy, one run of everything", 0.92, device, payload, payload, 16, 0, bf16),

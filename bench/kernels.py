@@ -119,7 +119,7 @@ def host_rows(bench: Bench) -> None:
     def measured(row: Row) -> None:
         command = [sys.executable, "-m", "shardweave.bench.host_cost", "--json", "--device", bench.device.type]
         command += ["--rounds", "1", "--calls", "2"] if bench.dry else ["--rounds", "7"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if ran.returncode:
             raise RuntimeError((ran.stderr.splitlines() or ["no word"])[-1])
         kinds = json.loads(ran.stdout.splitlines()[-1])
@@ -140,10 +140,10 @@ def program_rows(bench: Bench) -> None:
 def run(device: torch.device, dry: bool, seconds: float) -> Bench:
     bench = Bench(device, dry, seconds)
     program_rows(bench)
+    host_rows(bench)
     for case in cases(device, dry):
         row = Row(case.name, "of the ceiling", case.share or None, True)
         bench.measure(row, partial(bench.kernel, case))
-    host_rows(bench)
     return bench
 
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder for the device goes there")
     parser.add_argument("--flat", action="store_true", help="write into --out itself")
     parser.add_argument("--tests", type=Path, metavar="FILE", help="JUnit XML of the tests that ran before")
-    parser.add_argument("--seconds", type=float, default=180.0, help="begin no case after these (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=170.0, help="begin no case after these (default: %(default)s)")
     parser.add_argument("--dry", action="store_true", help="no GPU: run every line on tiny shapes, report no figure")
     arguments = parser.parse_args(argv)
     if not arguments.dry and not torch.cuda.is_available():

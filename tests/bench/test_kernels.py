@@ -1,0 +1,187 @@
+"""The GPU's benchmark, without a GPU: every line of it runs on tiny shapes, and says no figure that it has not got."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardweave.bench import gpu_machine, gpu_timing, kernels
+from shardweave.bench.kernel_cases import cases, rotation
+from shardweave.bench.kernels import Bench, Row, as_markdown
+
+pytestmark = pytest.mark.plan
+CPU = torch.device("cpu")
+
+
+@pytest.mark.interp
+def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    report.write_text('<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1" time="2.5">'
+                      '<testcase classname="a" name="b"><failure/></testcase></testsuite></testsuites>')  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "shardweave.bench.kernels",
+        "--dry",
+        "--out",
+        str(tmp_path),
+        "--tests",
+        str(report),
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert sorted(path.name for path in folder.iterdir()) == ["kernels.json", "kernels.md"]
+    found = json.loads((folder / "kernels.json").read_text())
+    assert found["dry"] and found["machine"]["tests"]["failed"] == ["a.b"]
+    rows = found["rows"]
+    # All that there is a target for; each was verified and timed, and none of it is a figure.
+    assert len([row for row in rows if row["target"] is not None]) >= 14
+    assert {row["note"] for row in rows} == {kernels.NO_FIGURE}
+    assert all(row["value"] is None and row["detail"] is None and row["met"] is None for row in rows)
+    assert (folder / "kernels.md").read_text().count(f"| {kernels.NO_FIGURE} |") == len(rows)
+
+
+def test_without_a_gpu_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert kernels.main(["--out", str(tmp_path)]) == 2
+    assert "error: no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_wrong_results_are_never_timed() -> None:
+    bench = Bench(CPU, True, 100.0)
+    case = cases(CPU, True)[0]
+    call, right = case.make()
+    assert not right()  # before the call the target is poisoned
+    call()
+    assert right()
+    wrong = kernels.Case(case.name, 0.9, case.moved, lambda: (lambda: None, lambda: False))
+    row = Row(case.name, "of the ceiling", 0.9, True)
+    bench.measure(row, lambda row: bench.kernel(wrong, row))
+    assert row.value is None and row.note == "not measured: AssertionError: the result is wrong" and row.met is None
+    late = Bench(CPU, True, -1.0)
+    late.measure(row, lambda row: pytest.fail("begun too late"))
+    assert row.note == "not measured: no time was left"
+
+
+def test_every_case_counts_the_bytes_that_it_moves() -> None:
+    for case in cases(CPU, False):
+        assert 48 << 20 <= case.moved <= 513 << 20, case.name
+        # Nothing of a set of buffers is left in the cache when its turn comes again.
+        assert rotation(case.moved, 50 << 20) * case.moved >= 4 * (50 << 20)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of torch.cuda as timing asks for; a graph is what was called while it was captured."""
+    state = SimpleNamespace(clock=0.0, capturing=None, synchronized=0)
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def replay(self) -> None:
+            state.clock += 1e-3 * self.calls  # a microsecond each
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = state.clock
+
+        def synchronize(self) -> None:
+            state.synchronized += 1
+
+        def elapsed_time(self, other: Any) -> float:
+            return other.at - self.at
+
+    @contextmanager
+    def graph(into: Graph) -> Iterator[None]:
+        state.capturing = into
+        yield
+        state.capturing = None
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        yield
+
+    side = SimpleNamespace(wait_stream=lambda other: None)
+    names = {"CUDAGraph": Graph, "Event": Event, "graph": graph, "stream": stream, "Stream": lambda: side,
+             "current_stream": lambda: side, "synchronize": lambda: None}  # fmt: skip
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return state
+
+
+def test_a_call_is_timed_in_a_graph(cuda: SimpleNamespace) -> None:
+    outside = []
+
+    def call() -> None:
+        if cuda.capturing is None:
+            outside.append(1)
+        else:
+            cuda.capturing.calls += 1
+
+    times = gpu_timing.GraphTimer(rounds=5).time([call, call])
+    assert len(times.rounds) == 5 and times.seconds == pytest.approx(1e-6) and times.spread < 1e-6
+    assert len(outside) == 4 and cuda.synchronized == 7  # two sets, before either graph; a short one, then the rounds
+
+
+def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(
+        name="NVIDIA H200", multi_processor_count=132, total_memory=150 << 30, L2_cache_size=60 << 20
+    )
+    said = {"driver": "580.1", "clocks": "1980 MHz, 1980 MHz, 3201 MHz, 3201 MHz, 700.00 W"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        gpu_machine, "_said", lambda *command: said["driver" if "driver" in " ".join(command) else "clocks"]
+    )
+    about = gpu_machine.machine(torch.device("cuda", 0))
+    assert about["sms"] == 132 and about["l2_mib"] == 60 and about["driver"] == "580.1"
+    assert about["clocks"]["clocks.max.sm"] == "1980 MHz" and about["clocks"]["power.limit"] == "700.00 W"
+    assert gpu_machine.slug(about["device"]) == "nvidia-h200"
+
+
+def test_what_cannot_be_asked_is_unknown(tmp_path: Path) -> None:
+    assert gpu_machine._said("no-such-command-anywhere") == "unknown"
+    assert gpu_machine._said(sys.executable, "-c", "raise SystemExit(1)") == "unknown"
+    assert gpu_machine.test_summary(tmp_path / "nothing.xml") == {"error": "no report was written"}
+
+
+def test_a_report_says_what_is_met() -> None:
+    detail = {"microseconds": 123.4, "gigabytes_per_s": 4000.0, "ceiling_gigabytes_per_s": 4300.0}
+    kind = {
+        "kind": "S0 → R",
+        "stock": 80,
+        "ours": 40,
+        "inner_stock": 50,
+        "inner_ours": 14,
+        "inner_bare": 9,
+        "launches": 1,
+    }
+    rows = [
+        Row("copy", "of the ceiling", 0.92, True, 0.93, "", detail),
+        Row("narrow", "of the ceiling", 0.8, True, 0.5, "", detail),
+        Row("graph", "×", 1.15, False, 1.1, "", {"microseconds": 5.0}),
+        Row("absent", "×", 2.0, True, None, "not measured: RuntimeError: no profiler"),
+        Row("host", "µs", 15.0, False, 9.0, "", {"kinds": [kind]}),
+    ]
+    text = as_markdown(rows, {"device": "NVIDIA H200", "driver": "580.1"})
+    assert "| copy | 93.0% | ≥ 92% | yes | 123.4 | 4000.0 | 4300.0 |" in text
+    assert "| narrow | 50.0% | ≥ 80% | **no** |" in text and "| graph | 1.10 × | ≤ 1.15 × | yes | 5.0 | - | - |" in text
+    assert "| absent | not measured: RuntimeError: no profiler | ≥ 2 × | - | - | - | - |" in text
+    assert "| S0 → R | 80.0 | 40.0 | 50.0 | 14.0 | 9.0 | 1 |" in text
