@@ -50,9 +50,8 @@ gpu:
 	out="$${OUT:-bench/results}" && mkdir -p "$$out" && \
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
 	export PYTHONPATH="$$links" && tested=0 && \
-	{ timeout 240 $(PYTHON) -m pytest -m "gpu or multigpu" --junitxml="$$links/tests.xml" $(ARGS) \
-	    tests/kernels tests/runtime || tested=$$?; } && \
-	timeout 230 $(PYTHON) -m shardweave.bench.kernels --out "$$out" $${OUT:+--flat} --tests "$$links/tests.xml" && \
+	{ $(PYTHON) -m shardweave.bench.gpu_tests --root . --report "$$links/tests.json" -- $(ARGS) || tested=$$?; } && \
+	timeout 220 $(PYTHON) -m shardweave.bench.kernels --out "$$out" $${OUT:+--flat} --tests "$$links/tests.json" && \
 	exit $$tested
 
 $(READY): pyproject.toml constraints.txt

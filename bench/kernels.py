@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.gpu_machine import machine, slug, test_summary
+from shardweave.bench.gpu_machine import machine, slug
 from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times
 from shardweave.bench.kernel_cases import Case, cases, rotation
 from shardweave.bench.program_cases import pack_and_unpack, whole_program
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder for the device goes there")
     parser.add_argument("--flat", action="store_true", help="write into --out itself")
-    parser.add_argument("--tests", type=Path, metavar="FILE", help="JUnit XML of the tests that ran before")
+    parser.add_argument("--tests", type=Path, metavar="FILE", help="report of the tests that ran before")
     parser.add_argument("--seconds", type=float, default=170.0, help="begin no case after these (default: %(default)s)")
     parser.add_argument("--dry", action="store_true", help="no GPU: run every line on tiny shapes, report no figure")
     arguments = parser.parse_args(argv)
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = run(device, arguments.dry, arguments.seconds)
     about["clocks_after"] = machine(device)["clocks"]
     if arguments.tests is not None:
-        about["tests"] = test_summary(arguments.tests)
+        about["tests"] = json.loads(arguments.tests.read_text(encoding="utf-8"))
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{**asdict(row), "met": row.met} for row in bench.rows]

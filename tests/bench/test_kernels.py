@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardweave.bench import gpu_machine, gpu_timing, kernels
+from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels
 from shardweave.bench.kernel_cases import cases, rotation
 from shardweave.bench.kernels import Bench, Row, as_markdown
 
@@ -25,9 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.interp
 def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
-    report = tmp_path / "tests.xml"
-    report.write_text('<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1" time="2.5">'
-                      '<testcase classname="a" name="b"><failure/></testcase></testsuite></testsuites>')  # fmt: skip
+    report = tmp_path / "tests.json"
+    report.write_text('{"tests": 3, "failed": ["a.b"]}')
     command = [
         sys.executable,
         "-m",
@@ -185,3 +185,20 @@ def test_a_report_says_what_is_met() -> None:
     assert "| narrow | 50.0% | ≥ 80% | **no** |" in text and "| graph | 1.10 × | ≤ 1.15 × | yes | 5.0 | - | - |" in text
     assert "| absent | not measured: RuntimeError: no profiler | ≥ 2 × | - | - | - | - |" in text
     assert "| S0 → R | 80.0 | 40.0 | 50.0 | 14.0 | 9.0 | 1 |" in text
+
+
+def test_gpu_tests_run_in_parts_and_failures_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "tests/kernels").mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path / "tests")
+    (tmp_path / "tests/runtime").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: one\n  multigpu: several\n")
+    for name, body in (("kernels/test_a", "assert False"), ("runtime/test_b", "import time; time.sleep(60)")):
+        (tmp_path / f"tests/{name}.py").write_text(
+            f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\n@pytest.mark.gpu\ndef test_other(): pass\n"
+        )
+    report = tmp_path / "report.json"
+    assert gpu_tests.main(["--root", str(tmp_path), "--report", str(report), "--parts", "2", "--seconds", "20"]) == 1
+    found = json.loads(report.read_text())
+    # Each of the kernels' two tests ran once, in a process of its own.
+    assert found["failed"] == ["tests.kernels.test_a.test_it"] and found["tests"] == 2
+    assert found["went_wrong"][0] == "pytest ended with 1" and found["went_wrong"][1].startswith("out of time: ")

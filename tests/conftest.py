@@ -1,0 +1,18 @@
+"""Tests split over processes: `SHARDWEAVE_TEST_SHARD=2/8` runs every eighth of those selected, from the third on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard = os.environ.get("SHARDWEAVE_TEST_SHARD")
+    if not shard:
+        return
+    first, every = map(int, shard.split("/"))
+    kept = items[first::every]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
