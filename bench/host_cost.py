@@ -30,7 +30,7 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor as 
 import shardweave
 from shardweave.kernels.pointers import PreparedLaunch
 from shardweave.runtime import calls, drop_in
-from shardweave.runtime.copies import Copies, Reduction, by_views
+from shardweave.runtime.copies import Copies, Reduction, is_plain_memory
 from shardweave.runtime.meeting import Meet
 from shardweave.runtime.one_sided import OneSidedStep
 from shardweave.runtime.redistribution import run_redistribution
@@ -99,7 +99,7 @@ class ScratchWorld(NullWorld):
 
 class NullWorlds:
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[NullWorld, str]:
-        return NullWorld() if by_views(device) else ScratchWorld(device), "nothing is to be moved"
+        return NullWorld() if is_plain_memory(device) else ScratchWorld(device), "nothing is to be moved"
 
 
 def push_to_nobody(step: OneSidedStep, x: torch.Tensor, copies: Copies, address: Any, nbytes: int) -> None:
@@ -200,7 +200,7 @@ def prepare(device: str) -> None:
     calls.current_worlds = NullWorlds  # type: ignore[assignment]
     for module in (calls, drop_in):
         module.why_not_backend = lambda device: None  # type: ignore[attr-defined]
-    if by_views(torch.device(device)):  # else copies are launches, which may as well be made
+    if is_plain_memory(torch.device(device)):  # else copies are launches, which may as well be made
         OneSidedStep.push = push_to_nobody  # type: ignore[method-assign, assignment]
         Reduction.__call__ = lambda *_: None  # type: ignore[method-assign, assignment]
     torch.set_num_threads(1)
