@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
     plan.add_argument(
         "--world",
-        choices=("shared_memory", "collective", "symmetric"),
-        help="also say how ranks of such a world carry each step out, and why",
+        choices=("shared_memory", "collective", "mixed", "symmetric"),
+        help="also say how ranks of such a world carry each step out, and why; mixed: on the topology's nodes",
     )
     plan.add_argument(
         "--backend", choices=("gloo", "nccl"), help="of the process groups of a collective world (default: gloo)"
@@ -171,14 +171,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json and arguments.world is not None:
         raise ArgumentError("--world: given with --json, which says nothing of worlds; allowed: one of them")
     for option in ("backend", "reduction"):
-        if getattr(arguments, option) is not None and arguments.world != "collective":
+        if getattr(arguments, option) is not None and arguments.world not in ("collective", "mixed"):
             raise ArgumentError(f"--{option}: without --world collective it says nothing; allowed: both")
     if arguments.json:
         print(json.dumps(program.to_dict(), indent=1))
     elif arguments.world is not None:
-        windows = "auto" if arguments.world == "symmetric" else None
-        one_sided = arguments.world != "collective"
-        world = AssumedWorld(program.mesh, one_sided, arguments.backend or "gloo", windows)  # type: ignore[arg-type]
+        node_size = program.topology.node_size if program.topology is not None else None
+        if arguments.world == "mixed" and node_size is None:
+            raise ArgumentError("--world mixed: of what nodes is not said; allowed: with a --topology of nodes")
+        world = AssumedWorld(
+            program.mesh,
+            arguments.world in ("shared_memory", "symmetric"),
+            arguments.backend or "gloo",
+            "auto" if arguments.world == "symmetric" else None,
+            node_size if arguments.world == "mixed" else None,
+        )
         print(explain_on(program, world, arguments.reduction or "ordered"))
     else:
         print(program.explain())

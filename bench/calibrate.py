@@ -61,6 +61,8 @@ def run(
     world = world or os.environ.get("SHARDWEAVE_WORLD") or None
     if world is not None and world not in NAMES:
         raise ArgumentError(f"--world: {world!r} is not known; allowed: {', '.join(NAMES)}")
+    if world == "mixed":
+        world = None  # which is of several nodes; the ranks of one choose by what they share
     if largest < _LEAST_LARGEST:
         raise ArgumentError(f"--largest: {largest}; allowed: {_LEAST_LARGEST} bytes or more")
     if out is not None and not os.access(out.absolute().parent, os.W_OK):
@@ -139,11 +141,6 @@ def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topo
         notes.append(f"No network was measured: all ranks share one node. `network` has the figures {where}.")
     if node_size == 1:
         notes.append("No link inside a node was measured: each has one rank. `node` has the figures of the network.")
-    elif nodes > 1 and fits["node"].link.one_sided:
-        notes.append(
-            "`node` is measured between ranks of one node. Where ranks of several nodes take part, redistribute uses "
-            "the collective world throughout, today: --world collective measures that inside nodes."
-        )
     links: dict[str, Link] = {kind: fit.link for kind, fit in fits.items()}
     node, network = links.get("node") or links["network"], links.get("network") or links["node"]
     if name is None:

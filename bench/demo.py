@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import ArgumentError
+from ..runtime.worlds import pretended_node_size
 from .compare import KEPT, ROUNDS, mesh_for, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .report import Result, summary, summary_line, table
 from .workloads import SCALE, SMALLEST_SCALED, load_workloads
 
-WORLDS = ("shared_memory", "collective")
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds
 
 
 def run(ranks: int, only: str, json_path: Path | None) -> int:
     """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be."""
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-    gathered = _Gathered(ranks)
-    config = {"worlds": list(WORLDS), "rounds": ROUNDS, "only": only}
+    # On nodes that SHARDWEAVE_NODE_SIZE pretends no memory reaches all ranks.
+    worlds = ("mixed" if pretended_node_size() else "shared_memory", "collective")
+    gathered = _Gathered(ranks, worlds)
+    config = {"worlds": list(worlds), "rounds": ROUNDS, "only": only}
     names = [workload.name for workload in load_workloads()]
     cases = sum(only in name for name in names)
     if not cases:
@@ -39,7 +42,7 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
-    task = progress.add_task("starting", total=len(WORLDS) * cases)
+    task = progress.add_task("starting", total=len(worlds) * cases)
 
     def message(rank: int, found: dict[str, Any]) -> None:
         if gathered.add(rank, found):
@@ -62,10 +65,10 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
 class _Gathered:
     """Messages by case, until every rank has sent its own."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, worlds: Sequence[str]) -> None:
         self._ranks = ranks
         self._waiting: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-        self.results: dict[str, list[Result]] = {world: [] for world in WORLDS}
+        self.results: dict[str, list[Result]] = {world: [] for world in worlds}
         self.skipped: dict[str, str] = {}
 
     def add(self, rank: int, found: dict[str, Any]) -> bool:
@@ -93,19 +96,22 @@ def _heading(ranks: int) -> str:
 
 
 def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | None) -> int:
-    shared, collective = (gathered.results[world] for world in WORLDS)
-    console.print(table("torch on gloo against shardweave's shared memory", shared))
+    (world, shared), (_, collective) = gathered.results.items()
+    how = "shared memory"
+    if world == "mixed":
+        how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
+    console.print(table(f"torch on gloo against shardweave's {how}", shared))
     console.print(f"\n[bold]{summary_line(shared)}[/bold]")
     console.print("In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n")
     console.print(table("torch on gloo against shardweave on gloo: the same transport on both sides", collective))
     console.print(f"\n[bold]{summary_line(collective)}[/bold]")
 
     failed = False
-    for world, results in gathered.results.items():
+    for name, results in gathered.results.items():
         for result in results:
             for fault in result.faults:
                 failed = True
-                console.print(f"[red]shardweave is wrong[/red] ({world}) {result.name}, {fault}")
+                console.print(f"[red]shardweave is wrong[/red] ({name}) {result.name}, {fault}")
             for fault in result.stock_faults:
                 console.print(f"[yellow]torch is wrong[/yellow] {result.name}, {fault}")
     for name, reason in gathered.skipped.items():
@@ -122,6 +128,7 @@ def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | N
             "kept_calls": KEPT,
             "timeout_s": timeout_seconds(),
             **summary(shared),
+            "world": world,
             "cases": [result.to_dict() for result in shared],
             "collective": summary(collective),
             "collective_cases": [result.to_dict() for result in collective],

@@ -27,7 +27,7 @@ from ..errors import ArgumentError
 from ..planner.explanation import format_bytes
 from ..runtime import segments
 from ..runtime.shared_memory import why_not_here
-from ..runtime.worlds import NAMES, timeout_asked_for
+from ..runtime.worlds import NAMES, pretended_node_size, timeout_asked_for
 from .self_test import self_test
 
 TESTED_TORCH = ((2, 11), (2, 13))
@@ -83,10 +83,14 @@ def settings() -> Iterator[Finding]:
     def kind() -> None:
         segments.uses_names()
 
+    def node_size() -> None:
+        pretended_node_size()
+
     checks: dict[str, Callable[[], None]] = {
         "SHARDWEAVE_TIMEOUT": timeout,
         "SHARDWEAVE_WORLD": world,
         "SHARDWEAVE_SEGMENTS": kind,
+        "SHARDWEAVE_NODE_SIZE": node_size,
     }
     for name, check in checks.items():
         value = os.environ.get(name)
@@ -185,7 +189,7 @@ def worlds() -> Iterator[Finding]:
         here = across = "nowhere: no gloo"
     else:
         here = f"collective on gloo: {obstacle}" if obstacle else "shared_memory: all ranks are on this machine"
-        across = "collective on gloo: a rank is on another machine"
+        across = f"collective on gloo: {obstacle}" if obstacle else "mixed: shared memory inside, gloo between machines"
     yield Finding("worlds", "CPU ranks of this machine", here)
     yield Finding("worlds", "CPU ranks of several machines", across)
     if torch.cuda.is_available():

@@ -22,7 +22,7 @@ import shardweave
 
 from ..errors import ArgumentError
 from ..runtime.shared_memory import machine_name
-from ..runtime.worlds import current_worlds
+from ..runtime.worlds import current_worlds, pretended_node_size
 from .link_fit import Sample
 from .ranks import Send
 
@@ -77,7 +77,8 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     device = torch.device(config["device"])
     machines: list[Any] = [None] * size
-    dist.all_gather_object(machines, machine_name())
+    pretended = pretended_node_size()
+    dist.all_gather_object(machines, f"{machine_name()}/{rank // pretended if pretended else 0}")
     node_size = node_size_of(machines, config["node_size"])
     nodes, sizes = size // node_size, sizes_up_to(config["largest"])
 

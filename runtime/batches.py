@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ from ..planner import Batch, Exchange, Program
 from .bound_step import World
 from .copies import contiguous_strides
 from .lowering import Lowering, lower
-from .meeting import Ask, Meet, Transfer
+from .meeting import Ask, Meet, Mixed, Transfer
+from .mixed_step import MixedStep
 from .one_sided import OneSidedStep
 from .two_sided import SharedBuffers, TwoSidedStep
 from .windowed import WindowedStep
@@ -28,7 +29,7 @@ class _Round:
 
     def __init__(self, world: World, rank: int, device: torch.device) -> None:
         self.world, self.rank, self.device = world, rank, device
-        self.steps: dict[int, Any] = {}
+        self.steps: Mapping[int, Any] = {}
 
     def meets(self) -> tuple[int, ...]:
         """The ranks that any of its steps meets, the one after this rank first."""
@@ -39,28 +40,42 @@ class _Round:
 class OneSidedRound(_Round):
     """Every tensor has a buffer of its own; a rank tells its peers all of them at once."""
 
-    steps: dict[int, OneSidedStep]
+    steps: Mapping[int, OneSidedStep]
 
     def bind(self, tensors: int) -> None:
         self.tensors = tensors
         self.peers = self.meets()
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
+        yield from self.exchange(xs, token, None, None)
+
+    def exchange(
+        self, xs: list[torch.Tensor], token: int, transfer: Transfer | None, received: torch.Tensor | None
+    ) -> Generator[Ask, Any, None]:
+        """Carry out the round, with a transfer under way meanwhile, if one is given, that fills `received`."""
         world = self.world
         landings = {i: step.land() for i, step in self.steps.items()}
         address, book = world.offer([landings.get(i) for i in range(self.tensors)])
         addresses = (yield Meet(self.peers, token, address)) if self.peers else []
         books = {r: world.offered(a, self.tensors) for r, a in zip(self.peers, addresses, strict=True)}
+        push, own = partial(self._push, xs, books), partial(self._push_own, xs, landings)
+        if transfer is not None:
+            yield Mixed(transfer, push, Meet(self.peers, token + 1, None, own))
+        else:
+            push()
+            if self.peers:
+                yield Meet(self.peers, token + 1, None, own)
+            else:
+                own()
+        del book  # every peer has read it
+        for i, step in self.steps.items():
+            came = None if received is None else received.view(step.dtype)
+            xs[i] = step.finish(xs[i], landings[i], step.output(landings[i]), came)
+
+    def _push(self, xs: list[torch.Tensor], books: dict[int, Sequence[Any]]) -> None:
         for i, step in self.steps.items():
             for index, nbytes, copies in step.pushes:
                 step.push(xs[i], copies, books[step.peer_ranks[index]][i], nbytes)
-        if self.peers:
-            yield Meet(self.peers, token + 1, None, partial(self._push_own, xs, landings))
-        else:
-            self._push_own(xs, landings)
-        del book  # every peer has read it
-        for i, step in self.steps.items():
-            xs[i] = step.finish(xs[i], landings[i], step.output(landings[i]))
 
     def _push_own(self, xs: list[torch.Tensor], landings: dict[int, torch.Tensor]) -> None:
         for i, step in self.steps.items():
@@ -81,7 +96,7 @@ class WindowedRound(_Round):
 class TwoSidedRound(_Round):
     """One message to each peer and one from it: what each tensor has in it, one after the other."""
 
-    steps: dict[int, TwoSidedStep]
+    steps: Mapping[int, TwoSidedStep]
 
     def meet(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
         """Rank, first and last byte of each message in a buffer of what is sent, and in one of what comes."""
@@ -89,20 +104,33 @@ class TwoSidedRound(_Round):
         self.packed, self.received = (max((end for _, _, end in x), default=0) for x in (sends, receives))
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
+        transfer, received = self.messages(xs)
+        if self.sends or self.receives:
+            yield transfer
+        for i, step in self.steps.items():
+            out = step.empty()
+            step.finish([xs[i], received.view(step.dtype)], [out])
+            xs[i] = out
+
+    def messages(self, xs: list[torch.Tensor]) -> tuple[Transfer, torch.Tensor]:
+        """What is to be sent, all packed, and received, and the buffer for that."""
         packed, received = (
             torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (self.packed, self.received)
         )
         for i, step in self.steps.items():
             step.pack([xs[i]], [packed.view(step.dtype)])
-        if self.sends or self.receives:
-            yield Transfer(
-                tuple((rank, packed[a:b]) for rank, a, b in self.sends),
-                tuple((rank, received[a:b]) for rank, a, b in self.receives),
-            )
-        for i, step in self.steps.items():
-            out = step.empty()
-            step.finish([xs[i], received.view(step.dtype)], [out])
-            xs[i] = out
+        sends = tuple((rank, packed[a:b]) for rank, a, b in self.sends)
+        return Transfer(sends, tuple((rank, received[a:b]) for rank, a, b in self.receives)), received
+
+
+class MixedRound(OneSidedRound):
+    """As one-sided inside a node; meanwhile one message to each peer of another node and one from it."""
+
+    steps: Mapping[int, MixedStep]
+    far: TwoSidedRound
+
+    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
+        yield from self.exchange(xs, token, *self.far.messages(xs))
 
 
 _BoundStep = OneSidedStep | TwoSidedStep | WindowedStep
@@ -135,6 +163,9 @@ class BoundBatch:
         self.world, self.dtypes, self.device = world, dtypes, device
         self.rounds: list[tuple[list[tuple[int, _BoundStep]], _BoundRound | None]] = []
         """Steps without an exchange, by tensor, and the exchange after them."""
+        nodes = {world.node_of(rank) for rank in batch.company(rank)}
+        self.mixes = not world.one_sided and len(nodes) < len(batch.company(rank))
+        """Whether some of the ranks share a node."""
         taking_part = [i for i in range(len(batch.programs)) if batch.position(i, rank) is not None]
         left = {i: list(batch.programs[i].steps) for i in taking_part}
         given = {i: tuple(strides[i]) for i in taking_part}
@@ -153,12 +184,14 @@ class BoundBatch:
     def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], shared: SharedBuffers | None = None) -> Any:
         program = self.batch.programs[i]
         position = self.batch.position(i, self.rank)
+        assert position is not None
         form = program, step, position, given[i], self.world, self.dtypes[i], self.device
         if self.world.windows:
-            assert position is not None
             bound: _BoundStep = WindowedStep(*form, lowering=lower(program, step, position, self.world))
         elif self.world.one_sided:
             bound = OneSidedStep(*form)
+        elif self.mixes and isinstance(step, Exchange):
+            bound = MixedStep(*form, lowering=_AS_MESSAGES, shared=shared)
         else:
             bound = TwoSidedStep(*form, lowering=_AS_MESSAGES, shared=shared)
         given[i] = contiguous_strides(bound.shape)
@@ -178,10 +211,17 @@ class BoundBatch:
         sends, sent_at = self._messages(exchanges, elements_to)
         receives, received_at = self._messages(exchanges, elements_from)
         two_sided = TwoSidedRound(self.world, self.rank, self.device)
-        for i, step in exchanges.items():
-            two_sided.steps[i] = self._bound(i, step, given, SharedBuffers(sent_at[i], received_at[i]))
+        places = {i: SharedBuffers(sent_at[i], received_at[i]) for i in exchanges}
+        steps: dict[int, Any] = {i: self._bound(i, step, given, places[i]) for i, step in exchanges.items()}
         two_sided.meet(sends, receives)
-        return two_sided
+        if not self.mixes:
+            two_sided.steps = steps
+            return two_sided
+        mixed = MixedRound(self.world, self.rank, self.device)
+        mixed.far, mixed.steps = two_sided, steps
+        two_sided.steps = {i: step.far for i, step in steps.items()}
+        mixed.bind(len(self.batch.programs))
+        return mixed
 
     def _messages(
         self, exchanges: dict[int, Exchange], elements_of: Callable[[Program, Exchange, int], list[tuple[int, int]]]
@@ -193,7 +233,9 @@ class BoundBatch:
             program, position = self.batch.programs[i], self.batch.position(i, self.rank)
             assert position is not None
             for peer, elements in elements_of(program, step, position):
-                lengths.setdefault(program.mesh.rank_at(peer), []).append((i, peer, elements))
+                rank = program.mesh.rank_at(peer)
+                if not self.mixes or self.world.node_of(rank) != self.world.node_of(self.rank):
+                    lengths.setdefault(rank, []).append((i, peer, elements))
         places: dict[int, dict[int, int]] = {i: {} for i in exchanges}
         messages, end = [], 0
         for rank, parts in sorted(lengths.items()):

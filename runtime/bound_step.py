@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +22,16 @@ class World(Protocol):
     """Where ranks meet."""
 
     one_sided: bool
-    """Ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
+    """All ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
     recycles: bool
     """The same address always means the same memory, so views on it may be kept."""
 
     @property
     def windows(self) -> Direction | None:
         """Ranks meet on the device and reach each other's windows: which way; None where they do not."""
+
+    def node_of(self, rank: int) -> Hashable:
+        """Equal for ranks that write into each other's buffers; alike on all ranks."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised contiguous tensor that nobody else holds and that peers can address."""
@@ -58,10 +61,14 @@ class World(Protocol):
 
 
 class BoundStep:
-    """What both kinds of transport need of one step on one rank."""
+    """What both kinds of transport need of one step on one rank.
+
+    Args:
+        members: positions that meet in this way, itself included; None: all that meet in the step.
+    """
 
     def __init__(self, program: Program, step: Step, me: int, strides: Sequence[int], world: World, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device, members: tuple[int, ...] | None = None) -> None:  # fmt: skip
         self.program, self.step, self.me = program, step, me
         self.world, self.dtype, self.device = world, dtype, device
         # Of a rank that is not in a mesh, and holds nothing, more strides may be given than the tensor has dims.
@@ -69,21 +76,12 @@ class BoundStep:
         self.last = True  # of its program: what it puts together is what the run returns
         self.shape = program.shape_after(step, me)
         self.strides = contiguous_strides(self.shape)[: len(program.shape)]
-        group = program.members(step, me)
+        group = program.members(step, me) if members is None else members
         # Each rank begins with the peer after itself: writes spread over the peers.
         start = group.index(me)
         self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
         self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
         self.incoming = step.boxes.select(step.boxes.receiver == me)
-
-    def slabs_of(self, receiver: int) -> list[int]:
-        """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
-        terms = self.step.reduce.contributors if self.step.reduce else 1
-        if not self.step.receivers_contribute:
-            return list(range(terms))
-        boxes = self.step.boxes
-        own = (boxes.sender[boxes.receiver == receiver] == receiver).any(axis=0)
-        return (np.arange(terms) - (np.cumsum(own) > 0)).clip(0).tolist()
 
     def fill_rows(self) -> Boxes:
         return self.incoming.select(self.incoming.sender[:, 0] == FILL)
@@ -104,20 +102,20 @@ class BoundStep:
     def empty(self) -> torch.Tensor:
         return self.world.empty(self.shape, self.dtype, self.device)
 
-    def reduction(self, staged: list[Side], buffers: Mapping[int, int] | None = None) -> Reduction:
-        """Reduce into the output from the input (source 0) and the contributions of others, at `staged` in source 1, or
-        in the source that `buffers` has for the position of each."""
+    def reduction(self, staged: list[Side], buffers: np.ndarray | int = 1) -> Reduction:
+        """Reduce into the output from the input (source 0) and the contributions of others, at `staged`.
+
+        `buffers`: the sources that these are in, [n, contributors] or one for all.
+        """
         rows, reduce = self.incoming, self.step.reduce
         assert reduce is not None
         own = Side.source(rows, self.source_strides)
         source, offset, stride = [], [], []
+        where = np.broadcast_to(buffers, rows.sender.shape)
         for contributor in range(reduce.contributors):
             sender = rows.sender[:, contributor]
             is_own = sender == self.me
-            of_others = np.ones(len(rows), np.int64)
-            for position, buffer in (buffers or {}).items():
-                of_others[sender == position] = buffer
-            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, of_others)))
+            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, where[:, contributor])))
             offset.append(np.where(is_own, own.offset, staged[contributor].offset))
             stride.append(np.where(is_own[:, None], own.stride, staged[contributor].stride))
         target = Side.target(rows, self.strides)

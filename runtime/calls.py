@@ -18,6 +18,7 @@ from ..planner import Mesh
 from .batches import BoundBatch
 from .collective import CollectiveWorld
 from .executor import BoundProgram
+from .mixed import MixedWorld
 from .pending import Pending, Turn
 from .statistics import stats
 from .worlds import AnyWorld, current_worlds, why_not_backend
@@ -33,7 +34,7 @@ class Call:
         self, bound: BoundProgram | BoundBatch | None, world: AnyWorld | None, company: tuple[int, ...]
     ) -> None:
         self.bound, self.world, self.company = bound, world, company
-        self.announcer = world if isinstance(world, CollectiveWorld) and len(self.company) > 1 else None
+        self.announcer = _announcer(world, company)
         self.first = True
         if bound is not None and world is not None:
             what, bytes_received, bytes_bound = bound.summary()
@@ -45,10 +46,12 @@ class Call:
         if self.bound is None or self.world is None:
             return x
         world, bound = self.world, self.bound
-        if world.pending is not None:
+        while world.pending is not None:
             world.pending.finish()  # its meetings come before this call's
         if world.error is not None:
-            # Before anything is pushed: buffers that peers kept ready may have found another use.
+            # Before anything is pushed: buffers that peers kept ready may have found another use. Where the call that
+            # failed was in a part of this world alone, ranks of the other part have not been told.
+            world.fail(world.error)
             raise world.error
         stats().calls[world.name] += 1
         self.kind.calls += 1
@@ -87,6 +90,13 @@ class Call:
                     reply = world.answer(request)
 
 
+def _announcer(world: AnyWorld | None, company: tuple[int, ...]) -> CollectiveWorld | None:
+    """Where ranks post their requests before they meet; None where the meetings themselves tell that they agree."""
+    if isinstance(world, MixedWorld):
+        return world.across if world.spans(company) else None
+    return world if isinstance(world, CollectiveWorld) and len(company) > 1 else None
+
+
 def check_backend(device: torch.device, mesh_size: int) -> None:
     """
     Raises:
@@ -117,7 +127,7 @@ def world_for(
     """The world of some ranks, in which the program bound next may use process groups and those of meshes; and why it
     is that one."""
     world, why = current_worlds().choose(ranks, device, asked)
-    if isinstance(world, CollectiveWorld):
+    if isinstance(world, CollectiveWorld | MixedWorld):
         world.knows([*groups, *(group for mesh in meshes for group in _groups_of(mesh))])
     return world, why
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,17 +14,18 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from .meeting import AllGather, AllToAll, Ask, Collective, ReduceScatter, Transfer
-from .shared_memory import read_when_posted
+from .shared_memory import post_failure, read_failure, read_when_posted
 
 if TYPE_CHECKING:
     from .pending import Pending
 
 _KEPT_POSTS = 64
 _REFUSED = 0  # in place of a token
-
+_SHORTEST_WAIT = timedelta(milliseconds=1)
 
 # Of messages on gloo, which pairs sends with receives by it: those of the user's own are others.
 _TAG = 0x5EED
+_NEVER_SENT = _TAG + 1
 
 
 class Members(tuple[int, ...]):
@@ -53,9 +55,13 @@ class CollectiveWorld:
         self._calls: dict[tuple[int, ...], int] = {}
         self._announced = ("", 0)
         self._groups: dict[tuple[int, ...], Members] = {}
+        self._used: set[dist.ProcessGroup] = set()
         self.error: WorldError | None = None
-        self.busy = False
+        self.busy = self._left = False
         self.pending: Pending | None = None
+
+    def node_of(self, rank: int) -> int:
+        return rank
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -135,7 +141,7 @@ class CollectiveWorld:
             if time.monotonic() - start >= self.timeout:
                 text = f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
                 return MeetingTimeoutError(text)
-            return PeerError(f"rank {self.rank} lost {who}: {error}")
+            return PeerError(f"rank {self.rank} lost {who}: {self._why(self._absent(request.group), error)}")
 
         def wait() -> None:
             try:
@@ -147,6 +153,7 @@ class CollectiveWorld:
                 raise told(error) from error
 
         try:
+            self._used.add(group)
             work = _started(request, group)
         except RuntimeError as error:
             raise told(error) from error
@@ -180,7 +187,7 @@ class CollectiveWorld:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             peers = sorted({operation.peer for operation in operations})
-            raise PeerError(f"rank {self.rank} lost one of ranks {peers}: {error}") from error
+            raise PeerError(f"rank {self.rank} lost one of ranks {peers}: {self._why(peers, error)}") from error
         return partial(self._wait, operations, works)
 
     def _wait(self, operations: list[dist.P2POp], works: list[dist.Work]) -> None:
@@ -198,10 +205,46 @@ class CollectiveWorld:
                         f"rank {operation.peer} did not come within {self.timeout:g} s; rank {self.rank} was waiting "
                         f"for it"
                     ) from error
-                raise PeerError(f"rank {self.rank} lost rank {operation.peer}: {error}") from error
+                why = self._why([operation.peer], error)
+                raise PeerError(f"rank {self.rank} lost rank {operation.peer}: {why}") from error
+
+    def _why(self, ranks: Iterable[int], error: RuntimeError) -> str:
+        """What ranks that left said, or what torch.distributed says."""
+        with suppress(dist.DistError):  # the store went with its rank
+            said = [failure for rank in ranks if (failure := read_failure(self._store, rank))]
+            return "; ".join(said) or str(error)
+        return str(error)
 
     def fail(self, error: WorldError) -> None:
         self.error = self.error or error
+
+    def leave(self) -> None:
+        """After a failure, tell ranks that wait for this one, now or later, that it will not come.
+
+        gloo tells them when it closes their connections, as it does when a wait takes too long; other backends only
+        at their own timeout.
+        """
+        if self._left:
+            return
+        self._left = True
+        with suppress(dist.DistError):
+            post_failure(self._store, self.rank, f"rank {self.rank} failed: {self.error}")
+        if self.backend != "gloo" or not self._calls:
+            return
+        everyone: Any = dist.distributed_c10d.GroupMember.WORLD
+        for group in (everyone, *self._used):
+            for peer in dist.get_process_group_ranks(group):
+                if peer != self.rank and _close(group, peer):
+                    break
+
+
+def _close(group: dist.ProcessGroup, peer: int) -> bool:
+    """Wait too long for what nobody sends: this closes all connections of a group, unless that to `peer` is closed."""
+    try:
+        dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT).wait(_SHORTEST_WAIT)  # type: ignore[union-attr]
+    except RuntimeError as error:
+        return "timed out" in str(error).lower()
+    return False
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}

@@ -36,7 +36,7 @@ class Side:
     """Where boxes lie in one buffer: offsets [n] and strides [n, axes], in elements."""
 
     def __init__(
-        self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: int = 0
+        self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: np.ndarray | int = 0
     ) -> None:
         per_dim = np.array(strides, dtype=np.int64)
         self.offset = start @ per_dim + base
@@ -47,7 +47,7 @@ class Side:
         return cls(boxes, boxes.source_start, boxes.source_step, strides)
 
     @classmethod
-    def target(cls, boxes: Boxes, strides: Sequence[int], base: int = 0) -> Side:
+    def target(cls, boxes: Boxes, strides: Sequence[int], base: np.ndarray | int = 0) -> Side:
         return cls(boxes, boxes.target_start, boxes.target_step, strides, base)
 
     @classmethod

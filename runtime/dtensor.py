@@ -53,14 +53,16 @@ def redistribute(
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
             `DTensor.detach` of torch 2.13 forgets it: its result holds the same data and says the default order.
         async_op: the last exchange has begun when this returns, and is waited for when the result is first used, or by
-            this process's next redistribution in the same world, whatever its ranks: all are carried out in one order.
+            this process's next redistribution in the same world, or of which it is a part, whatever its ranks: all are
+            carried out in one order.
             What a request does for the first time, before any exchange, is waited for at once.
         forward_dtype: what is moved and returned; None: the dtype it has.
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
             gradients are recorded. The result is copied there.
-        world: "shared_memory", "collective", "symmetric" (on GPUs that reach each other, or CPUs of one machine: ranks
-            meet on the device), or None to choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
+        world: "shared_memory", "collective", "mixed" (the first inside each machine, the second between them),
+            "symmetric" (on GPUs that reach each other, or CPUs of one machine: ranks meet on the device), or None to
+            choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
             `install` was told, else bytes alone decide.
         reduction: "ordered" or "fast", as for `install`; None: what that was told.

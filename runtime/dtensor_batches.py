@@ -114,7 +114,7 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")
     except ArgumentError:
         with suppress(WorldError):  # peers that are gone need not be told
-            if world.pending is not None:
+            while world.pending is not None:
                 world.pending.finish()
             world.refuse(batch.first_met(rank), company)
         raise

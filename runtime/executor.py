@@ -13,13 +13,24 @@ from ..planner import Program, check_local_shape
 from ..planner.explanation import title
 from .bound_step import Run, World
 from .copies import contiguous_strides
-from .lowering import Reduction, lower
+from .lowering import Lowering, Reduction, lower
+from .mixed_step import MixedStep
 from .one_sided import OneSidedStep
 from .two_sided import TwoSidedStep, may_leave_apart
 from .vendor_reduction import VendorReduction
 from .windowed import WindowedStep
 
 _FAST = 1 << 62  # in the token of a program whose sums may be vendors'
+
+
+def _kind_of(lowering: Lowering, world: World) -> type[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction]:
+    if world.windows:
+        return WindowedStep
+    if world.one_sided or lowering.how == "push":
+        return OneSidedStep
+    if lowering.how in ("reduce-scatter", "all-reduce"):
+        return VendorReduction
+    return MixedStep if lowering.how == "push and send" else TwoSidedStep
 
 
 class BoundProgram:
@@ -42,22 +53,20 @@ class BoundProgram:
         self.program, self.position = program, position
         self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
         self.steps: list[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction] = []
+        lowerings = [lower(program, step, position, world, reduction) for step in program.steps]
+        kinds = [_kind_of(lowering, world) for lowering in lowerings]
         origin, buffers = None, 1
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
             given = program, step, position, before, world, dtype, device
-            lowering = lower(program, step, position, world, reduction)
-            if world.windows:
-                self.steps.append(WindowedStep(*given, lowering=lowering))
-                continue
-            if world.one_sided:
+            if kinds[i] is OneSidedStep:
                 self.steps.append(OneSidedStep(*given))
                 continue
-            if lowering.how in ("reduce-scatter", "all-reduce"):
-                self.steps.append(VendorReduction(*given, lowering=lowering))
+            if kinds[i] is not TwoSidedStep:
+                self.steps.append(kinds[i](*given, lowering=lowerings[i]))
                 continue
-            apart = i + 1 < len(program.steps) and may_leave_apart(step, program.steps[i + 1])
-            bound = TwoSidedStep(*given, lowering=lowering, origin=origin, buffers=buffers, leave_apart=apart)
+            apart = kinds[i + 1 : i + 2] == [TwoSidedStep] and may_leave_apart(step, program.steps[i + 1])
+            bound = TwoSidedStep(*given, lowering=lowerings[i], origin=origin, buffers=buffers, leave_apart=apart)
             self.steps.append(bound)
             origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
         for earlier in self.steps[:-1]:

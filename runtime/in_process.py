@@ -15,8 +15,8 @@ from .batches import BatchRun, BoundBatch
 from .bound_step import Run
 from .dtypes import name_of
 from .executor import BoundProgram
-from .lowering import BACKENDS, Reduction, check_reduction
-from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, ReduceScatter, Transfer
+from .lowering import BACKENDS, Reduction, check_reduction, node_of
+from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -27,14 +27,17 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class InProcessWorld:
-    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network; with
-    a `backend` any of them have a process group of it."""
+    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network, except
+    to those of their node if there are nodes; with a `backend` any of them have a process group of it."""
 
     recycles = False
     windows = None
 
-    def __init__(self, one_sided: bool = True, backend: str | None = None) -> None:
-        self.one_sided, self.backend = one_sided, backend or ""
+    def __init__(self, one_sided: bool = True, backend: str | None = None, node_size: int | None = None) -> None:
+        self.one_sided, self.backend, self.node_size = one_sided, backend or "", node_size
+
+    def node_of(self, rank: int) -> int:
+        return node_of(rank, self.one_sided, self.node_size)
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         return tuple(ranks) if self.backend else None
@@ -65,6 +68,7 @@ def simulate(
     one_sided: bool = True,
     backend: str | None = None,
     reduction: Reduction = "ordered",
+    node_size: int | None = None,
 ) -> list[Any]:
     """Carry out a whole program, or a batch of them, in this process, every rank in turn.
 
@@ -77,6 +81,7 @@ def simulate(
         backend: with `one_sided=False`, any ranks that meet have a process group of it, "gloo" or "nccl", and steps
             take the collectives that they take there.
         reduction: "fast" also lets the backend reduce (here in the order of ranks). Not of batches.
+        node_size: with `one_sided=False`, ranks of a node of so many consecutive ones push all the same.
 
     Returns:
         One tensor per rank, of the shape that layout `dst` gives it; of a batch a list of these for each program. The
@@ -87,7 +92,9 @@ def simulate(
     """
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError(f"backend: {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
-    reduction, world = check_reduction(reduction), InProcessWorld(one_sided, backend)
+    if node_size is not None and (type(node_size) is not int or node_size < 1):
+        raise ArgumentError(f"node_size: {node_size!r}; allowed: a whole number above 0, or None")
+    reduction, world = check_reduction(reduction), InProcessWorld(one_sided, backend, node_size)
     if isinstance(program, Batch):
         return _simulate_batch(program, locals_, world)
     if not isinstance(program, Program):
@@ -201,6 +208,8 @@ def run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
 
 
 def _awaited(request: Ask, rank: int) -> list[int]:
+    if isinstance(request, Mixed):
+        return _awaited(request.transfer, rank) + _awaited(request.meet, rank)
     if isinstance(request, Meet):
         return list(request.peers)
     if isinstance(request, Collective):
@@ -229,6 +238,11 @@ def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]
 
 
 def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> None:
+    if isinstance(request, Mixed):
+        _post(rank, request.transfer, posted)
+        request.push()
+        _post(rank, request.meet, posted)
+        return
     if isinstance(request, Meet):
         for peer in request.peers:
             posted[rank, peer].append((request.token, request.offer))
@@ -243,6 +257,9 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
 
 
 def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
+    if isinstance(request, Mixed):
+        _answered(rank, request.transfer, posted)
+        return _answered(rank, request.meet, posted)
     own = [rank] if isinstance(request, Collective) else []
     came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
     if isinstance(request, Meet):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -37,8 +37,8 @@ _REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "i
 
 @dataclass(frozen=True)
 class Lowering:
-    """`how`: "local", "push", "pull", "send and receive", "all-to-all", "all-gather", "reduce-scatter" or "all-reduce";
-    `group`: the ranks of a collective in the order of its process group."""
+    """`how`: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather", "reduce-scatter"
+    or "all-reduce"; `group`: the ranks of a collective in the order of its process group."""
 
     how: str
     why: str
@@ -53,7 +53,10 @@ class Means(Protocol):
 
     @property
     def one_sided(self) -> bool:
-        """Ranks write into each other's memory."""
+        """All ranks write into each other's memory."""
+
+    def node_of(self, rank: int) -> Hashable:
+        """Equal for ranks that write into each other's memory; alike on all ranks."""
 
     @property
     def windows(self) -> Direction | None:
@@ -87,12 +90,18 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
         return _through_windows(program, step, position, world.windows)
     if world.one_sided:
         return Lowering("push", "ranks write into each other's memory")
+    members = program.members(step, position)
+    if step.group is not None and len(members) == 1:
+        return Lowering("local", "this rank has no part in it")
+    ranks = [program.mesh.rank_at(p) for p in members]
+    nodes = len({world.node_of(rank) for rank in ranks})
+    if nodes == 1 and len(ranks) > 1:
+        return Lowering("push", "ranks of one node write into each other's memory")
+    if nodes < len(ranks):
+        return Lowering("push and send", f"ranks of a node write into each other's memory, those of {nodes} nodes send")
     if step.group is None:
         return Lowering("send and receive", "between two meshes each rank has peers of its own")
-    members = program.members(step, position)
-    if len(members) == 1:
-        return Lowering("local", "this rank has no part in it")
-    order = world.group_order([program.mesh.rank_at(p) for p in members])
+    order = world.group_order(ranks)
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
     before, after = (
@@ -165,6 +174,11 @@ def _of_group(step: Exchange) -> tuple[list[object], list[object]]:
     return [step.source.placements[m] for m in group], [step.target.placements[m] for m in group]
 
 
+def node_of(rank: int, one_sided: bool, node_size: int | None) -> int:
+    """Of a rank in a world that is assumed: where all write into each other's memory, or those of nodes of so many."""
+    return 0 if one_sided else rank // (node_size or 1)
+
+
 @dataclass(frozen=True)
 class AssumedWorld:
     """What a world would have, for programs that are only looked at: process groups of mesh dims and of everyone."""
@@ -173,6 +187,11 @@ class AssumedWorld:
     one_sided: bool
     backend: str = "gloo"
     windows: Direction | None = None
+    node_size: int | None = None
+    """Of a world that mixes: ranks of a node of so many consecutive ones write into each other's memory."""
+
+    def node_of(self, rank: int) -> int:
+        return node_of(rank, self.one_sided, self.node_size)
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         found = sorted(ranks)

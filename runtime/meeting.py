@@ -40,6 +40,19 @@ class Transfer(NamedTuple):
     output: torch.Tensor | None = None
 
 
+class Mixed(NamedTuple):
+    """Exchange with ranks of other nodes and push to those of this one meanwhile. Worlds that mix both only.
+
+    The transfer begins; `push` writes into what the peers of `meet` have offered; then these meet, and both are waited
+    for. The answer is that of the meeting.
+    """
+
+    transfer: Transfer
+    push: Callable[[], None]
+    meet: Meet
+    output: torch.Tensor | None = None
+
+
 class AllToAll(NamedTuple):
     """Every rank of a process group sends some bytes to every other. Two-sided worlds only, as the collectives below.
 
@@ -83,4 +96,4 @@ class AllReduce(NamedTuple):
 
 
 Collective = AllToAll | AllGather | ReduceScatter | AllReduce
-Ask = Meet | Transfer | Collective
+Ask = Meet | Transfer | Mixed | Collective

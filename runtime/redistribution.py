@@ -114,7 +114,7 @@ def _bind(
         check_local_shape(program, position, x.shape)
     except ArgumentError:
         with suppress(WorldError):  # peers that are gone need not be told
-            if world.pending is not None:
+            while world.pending is not None:
                 world.pending.finish()
             world.refuse(program.first_met(position), program.company(position))
         raise

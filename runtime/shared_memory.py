@@ -129,7 +129,7 @@ class SharedMemoryWorld:
     name = "shared_memory"
     backend = ""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, node_size: int | None = None) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
         named = uses_names()
@@ -143,7 +143,10 @@ class SharedMemoryWorld:
         self.error: WorldError | None = None
         self.busy = False
         self.pending: Pending | None = None
-        post(store, rank, self._control.handle, named)
+        post(store, rank, self._control.handle, named, node_size)
+
+    def node_of(self, rank: int) -> int:
+        return 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._pool.empty(shape, dtype)
@@ -298,7 +301,7 @@ class SharedMemoryWorld:
         return self._met[ranks]
 
     def _find(self, rank: int) -> _Peer:
-        _, pid, handle, kind = read_post(self._store, rank, self.timeout).split()
+        _, pid, handle, kind, _ = read_post(self._store, rank, self.timeout).split()
         try:
             peer = self._peers[rank] = _Peer(rank, int(pid), int(handle), kind == "named")
         except FileNotFoundError as error:
@@ -318,7 +321,8 @@ def _post_key(rank: int) -> str:
 
 
 def read_post(store: dist.Store, rank: int, timeout: float) -> str:
-    """What a rank posted when its world started: machine, process, handle and kind of its control segment."""
+    """What a rank posted when its world started: machine, process, handle and kind of its control segment, and how many
+    ranks it takes a node to have (0: all of the machine)."""
     return read_when_posted(store, _post_key(rank), rank, timeout)
 
 
@@ -336,14 +340,34 @@ def read_when_posted(
         try:
             if store.check([key]) and accept(text := store.get(key).decode()):
                 return text
+            failure = read_failure(store, rank)
         except dist.DistError as error:
             raise PeerError(f"the store is gone (its rank died?) while waiting for rank {rank}: {error}") from error
+        if failure is not None:
+            raise PeerError(f"waiting for what rank {rank} posts: {failure}")
         if time.monotonic() > deadline:
             raise MeetingTimeoutError(f"rank {rank} did not come within {timeout:g} s: it posted no {key}")
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
 
 
-def post(store: dist.Store, rank: int, handle: int, named: bool) -> None:
+def post(store: dist.Store, rank: int, handle: int, named: bool, node_size: int | None) -> None:
     kind = "named" if named else "anonymous"
-    store.set(_post_key(rank), f"{machine_name()} {os.getpid()} {handle} {kind}")
+    store.set(_post_key(rank), f"{machine_name()} {os.getpid()} {handle} {kind} {node_size or 0}")
+
+
+def _failure_key(rank: int) -> str:
+    return f"shardweave/failed/{rank}"
+
+
+def post_failure(store: dist.Store, rank: int, text: str) -> None:
+    store.set(_failure_key(rank), text)
+
+
+def forget_failure(store: dist.Store, rank: int) -> None:
+    store.delete_key(_failure_key(rank))
+
+
+def read_failure(store: dist.Store, rank: int) -> str | None:
+    """What a rank posted when it failed, None if it did not."""
+    return store.get(key).decode() if store.check([key := _failure_key(rank)]) else None

@@ -49,8 +49,9 @@ class TwoSidedStep(BoundStep):
         origin: Patchwork | None = None,
         buffers: int = 1,
         leave_apart: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(*args)
+        super().__init__(*args, **options)
         self.origin = origin or Whole(0, self.source_strides)
         self.arrived, self.leave_apart = buffers, leave_apart
         self.group = lowering.group
@@ -64,7 +65,8 @@ class TwoSidedStep(BoundStep):
         if self.gathers:
             rank = self.program.mesh.rank_at(self.me)
             peers.insert(self.group.index(rank), (self.me, rank))
-        self._bind_receives(peers, shared)
+        unpack = self._bind_receives(peers, shared)
+        self.bind_finish(unpack)
         # Bytes for each rank of the group, of an all-to-all.
         sent = {rank: last - first for rank, _, first, last in self.sends}
         came = {rank: last - first for rank, first, last, _ in self.receives}
@@ -103,10 +105,11 @@ class TwoSidedStep(BoundStep):
             self.packed = last
         self.pack = Copies(packing, self.step.fill, self.dtype, self.device)
 
-    def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
+    def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> list[Part]:
+        """What is to be unpacked."""
         self.receives: list[tuple[int, int, int, bool]] = []
         """Rank, first and last element, and whether in the output itself."""
-        staged = [Side.target(self.incoming, self.strides) for _ in range(self.contributors)]
+        self.staged = [Side.target(self.incoming, self.strides) for _ in range(self.contributors)]
         unpack: list[Part] = []
         in_place = shared is None and not (self.together or self.leave_apart or self.step.reduce)
         in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
@@ -123,15 +126,18 @@ class TwoSidedStep(BoundStep):
                     continue
                 packed = Side.packed(rows)
                 packed.offset = packed.offset + base
-                staged[contributor].offset[here] = packed.offset
-                staged[contributor].stride[here] = packed.stride
+                self.staged[contributor].offset[here] = packed.offset
+                self.staged[contributor].stride[here] = packed.stride
                 unpack.append((self.arrived, 0, rows, packed, target))
                 base += int(rows.elements.sum())
             if base > first:
                 self.receives.append((rank, first, base, False))
         self.received = base
+        return unpack
+
+    def bind_finish(self, unpack: list[Part]) -> None:
         if self.step.reduce:
-            self.finish: Reduction | Copies = self.reduction(staged)
+            self.finish: Reduction | Copies = self.reduction(self.staged)
             return
         kept = [] if self.gathers else self.origin.pieces(self.kept_rows())
         parts = [(p.buffer, 0, p.boxes, p.side, Side.target(p.boxes, self.strides)) for p in kept]
@@ -161,9 +167,7 @@ class TwoSidedStep(BoundStep):
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
         # To a collective every rank of the group comes, also one that has nothing to send and gets nothing.
         if self.group or self.sends or self.receives:
-            packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
-            self.pack(buffers, [packed])
-            asked = self._asked([*buffers, packed], received if out is None else out, received)
+            asked = self.messages(buffers, received if out is None else out, received)
             yield asked._replace(output=out) if self.last else asked
         buffers = [*buffers, received]
         if out is None:
@@ -171,10 +175,13 @@ class TwoSidedStep(BoundStep):
         self.finish(buffers, [out])
         return out
 
-    def _asked(
-        self, sources: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor
+    def messages(
+        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor
     ) -> Transfer | AllToAll | AllGather:
-        """What the world is to do; `_PACKED` is the last of the sources."""
+        """What the world is to do, with all packed that is sent from there."""
+        packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
+        self.pack(buffers, [packed])
+        sources = [*buffers, packed]  # `_PACKED` is the last
         arrived, size = received.view(torch.uint8), self.dtype.itemsize
         if self.together:
             return AllToAll(self.group, sources[_PACKED].view(torch.uint8), self.sent, arrived, self.came)

@@ -50,6 +50,15 @@ class WindowedStep(BoundStep):
             self.write = self._publishing() if self.pulls else self._pushing()
         self.finish = self._pulling() if self.pulls else self._unpacking()
 
+    def slabs_of(self, receiver: int) -> list[int]:
+        """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
+        terms = self.step.reduce.contributors if self.step.reduce else 1
+        if not self.step.receivers_contribute:
+            return list(range(terms))
+        boxes = self.step.boxes
+        own = (boxes.sender[boxes.receiver == receiver] == receiver).any(axis=0)
+        return (np.arange(terms) - (np.cumsum(own) > 0)).clip(0).tolist()
+
     def _pushing(self) -> Copies:
         """From the input (source 0) into the window of each peer."""
         parts = []
@@ -101,7 +110,10 @@ class WindowedStep(BoundStep):
                 theirs = Side.source(rows.select(at), strides[peer])
                 side.offset[at], side.stride[at] = theirs.offset, theirs.stride
             staged.append(side)
-        return self.reduction(staged, {peer: source for source, peer in enumerate(self.peers, 1)})
+        buffers = np.ones_like(rows.sender)
+        for source, peer in enumerate(self.peers, 1):
+            buffers[rows.sender == peer] = source
+        return self.reduction(staged, buffers)
 
     def _copied(self, came: list[tuple[int, Boxes, Side]]) -> Copies:
         """The output out of what is kept, what is filled, and what came: source, boxes, where they lie in it."""

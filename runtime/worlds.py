@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from ..errors import ArgumentError, UnsupportedError
 from .collective import CollectiveWorld
 from .lowering import BACKENDS
-from .shared_memory import SharedMemoryWorld, machine_name, read_post, why_not_here
+from .mixed import MixedWorld
+from .shared_memory import SharedMemoryWorld, forget_failure, read_post, why_not_here
 from .statistics import stats
 from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
 from .symmetric_world import SymmetricWorld
 
-AnyWorld = SharedMemoryWorld | CollectiveWorld | SymmetricWorld
-NAMES = ("shared_memory", "collective", "symmetric")
+AnyWorld = SharedMemoryWorld | CollectiveWorld | MixedWorld | SymmetricWorld
+NAMES = ("shared_memory", "collective", "mixed", "symmetric")
 _LONGEST_TIMEOUT = 366 * 86400.0
 
 
@@ -31,9 +32,13 @@ class Worlds:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = _timeout(self.group)
         self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
+        forget_failure(self._store, self.rank)  # of an earlier group, where the store is the same
         self._shared: SharedMemoryWorld | None = None
         self._collectives: dict[str, CollectiveWorld] = {}
         self._symmetric: dict[torch.device, SymmetricWorld] = {}
+        self._mixed: dict[str, MixedWorld] = {}
+        self._node_size = pretended_node_size()
+        self._nodes: dict[int, Hashable] = {}
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
 
@@ -73,15 +78,10 @@ class Worlds:
         key = (ranks, device.type, asked)
         found = self._chosen.get(key)
         if found is None:
-            obstacle = None if asked == "collective" else self._why_no_shared_memory(ranks, device)
-            if asked == "shared_memory" and obstacle:
-                raise UnsupportedError(
-                    f"world: shared_memory cannot carry ranks {ranks}: {obstacle}; allowed: collective"
-                )
-            if asked == "collective" or obstacle:
-                found = self._collective(device.type), "asked for" if asked else str(obstacle)
-            else:
-                found = self._shared_memory(), "asked for" if asked else "all ranks are on this machine"
+            name, why = ("collective", "") if asked == "collective" else self._find(ranks, device)
+            if asked is not None and asked != name and (why_not := self._why_not(asked, ranks, device)):
+                raise UnsupportedError(f"world: {asked} cannot carry ranks {ranks}: {why_not}; allowed: {name}")
+            found = self._world(asked or name, device.type), "asked for" if asked else why
             self._chosen[key] = found
             stats().worlds[ranks] = f"{found[0].name}: {found[1]}"
         return found
@@ -90,7 +90,7 @@ class Worlds:
         found = self._symmetric.get(device)
         if found is None:
             on_cpu = device.type == "cpu"
-            obstacle = self._why_no_shared_memory(ranks, device) if on_cpu else why_no_symmetric_memory(device)
+            obstacle = self._why_not("shared_memory", ranks, device) if on_cpu else why_no_symmetric_memory(device)
             if obstacle:
                 raise UnsupportedError(f"world: symmetric cannot carry ranks {ranks}: {obstacle}; allowed: collective")
             nth = sum(other.type == device.type for other in self._symmetric)
@@ -101,9 +101,46 @@ class Worlds:
         stats().worlds[ranks] = f"{found.name}: asked for"
         return found
 
+    def _find(self, ranks: Sequence[int], device: torch.device) -> tuple[str, str]:
+        """The world for some ranks by what they share, and why."""
+        if obstacle := self._why_no_memory(device):
+            return "collective", obstacle
+        nodes = {self._node_of(rank) for rank in ranks}
+        if len(nodes) == 1:
+            return "shared_memory", f"all ranks are on this {self._machine}"
+        if len(nodes) < len(ranks):
+            return "mixed", f"{len(ranks)} ranks are on {len(nodes)} machines{self._pretended}"
+        return "collective", f"each rank is on another {self._machine}"
+
+    def _why_not(self, asked: str, ranks: Sequence[int], device: torch.device) -> str | None:
+        """Why a world cannot carry ranks, or None."""
+        if obstacle := self._why_no_memory(device):
+            return obstacle
+        here = self._node_of(self.rank)
+        elsewhere = [rank for rank in ranks if self._node_of(rank) != here]
+        return f"rank {elsewhere[0]} is on another {self._machine}" if asked == "shared_memory" else None
+
+    @property
+    def _machine(self) -> str:
+        return f"machine{self._pretended}"
+
+    @property
+    def _pretended(self) -> str:
+        return f", by SHARDWEAVE_NODE_SIZE={self._node_size}" if self._node_size else ""
+
+    def _world(self, name: str, device_type: str) -> AnyWorld:
+        if name == "shared_memory":
+            return self._shared_memory()
+        across = self._collective(device_type)
+        if name == "collective":
+            return across
+        if across.backend not in self._mixed:
+            self._mixed[across.backend] = MixedWorld(self._shared_memory(), across, self._nodes)
+        return self._mixed[across.backend]
+
     def _shared_memory(self) -> SharedMemoryWorld:
         if self._shared is None:
-            self._shared = SharedMemoryWorld(self._store, self.rank, self.size, self.timeout)
+            self._shared = SharedMemoryWorld(self._store, self.rank, self.size, self.timeout, self._node_size)
         return self._shared
 
     def _collective(self, device_type: str) -> CollectiveWorld:
@@ -112,18 +149,26 @@ class Worlds:
             self._collectives[backend] = CollectiveWorld(self._store, self.rank, self.size, self.timeout, backend)
         return self._collectives[backend]
 
-    def _why_no_shared_memory(self, ranks: Sequence[int], device: torch.device) -> str | None:
-        if device.type != "cpu":
-            return f"tensors are on {device.type}"
-        if obstacle := why_not_here():
-            return obstacle
-        # Starting posts this rank's machine, so that its peers can decide as well.
-        self._shared_memory()
-        here = machine_name()
-        for rank in ranks:
-            if rank != self.rank and read_post(self._store, rank, self.timeout).split()[0] != here:
-                return f"rank {rank} is on another machine"
-        return None
+    def _why_no_memory(self, device: torch.device) -> str | None:
+        """Why no ranks at all can write into each other's memory, or None."""
+        return f"tensors are on {device.type}" if device.type != "cpu" else why_not_here()
+
+    def _node_of(self, rank: int) -> Hashable:
+        """
+        Raises:
+            ArgumentError: the rank takes nodes to be of another size.
+        """
+        if rank not in self._nodes:
+            # Starting posts this rank's machine, so that its peers can decide as well.
+            self._shared_memory()
+            machine, *_, size = read_post(self._store, rank, self.timeout).split()
+            if int(size) != (self._node_size or 0):
+                here, there = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
+                raise ArgumentError(
+                    f"SHARDWEAVE_NODE_SIZE: {here} on rank {self.rank}, {there} on rank {rank}; allowed: one for all"
+                )
+            self._nodes[rank] = machine, rank // self._node_size if self._node_size else 0
+        return self._nodes[rank]
 
 
 def timeout_asked_for() -> float | None:
@@ -142,6 +187,20 @@ def timeout_asked_for() -> float | None:
     if not 0 < seconds <= _LONGEST_TIMEOUT:
         raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0, a year at most")
     return seconds
+
+
+def pretended_node_size() -> int | None:
+    """Consecutive ranks of which SHARDWEAVE_NODE_SIZE says that they alone share memory; None where it is not set.
+
+    Raises:
+        ArgumentError: it is no whole number above 0.
+    """
+    text = os.environ.get("SHARDWEAVE_NODE_SIZE")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ArgumentError(f"SHARDWEAVE_NODE_SIZE: {text!r}; allowed: a whole number of ranks above 0")
+    return int(text)
 
 
 def _timeout(group: Any) -> float:

@@ -161,7 +161,7 @@ def checked(text: str) -> Topology:
     ("arguments", "node_size", "one_sided", "text"),
     [
         (["--ranks", "2", "--name", "two of mine"], None, True, "No network was measured: all ranks share one node."),
-        (["--ranks", "4", "--node-size", "2"], 2, True, "Where ranks of several nodes take part"),
+        (["--ranks", "4", "--node-size", "2"], 2, True, "network: collective world, every rank"),
         (["--ranks", "4", "--world", "collective"], None, False, "`network` has the figures as inside the node"),
     ],
 )

@@ -47,7 +47,7 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     status, found = told(tmp_path / "found.json", SHARDWEAVE_TIMEOUT="soon", SHARDWEAVE_WORLD="pigeons")
     assert status == 1
     assert "a number of seconds above 0" in found["SHARDWEAVE_TIMEOUT"]["off"]
-    assert found["SHARDWEAVE_WORLD"]["off"] .startswith("allowed: shared_memory, collective")
+    assert found["SHARDWEAVE_WORLD"]["off"].startswith("allowed: shared_memory, collective")
 
 
 @pytest.mark.plan

@@ -14,6 +14,7 @@ import shardweave
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, Batch, Mesh
 from shardweave.runtime import in_process
+from shardweave.runtime.meeting import Meet, Transfer
 
 pytestmark = pytest.mark.plan
 
@@ -34,7 +35,7 @@ def requests_of(seed: int, number: int) -> list[tuple]:
     return found
 
 
-def carried_out(batch: Batch, requests: list[tuple], one_sided: bool = True) -> None:
+def carried_out(batch: Batch, requests: list[tuple], one_sided: bool = True, node_size: int | None = None) -> None:
     given, wanted = [], []
     for number, (program, request) in enumerate(zip(batch.programs, requests, strict=True)):
         mesh, shape, dtype, source, target = request[:5]
@@ -47,7 +48,7 @@ def carried_out(batch: Batch, requests: list[tuple], one_sided: bool = True) -> 
         given.append([held.get(rank, nothing).to(dtype) for rank in ranks])
         whole = oracle.whole_of(mesh.shape, source, contributed).reshape(*(1 for _ in other.shape), *shape)
         wanted.append((other, target, oracle.local_shards(other.shape, shape, target, whole)))
-    outs = shardweave.simulate(batch, given, one_sided=one_sided)
+    outs = shardweave.simulate(batch, given, one_sided=one_sided, node_size=node_size)
     for program, (mesh, target, expected), mine, inputs in zip(batch.programs, wanted, outs, given, strict=True):
         by_rank = dict(zip(program.mesh.rank_array.tolist(), mine, strict=True))
         got = [by_rank[rank].double() for rank in mesh.rank_array.tolist()]
@@ -57,13 +58,17 @@ def carried_out(batch: Batch, requests: list[tuple], one_sided: bool = True) -> 
             assert not any(shares_memory(x, y) for x in mine for y in inputs)
 
 
-@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize(("one_sided", "node_size"), [(True, None), (False, None), (False, 2), (False, 3)])
 @pytest.mark.parametrize("topology", [None, replace(NVLINK_INFINIBAND, node_size=2)], ids=["bytes", "nodes"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_batch_gives_what_its_tensors_give_alone(seed: int, topology: Any, one_sided: bool) -> None:
+def test_a_batch_gives_what_its_tensors_give_alone(
+    seed: int, topology: Any, one_sided: bool, node_size: int | None
+) -> None:
     requests = requests_of(seed, 9)
     batch = shardweave.plan_batch(requests, topology=topology)
-    carried_out(batch, requests, one_sided)
+    carried_out(batch, requests, one_sided, node_size)
+    if node_size:
+        return
     assert batch.exchanges == max(program.exchanges for program in batch.programs)
     for rank in batch.everyone:
         alone = shardweave.plan_batch(requests, rank=rank, topology=topology)
@@ -74,8 +79,10 @@ def test_a_batch_gives_what_its_tensors_give_alone(seed: int, topology: Any, one
         assert alone.messages == [batch.messages[here]]
 
 
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_ranks_meet_as_often_as_for_one_tensor(one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("one_sided", "node_size"), [(True, None), (False, None), (False, 2)])
+def test_ranks_meet_as_often_as_for_one_tensor(
+    one_sided: bool, node_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     post = in_process._post
 
@@ -89,10 +96,13 @@ def test_ranks_meet_as_often_as_for_one_tensor(one_sided: bool, monkeypatch: pyt
         batch = shardweave.plan_batch([((2, 2), (8, 4 + i), "bfloat16", "S0 S0", "S1 S1") for i in range(number)])
         given = [[torch.ones(p.source_shape(r)).bfloat16() for r in range(4)] for p in batch.programs]
         asked.clear()
-        shardweave.simulate(batch, given, one_sided=one_sided)
-        counts.append(len(asked) if one_sided else sum(len(request.sends) for request in asked))
+        shardweave.simulate(batch, given, one_sided=one_sided, node_size=node_size)
+        sends = sum(len(request.sends) for request in asked if isinstance(request, Transfer))
+        meets = sum(len(request.peers) for request in asked if isinstance(request, Meet))
+        counts.append((meets, sends))
         assert batch.messages == [3] * 4 and batch.messages_one_by_one == [3 * number] * 4
-    assert counts == ([8, 8] if one_sided else [12, 12])
+    # Twice with each of 3 peers, or a message to each; or with the one of the node and to the two of the other.
+    assert counts == 2 * [(24, 0) if one_sided else (8, 8) if node_size else (0, 12)]
 
 
 def test_a_batch_explains_itself() -> None:

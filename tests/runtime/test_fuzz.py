@@ -134,6 +134,7 @@ def check_in_process(case: Case) -> None:
     if not one_sided:
         options["backend"] = random.choice([None, "gloo", "nccl"])
         options["reduction"] = random.choice(["ordered", "fast"])
+        options["node_size"] = random.choice([None, 2, 3])
     whole = oracle.whole_of(case.mesh, case.source, contributed)
     ways = [(case.source, case.target, contributed, whole)]
     back = case.whole().sum(tuple(range(len(case.mesh)))) if "P" in case.source else whole
