@@ -1,0 +1,181 @@
+"""`python -m shardweave.bench.moe`: a small mixture-of-experts transformer, its experts shared out to the ranks.
+
+All ranks train one model, expert-parallel by TokenDispatcher and data-parallel otherwise, each on its own sequences of
+the text; rank 0 also trains the same model alone on all of them, in plain torch, and the losses are compared.
+
+What has to be equal. Both compute in float32 the same products and sum them in other orders: a token's experts, the
+tokens of a weight's gradient, the ranks of an averaged one. Losses therefore differ by float32 roundings, which
+training carries on, and now and then a router's near tie falls otherwise and moves one token. So losses have to agree
+within `TOLERANCE`, of a loss; a row that goes astray, or a weight at the wrong row, is orders above it.
+
+`--against torchtitan` holds dispatch and combine against torchtitan's AllToAllTokenDispatcher: `moe_against.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..errors import ArgumentError
+from ..runtime import TokenDispatcher
+from . import moe_against
+from .moe_model import ExpertSizes, build_moe, share_experts
+from .ranks import RankMain, Ranks, RanksFailed, Send
+from .training import LENGTH, SEQUENCES, batch, text
+from .transformer import Sizes
+
+STEPS = 30
+LEARNING_RATE = 1e-3
+# Of a loss. 30 steps of 4 ranks came to 1e-7, a float32 rounding; the rest is room for near ties, each of which moves
+# one of thousands of tokens from one expert to another that its router scores alike.
+TOLERANCE = 1e-4
+SIZES, EXPERT_SIZES = Sizes(blocks=2), ExpertSizes()
+_ROWS = 8  # steps shown
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    """A rank: sends a message a step, rank 0's with the loss of one process; then one about the dispatcher."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    dispatcher = TokenDispatcher(
+        mesh["ep"], num_experts=EXPERT_SIZES.experts, top_k=EXPERT_SIZES.top_k, hidden=SIZES.width,
+        max_tokens=SEQUENCES * LENGTH, dtype=torch.float32,
+    )  # fmt: skip
+    model = build_moe(SIZES, EXPERT_SIZES, seed=0)
+    experts = {id(p) for p in share_experts(model, dispatcher, rank)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    alone = build_moe(SIZES, EXPERT_SIZES, seed=0) if rank == 0 else None
+    alone_optimizer = None if alone is None else torch.optim.AdamW(alone.parameters(), lr=LEARNING_RATE)
+    data = text()
+    for step in range(config["steps"]):
+        parts = [batch(data, step, replica, size) for replica in range(size)]
+        loss = model(*parts[rank])
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            # The loss is the mean of the ranks' losses. An expert's gradient has all ranks' tokens in it already.
+            if id(parameter) not in experts:
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= size
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {"loss": loss.item()}
+        if alone is not None and alone_optimizer is not None:
+            whole = alone(*(torch.cat(halves) for halves in zip(*parts, strict=True)))
+            whole.backward()
+            alone_optimizer.step()
+            alone_optimizer.zero_grad()
+            found["alone"] = whole.item()
+        send(found)
+    dispatcher.check()
+    send({"explain": dispatcher.explain(), "parameters": sum(p.numel() for p in model.parameters())})
+
+
+def outcome_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """What the ranks' messages come to; `faults` has what is not as the head of this file says it has to be."""
+    *steps, last = zip(*by_rank, strict=True)
+    ours = [statistics.fmean(found["loss"] for found in step) for step in steps]
+    alone = [step[0]["alone"] for step in steps]
+    differences = [abs(a - b) / abs(b) for a, b in zip(ours, alone, strict=True)]
+    return {
+        "ranks": len(by_rank),
+        "steps": len(steps),
+        "losses": {"ranks": ours, "one process": alone},
+        "largest_difference": max(differences),
+        "tolerance": TOLERANCE,
+        # Written so that nan is a fault.
+        "faults": [
+            f"step {step + 1}: loss {ours[step]:.7f} of the ranks, {alone[step]:.7f} of one process"
+            for step, difference in enumerate(differences)
+            if not difference <= TOLERANCE
+        ],
+        "parameters": last[0]["parameters"],
+        "explain": last[0]["explain"],
+    }
+
+
+def show(outcome: dict[str, Any]) -> None:
+    ours, alone = outcome["losses"].values()
+    print(
+        f"{outcome['ranks']} ranks on {os.cpu_count()} cores, expert parallel, torch {torch.__version__}, one thread "
+        f"each.\n{SIZES.blocks} blocks of width {SIZES.width}, {EXPERT_SIZES.experts} experts of hidden "
+        f"{EXPERT_SIZES.hidden} in each, top {EXPERT_SIZES.top_k}; {outcome['parameters'] / 1e6:.2f} million float32 "
+        f"parameters on rank 0; {outcome['ranks'] * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
+    )
+    print(outcome["explain"])
+    print(f"\n{'step':>6}  {'loss, ranks':>12}  {'one process':>12}  difference")
+    last = outcome["steps"] - 1
+    for step in sorted({round(row * last / (_ROWS - 1)) for row in range(_ROWS)}):
+        print(f"{step + 1:>6}  {ours[step]:>12.7f}  {alone[step]:>12.7f}  {ours[step] - alone[step]:.1e}")
+    print(f"\nLosses differ by {outcome['largest_difference']:.1e} of a loss at most; allowed: {TOLERANCE:g}.")
+    for fault in outcome["faults"][:_ROWS]:
+        print(f"  fault: {fault}")
+
+
+def run(ranks: int, steps: int, against: str | None, json_path: Path | None) -> int:
+    """Train or compare, show what was found, write the JSON; 1 if a rank died or a result is not as it has to be.
+
+    Raises:
+        ArgumentError: a number that does not fit, a file that cannot be written, torchtitan not being there.
+    """
+    if not 2 <= ranks <= 64:
+        raise ArgumentError(f"--ranks: {ranks}; allowed: 2 to 64")
+    if steps < 1:
+        raise ArgumentError(f"--steps: {steps}; allowed: 1 or more")
+    if against is not None and importlib.util.find_spec(against) is None:
+        raise ArgumentError(f"--against: {against} is not installed; allowed: where it is (pip install torchtitan)")
+    if against is not None and moe_against.EXPERTS % ranks:
+        raise ArgumentError(f"--ranks: {ranks}; allowed with --against: divisors of {moe_against.EXPERTS} experts")
+    if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):
+        raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
+    by_rank: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+
+    def output(rank: int, line: str) -> None:
+        if line.strip() and not line.startswith("[Gloo]"):
+            print(f"rank {rank}: {line}", file=sys.stderr)
+
+    main_of_rank: RankMain = rank_main if against is None else moe_against.rank_main
+    try:
+        with Ranks(main_of_rank, ranks, {"steps": steps}) as children:
+            children.supervise(lambda rank, found: by_rank[rank].append(found), output)
+    except RanksFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    outcome = outcome_of(by_rank) if against is None else moe_against.outcome_of(by_rank)
+    (show if against is None else moe_against.show)(outcome)
+    if json_path is not None:
+        json_path.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    return int(bool(outcome["faults"]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """2 for a bad argument, 1 for results that differ or ranks that were lost."""
+    parser = argparse.ArgumentParser(
+        prog="shardweave.bench.moe", description="Train a mixture of experts by token dispatch, and alone."
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: %(default)s)")
+    parser.add_argument("--against", choices=["torchtitan"], help="hold dispatch and combine against its own, timed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    arguments = parser.parse_args(argv)
+    try:
+        return run(arguments.ranks, arguments.steps, arguments.against, arguments.json)
+    except ArgumentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The example with experts: losses of real ranks equal to one process's, and that unequal ones would be noticed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardweave.bench import moe, moe_against
+from shardweave.bench.moe_model import Experts, ExpertSizes, MixtureOfExperts
+
+needs_torchtitan = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (pip install torchtitan==0.3.0)"
+)
+
+
+def _run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    report = tmp_path / "moe.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "shardweave.bench.moe", *arguments, "--json", str(report)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(report.read_text()), done.stdout
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("ranks", [4, pytest.param(3, marks=pytest.mark.long)])
+def test_ranks_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
+    """Three ranks have three, three and two of eight experts."""
+    found, shown = _run(tmp_path, "--ranks", str(ranks), "--steps", "3")
+    ours, alone = found["losses"]["ranks"], found["losses"]["one process"]
+    assert len(ours) == len(alone) == 3 and not found["faults"]
+    # So few steps carry nothing on yet: what is left are the float32 roundings of a step.
+    assert ours == pytest.approx(alone, rel=2e-6)
+    assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.95 * ours[0]
+    assert "shared_memory: 8 experts in 8 slots" in shown
+
+
+@pytest.mark.multi
+@needs_torchtitan
+def test_against_torchtitan(tmp_path: Path) -> None:
+    found, shown = _run(tmp_path, "--against", "torchtitan")
+    assert not found["faults"] and "ratio" in shown
+    assert set(found["seconds"]) == {"forward", "forward and backward"}
+    assert all(len(s[side]) == moe_against.ROUNDS for s in found["seconds"].values() for side in moe_against.SIDES)
+
+
+@pytest.mark.plan
+def test_one_process_is_the_mixture_in_float64() -> None:
+    """The reference of the comparison, against every expert applied to every token."""
+    torch.manual_seed(3)
+    mixture = MixtureOfExperts(16, ExpertSizes(experts=5, top_k=3, hidden=12))
+    x = torch.randn(2, 7, 16)
+    got = mixture(x)
+    wide, w = x.double().flatten(0, 1), {n: p.detach().double() for n, p in mixture.experts.named_parameters()}
+    scores, ids = mixture.router(x).flatten(0, 1).double().topk(3, dim=-1)
+    weights = scores.softmax(-1)
+    want = torch.zeros_like(wide)
+    for e in range(5):
+        done = (torch.nn.functional.silu(wide @ w["w1"][e].T) * (wide @ w["w3"][e].T)) @ w["w2"][e].T
+        want += (weights * (ids == e)).sum(1, keepdim=True) * done
+    assert torch.allclose(got.flatten(0, 1).double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.plan
+def test_experts_read_their_groups_and_nothing_else() -> None:
+    torch.manual_seed(4)
+    experts = Experts(8, ExpertSizes(experts=3, top_k=1, hidden=8))
+    x = torch.randn(9, 8)
+    x[6:] = float("nan")
+    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
+    got = experts(x, offsets)
+    assert got.shape == x.shape and got[:6].isfinite().all()
+    experts.keep(2, 3)
+    assert torch.equal(experts(x[2:6], torch.tensor([4])), got[2:6])
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("loss", [5.002, math.nan])
+def test_a_loss_that_differs_is_a_fault(loss: float) -> None:
+    steps = [[{"loss": 5.0, "alone": 5.0}, {"loss": 4.0, "alone": loss}], [{"loss": 5.0}, {"loss": 6.0}]]
+    by_rank = [[*own, {"explain": "", "parameters": 1}] for own in steps]
+    found = moe.outcome_of(by_rank)
+    assert found["losses"]["ranks"] == [5.0, 5.0] and len(found["faults"]) == 1
+    by_rank[0][1]["alone"] = 5.0001
+    assert not moe.outcome_of(by_rank)["faults"]
+
+
+@pytest.mark.plan
+def test_a_layer_that_is_wrong_is_a_fault() -> None:
+    """On one process, where dispatch is nothing: the oracle of the comparison finds what is off and only that."""
+    g = torch.Generator().manual_seed(1)
+    t, k, h = 6, moe_against.TOP_K, 8
+    x = torch.randn(t, h, generator=g).requires_grad_()
+    ids = torch.randint(0, moe_against.EXPERTS, (t, k), generator=g)
+    weights = torch.rand(t, k, generator=g).requires_grad_()
+    gradient = torch.randn(t, h, generator=g)
+
+    def layer(shift: int, x, ids, weights, scale):
+        return x * (weights * moe_against._factor(ids + shift).float()).sum(1, keepdim=True)
+
+    given = (lambda rows, counts: rows), x, ids, weights, gradient
+    assert not moe_against._faults(lambda *a: layer(0, *a), *given)
+    assert [f.split()[0] for f in moe_against._faults(lambda *a: layer(1, *a), *given)] == ["y", "dx", "dweights"]
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "1"], "--ranks: 1; allowed"),
+        (["--steps", "0"], "--steps: 0; allowed"),
+        (["--json", "/nowhere/at/all.json"], "--json: '/nowhere/at/all.json' cannot be written"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert moe.main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.plan
+def test_torchtitan_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert moe.main(["--against", "torchtitan"]) == 2
+    assert "torchtitan is not installed" in capsys.readouterr().err
