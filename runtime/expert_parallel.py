@@ -1,0 +1,104 @@
+"""Expert parallelism as a ParallelStyle: `parallelize_module` shards a module's experts and sends it its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..errors import ArgumentError
+from .sharded_experts import experts_of_shards
+from .token_dispatch import RoutedTokens, TokenDispatcher
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts over a 1-D mesh, each rank's tokens to the ranks that have their experts and back.
+
+    For a module whose parameters have the experts along dim 0, and whose `forward(x, offsets)` gives [R, H] of x
+    [R, H], rows grouped by expert; offsets int32 [E_local] say where each group ends, as `torch._grouped_mm` takes
+    them, and rows past the last are not initialised. Afterwards
+
+    - it is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no keyword
+      arguments, and gives [T, H], each token's sum by its weights;
+    - its parameters are DTensors, `Shard(0)`, so forward reads them by `to_local()`. Their gradients are of all ranks'
+      tokens. E need not divide: ranks have what torch.chunk gives them. `fully_shard` over another mesh dim may follow;
+    - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
+
+    Args:
+        top_k, hidden, max_tokens, dtype, capacity, overflow, align: as of TokenDispatcher.
+    """
+
+    def __init__(
+        self,
+        *,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: int | float | None = None,
+        overflow: str = "raise",
+        align: int = 1,
+    ) -> None:
+        super().__init__()
+        self._settings: dict[str, Any] = {
+            "top_k": top_k, "hidden": hidden, "max_tokens": max_tokens, "dtype": dtype, "capacity": capacity,
+            "overflow": overflow, "align": align,
+        }  # fmt: skip
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """
+        Raises:
+            ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
+            UnsupportedError: as of TokenDispatcher.
+        """
+        sizes = {name: p.shape[0] if p.dim() else None for name, p in module.named_parameters()}
+        numbers = set(sizes.values())
+        if len(numbers) != 1 or None in numbers:
+            raise ArgumentError(f"module: parameters of {sizes} experts; allowed: all with the experts along dim 0")
+        (experts,) = numbers
+        assert experts is not None
+        kind = device_mesh.device_type
+        dispatcher = TokenDispatcher(
+            device_mesh,
+            num_experts=experts,
+            expert_map=experts_of_shards(experts, device_mesh.size()),
+            device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind,
+            **self._settings,
+        )
+        flow = _Flow(dispatcher)
+        module.token_dispatcher = dispatcher  # type: ignore[assignment]
+        # What the hooks return takes the place of what was given, which their annotation there does not say.
+        dispatch: Any = flow.dispatch
+        combine: Any = flow.combine
+        return distribute_module(module, device_mesh, _shard, dispatch, combine)
+
+
+def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        placed = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        module.register_parameter(key, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+class _Flow:
+    """What goes into one module and comes out of it; between the two, the dispatch that is to be combined."""
+
+    def __init__(self, dispatcher: TokenDispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._routed: RoutedTokens | None = None
+
+    def dispatch(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if len(inputs) != 3 or any(isinstance(i, DTensor) for i in inputs):
+            kinds = ", ".join(type(i).__name__ for i in inputs)
+            raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
+        x, ids, weights = inputs
+        self._routed = self._dispatcher.dispatch(x, ids, weights)
+        return self._routed.x, self._routed.offsets
+
+    def combine(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        routed, self._routed = self._routed, None
+        assert routed is not None
+        return self._dispatcher.combine(output, routed)

@@ -1,0 +1,126 @@
+"""parallelize_module with ExpertParallel, alone and under FSDP, against a dense mixture in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
+from rank_processes import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from shardweave.errors import ArgumentError
+from shardweave.runtime.expert_parallel import ExpertParallel
+
+HIDDEN = 8
+
+
+class Experts(nn.Module):
+    """Those of the reference; NaN wherever there is no token, so that nobody may read it."""
+
+    def __init__(self, matrices: torch.Tensor) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(matrices.clone())
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        matrices = self.matrices.to_local()
+        sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+        *groups, rest = x.split([*sizes, len(x) - sum(sizes)])
+        assert len(groups) == len(matrices)
+        done = [expert(g, m) for g, m in zip(groups, matrices, strict=True)]
+        return torch.cat([*done, torch.full_like(rest, float("nan"))])
+
+
+def style(k: int, **more) -> ExpertParallel:
+    return ExpertParallel(**{"top_k": k, "hidden": HIDDEN, "max_tokens": 9, "dtype": torch.float32, **more})
+
+
+def passes(experts: nn.Module, t) -> dict[str, torch.Tensor]:
+    x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+    y = experts(x, t.ids, weights)
+    y.backward(t.gradient)
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad}
+
+
+def check(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    for name, got in found.items():
+        assert_near(got, want[name], torch.float32, f"{name} of {what}")
+
+
+def two_layers(rank: int, experts: int, align: int):
+    """One style for two modules, by a pattern; a different number of tokens on each rank."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    matrices = [matrices_of(experts, HIDDEN, torch.float32) * scale for scale in (1.0, -0.7)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(Experts(m) for m in matrices)})
+    parallelize_module(model, mesh, {"layers.*": style(2, align=align)})
+    counts = [9, 0, 3, 7]
+    for layer, (module, whole) in enumerate(zip(model["layers"], matrices, strict=True)):
+        tokens = [tokens_of(r, counts[r], 2, experts, HIDDEN, torch.float32, "holes", seed=layer) for r in range(4)]
+        check(passes(module, tokens[rank]), dense(tokens[rank], whole), f"layer {layer}")
+        total = sum(dense(t, whole)["matrices"] for t in tokens)
+        mine = distribute_tensor(total, mesh, [Shard(0)]).to_local()
+        gradient = module.matrices.grad
+        if len(mine):  # a rank without experts has run backward, in which its matrices have no part
+            assert module.matrices.placements == gradient.placements == (Shard(0),)
+            assert_near(gradient.to_local(), mine, torch.float32, f"matrices of layer {layer}")
+        module.token_dispatcher.check()
+    return len(mine)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("experts, align, held", [(8, 1, [2, 2, 2, 2]), (10, 4, [3, 3, 3, 1]), (3, 1, [1, 1, 1, 0])])
+def test_experts_and_their_tokens(experts, align, held):
+    assert run_ranks(two_layers, 4, experts, align) == held
+
+
+def under_fsdp(rank: int):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    matrices = matrices_of(8, HIDDEN, torch.float32)
+    module = parallelize_module(Experts(matrices), mesh["ep"], style(3))
+    fully_shard(module, mesh=mesh["fsdp"])
+    spelt = str(module.matrices.placements)
+    tokens = [tokens_of(r, 5 + r, 3, 8, HIDDEN, torch.float32, "zipf") for r in range(4)]
+    check(passes(module, tokens[rank]), dense(tokens[rank], matrices), "this rank")
+    # FSDP takes the mean over its mesh dim; over ep the sum is there already.
+    total = sum(dense(t, matrices)["matrices"] for t in tokens) / 2
+    gradient = module.matrices.grad
+    assert isinstance(gradient, DTensor)
+    assert_near(gradient.full_tensor(), total, torch.float32, "matrices")
+    assert module.matrices.to_local().shape[0] == 2
+    return spelt
+
+
+@pytest.mark.multi
+def test_with_fully_shard_over_another_mesh_dim():
+    (spelt,) = set(run_ranks(under_fsdp, 4))
+    assert "_StridedShard" in spelt and spelt.endswith("Shard(dim=0))"), spelt
+
+
+def refused(rank: int):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    uneven = nn.Linear(4, 3)
+    uneven.bias = nn.Parameter(torch.zeros(5))
+    texts = []
+    for module in (uneven, nn.Identity()):
+        with pytest.raises(ArgumentError) as raised:
+            parallelize_module(module, mesh, style(1))
+        texts.append(str(raised.value))
+    experts = parallelize_module(Experts(matrices_of(4, HIDDEN, torch.float32)), mesh, style(1))
+    x = torch.zeros(2, HIDDEN)
+    for given in ((x,), (distribute_tensor(x, mesh, [Shard(0)]), torch.zeros(2, 1), torch.zeros(2, 1))):
+        with pytest.raises(ArgumentError) as raised:
+            experts(*given)
+        texts.append(str(raised.value))
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.multi
+def test_what_is_refused():
+    for texts in run_ranks(refused, 2):
+        assert "{'weight': 3, 'bias': 5} experts" in texts[0] and "{} experts" in texts[1]
+        assert "inputs: (Tensor); allowed" in texts[2] and "inputs: (DTensor, Tensor, Tensor)" in texts[3]
