@@ -1,6 +1,6 @@
 """`python -m shardweave.bench.moe`: a small mixture-of-experts transformer, its experts shared out to the ranks.
 
-All ranks train one model, expert-parallel by TokenDispatcher and data-parallel otherwise, each on its own sequences of
+All ranks train one model, its mixtures under ExpertParallel and data-parallel otherwise, each on its own sequences of
 the text; rank 0 also trains the same model alone on all of them, in plain torch, and the losses are compared.
 
 What has to be equal. Both compute in float32 the same products and sum them in other orders: a token's experts, the
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ..errors import ArgumentError
-from ..runtime import TokenDispatcher
 from . import moe_against
-from .moe_model import ExpertSizes, build_moe, share_experts
+from .moe_model import Experts, ExpertSizes, build_moe, share_experts
 from .ranks import RankMain, Ranks, RanksFailed, Send
 from .training import LENGTH, SEQUENCES, batch, text
 from .transformer import Sizes
@@ -47,12 +47,8 @@ _ROWS = 8  # steps shown
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     """A rank: sends a message a step, rank 0's with the loss of one process; then one about the dispatcher."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    dispatcher = TokenDispatcher(
-        mesh["ep"], num_experts=EXPERT_SIZES.experts, top_k=EXPERT_SIZES.top_k, hidden=SIZES.width,
-        max_tokens=SEQUENCES * LENGTH, dtype=torch.float32,
-    )  # fmt: skip
     model = build_moe(SIZES, EXPERT_SIZES, seed=0)
-    experts = {id(p) for p in share_experts(model, dispatcher, rank)}
+    share_experts(model, mesh["ep"], EXPERT_SIZES, SEQUENCES * LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     alone = build_moe(SIZES, EXPERT_SIZES, seed=0) if rank == 0 else None
     alone_optimizer = None if alone is None else torch.optim.AdamW(alone.parameters(), lr=LEARNING_RATE)
@@ -64,7 +60,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             # The loss is the mean of the ranks' losses. An expert's gradient has all ranks' tokens in it already.
-            if id(parameter) not in experts:
+            if not isinstance(parameter, DTensor):
                 dist.all_reduce(parameter.grad)
             parameter.grad /= size
         optimizer.step()
@@ -77,8 +73,10 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             alone_optimizer.zero_grad()
             found["alone"] = whole.item()
         send(found)
-    dispatcher.check()
-    send({"explain": dispatcher.explain(), "parameters": sum(p.numel() for p in model.parameters())})
+    dispatchers: list[Any] = [m.token_dispatcher for m in model.modules() if isinstance(m, Experts)]
+    for dispatcher in dispatchers:
+        dispatcher.check()
+    send({"explain": dispatchers[0].explain(), "parameters": sum(p.numel() for p in model.parameters())})
 
 
 def outcome_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def show(outcome: dict[str, Any]) -> None:
         f"{outcome['ranks']} ranks on {os.cpu_count()} cores, expert parallel, torch {torch.__version__}, one thread "
         f"each.\n{SIZES.blocks} blocks of width {SIZES.width}, {EXPERT_SIZES.experts} experts of hidden "
         f"{EXPERT_SIZES.hidden} in each, top {EXPERT_SIZES.top_k}; {outcome['parameters'] / 1e6:.2f} million float32 "
-        f"parameters on rank 0; {outcome['ranks'] * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
+        f"parameters; {outcome['ranks'] * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
     )
     print(outcome["explain"])
     print(f"\n{'step':>6}  {'loss, ranks':>12}  {'one process':>12}  difference")

@@ -1,6 +1,6 @@
-"""The transformer of `transformer.py` with mixtures of experts for feed-forwards, and its experts shared out to ranks.
+"""The transformer of `transformer.py` with mixtures of experts for feed-forwards, and how those lie on a mesh.
 
-Without a dispatcher a mixture is plain torch, all experts on this process: what a sharded one has to equal.
+On one process a mixture is plain torch: what a sharded one has to equal.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from ..runtime import TokenDispatcher
+from ..runtime.expert_parallel import ExpertParallel
 from .transformer import Sizes, Transformer
 
 
@@ -35,19 +38,15 @@ class Experts(nn.Module):
         for weight in self.parameters():
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
-    def keep(self, first: int, last: int) -> None:
-        """Let go of all experts but first to below last."""
-        for name, weight in list(self.named_parameters()):
-            setattr(self, name, nn.Parameter(weight.detach()[first:last].clone()))
-
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[R, width] of x [R, width], whose group e ends at row offsets[e]; rows past the last group are anything."""
         # In float32, to be held against one process; on a GPU this is three calls of torch._grouped_mm in bfloat16.
         sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
         *groups, rest = x.split([*sizes, len(x) - sum(sizes)])
+        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
         done = [
             F.linear(F.silu(F.linear(group, w1)) * F.linear(group, w3), w2)
-            for group, w1, w2, w3 in zip(groups, self.w1, self.w2, self.w3, strict=True)
+            for group, w1, w2, w3 in zip(groups, *weights, strict=True)
         ]
         return torch.cat([*done, torch.empty_like(rest)])
 
@@ -60,16 +59,13 @@ class MixtureOfExperts(nn.Module):
         self.top_k = sizes.top_k
         self.router = nn.Linear(width, sizes.experts, bias=False)
         self.experts = Experts(width, sizes)
-        self.dispatcher: TokenDispatcher | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)  # [T, width]
         scores, ids = self.router(tokens).topk(self.top_k, dim=-1)
         weights = scores.softmax(-1)  # [T, K]
-        if self.dispatcher is None:
-            return self._alone(tokens, ids, weights).view_as(x)
-        routed = self.dispatcher.dispatch(tokens, ids, weights)
-        return self.dispatcher.combine(self.experts(routed.x, routed.offsets), routed).view_as(x)
+        done = self.experts if isinstance(self.experts.w1, DTensor) else self._alone
+        return done(tokens, ids, weights).view_as(x)
 
     def _alone(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         order = ids.flatten().argsort(stable=True)
@@ -87,13 +83,7 @@ def build_moe(sizes: Sizes, expert_sizes: ExpertSizes, seed: int) -> Transformer
     return model
 
 
-def share_experts(model: Transformer, dispatcher: TokenDispatcher, rank: int) -> list[nn.Parameter]:
-    """Leave rank `rank` of the dispatcher its experts; their parameters, whose gradients are of all ranks' tokens."""
-    kept = []
-    for block in model.blocks:
-        mixture = block.feed_forward
-        assert isinstance(mixture, MixtureOfExperts)
-        mixture.experts.keep(*dispatcher.layout.bounds[rank : rank + 2])
-        mixture.dispatcher = dispatcher
-        kept += list(mixture.experts.parameters())
-    return kept
+def share_experts(model: Transformer, mesh: DeviceMesh, sizes: ExpertSizes, max_tokens: int) -> None:
+    """Shard the experts of every block over a 1-D mesh; a collective."""
+    style = ExpertParallel(top_k=sizes.top_k, hidden=model.sizes.width, max_tokens=max_tokens, dtype=torch.float32)
+    parallelize_module(model, mesh, {"blocks.*.feed_forward.experts": style})

