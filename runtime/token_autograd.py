@@ -2,91 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from .token_ranks import DispatchRank, Sent
-from .token_slabs import SlabRank
+from . import token_ops as ops
+from .token_ops import Engine, by_rank, routing_length
 
 
-class Engine(Protocol):
-    """The ranks of a dispatcher that are in this process, and how their runs are carried out together."""
+def _found(engine: Engine, function: Any, new: Any, operator: Any, *given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What `function` returns; compiled, by way of its operator."""
+    if not torch.compiler.is_compiling():
+        return function(engine, *given)
+    outs = new(engine, *given)
+    operator(engine.state, outs, engine.handle, *given)
+    return outs
 
-    parts: Sequence[DispatchRank | SlabRank]
 
-    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
-        """Carry out one run of each part; what they return."""
+def combine_into(engine: Engine, outs: list[torch.Tensor], *given: Any) -> None:
+    """`ops.combine`; compiled, by way of its operator."""
+    if not torch.compiler.is_compiling():
+        ops.combine(engine, outs, *given)
+    else:
+        ops.combine_op(engine.state, outs, engine.handle, *given)
 
 
 class Dispatch(torch.autograd.Function):
-    """(engine, ids, sent, *xs, *weights) to (*received, *their weights); `sent` gets what combine needs."""
+    """(engine, *xs, *weights, *ids) to what `ops.dispatch` returns: of each rank the rows, then its Sent.
+
+    Rows and their weights have gradients. Backward keeps the routing, and nothing of [rows, H].
+    """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, engine: Engine, ids: Sequence[torch.Tensor], sent: list[Sent], *given: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, engine: Engine, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         n = len(engine.parts)
-        xs, weights = given[:n], given[n:]
-        runs = [p.dispatch(x, i, w) for p, x, i, w in zip(engine.parts, xs, ids, weights, strict=True)]
-        done = engine.run(runs)
-        sent += [s for _, s in done]
+        xs, weights, ids = given[:n], given[n : 2 * n], given[2 * n :]
+        found = _found(engine, ops.dispatch, ops.new_dispatched, ops.dispatch_op, list(xs), list(ids), list(weights))
+        ranks = list(by_rank(found, 2 + routing_length(engine)))
+        routing = [tensor for rank in ranks for tensor in rank[2:]]
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # of a dozen integer tensors
+        ctx.mark_non_differentiable(*routing)
+        ctx.save_for_backward(*routing)
         ctx.engine = engine
-        # Without what is returned, which the caller may let go: backward does not read it.
-        ctx.sent = [s._replace(weights=s.weights.new_empty(0)) for s in sent]
-        ctx.shapes = [x.shape for x in xs]
-        return (*[x for x, _ in done], *[s.weights for s in sent])
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         engine: Engine = ctx.engine
-        n = len(engine.parts)
-        outs = [
-            torch.empty(shape, dtype=g.dtype, device=g.device)
-            for shape, g in zip(ctx.shapes, gradients[:n], strict=True)
-        ]
-        runs = [
-            p.combine(s, g.contiguous(), out, None, None, numbers.contiguous())
-            for p, s, g, numbers, out in zip(engine.parts, ctx.sent, gradients[:n], gradients[n:], outs, strict=True)
-        ]
-        return (None, None, None, *outs, *engine.run(runs))
+        layout, n, routing = engine.layout, len(engine.parts), list(ctx.saved_tensors)
+        rows, numbers = [], []
+        for g, w, *_ in by_rank(gradients, 2 + routing_length(engine)):
+            shape = layout.rows, layout.hidden
+            device = routing[0].device
+            rows.append(torch.zeros(shape, dtype=layout.dtype, device=device) if g is None else g)
+            numbers.append(torch.zeros(shape[:1], dtype=torch.float32, device=device) if w is None else w)
+        found = _found(
+            engine, ops.dispatch_backward, ops.new_dispatched_backward, ops.dispatch_backward_op, rows, numbers, routing
+        )
+        return (None, *found, *[None] * n)
 
 
 class Combine(torch.autograd.Function):
-    """(engine, sent, outs, *values, *weights, *add, *dispatched) to *outs; weights and add may be absent (None).
+    """(engine, weighted, *values, *weights, *adds, *dispatched, *routing) to the sums of each rank; adds may be None.
 
-    `dispatched` are outputs of Dispatch. Their gradient is nothing, but they tie the two: on a rank whose experts made
-    nothing of what came, for want of experts, say, the backward of Dispatch runs all the same, as its peers need.
+    `dispatched` are the weights that Dispatch returned. Their gradient is nothing, but they tie the two: on a rank
+    whose experts made nothing of what came, for want of experts, say, the backward of Dispatch runs all the same, as
+    its peers need. Backward keeps the values, for the gradients of weights, the weights of rows and the routing; where
+    it was not weighted, not the values.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, engine: Engine, sent: Sequence[Sent], outs: Sequence[torch.Tensor], *given: torch.Tensor | None
+        ctx: Any, engine: Engine, weighted: bool, *given: Any
     ) -> tuple[torch.Tensor, ...]:
         n = len(engine.parts)
-        values, weights, add = given[:n], given[n : 2 * n], given[2 * n : 3 * n]
-        runs = [
-            p.combine(s, v, out, w, a)  # type: ignore[arg-type]
-            for p, s, v, out, w, a in zip(engine.parts, sent, values, outs, weights, add, strict=True)
-        ]
-        engine.run(runs)
-        ctx.engine = engine
-        ctx.sent = [s._replace(weights=s.weights.detach()) for s in sent]
-        ctx.weighted, ctx.added = weights[0] is not None, [a is not None for a in add]
-        if ctx.weighted:
-            ctx.save_for_backward(*values)
+        values, weights, adds, dispatched = [list(given[i * n : i * n + n]) for i in range(4)]
+        routing = list(given[4 * n :])
+        outs = ops.new_combined(engine, values, routing)
+        combine_into(engine, outs, values, routing, weights if weighted else [], adds)
+        ctx.save_for_backward(*(values if weighted else []), *dispatched, *routing)
+        ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
+        ctx.number = len(given)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         engine: Engine = ctx.engine
-        values = ctx.saved_tensors if ctx.weighted else [None] * len(engine.parts)
-        given = [g if g.shape[1] == 1 or g.stride(1) == 1 else g.contiguous() for g in gradients]
-        runs = [
-            p.combine_backward(s, g, v if v is None else v.contiguous())
-            for p, s, g, v in zip(engine.parts, ctx.sent, given, values, strict=True)
-        ]
-        found = engine.run(runs)
+        n, saved = len(engine.parts), list(ctx.saved_tensors)
+        values, saved = (saved[:n], saved[n:]) if ctx.weighted else ([], saved)
+        found = _found(
+            engine, ops.combine_backward, ops.new_combined_backward, ops.combine_backward_op,
+            list(gradients), values, saved[:n], saved[n:],
+        )  # fmt: skip
+        of_weights = found[n:] if ctx.weighted else [None] * n
         added = [g if was else None for g, was in zip(gradients, ctx.added, strict=True)]
-        return (None, None, None, *[d for d, _ in found], *[w for _, w in found], *added, *[None] * len(found))
+        return (None, None, *found[:n], *of_weights, *added, *[None] * (ctx.number - 3 * n))

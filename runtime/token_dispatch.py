@@ -17,10 +17,11 @@ from .collective import CollectiveWorld
 from .in_process import InProcessWorld, run_all
 from .pending import Turn
 from .statistics import stats
-from .token_autograd import Combine, Dispatch
+from .token_autograd import Combine, Dispatch, combine_into
 from .token_layout import DispatchLayout
+from .token_ops import by_rank, register, routing_length, state_of
 from .token_ranks import DispatchRank, Sent
-from .token_slabs import SlabRank, Slabs
+from .token_slabs import SlabRank
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
 _WAYS = {
@@ -107,19 +108,12 @@ class RoutedTokens:
 
 
 def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:
-    # All leaves are tensors; sizes that the host knows are not.
-    sent = routed._sent
-    parts = [routed.x, routed.weights, routed.topk_weights, sent.weights, sent.groups, sent.rows, sent.matrix]
-    if sent.slabs is None:
-        return parts, (routed._layout, None)
-    return [*parts, sent.slabs.places], (routed._layout, (sent.slabs.sends, sent.slabs.receives))
+    return [routed.x, routed.weights, routed.topk_weights, *routed._sent.tensors()], routed._layout
 
 
-def _unflatten(parts: Iterable[Any], context: Any) -> RoutedTokens:
-    x, weights, topk_weights, row_weights, groups, rows, matrix, *places = parts
-    layout, sizes = context
-    slabs = None if sizes is None else Slabs(*sizes, *places)
-    return RoutedTokens(x, weights, topk_weights, Sent(row_weights, groups, rows, matrix, slabs), layout)
+def _unflatten(parts: Iterable[Any], layout: Any) -> RoutedTokens:
+    x, weights, topk_weights, *sent = parts
+    return RoutedTokens(x, weights, topk_weights, Sent.of(sent), layout)
 
 
 _pytree.register_pytree_node(RoutedTokens, _flatten, _unflatten)
@@ -140,6 +134,8 @@ class _Losses:
             host.copy_(lost, non_blocking=True)
             lost, event = host, torch.cuda.Event()
             event.record()
+        else:
+            lost = lost.clone()  # the operator's belongs to its caller
         self._waiting.append((self._calls, lost, event))
         self._calls += 1
 
@@ -164,6 +160,14 @@ class _Dispatcher:
     def __init__(self, layout: DispatchLayout, parts: Sequence[DispatchRank | SlabRank], name: str) -> None:
         self.layout, self.parts, self._name = layout, parts, name
         self._losses = _Losses(layout)
+        self.handle, self.state = register(self), state_of(parts[0].world, parts[0].device)
+
+    def before_dispatch(self) -> None:
+        if self.layout.overflow == "raise":
+            self._losses.check(LATEST)
+
+    def after_dispatch(self, lost: torch.Tensor) -> None:
+        self._losses.add(lost)
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         raise NotImplementedError
@@ -201,22 +205,17 @@ class _Dispatcher:
         self, xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> list[RoutedTokens]:
         layout = self.layout
-        if layout.overflow == "raise":
-            self._losses.check(LATEST)
         weights = [w.float() for w in weights]
-        rows = [x if x.shape[1] == 1 or not x.numel() or x.stride(1) == 1 else x.contiguous() for x in xs]
-        sent: list[Sent] = []
-        given = Dispatch.apply(self, ids, sent, *rows, *weights)
-        n = len(self.parts)
-        self._losses.add(sent[0].groups.lost)
+        given = Dispatch.apply(self, *xs, *weights, *ids)
         found = []
-        for part, s, x, w, numbers in zip(self.parts, sent, given[:n], weights, given[n:], strict=True):
+        for part, w, (x, *sent) in zip(self.parts, weights, by_rank(given, 2 + routing_length(self)), strict=True):
+            numbers = sent[0]
             if layout.batched:
                 slots = layout.bounds[part.me + 1] - layout.bounds[part.me]
                 assert layout.expert_capacity is not None
                 shape = slots, layout.expert_capacity
                 x, numbers = x[: shape[0] * shape[1]].view(*shape, -1), numbers[: shape[0] * shape[1]].view(shape)
-            found.append(RoutedTokens(x, numbers, w, s, layout))
+            found.append(RoutedTokens(x, numbers, w, Sent.of(sent), layout))
         return found
 
     def _combine(
@@ -235,13 +234,17 @@ class _Dispatcher:
                 if len(v) < layout.rows:  # a rank with fewer slots than others
                     v = torch.cat([v, v.new_zeros(layout.rows - len(v), layout.hidden)])
             flat.append(v)
-        given = [
-            torch.empty((len(r.topk_weights), layout.hidden), dtype=layout.dtype, device=v.device) if o is None else o
-            for o, v, r in zip(outs, flat, routed, strict=True)
-        ]
-        weights = [r.topk_weights if weighted else None for r in routed]
-        sent = [r._sent for r in routed]
-        return list(Combine.apply(self, sent, given, *flat, *weights, *adds, *[s.weights for s in sent]))
+        weights: list[Any] = [r.topk_weights if weighted else None for r in routed]
+        routing = [tensor for r in routed for tensor in r._sent.tensors()[1:]]
+        adds = list(adds)
+        given = [o for o in outs if o is not None]
+        if given:
+            if len(given) < len(outs):
+                raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
+            with torch.no_grad():
+                combine_into(self, given, flat, routing, weights if weighted else [], adds)
+            return given
+        return list(Combine.apply(self, weighted, *flat, *weights, *adds, *[r._sent.weights for r in routed], *routing))
 
     def _check_dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, at: str = "") -> None:
         layout, device = self.layout, self.parts[0].device

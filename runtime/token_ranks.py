@@ -8,7 +8,7 @@ after that.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,17 @@ from .token_layout import DispatchLayout
 _OPENED, _COUNTED, _ARRIVED, _VALUES, _READ, _GRADIENTS, _PUSHED, _WEIGHED, _GATHERED = range(9)
 
 
+class Slabs(NamedTuple):
+    """The sizes of one dispatch's slabs, in rows, and where those that came belong: see `token_slabs`."""
+
+    sends: torch.Tensor
+    """int64 [W], on the host: to each owner; together the rows that TokenRows name."""
+    receives: torch.Tensor
+    """int64 [W], on the host: from each source."""
+    places: torch.Tensor
+    """int64 [rows]: the row in this rank's buffer of each row that it receives, by source; beyond those, 0."""
+
+
 class Sent(NamedTuple):
     """What a rank knows of one dispatch, but for the rows themselves."""
 
@@ -40,8 +51,49 @@ class Sent(NamedTuple):
     rows: TokenRows
     matrix: torch.Tensor
     """int32 [W, S + 1]: rows of each slot by source rank; the last column counts bad ids."""
-    slabs: Any = None
-    """Of ranks that send and receive: see `token_slabs`. The rows of `rows` are then those of this rank's slabs."""
+    slabs: Slabs | None = None
+    """Of ranks that send and receive. The rows of `rows` are then those of this rank's slabs."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in one order."""
+        return [self.weights, *self.groups, *self.rows, self.matrix, *(self.slabs or ())]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Sent:
+        """The inverse of `tensors`."""
+        groups, rows = 1 + len(Groups._fields), 1 + len(Groups._fields) + len(TokenRows._fields)
+        slabs = tensors[rows + 1 :]
+        return cls(
+            tensors[0],
+            Groups(*tensors[1:groups]),
+            TokenRows(*tensors[groups:rows]),
+            tensors[rows],
+            Slabs(*slabs) if slabs else None,
+        )
+
+    @staticmethod
+    def number(in_slabs: bool) -> int:
+        """How many `tensors` there are."""
+        return 2 + len(Groups._fields) + len(TokenRows._fields) + (len(Slabs._fields) if in_slabs else 0)
+
+
+def specs_of_sent(
+    layout: DispatchLayout, me: int, tokens: int, device: torch.device, in_slabs: bool
+) -> list[tuple[tuple[int, ...], torch.dtype, torch.device]]:
+    """Shapes, dtypes and devices of `Sent.tensors`."""
+    slots, owned = layout.bounds[-1], layout.bounds[me + 1] - layout.bounds[me]
+    found = [
+        ((layout.rows,), torch.float32, device),
+        *[((n,), torch.int32, device) for n in (slots, slots, owned)],
+        *[((owned,), torch.int64, device)] * 2,
+        ((1,), torch.int32, device),
+        ((2,), torch.int64, device),
+        *[((tokens, layout.top_k), torch.int32, device)] * 2,
+        ((layout.ranks, slots + 1), torch.int32, device),
+    ]
+    if in_slabs:
+        found += [((layout.ranks,), torch.int64, torch.device("cpu"))] * 2 + [((layout.rows,), torch.int64, device)]
+    return found
 
 
 class DispatchRank:

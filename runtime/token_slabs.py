@@ -8,7 +8,7 @@ are in the order that they have everywhere.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,18 +23,7 @@ from ..kernels.weigh_rows import weigh_rows
 from .bound_step import World
 from .meeting import Ask, Transfer
 from .token_layout import DispatchLayout
-from .token_ranks import Sent
-
-
-class Slabs(NamedTuple):
-    """The sizes of one dispatch's slabs, in rows, and where those that came belong."""
-
-    sends: list[int]
-    """To each owner; together the rows that TokenRows name."""
-    receives: list[int]
-    """From each source."""
-    places: torch.Tensor
-    """int64: the row in this rank's buffer of each row that it receives, by source."""
+from .token_ranks import Sent, Slabs
 
 
 class SlabRank:
@@ -113,14 +102,15 @@ class SlabRank:
         groups = [group_rows(matrix, slots, rank, *settings) for rank in range(layout.ranks)]
         limits = groups[self.me].limit.long()
         starts = (limits.cumsum(0) - limits).int()
-        sends = [int(limits[a:b].sum()) for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
+        sends = torch.stack([limits[a:b].sum() for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)])
         came = torch.stack([g.limit[low:high].long() for g in groups])  # [W, S_local]
         begin = torch.stack([g.start[low:high].long() for g in groups])
         lengths = came.flatten()
         first = begin.flatten() - (lengths.cumsum(0) - lengths)
-        places = first.repeat_interleave(lengths)
-        places += torch.arange(len(places))
-        return Slabs(sends, came.sum(1).tolist(), places.to(self.device, non_blocking=True)), starts
+        number = int(lengths.sum())
+        places = torch.zeros(layout.rows, dtype=torch.int64)
+        places[:number] = first.repeat_interleave(lengths) + torch.arange(number)
+        return Slabs(sends, came.sum(1), places.to(self.device, non_blocking=True)), starts
 
     def _deliver(
         self,
@@ -133,26 +123,28 @@ class SlabRank:
         """Rows of tokens to their places at the owners; padding rows zero."""
         slabs = sent.slabs
         assert isinstance(slabs, Slabs)
-        out = self._empty((sum(slabs.sends), self.layout.hidden), x.dtype)
+        sends, receives, places = _sizes(slabs)
+        out = self._empty((sum(sends), self.layout.hidden), x.dtype)
         out_numbers = None if weights is None else self._empty((len(out),), torch.float32)
         owners = self.layout.ranks
         several = None if out_numbers is None else Buffers([out_numbers] * owners)
         # A slab has no padding.
         push_rows(x, sent.rows, Buffers([out] * owners), sent.groups, self.me, weights, several, most_padding=0)
-        padding = padding_rows(sent.groups) if self.layout.most_padding else slabs.places[:0]
+        padding = padding_rows(sent.groups) if self.layout.most_padding else places[:0]
         for given, into in ((out, received), (out_numbers, numbers)):
             if given is not None and into is not None:
-                came = self._empty((len(slabs.places), *given.shape[1:]), given.dtype)
-                yield from self._exchange(given, slabs.sends, came, slabs.receives)
-                into.index_copy_(0, slabs.places, came)
+                came = self._empty((len(places), *given.shape[1:]), given.dtype)
+                yield from self._exchange(given, sends, came, receives)
+                into.index_copy_(0, places, came)
                 into.index_fill_(0, padding, 0)
 
     def _fetch(self, sent: Sent, values: torch.Tensor) -> Generator[Ask, Any, Buffers]:
         """The owners' rows of this rank's entries, as buffers that TokenRows index."""
         slabs = sent.slabs
         assert isinstance(slabs, Slabs)
-        back = self._empty((sum(slabs.sends), *values.shape[1:]), values.dtype)
-        yield from self._exchange(values.index_select(0, slabs.places), slabs.receives, back, slabs.sends)
+        sends, receives, places = _sizes(slabs)
+        back = self._empty((sum(sends), *values.shape[1:]), values.dtype)
+        yield from self._exchange(values.index_select(0, places), receives, back, sends)
         return Buffers([back] * self.layout.ranks)
 
     def _exchange(
@@ -169,6 +161,12 @@ class SlabRank:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.world.empty(shape, dtype, self.device)
+
+
+def _sizes(slabs: Slabs) -> tuple[list[int], list[int], torch.Tensor]:
+    """What is sent to each owner and comes from each source, and the places of the rows that come."""
+    receives = slabs.receives.tolist()
+    return slabs.sends.tolist(), receives, slabs.places[: sum(receives)]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from shardweave.runtime.in_process import InProcessWorld
 from shardweave.runtime.shared_memory import SharedMemoryWorld
 from shardweave.runtime.token_dispatch import TokenDispatcher, VirtualTokenDispatcher
 from shardweave.runtime.token_layout import DispatchLayout
+from shardweave.runtime.token_ops import register
 from shardweave.runtime.token_slabs import SlabRank
 
 
@@ -76,6 +77,7 @@ def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: tor
     other = copy.copy(d)
     world, ranks = InProcessWorld(one_sided=False), tuple(range(d.layout.ranks))
     other.parts = [SlabRank(d.layout, world, ranks, r, torch.device("cpu")) for r in ranks]
+    other.handle = register(other)
     for got, want in zip(
         virtual_moe(other, tokens, matrices, weighted)[:4], virtual_moe(d, tokens, matrices, weighted), strict=False
     ):
