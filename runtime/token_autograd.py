@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from . import token_ops as ops
+from .token_memory import RowsAgain
 from .token_ops import Engine, by_rank, routing_length
 
 
@@ -38,6 +41,9 @@ class Dispatch(torch.autograd.Function):
         n = len(engine.parts)
         xs, weights, ids = given[:n], given[n : 2 * n], given[2 * n :]
         found = _found(engine, ops.dispatch, ops.new_dispatched, ops.dispatch_op, list(xs), list(ids), list(weights))
+        if engine.layout.save == "copy" and not torch.compiler.is_compiling():
+            each = 2 + routing_length(engine)
+            found = [tensor.clone() if i % each < 2 else tensor for i, tensor in enumerate(found)]
         ranks = list(by_rank(found, 2 + routing_length(engine)))
         routing = [tensor for rank in ranks for tensor in rank[2:]]
         if not torch.compiler.is_compiling():
@@ -64,37 +70,46 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """(engine, weighted, *values, *weights, *adds, *dispatched, *routing) to the sums of each rank; adds may be None.
+    """(engine, weighted, again, *values, *weights, *adds, *dispatched, *tokens, *routing) to each rank's sums.
 
     `dispatched` are the weights that Dispatch returned. Their gradient is nothing, but they tie the two: on a rank
     whose experts made nothing of what came, for want of experts, say, the backward of Dispatch runs all the same, as
     its peers need. Backward keeps the values, for the gradients of weights, the weights of rows and the routing; where
-    it was not weighted, not the values.
+    it was not weighted, not the values. Adds may be None. `again` is empty, or has for each rank the rows that its
+    experts' backward wants: then backward keeps `tokens`, which are dispatched once more.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, engine: Engine, weighted: bool, *given: Any
+        ctx: Any, engine: Engine, weighted: bool, again: Sequence[RowsAgain], *given: Any
     ) -> tuple[torch.Tensor, ...]:
         n = len(engine.parts)
         values, weights, adds, dispatched = [list(given[i * n : i * n + n]) for i in range(4)]
-        routing = list(given[4 * n :])
+        tokens, routing = list(given[4 * n : 4 * n + len(again)]), list(given[4 * n + len(again) :])
         outs = ops.new_combined(engine, values, routing)
         combine_into(engine, outs, values, routing, weights if weighted else [], adds)
-        ctx.save_for_backward(*(values if weighted else []), *dispatched, *routing)
+        ctx.save_for_backward(*tokens, *(values if weighted else []), *dispatched, *routing)
         ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
-        ctx.number = len(given)
+        ctx.number, ctx.again = len(given), [weakref.ref(a) for a in again]
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         engine: Engine = ctx.engine
         n, saved = len(engine.parts), list(ctx.saved_tensors)
+        tokens, saved = saved[: len(ctx.again)], saved[len(ctx.again) :]
         values, saved = (saved[:n], saved[n:]) if ctx.weighted else ([], saved)
+        if tokens:
+            # Unweighted, the backward of combine pushes rows as dispatch does.
+            rows = ops.combine_backward(engine, tokens, [], saved[:n], saved[n:])
+            for kept, x in zip(ctx.again, rows, strict=True):
+                again = kept()
+                if again is not None:  # else no saved tensor stands for rows; peers may have some all the same
+                    again.rows = x
         found = _found(
             engine, ops.combine_backward, ops.new_combined_backward, ops.combine_backward_op,
             list(gradients), values, saved[:n], saved[n:],
         )  # fmt: skip
         of_weights = found[n:] if ctx.weighted else [None] * n
         added = [g if was else None for g, was in zip(gradients, ctx.added, strict=True)]
-        return (None, None, *found[:n], *of_weights, *added, *[None] * (ctx.number - 3 * n))
+        return (None, None, None, *found[:n], *of_weights, *added, *[None] * (ctx.number - 3 * n))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from .pending import Turn
 from .statistics import stats
 from .token_autograd import Combine, Dispatch, combine_into
 from .token_layout import DispatchLayout
+from .token_memory import RowsAgain, unpack
 from .token_ops import by_rank, register, routing_length, state_of
 from .token_ranks import DispatchRank, Sent
 from .token_slabs import SlabRank
@@ -66,6 +68,19 @@ class RoutedTokens:
     topk_weights: torch.Tensor
     _sent: Sent
     _layout: DispatchLayout
+    _tokens: torch.Tensor | None = None
+    """Where they are dispatched again in backward: what was."""
+    _again: RowsAgain | None = None
+
+    def kept(self) -> AbstractContextManager[Any]:
+        """A context for the experts, in which autograd saves of `x` no more than the dispatcher's `save` says.
+
+        With save="redispatch" it saves nothing on the memory of `x`, which is free once this object, `x` and what was
+        made of them are dropped. With the others it does nothing.
+        """
+        if self._again is None:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._again.pack(self.x), unpack)
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -108,12 +123,18 @@ class RoutedTokens:
 
 
 def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:
-    return [routed.x, routed.weights, routed.topk_weights, *routed._sent.tensors()], routed._layout
+    parts = [routed.x, routed.weights, routed.topk_weights, *routed._sent.tensors()]
+    if routed._tokens is None:
+        return parts, (routed._layout, None)
+    return [*parts, routed._tokens], (routed._layout, routed._again)
 
 
-def _unflatten(parts: Iterable[Any], layout: Any) -> RoutedTokens:
+def _unflatten(parts: Iterable[Any], context: Any) -> RoutedTokens:
     x, weights, topk_weights, *sent = parts
-    return RoutedTokens(x, weights, topk_weights, Sent.of(sent), layout)
+    layout, again = context
+    if again is None:
+        return RoutedTokens(x, weights, topk_weights, Sent.of(sent), layout)
+    return RoutedTokens(x, weights, topk_weights, Sent.of(sent[:-1]), layout, sent[-1], again)
 
 
 _pytree.register_pytree_node(RoutedTokens, _flatten, _unflatten)
@@ -195,7 +216,7 @@ class _Dispatcher:
             f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
             f"{'batched' if layout.batched else 'grouped'}",
             f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
-            f"overflow: {layout.overflow}",
+            f"overflow: {layout.overflow}; save: {layout.save}",
             "  memory of a rank, bytes at most:",
             *[f"    {nbytes:>16,}  {what}" for what, nbytes in layout.nbytes.items()],
         ]
@@ -205,17 +226,22 @@ class _Dispatcher:
         self, xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> list[RoutedTokens]:
         layout = self.layout
+        again = layout.save == "redispatch"
+        if again and torch.compiler.is_compiling():
+            raise UnsupportedError('save="redispatch" under torch.compile; allowed: "lease", "copy"')
         weights = [w.float() for w in weights]
         given = Dispatch.apply(self, *xs, *weights, *ids)
         found = []
-        for part, w, (x, *sent) in zip(self.parts, weights, by_rank(given, 2 + routing_length(self)), strict=True):
+        by_part = by_rank(given, 2 + routing_length(self))
+        for part, tokens, w, (x, *sent) in zip(self.parts, xs, weights, by_part, strict=True):
             numbers = sent[0]
             if layout.batched:
                 slots = layout.bounds[part.me + 1] - layout.bounds[part.me]
                 assert layout.expert_capacity is not None
                 shape = slots, layout.expert_capacity
                 x, numbers = x[: shape[0] * shape[1]].view(*shape, -1), numbers[: shape[0] * shape[1]].view(shape)
-            found.append(RoutedTokens(x, numbers, w, Sent.of(sent), layout))
+            kept = (tokens.detach(), RowsAgain(x)) if again else ()
+            found.append(RoutedTokens(x, numbers, w, Sent.of(sent), layout, *kept))
         return found
 
     def _combine(
@@ -244,7 +270,9 @@ class _Dispatcher:
             with torch.no_grad():
                 combine_into(self, given, flat, routing, weights if weighted else [], adds)
             return given
-        return list(Combine.apply(self, weighted, *flat, *weights, *adds, *[r._sent.weights for r in routed], *routing))
+        dispatched, tokens = [r._sent.weights for r in routed], [r._tokens for r in routed if r._tokens is not None]
+        again = [r._again for r in routed if r._again is not None]
+        return list(Combine.apply(self, weighted, again, *flat, *weights, *adds, *dispatched, *tokens, *routing))
 
     def _check_dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, at: str = "") -> None:
         layout, device = self.layout, self.parts[0].device
@@ -329,6 +357,11 @@ class TokenDispatcher(_Dispatcher):
         layout: "grouped", or "batched": x is [S_local, C, H], C being expert_capacity rounded up to `align`.
         expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
             copy, else to copy r mod n of n.
+        save: what backward keeps of `routed.x`. "lease": the buffer that peers wrote, which other dispatches cannot
+            have until backward is done with it. "copy": a copy of it; the buffer itself is free at once. "redispatch":
+            nothing of what experts do within `with routed.kept():`, but x, [T, H], which backward of combine sends once
+            more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
+            with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
         device: default: the CPU.
         world: "shared_memory" or "collective"; default: by what the ranks share, as for `redistribute`.
 
@@ -352,6 +385,7 @@ class TokenDispatcher(_Dispatcher):
         overflow: str = "raise",
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
+        save: str = "lease",
         device: torch.device | str = "cpu",
         world: str | None = None,
     ) -> None:
@@ -366,7 +400,7 @@ class TokenDispatcher(_Dispatcher):
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: one that has this rank, {rank}")
         agreed = DispatchLayout.of(
             len(ranks), num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow,
-            layout, expert_map,
+            layout, expert_map, save,
         )  # fmt: skip
         device = torch.device(device)
         self._world: AnyWorld | InProcessWorld = InProcessWorld()
@@ -486,6 +520,7 @@ class VirtualTokenDispatcher(_Dispatcher):
         overflow: str = "raise",
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
+        save: str = "lease",
         device: torch.device | str = "cpu",
         one_sided: bool = True,
     ) -> None:
@@ -493,7 +528,7 @@ class VirtualTokenDispatcher(_Dispatcher):
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
         agreed = DispatchLayout.of(
             size, num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout,
-            expert_map,
+            expert_map, save,
         )  # fmt: skip
         world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), torch.device(device)
         part = DispatchRank if one_sided else SlabRank

@@ -16,6 +16,7 @@ from ..kernels.rows import PAYLOADS
 
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
+SAVES = ("lease", "redispatch", "copy")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class DispatchLayout:
     batched: bool
     bounds: tuple[int, ...]
     slot_of: tuple[tuple[int, ...], ...]
+    save: str
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class DispatchLayout:
         overflow: str,
         layout: str,
         expert_map: Sequence[Sequence[int]] | None,
+        save: str = "lease",
     ) -> DispatchLayout:
         """
         Raises:
@@ -71,7 +74,11 @@ class DispatchLayout:
         _check_whole("max_tokens", max_tokens, 0, 1 << 24)
         if expert_capacity is not None:
             _check_whole("expert_capacity", expert_capacity, 0, (1 << 31) - 1)
-        for name, text, allowed in (("overflow", overflow, OVERFLOWS), ("layout", layout, LAYOUTS)):
+        for name, text, allowed in (
+            ("overflow", overflow, OVERFLOWS),
+            ("layout", layout, LAYOUTS),
+            ("save", save, SAVES),
+        ):
             if text not in allowed:
                 raise ArgumentError(f"{name}: {text!r}; allowed: {', '.join(map(repr, allowed))}")
         if dtype not in PAYLOADS:
@@ -97,7 +104,7 @@ class DispatchLayout:
                 f"max_tokens: {max_tokens} with top_k {top_k} on {ranks} ranks; allowed: 2**31 rows in all"
             )
         return cls(ranks, num_experts, top_k, hidden, max_tokens, dtype, rows, expert_capacity, align, overflow,
-                   batched, bounds, slot_of)  # fmt: skip
+                   batched, bounds, slot_of, save)  # fmt: skip
 
     @property
     def most_padding(self) -> int:
@@ -113,8 +120,13 @@ class DispatchLayout:
     def nbytes(self) -> dict[str, int]:
         """Bytes of memory of one rank, at most, by what they are for."""
         row = self.hidden * self.dtype.itemsize
+        received = {
+            "lease": "rows received, held until backward",
+            "copy": "rows received, twice while they are copied, then once until backward",
+            "redispatch": "rows received, held until the experts are done, and again during their backward",
+        }
         return {
-            "rows received, held until backward": self.rows * (row + 4),
+            received[self.save]: self.rows * (row + 4),
             "expert output that peers read, during combine": self.rows * row,
             "gradients received, in the backward of combine": self.rows * (row + 4),
             "routing of one dispatch": self.max_tokens * self.top_k * 16 + self.ranks * (self.bounds[-1] + 1) * 8,

@@ -187,6 +187,13 @@ def test_operators_are_what_they_declare(one_sided, monkeypatch):
         assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
 
 
+def test_rows_cannot_be_dispatched_again_by_compiled_code():
+    d = virtual(save="redispatch")
+    xs, weights, ids, _ = leaves(2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="redispatch"):
+        compiled(lambda: d.dispatch(xs, ids, weights)[0].x)()
+
+
 def test_an_operator_without_its_dispatcher_says_so():
     d = virtual()
     xs, weights, ids, _ = leaves(2)
