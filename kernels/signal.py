@@ -48,6 +48,20 @@ _BLOCK = tl.constexpr(1024)
 _EAGER_POLLS, _NAP = 100, 1e-4  # of the reference; a nap is a poll
 
 
+@triton.jit
+def give_way():
+    """Between two polls: nothing on a device, where only the peer's own device can make it come."""
+    pass
+
+
+def _nap() -> None:
+    time.sleep(_NAP)
+
+
+if interpreted(give_way):
+    give_way = _nap  # a peer may be waiting for this very core
+
+
 # Peers are served in ascending order of rank and a program signals before it waits, so that programs that run one after
 # another, as in the interpreter or on a device with little room, never wait for each other: of all unfinished pairs of
 # ranks the lowest has both of its ranks at it.
@@ -88,6 +102,7 @@ def signal_kernel(
             goal = tl.atomic_add(table + peers + peer, 1, sem="relaxed", scope="gpu") + 1 - CREDIT
             left = polls.to(tl.int64)
             while (seen < goal) & (seen >= 0) & (left > 0):
+                give_way()
                 seen = tl.atomic_add(slot, 0, sem="acquire", scope="sys")
                 left -= 1
             if seen < goal:
