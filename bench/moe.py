@@ -6,7 +6,8 @@ the text; rank 0 also trains the same model alone on all of them, in plain torch
 What has to be equal. Both compute in float32 the same products and sum them in other orders: a token's experts, the
 tokens of a weight's gradient, the ranks of an averaged one. Losses therefore differ by float32 roundings, which
 training carries on, and now and then a router's near tie falls otherwise and moves one token. So losses have to agree
-within `TOLERANCE`, of a loss; a row that goes astray, or a weight at the wrong row, is orders above it.
+within `TOLERANCE`, of a loss. One token of each rank sent astray at every step is above it from the third step on, and
+weights at the wrong rows are a hundred times above it at the first.
 
 `--against torchtitan` holds dispatch and combine against torchtitan's AllToAllTokenDispatcher: `moe_against.py`.
 """

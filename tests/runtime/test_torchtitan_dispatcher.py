@@ -86,13 +86,23 @@ def test_ranks_with_different_numbers_of_tokens_and_experts(experts, pad, held):
     assert run_ranks(ragged_ranks, 4, experts, pad) == held
 
 
-def test_without_a_mesh_all_experts_are_here():
-    dispatcher = TorchtitanDispatcher(config_of(6, 3, 8, 11))
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+        ),
+    ],
+)
+def test_without_a_mesh_all_experts_are_here(device):
+    dispatcher = TorchtitanDispatcher(config_of(6, 3, 8, 11, device=torch.device(device)))
     dispatcher.wire_meshes(ep_mesh=None)
     t, matrices = tokens_of(0, 11, 3, 6, 8, torch.float32, "zipf"), matrices_of(6, 8, torch.float32)
-    got, want = by_the_seam(dispatcher, t, matrices), linear_experts(t, matrices)
+    there = Tokens(*(part.to(device) for part in (t.x, t.ids, t.weights, t.gradient)))
+    got, want = by_the_seam(dispatcher, there, matrices.to(device)), linear_experts(t, matrices)
     for name in want:
-        assert_near(got[name], want[name], torch.float32, name)
+        assert_near(got[name].cpu(), want[name], torch.float32, name)
     assert "over 1 ranks" in dispatcher.dispatcher.explain()
 
 
