@@ -4,16 +4,20 @@ from .checkpoints import LoadPlanner, SavePlanner
 from .drop_in import redistribute_local_tensor
 from .dtensor import explain, redistribute
 from .dtensor_batches import redistribute_batch
+from .expert_parallel import ExpertParallel
 from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, record, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
+from .permute_indices import generate_permute_indices
 from .planning import plan, plan_batch, redistribute_cost
 from .preparing import prepare
 from .statistics import Statistics, stats
 from .token_dispatch import RoutedTokens, TokenDispatcher, TokenLoad, VirtualTokenDispatcher
+from .torchtitan_dispatcher import TorchtitanDispatcher
 
 __all__ = [
+    "ExpertParallel",
     "FSDPAllGather",
     "FSDPReduceScatter",
     "InProcessWorld",
@@ -23,9 +27,11 @@ __all__ = [
     "Statistics",
     "TokenDispatcher",
     "TokenLoad",
+    "TorchtitanDispatcher",
     "VirtualTokenDispatcher",
     "adapt_fsdp",
     "explain",
+    "generate_permute_indices",
     "install",
     "installed",
     "is_installed",
