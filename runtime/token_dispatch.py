@@ -274,7 +274,14 @@ class _Dispatcher:
         again = [r._again for r in routed if r._again is not None]
         return list(Combine.apply(self, weighted, again, *flat, *weights, *adds, *dispatched, *tokens, *routing))
 
-    def _check_dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, at: str = "") -> None:
+    def _check_dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        at: str = "",
+    ) -> None:
         layout, device = self.layout, self.parts[0].device
         if x.dim() != 2 or x.shape[1] != layout.hidden or x.dtype is not layout.dtype or x.shape[0] > layout.max_tokens:
             raise ArgumentError(
@@ -290,8 +297,15 @@ class _Dispatcher:
             raise ArgumentError(
                 f"topk_weights{at}: {weights.dtype} of shape {tuple(weights.shape)}; allowed: floats of shape {shape}"
             )
-        for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
-            if tensor.device.type != device.type:
+        if counts is not None and (
+            counts.shape != (layout.num_experts,) or counts.dtype not in (torch.int32, torch.int64)
+        ):
+            raise ArgumentError(
+                f"counts{at}: {counts.dtype} of shape {tuple(counts.shape)}; allowed: int32 or int64 of shape "
+                f"{(layout.num_experts,)}"
+            )
+        for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights), ("counts", counts)):
+            if tensor is not None and tensor.device.type != device.type:
                 raise ArgumentError(f"{name}{at}: on {tensor.device}; allowed: {device}")
 
     def _check_combine(
@@ -438,13 +452,22 @@ class TokenDispatcher(_Dispatcher):
             except StopIteration as end:
                 return [end.value]
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> RoutedTokens:
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+    ) -> RoutedTokens:
         """Send each token's row to the ranks that have its experts.
 
         Args:
             x: [T, H] of the dispatcher's dtype.
             topk_ids: int32 or int64 [T, K]; -1 is none.
             topk_weights: floats [T, K].
+            counts: int32 or int64 [E], the tokens of this rank for each expert, where the caller has them. Their values
+                are not read: routing, which places each entry among those of its expert, counts them on its way.
 
         Raises:
             ArgumentError: a shape or dtype that is not allowed; the peers are told.
@@ -452,7 +475,7 @@ class TokenDispatcher(_Dispatcher):
             WorldError: a peer died, did not come, or asked for something else.
         """
         with self._telling():
-            self._check_dispatch(x, topk_ids, topk_weights)
+            self._check_dispatch(x, topk_ids, topk_weights, counts)
         return self._dispatch([x], [topk_ids], [topk_weights])[0]
 
     def combine(
@@ -539,12 +562,18 @@ class VirtualTokenDispatcher(_Dispatcher):
         return [ended[rank] for rank in range(len(runs))]
 
     def dispatch(
-        self, xs: Sequence[torch.Tensor], topk_ids: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor]
+        self,
+        xs: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+        *,
+        counts: Sequence[torch.Tensor | None] | None = None,
     ) -> list[RoutedTokens]:
         """TokenDispatcher.dispatch of all ranks."""
-        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
-        for rank, (x, ids, weights) in enumerate(zip(xs, topk_ids, topk_weights, strict=True)):
-            self._check_dispatch(x, ids, weights, f"[{rank}]")
+        counts = [None] * self.layout.ranks if counts is None else counts
+        self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights, counts=counts)
+        for rank, (x, ids, weights, c) in enumerate(zip(xs, topk_ids, topk_weights, counts, strict=True)):
+            self._check_dispatch(x, ids, weights, c, f"[{rank}]")
         return self._dispatch(xs, topk_ids, topk_weights)
 
     def combine(

@@ -472,6 +472,7 @@ def one(**given) -> DispatchLayout:
         ({"dtype": torch.float64}, "dtype: torch.float64"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
+        ({"save": "all"}, "save: 'all'; allowed: 'lease', 'redispatch', 'copy'"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
         ({"layout": "batched", "capacity": 3}, "capacity: 3; batched"),
@@ -494,6 +495,7 @@ def test_worst_case_rows_are_enough_and_no_more():
     assert one(capacity=5, align=4).rows == 8
     assert one(capacity=1.25).rows == 10
     assert one(expert_capacity=3, align=4).rows == 8
+    assert one().digest != one(save="copy").digest
     assert one().digest != one(align=8).digest and one().digest == one().digest
 
 
@@ -525,13 +527,34 @@ def test_tensors_that_are_refused(change, text):
         d.combine(needing, routed, out=[torch.zeros(4, 8)] * 2)
 
 
+def test_counts_of_the_caller_are_checked():
+    d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
+    t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
+    given = [t.x] * 2, [t.ids] * 2, [t.weights] * 2
+    counts = torch.bincount(t.ids.flatten(), minlength=4)
+    for good in (counts, counts.int(), None):
+        routed = d.dispatch(*given, counts=[good, counts])
+        assert torch.equal(torch.cat([r.counts for r in routed]), 2 * counts)
+    for bad, text in (
+        (counts[:3], r"counts\[1\]: torch.int64 of shape \(3,\); allowed: int32 or int64 of shape \(4,\)"),
+        (counts.float(), r"counts\[1\]: torch.float32"),
+        (counts.view(2, 2), r"counts\[1\]: .*shape \(2, 2\)"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            d.dispatch(*given, counts=[counts, bad])
+    with pytest.raises(ArgumentError, match="counts: 1 of them"):
+        d.dispatch(*given, counts=[counts])
+    with pytest.raises(ArgumentError, match="out: 1 of 2 given"):
+        d.combine([r.x for r in routed], routed, out=[torch.zeros(4, 8), None])
+
+
 def test_explain_states_memory():
     d = VirtualTokenDispatcher(
         2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4
     )
     text = d.explain()
     assert "5 experts in 5 slots, 2 to 3 for each rank" in text and "12 rows for each rank" in text
-    assert f"{12 * (32 + 4):,}  rows received" in text
+    assert f"{12 * (32 + 4):,}  rows received, held until backward" in text and "save: lease" in text
 
 
 def test_views_of_memory_that_come_in():
