@@ -227,3 +227,26 @@ def as_one_rank(rank: int, fast: bool) -> list:
 @pytest.mark.multi
 def test_processes_that_compile():
     assert run_ranks(as_one_rank, 2, True) == run_ranks(as_one_rank, 2, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_compiled_is_eager_on_a_gpu(one_sided, backend):
+    """What the experts do is exact in any order of operations: results are equal bit for bit with Inductor as well."""
+    d = virtual(one_sided=one_sided, device="cuda")
+
+    def layer(xs, weights, ids):
+        routed = d.dispatch(xs, ids, weights)
+        return d.combine([r.x * 2 for r in routed], routed)
+
+    found = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        xs, weights, ids, gradients = leaves(5)
+        xs, weights = [[x.detach().cuda().requires_grad_() for x in given] for given in (xs, weights)]
+        ys = function(xs, weights, [i.cuda() for i in ids])
+        torch.autograd.backward(ys, [g.cuda() for g in gradients])
+        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*found) and all(y.any() for y in found[0])
+    d.check()
