@@ -1,8 +1,8 @@
 """What every Python process of a run with shardweave does at its start; copied to where it is a `sitecustomize.py`.
 
 torch's tests spawn their ranks, and these inherit nothing but the environment. Imports nothing beyond the standard
-library until somebody else has imported torch, and installs shardweave then: before the tests, and torch's own helpers
-for them, bind by name what it replaces.
+library until somebody else has imported torch's DTensor, and installs shardweave then: before the tests, and torch's
+own helpers for them, bind by name what it replaces. A process that has no DTensors has no shardweave.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+DTENSOR = "torch.distributed.tensor"
 FOLDER = "SHARDWEAVE_TORCH_TESTS_COUNTS"  # where each process leaves what it counted
 
 
 def _half_imported() -> str | None:
-    """A module of torch's that is being imported: shardweave imports a good part of them, and needs them whole."""
+    """A module of torch's that is being imported: shardweave imports a good part of them, and needs them whole; but not
+    torch's helpers for tests, which bind by name."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torch" and _is_half(module):
+        if name.partition(".")[0] == "torch" and not name.startswith("torch.testing") and _is_half(module):
             return name
     return None
 
@@ -56,13 +58,13 @@ def _install() -> None:
 
 
 def _watch_imports() -> None:
-    genuine, pending, done = builtins.__import__, "torch", False
+    genuine, pending, done = builtins.__import__, DTENSOR, False
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal pending, done
         module = genuine(*args, **kwargs)
         # The one that was found last is mostly still at it, and spares the look at all.
-        if not done and "torch" in sys.modules and not _is_half(sys.modules.get(pending)):
+        if not done and DTENSOR in sys.modules and not _is_half(sys.modules.get(pending)):
             found = _half_imported()
             if found:
                 pending = found
