@@ -118,7 +118,9 @@ class Worlds:
             return obstacle
         here = self._node_of(self.rank)
         elsewhere = [rank for rank in ranks if self._node_of(rank) != here]
-        return f"rank {elsewhere[0]} is on another {self._machine}" if asked == "shared_memory" else None
+        if asked == "shared_memory" and elsewhere:
+            return f"rank {elsewhere[0]} is on another {self._machine}"
+        return None
 
     @property
     def _machine(self) -> str:
