@@ -59,38 +59,38 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("slots, looked_up", [(3, True), (256, False), (300, True)])
-def test_route_tokens_does_not_spill(target, slots, looked_up, tmp_path):
+def test_route_tokens_does_not_spill(target, slots, looked_up):
     padded = max(32, triton.next_power_of_2(slots))
     count = {"SLOTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
     ids = {"ids": "*i64", "counts_out": "*i32"}
-    assert_no_spill(compile_kernel(count_slots_kernel, target, count, **ids), target, tmp_path)
+    assert_no_spill(compile_kernel(count_slots_kernel, target, count, **ids), target)
     for entries in (32, 1024):
         few = {"SLOTS": padded, "ENTRIES": entries, "HAS_TABLE": looked_up, "num_warps": few_warps(entries)}
-        assert_no_spill(compile_kernel(route_few_kernel, target, few, **ids), target, tmp_path)
+        assert_no_spill(compile_kernel(route_few_kernel, target, few, **ids), target)
     place = {"SLOTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
-    assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target, tmp_path)
+    assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("slots", [3, 300, 1024])
-def test_group_rows_and_share_counts_do_not_spill(target, slots, tmp_path):
+def test_group_rows_and_share_counts_do_not_spill(target, slots):
     padded = max(32, triton.next_power_of_2(slots))
     for batched in (False, True):
         constants = {"SLOTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched, "num_warps": 8}
-        assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target, tmp_path)
+        assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target)
     constants = {"LENGTH": triton.next_power_of_2(slots + 1), "num_warps": 4}
     compiled = compile_kernel(share_counts_kernel, target, constants, counts="*i32")
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("k", [1, 3, 32])
-def test_locate_rows_and_gather_values_do_not_spill(target, k, tmp_path):
+def test_locate_rows_and_gather_values_do_not_spill(target, k):
     width = triton.next_power_of_2(k)
     constants = {"K": k, "KP": width, "TOKENS": tokens_at_a_time(width), "num_warps": 4}
-    assert_no_spill(compile_kernel(locate_rows_kernel, target, constants), target, tmp_path)
+    assert_no_spill(compile_kernel(locate_rows_kernel, target, constants), target)
     compiled = compile_kernel(gather_values_kernel, target, {"K": k, "num_warps": 4}, out="*fp32")
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
 
 
 ROWS = [(torch.bfloat16, 7168, k) for k in (1, 3, 8)] + [(dtype, 7168, 8) for dtype in (torch.float32, torch.float16)]
@@ -109,10 +109,10 @@ def wide(compiled, target: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
-def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, tmp_path):
+def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True}
     compiled = compile_kernel(push_rows_kernel, target, constants)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
     loads, stores = wide(compiled, target)
     # Each row is read once, and stored k times; zeros for the padding.
@@ -122,11 +122,11 @@ def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, tm
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
-def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k, tmp_path):
+def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
     constants |= {"SOFT": False, "enable_fp_fusion": False}
     compiled = compile_kernel(combine_rows_kernel, target, constants)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     pieces = constants["COLS"] * dtype.itemsize // (16 * TARGETS[target].warp_size * constants["num_warps"])
     loads, stores = wide(compiled, target)
     assert loads == (k + 1) * pieces and stores == pieces
@@ -136,27 +136,27 @@ def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k,
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype, tmp_path):
+def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype):
     constants = {**row_launch(dtype, 7168), "DTYPE": ELEMENTS[dtype], "SOFT": False, "enable_fp_fusion": False}
     compiled = compile_kernel(weigh_rows_kernel, target, constants)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     loads, stores = wide(compiled, target)
     assert loads == 2 * stores > 0
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("hidden", [1, 3, 2500, 20])
-def test_rows_of_any_length_compile(target, hidden, tmp_path):
+def test_rows_of_any_length_compile(target, hidden):
     """Accesses are as wide as the length of a row allows."""
     dtype = torch.bfloat16
     width = {1: 2, 3: 2, 2500: 8, 20: 8}[hidden]
     assert row_constants(dtype, hidden)["ALIGN"] == width
     push = {**row_launch(dtype, hidden), "K": 3, "PADDING": 8, "HAS_WEIGHTS": False}
-    assert_no_spill(compile_kernel(push_rows_kernel, target, push), target, tmp_path)
+    assert_no_spill(compile_kernel(push_rows_kernel, target, push), target)
     combine = {**row_launch(dtype, hidden), "K": 3, "DTYPE": tl.bfloat16, "HAS_WEIGHTS": False, "HAS_ADD": False}
     combine |= {"SOFT": False, "enable_fp_fusion": False}
     compiled = compile_kernel(combine_rows_kernel, target, combine)
-    assert_no_spill(compiled, target, tmp_path)
+    assert_no_spill(compiled, target)
     if hidden == 2500:
         found = accesses(compiled, target)
         assert found["load", width] and found["store", width]
