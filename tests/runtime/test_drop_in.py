@@ -341,11 +341,10 @@ def watched(rank: int) -> dict[str, int]:
 
 def test_watchers_see_what_they_would() -> None:
     for delegations in run_ranks(watched, 4):
-        assert set(delegations) == {
-            "CommDebugMode is watching",
-            "DebugMode is watching",
-            "torch.compile is tracing",
-        }
+        modes = {"CommDebugMode is watching", "DebugMode is watching"}
+        # torch 2.11 traces with tensors of its own only.
+        tracing = {"torch.compile is tracing", "local tensor is a FakeTensor", "local tensor is a FunctionalTensor"}
+        assert modes <= set(delegations) <= modes | tracing and set(delegations) & tracing
 
 
 def delegated_otherwise(rank: int) -> None:
