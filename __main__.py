@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(arguments: argparse.Namespace) -> int:
     from shardweave import draw, plan
     from shardweave.errors import ArgumentError
-    from shardweave.runtime.lowering import AssumedWorld, explain_on
+    from shardweave.runtime.lowering import AssumedWorld, WindowPolicy, explain_on
 
     program = plan(
         _mesh(arguments.mesh),
@@ -183,7 +183,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             program.mesh,
             arguments.world in ("shared_memory", "symmetric"),
             arguments.backend or "gloo",
-            "auto" if arguments.world == "symmetric" else None,
+            WindowPolicy() if arguments.world == "symmetric" else None,
             node_size if arguments.world == "mixed" else None,
         )
         print(explain_on(program, world, arguments.reduction or "ordered"))

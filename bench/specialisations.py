@@ -17,7 +17,7 @@ from shardweave.kernels import CopyTable, ReduceTable
 from shardweave.kernels.copy_boxes import copy_boxes_kernel
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
 from shardweave.planner import Program, plan
-from shardweave.runtime.copies import Copies, Reduction, contiguous_strides
+from shardweave.runtime.copies import contiguous_strides
 from shardweave.runtime.executor import BoundProgram
 from shardweave.runtime.in_process import InProcessWorld
 
@@ -132,9 +132,6 @@ def tables(asked: Asked, world: InProcessWorld) -> Iterator[tuple[CopyTable | Re
     dtype = getattr(torch, asked.program.dtype)
     bound = BoundProgram(asked.program, asked.position, asked.strides, world, dtype, NOWHERE)
     for number, step in enumerate(bound.steps):
-        for held in vars(step).values():
-            for part in held if isinstance(held, list) else [held]:
-                for kept in part if isinstance(part, tuple) else (part,):
-                    if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
-                        assert kept.table is not None
-                        yield kept.table, asked.aligned if number == 0 else 16
+        for kept in step.launched():
+            assert kept.table is not None
+            yield kept.table, asked.aligned if number == 0 else 16

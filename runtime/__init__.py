@@ -2,7 +2,7 @@
 
 from .checkpoints import LoadPlanner, SavePlanner
 from .drop_in import redistribute_local_tensor
-from .dtensor import explain, redistribute
+from .dtensor import bind, explain, redistribute
 from .dtensor_batches import redistribute_batch
 from .expert_parallel import ExpertParallel
 from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp
@@ -30,6 +30,7 @@ __all__ = [
     "TorchtitanDispatcher",
     "VirtualTokenDispatcher",
     "adapt_fsdp",
+    "bind",
     "explain",
     "generate_permute_indices",
     "install",

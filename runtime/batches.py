@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from ..planner import Batch, Exchange, Program
 from .bound_step import World
 from .copies import contiguous_strides
+from .executor import kind_of
 from .lowering import Lowering, lower
 from .meeting import Ask, Meet, Mixed, Transfer
 from .mixed_step import MixedStep
 from .one_sided import OneSidedStep
 from .two_sided import SharedBuffers, TwoSidedStep
-from .windowed import WindowedStep
+from .vendor_reduction import VendorReduction
+from .windowed import Place, WindowedStep, WindowedWorld, place_of
+from .windows import Window
 
 BatchRun = Generator[Ask, Any, list[torch.Tensor]]
 
@@ -84,13 +88,48 @@ class OneSidedRound(_Round):
 
 
 class WindowedRound(_Round):
-    """One tensor after the other: ranks meet on the device, and the host waits for none of them."""
+    """Tensors of the same ranks share a window: ranks meet once on the device, and the host waits for none of them.
 
-    steps: dict[int, WindowedStep]
+    What goes to other nodes as well goes tensor by tensor, after that.
+    """
+
+    steps: Mapping[int, WindowedStep | TwoSidedStep]
+
+    def bind(self) -> None:
+        self.together: dict[int, WindowedStep] = {}
+        self.apart: dict[int, WindowedStep | TwoSidedStep] = {}
+        # In the order of the first tensors that take them: the same on all ranks.
+        self.last_in: dict[Window, int] = {}
+        self.ways: dict[Window, int] = defaultdict(int)
+        for i, step in self.steps.items():
+            if type(step) is WindowedStep and step.window is not None:
+                self.together[i] = step
+                self.last_in[step.window] = i
+                self.ways[step.window] ^= step.token(0) * (i + 1)
+            else:
+                self.apart[i] = step
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        for i, step in self.steps.items():
-            xs[i] = yield from step.run(xs[i], token)
+        world: WindowedWorld = self.world  # type: ignore[assignment]
+        outs = {i: step.empty() for i, step in self.together.items()}
+        for window in self.last_in:
+            world.signal(window, "enter")
+        for i, step in self.together.items():
+            step.fill_windows(xs[i])
+        for window in self.last_in:
+            world.signal(window, "meet", token ^ self.ways[window])
+        for i, step in self.together.items():
+            step.read_windows(xs[i], outs[i])
+        for i, step in self.together.items():
+            assert step.window is not None
+            # Every output is overwritten where this rank has failed; after the last of a window it is left.
+            world.signal(step.window, "leave" if self.last_in[step.window] == i else "spoil", poison=outs[i])
+        if self.together:
+            world.check()
+        for i, alone in self.apart.items():
+            outs[i] = yield from alone.run(xs[i], token)
+        for i, out in outs.items():
+            xs[i] = out
 
 
 class TwoSidedRound(_Round):
@@ -133,7 +172,7 @@ class MixedRound(OneSidedRound):
         yield from self.exchange(xs, token, *self.far.messages(xs))
 
 
-_BoundStep = OneSidedStep | TwoSidedStep | WindowedStep
+_BoundStep = OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction
 _BoundRound = OneSidedRound | TwoSidedRound | WindowedRound
 
 
@@ -181,13 +220,16 @@ class BoundBatch:
                         before.append((i, self._bound(i, step, given)))
             self.rounds.append((before, self._round(exchanges, given) if exchanges else None))
 
-    def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], shared: SharedBuffers | None = None) -> Any:
+    def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], shared: Any = None) -> Any:
+        """`shared`: the part of what tensors share that is this one's, of the kind that its step takes."""
         program = self.batch.programs[i]
         position = self.batch.position(i, self.rank)
         assert position is not None
         form = program, step, position, given[i], self.world, self.dtypes[i], self.device
         if self.world.windows:
-            bound: _BoundStep = WindowedStep(*form, lowering=lower(program, step, position, self.world))
+            lowering = lower(program, step, position, self.world)
+            kind, options = kind_of(lowering, self.world), {"place": shared} if shared else {}
+            bound: _BoundStep = kind(*form, lowering=lowering, **options)
         elif self.world.one_sided:
             bound = OneSidedStep(*form)
         elif self.mixes and isinstance(step, Exchange):
@@ -200,7 +242,9 @@ class BoundBatch:
     def _round(self, exchanges: dict[int, Exchange], given: dict[int, tuple[int, ...]]) -> _BoundRound:
         if self.world.windows:
             windowed = WindowedRound(self.world, self.rank, self.device)
-            windowed.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}
+            parts = self._places(exchanges)
+            windowed.steps = {i: self._bound(i, step, given, parts.get(i)) for i, step in exchanges.items()}
+            windowed.bind()
             return windowed
         if self.world.one_sided:
             one_sided = OneSidedRound(self.world, self.rank, self.device)
@@ -222,6 +266,22 @@ class BoundBatch:
         two_sided.steps = {i: step.far for i, step in steps.items()}
         mixed.bind(len(self.batch.programs))
         return mixed
+
+    def _places(self, exchanges: dict[int, Exchange]) -> dict[int, Place]:
+        """Where each tensor that goes through windows alone has its part of the one of its ranks."""
+        found: dict[int, Place] = {}
+        ends: dict[tuple[int, ...], int] = {}
+        for i, step in exchanges.items():
+            program, position = self.batch.programs[i], self.batch.position(i, self.rank)
+            assert position is not None
+            lowering = lower(program, step, position, self.world)
+            place = place_of(program, step, position, self.world, lowering)
+            if place is not None and kind_of(lowering, self.world) is WindowedStep:
+                first = ends.get(place.ranks, 0)
+                found[i] = place._replace(first=first)
+                ends[place.ranks] = aligned(first + place.nbytes)
+        # All of them in one: the window that the last of its ranks needs.
+        return {i: place._replace(nbytes=ends[place.ranks] - place.first) for i, place in found.items()}
 
     def _messages(
         self, exchanges: dict[int, Exchange], elements_of: Callable[[Program, Exchange, int], list[tuple[int, int]]]

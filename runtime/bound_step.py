@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,9 +10,9 @@ import torch
 
 from ..kernels import Boxes as StridedBoxes
 from ..planner import FILL, Boxes, Program, Step
-from .copies import Reduction, Side, contiguous_strides
+from .copies import Copies, Reduction, Side, contiguous_strides
 from .landings import Landings
-from .lowering import Direction
+from .lowering import WindowPolicy
 from .meeting import Address, Ask
 
 Run = Generator[Ask, Any, Any]
@@ -27,8 +27,8 @@ class World(Protocol):
     """The same address always means the same memory, so views on it may be kept."""
 
     @property
-    def windows(self) -> Direction | None:
-        """Ranks meet on the device and reach each other's windows: which way; None where they do not."""
+    def windows(self) -> WindowPolicy | None:
+        """How ranks use each other's windows, and meet on the device; None where they do not."""
 
     def node_of(self, rank: int) -> Hashable:
         """Equal for ranks that write into each other's buffers; alike on all ranks."""
@@ -82,6 +82,16 @@ class BoundStep:
         self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
         self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
         self.incoming = step.boxes.select(step.boxes.receiver == me)
+
+    def launched(self) -> Iterator[Copies | Reduction]:
+        """All that a run may launch, in whichever attribute it is."""
+        for held in vars(self).values():
+            if isinstance(held, BoundStep):
+                yield from held.launched()
+            for part in held if isinstance(held, list) else [held]:
+                for kept in part if isinstance(part, tuple) else (part,):
+                    if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
+                        yield kept
 
     def fill_rows(self) -> Boxes:
         return self.incoming.select(self.incoming.sender[:, 0] == FILL)

@@ -19,8 +19,9 @@ from .batches import BoundBatch
 from .collective import CollectiveWorld
 from .executor import BoundProgram
 from .mixed import MixedWorld
-from .pending import Pending, Turn
+from .pending import Joined, Pending, Turn
 from .statistics import stats
+from .symmetric_world import SymmetricWorld
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
 
@@ -39,6 +40,11 @@ class Call:
         if bound is not None and world is not None:
             what, bytes_received, bytes_bound = bound.summary()
             self.kind = stats().kind(what, world.name, bytes_received, bytes_bound)
+
+    def build(self, x: torch.Tensor) -> None:
+        """Make ready what the first call with a tensor as aligned as this one would."""
+        if isinstance(self.bound, BoundProgram):
+            self.bound.build(x.data_ptr())
 
     def __call__(self, x: Any, later: bool = False) -> Any:
         """What the program makes of `x`; with `later`, where its last exchange can be waited for later, an
@@ -62,6 +68,8 @@ class Call:
                     self.announcer.announce(self.company, bound.token, self.first)
                     self.first = False
                 run = bound.run(x)
+                if later and isinstance(world, SymmetricWorld):
+                    return self._beside(run, x, world)
                 if later:
                     return self._begun(run, world)
                 if _profiler_enabled():
@@ -70,6 +78,19 @@ class Call:
                     reply = world.answer(run.send(reply))
             except StopIteration as end:
                 return end.value
+
+    def _beside(self, run: Any, x: torch.Tensor, world: SymmetricWorld) -> AsyncCollectiveTensor:
+        def call() -> torch.Tensor:
+            try:
+                run.send(None)
+            except StopIteration as end:
+                return end.value
+            raise AssertionError("ranks meet on the device: a run asks nothing of the host")
+
+        with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+            out, join = world.side.run(x, call)
+        world.pending = Joined(world, join)
+        return world.pending.as_tensor(out)
 
     def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():

@@ -131,6 +131,24 @@ class CollectiveWorld:
     def group_order(self, ranks: Sequence[int]) -> Members | None:
         return self._groups.get(tuple(sorted(ranks)))
 
+    def connect(self, ranks: tuple[int, ...], device: torch.device) -> None:
+        """Exchange a byte with every rank and in every group that programs bound next may use: backends connect ranks
+        when they first meet, which no captured graph can do. Collective among `ranks`.
+
+        Raises:
+            WorldError: a rank did not come.
+        """
+        first = ranks.index(self.rank)
+        peers = ranks[first + 1 :] + ranks[:first]
+        sent, came = (torch.zeros(len(peers), dtype=torch.uint8, device=device) for _ in range(2))
+        each = range(len(peers))
+        sends, receives = (tuple((peers[i], x[i : i + 1]) for i in each) for x in (sent, came))
+        self.answer(Transfer(sends, receives))
+        for group in self._groups.values():
+            if len(group) > 1 and set(group) <= set(ranks):
+                sent, came = (torch.zeros(len(group), dtype=torch.uint8, device=device) for _ in range(2))
+                self.answer(AllToAll(group, sent, [1] * len(group), came, [1] * len(group)))
+
     def _began(self, request: Collective) -> Callable[[], None]:
         assert isinstance(request.group, Members)
         group = request.group.process_group

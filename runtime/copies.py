@@ -161,6 +161,11 @@ class Copies:
         self.table = None if is_plain_memory(device) else copy_table(self.boxes, dtype, device)
         self._views: dict[Address, list[torch.Tensor]] = {}
 
+    def build(self, aligned: int) -> None:
+        """Compile and upload what is launched for sources at multiples of so many bytes."""
+        if self.table is not None and not self.table.by_reference:
+            self.table.variant(aligned, 16)
+
     def knows(self, key: Address) -> bool:
         """Whether views on the memory that `key` names are kept, so that a call needs no targets."""
         return key is not None and not self.empty and key in self._views
@@ -195,6 +200,11 @@ class Reduction:
         self.divisor = divisor
         plain = is_plain_memory(device)
         self.table = None if plain else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
+
+    def build(self, aligned: int) -> None:
+        """As of `Copies`."""
+        if self.table is not None and not self.table.by_reference:
+            self.table.variant(aligned, 16)
 
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         if self.table is not None:

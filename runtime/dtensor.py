@@ -22,7 +22,7 @@ from .group_caches import kept_with_group
 from .install import is_installed
 from .lowering import Reduction
 from .recording import active
-from .redistribution import How, explain_redistribution, how_asked, run_redistribution
+from .redistribution import How, bind_redistribution, explain_redistribution, how_asked, run_redistribution
 from .specs import layout_of_spec, normal_placements
 from .statistics import stats
 
@@ -89,9 +89,8 @@ def redistribute(
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
         return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
     own = dtensor._local_tensor.dtype
-    for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
+    _check_dtype("forward_dtype", forward_dtype)
+    _check_dtype("backward_dtype", backward_dtype)
     target = target_of(dtensor, placements, device_mesh, shard_order)
     move = partial(move_local, how_asked(world, topology, reduction))
     moved = forward_dtype or own
@@ -156,6 +155,49 @@ def explain(
     how = how_asked(world, topology, reduction)
     target = target_of(dtensor, placements, device_mesh, shard_order)
     return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, how)
+
+
+def bind(
+    dtensor: DTensor,
+    placements: Sequence[Placement] | None = None,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+    forward_dtype: torch.dtype | None = None,
+    world: str | None = None,
+    topology: Topology | None = None,
+    reduction: Reduction | None = None,
+) -> None:
+    """Make ready what `redistribute` with the same arguments does: plan, compile kernels, upload their tables. Nothing
+    is moved. After `prepare` and this the first call may be captured in a CUDA graph.
+
+    It holds for DTensors of the same layout, shape, dtype, strides and alignment. Where ranks meet on the device and
+    `prepare` has made no window that is large enough, it is collective.
+
+    Raises:
+        ArgumentError, UnsupportedError: as `redistribute`.
+        WorldError: a rank that has to make a window as well did not come.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+    _check_dtype("forward_dtype", forward_dtype)
+    how = how_asked(world, topology, reduction)
+    target = target_of(dtensor, placements, device_mesh, shard_order)
+    moved = forward_dtype or dtensor._local_tensor.dtype
+    carried(dtensor, Carry(target, partial(_bind_local, how), moved, moved, moved, moved))
+
+
+def _bind_local(
+    how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool
+) -> torch.Tensor:
+    if is_in(source.mesh) or is_in(target.mesh):
+        bind_redistribution(plain_local(local, source), source, target, how)
+    return local
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
 
 
 def target_of(

@@ -14,7 +14,7 @@ from ..planner.explanation import title
 from .bound_step import Run, World
 from .copies import contiguous_strides
 from .lowering import Lowering, Reduction, lower
-from .mixed_step import MixedStep
+from .mixed_step import MixedStep, WindowedMixedStep
 from .one_sided import OneSidedStep
 from .two_sided import TwoSidedStep, may_leave_apart
 from .vendor_reduction import VendorReduction
@@ -23,14 +23,15 @@ from .windowed import WindowedStep
 _FAST = 1 << 62  # in the token of a program whose sums may be vendors'
 
 
-def _kind_of(lowering: Lowering, world: World) -> type[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction]:
-    if world.windows:
-        return WindowedStep
-    if world.one_sided or lowering.how == "push":
-        return OneSidedStep
+def kind_of(lowering: Lowering, world: World) -> type[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction]:
+    """The kind of step that a lowering is carried out by."""
+    if lowering.how == "push and send":
+        return WindowedMixedStep if world.windows else MixedStep
     if lowering.how in ("reduce-scatter", "all-reduce"):
         return VendorReduction
-    return MixedStep if lowering.how == "push and send" else TwoSidedStep
+    if lowering.how in ("push", "pull", "local") and world.windows:
+        return WindowedStep
+    return OneSidedStep if world.one_sided or lowering.how == "push" else TwoSidedStep
 
 
 class BoundProgram:
@@ -54,7 +55,7 @@ class BoundProgram:
         self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
         self.steps: list[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction] = []
         lowerings = [lower(program, step, position, world, reduction) for step in program.steps]
-        kinds = [_kind_of(lowering, world) for lowering in lowerings]
+        kinds = [kind_of(lowering, world) for lowering in lowerings]
         origin, buffers = None, 1
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
@@ -80,6 +81,13 @@ class BoundProgram:
 
     def check(self, x: torch.Tensor) -> None:
         check_local_shape(self.program, self.position, x.shape)
+
+    def build(self, address: int) -> None:
+        """Compile and upload what is launched for an input at an address that is a multiple of fewer than 16 bytes, and
+        not ready yet."""
+        aligned = (address | 16) & -(address | 16)
+        for copies in self.steps[0].launched():
+            copies.build(aligned)
 
     def run(self, x: torch.Tensor) -> Run:
         """Yields where ranks meet; returns the target shard. The input is only read."""

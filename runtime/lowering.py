@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +15,27 @@ from ..planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Sha
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
 Direction = Literal["auto", "push", "pull"]
+
+
+class Rates(NamedTuple):
+    """Bytes a second that a rank of a group writes to its peers, reads from them, and copies in its own memory."""
+
+    push: float = 1.0
+    pull: float = 1.0
+    local: float = 1.0
+
+
+@dataclass
+class WindowPolicy:
+    """Whether ranks that meet on the device write into their peers' windows or read from them.
+
+    Attributes:
+        direction: "auto": what takes less time, by the rates of the group; alike on all ranks when programs are bound.
+        rates: of groups, ascending, whose rates were measured; alike on all ranks of the group.
+    """
+
+    direction: Direction = "auto"
+    rates: dict[tuple[int, ...], Rates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,9 +80,9 @@ class Means(Protocol):
         """Equal for ranks that write into each other's memory; alike on all ranks."""
 
     @property
-    def windows(self) -> Direction | None:
-        """Ranks meet on the device, and write into each other's windows or read from them: which; None where they do
-        not. The windows of a group have one size, that of the rank that needs most."""
+    def windows(self) -> WindowPolicy | None:
+        """How ranks use each other's windows, and meet on the device; None where they do not. The windows of a group
+        have one size, that of the rank that needs most."""
 
     @property
     def backend(self) -> str:
@@ -86,16 +107,18 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
     """The means for a step. Follows from what all ranks that meet know alike, so they choose alike."""
     if not isinstance(step, Exchange):
         return Lowering("local", "no rank receives anything")
-    if world.windows:
-        return _through_windows(program, step, position, world.windows)
+    members = window_members(program, step, position) if world.windows else program.members(step, position)
     if world.one_sided:
+        if world.windows:
+            return _through_windows(program, step, members, world.windows)
         return Lowering("push", "ranks write into each other's memory")
-    members = program.members(step, position)
     if step.group is not None and len(members) == 1:
         return Lowering("local", "this rank has no part in it")
     ranks = [program.mesh.rank_at(p) for p in members]
     nodes = len({world.node_of(rank) for rank in ranks})
     if nodes == 1 and len(ranks) > 1:
+        if world.windows:
+            return _through_windows(program, step, members, world.windows)
         return Lowering("push", "ranks of one node write into each other's memory")
     if nodes < len(ranks):
         return Lowering("push and send", f"ranks of a node write into each other's memory, those of {nodes} nodes send")
@@ -123,14 +146,25 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
     return Lowering("all-to-all", f"{said} at most cost less in one call", order)
 
 
-def _through_windows(program: Program, step: Step, position: int, direction: Direction) -> Lowering:
-    """Push, unless windows are smaller where ranks pull: a store is sent and forgotten, a load is waited for."""
-    bytes_of = {how: window_bytes(program, step, position, how) for how in ("push", "pull")}
-    if direction != "auto":
-        return Lowering(direction, f"asked for; windows of {format_bytes(bytes_of[direction])}")
-    how, other = ("pull", "push") if bytes_of["pull"] < bytes_of["push"] else ("push", "pull")
-    kept = f"windows of {format_bytes(bytes_of[how])}, {format_bytes(bytes_of[other])} for {other}"
-    return Lowering(how, kept)
+def _through_windows(program: Program, step: Step, members: Sequence[int], policy: WindowPolicy) -> Lowering:
+    """What takes less time. A push is a window's bytes to peers, and then out of the own one; a pull is the input into
+    the own window, and then what a push brings from peers. Push where both take as long: a store is sent and forgotten.
+    """
+    pushed, published = (window_bytes(program, step, members, how) for how in ("push", "pull"))
+    bytes_of = {"push": pushed, "pull": published}
+    if policy.direction != "auto":
+        return Lowering(policy.direction, f"asked for; windows of {format_bytes(bytes_of[policy.direction])}")
+    measured = policy.rates.get(tuple(sorted(map(program.mesh.rank_at, members))))
+    rates = measured or Rates()
+    seconds = {
+        "push": pushed / rates.push + pushed / rates.local,
+        "pull": published / rates.local + pushed / rates.pull,
+    }
+    how, other = ("pull", "push") if seconds["pull"] < seconds["push"] else ("push", "pull")
+    why = f"windows of {format_bytes(bytes_of[how])}, {format_bytes(bytes_of[other])} for {other}"
+    if measured:
+        why += f"; {1e6 * seconds[how]:.3g} µs, {1e6 * seconds[other]:.3g} for {other}, by measured rates"
+    return Lowering(how, why)
 
 
 def window_members(program: Program, step: Step, position: int) -> tuple[int, ...]:
@@ -141,9 +175,8 @@ def window_members(program: Program, step: Step, position: int) -> tuple[int, ..
     return program.members(step, position)
 
 
-def window_bytes(program: Program, step: Step, position: int, how: str) -> int:
-    """What a window holds: for a push a slab of the output for each contribution, for a pull the input."""
-    members = window_members(program, step, position)
+def window_bytes(program: Program, step: Step, members: Sequence[int], how: str) -> int:
+    """What windows of these positions hold: for a pull the input, else a slab of the output for each contribution."""
     if how == "pull":
         sizes = [math.prod(program.shape_before(step, p)) for p in members]
     else:
@@ -186,7 +219,7 @@ class AssumedWorld:
     mesh: Mesh
     one_sided: bool
     backend: str = "gloo"
-    windows: Direction | None = None
+    windows: WindowPolicy | None = None
     node_size: int | None = None
     """Of a world that mixes: ranks of a node of so many consecutive ones write into each other's memory."""
 

@@ -44,7 +44,7 @@ class Mixed(NamedTuple):
     """Exchange with ranks of other nodes and push to those of this one meanwhile. Worlds that mix both only.
 
     The transfer begins; `push` writes into what the peers of `meet` have offered; then these meet, and both are waited
-    for. The answer is that of the meeting.
+    for. The answer is that of the meeting; it has no peers where they meet on the device.
     """
 
     transfer: Transfer

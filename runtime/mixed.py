@@ -12,12 +12,15 @@ from ..errors import WorldError
 from .collective import CollectiveWorld
 from .meeting import Address, Ask, Meet, Mixed
 from .shared_memory import SharedMemoryWorld
+from .symmetric_world import SymmetricWorld
 
 if TYPE_CHECKING:
     from .landings import Landings
+    from .lowering import WindowPolicy
     from .pending import Pending
+    from .windows import Use, Window
 
-InsideNodes = SharedMemoryWorld
+InsideNodes = SharedMemoryWorld | SymmetricWorld
 
 
 class MixedWorld:
@@ -34,13 +37,32 @@ class MixedWorld:
     """
 
     one_sided = False
-    windows = None
-    name = "mixed"
 
     def __init__(self, inside: InsideNodes, across: CollectiveWorld, nodes: Mapping[int, Hashable]) -> None:
         self.inside, self.across, self._nodes = inside, across, nodes
+        self.name = "mixed" if isinstance(inside, SharedMemoryWorld) else f"mixed {inside.name}"
         self.rank, self.size, self.timeout = across.rank, across.size, across.timeout
         self.backend, self.recycles = across.backend, inside.recycles
+
+    @property
+    def windows(self) -> WindowPolicy | None:
+        return self.inside.windows
+
+    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
+        assert isinstance(self.inside, SymmetricWorld)
+        return self.inside.window(ranks, nbytes)
+
+    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
+        assert isinstance(self.inside, SymmetricWorld)
+        self.inside.signal(window, use, token, poison)
+
+    def check(self) -> None:
+        """
+        Raises:
+            WorldError: this world is dead, as far as the host knows.
+        """
+        if (error := self.error) is not None:
+            raise error
 
     def node_of(self, rank: int) -> Hashable:
         return self._nodes[rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 
 from ..planner import Program, Step
 from .bound_step import Run, World
-from .copies import Copies
-from .lowering import Lowering
-from .meeting import Transfer
+from .copies import Copies, Side
+from .lowering import Lowering, window_members
+from .meeting import Meet, Mixed, Transfer
 from .one_sided import OneSidedStep
 from .two_sided import Part, SharedBuffers, TwoSidedStep
+from .windowed import WindowedStep
 
 _INPUT, _LANDED, _RECEIVED = range(3)  # what a reduction reads
 
@@ -23,7 +25,21 @@ class _Messages(TwoSidedStep):
     """What a step exchanges with other nodes: packed and sent, received where it belongs or beside it."""
 
     def bind_finish(self, unpack: list[Part]) -> None:
-        self.unpack = Copies([] if self.step.reduce else unpack, self.step.fill, self.dtype, self.device)
+        self.unpack = [] if self.step.reduce else unpack
+
+    def begun(self, x: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> Transfer:
+        asked = self.messages([x], out, received)
+        assert isinstance(asked, Transfer)
+        return asked
+
+
+def _far_and_near(
+    program: Program, step: Step, me: int, members: Sequence[int], world: World
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of positions that meet those of other nodes and those of this rank's; itself in both."""
+    node = {p: world.node_of(program.mesh.rank_at(p)) for p in members}
+    far = tuple(p for p in members if p == me or node[p] != node[me])
+    return far, tuple(p for p in members if node[p] == node[me])
 
 
 class MixedStep(OneSidedStep):
@@ -43,25 +59,19 @@ class MixedStep(OneSidedStep):
         lowering: Lowering,
         shared: SharedBuffers | None = None,
     ) -> None:
-        world: World = args[1]
-        members = program.members(step, me)
-        node = {p: world.node_of(program.mesh.rank_at(p)) for p in members}
-        near = tuple(p for p in members if node[p] == node[me])
-        far = tuple(p for p in members if p == me or node[p] != node[me])
+        far, near = _far_and_near(program, step, me, program.members(step, me), args[1])
         self.far = _Messages(program, step, me, *args, lowering=lowering, shared=shared, members=far)
+        self.unpack = Copies(self.far.unpack, step.fill, self.far.dtype, self.far.device)
         super().__init__(program, step, me, *args, members=near)
 
     def bind_reduction(self) -> None:
         pushed = self.pushed(self.incoming)
-        for contributor, (near, far) in enumerate(zip(self.staged, self.far.staged, strict=True)):
-            here = pushed[:, contributor]
-            near.offset = np.where(here, near.offset, far.offset)
-            near.stride = np.where(here[:, None], near.stride, far.stride)
+        _from_either(self.staged, self.far.staged, pushed)
         self.reduce = self.reduction(self.staged, np.where(pushed, _LANDED, _RECEIVED))
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         received = torch.empty(self.far.received, dtype=self.dtype, device=self.device)
-        landing, out = yield from self.exchange(x, token, partial(self._transfer, x, received))
+        landing, out = yield from self.exchange(x, token, partial(self.far.begun, x, received))
         return self.finish(x, landing, out, received)
 
     def finish(
@@ -69,12 +79,62 @@ class MixedStep(OneSidedStep):
     ) -> torch.Tensor:
         assert received is not None
         if self.own:
-            self.far.unpack([x, received], [out])
+            self.unpack([x, received], [out])
         else:
             self.reduce([x, landing, received], [out])
         return out
 
-    def _transfer(self, x: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> Transfer:
-        asked = self.far.messages([x], out, received)
-        assert isinstance(asked, Transfer)
-        return asked
+
+class WindowedMixedStep(WindowedStep):
+    """Pushes into windows among the ranks of a node, with messages (`far`) to and from the others under way meanwhile.
+
+    The host waits for no device: on one, what messages bring is waited for by the stream.
+    """
+
+    far: _Messages
+
+    def __init__(self, program: Program, step: Step, me: int, *args: Any, lowering: Lowering) -> None:
+        peers = program.members(step, me)
+        far, _ = _far_and_near(program, step, me, peers, args[1])
+        _, near = _far_and_near(program, step, me, window_members(program, step, me), args[1])
+        self.far = _Messages(program, step, me, *args, lowering=lowering, members=far)
+        super().__init__(program, step, me, *args, lowering=lowering, members=near)
+
+    def _unpacking(self) -> Any:
+        """From the input, this rank's window and what was received (sources 0, 1 and 2) into the output."""
+        rows = self.incoming
+        landed = np.isin(rows.sender, self.peers)
+        if self.step.reduce:
+            staged = self.landed(rows)
+            _from_either(staged, self.far.staged, landed)
+            return self.reduction(staged, np.where(landed, _LANDED, _RECEIVED))
+        came = rows.select(landed[:, 0])
+        near = (_LANDED, came, Side.target(came, self.strides))
+        return self.copied([near, *((_RECEIVED, boxes, side) for _, _, boxes, side, _ in self.far.unpack)])
+
+    def run(self, x: torch.Tensor, token: int) -> Run:
+        out, far, window = self.empty(), self.far, self.window
+        received = torch.empty(far.received, dtype=self.dtype, device=self.device)
+        if window is not None:
+            self.windows.signal(window, "enter")
+        given = out if self.last else None
+        yield Mixed(far.begun(x, received, out), partial(self._push, x, token), Meet((), 0, None), given)
+        own = received if window is None else self.own_window
+        self.finish([x, own, received], [out])
+        if window is not None:
+            self.windows.signal(window, "leave", poison=out)
+            self.windows.check()
+        return out
+
+    def _push(self, x: torch.Tensor, token: int) -> None:
+        if self.window is not None:
+            self.fill_windows(x)
+            self.windows.signal(self.window, "meet", token)
+
+
+def _from_either(near: Sequence[Side], far: Sequence[Side], is_near: np.ndarray) -> None:
+    """Where contributions lie: as `near` says where `is_near`, [n, contributors], else as `far` does."""
+    for contributor, (here, there) in enumerate(zip(near, far, strict=True)):
+        which = is_near[:, contributor]
+        here.offset = np.where(which, here.offset, there.offset)
+        here.stride = np.where(which[:, None], here.stride, there.stride)

@@ -91,6 +91,19 @@ class Pending:
                 raise
 
 
+class Joined(Pending):
+    """A run that is on its way on a stream of its own: `join` makes the current one wait for it."""
+
+    def __init__(self, world: AnyWorld, join: Callable[[], None]) -> None:
+        self._world, self._join = world, join
+
+    def finish(self) -> None:
+        if self._world.pending is self:
+            self._world.pending = None
+        # Each time: who uses the tensor may be on another stream than who has begun the next call.
+        self._join()
+
+
 class _Waiting(dist.Work):
     """What `wait_tensor` calls for a tensor of a pending run."""
 

@@ -10,15 +10,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
 from .calls import check_backend, check_ranks, world_for
+from .collective import CollectiveWorld
+from .mixed import MixedWorld
 from .specs import mesh_of
 from .symmetric_world import SymmetricWorld
+from .window_rates import measure_rates
 
 
 def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> None:
-    """Make the memory that later redistributions on `mesh` exchange through. Collective: every rank of the mesh calls.
+    """Make what later redistributions on `mesh` exchange through. Collective: every rank of the mesh calls.
 
-    On the symmetric world it makes a window for every group of ranks along mesh dims, so that a request is bound
-    without any rank waiting for another. Other worlds need nothing ahead.
+    Where ranks meet on the device it makes a window for every group of ranks along mesh dims that reach each other, so
+    that a request is bound without any rank waiting for another, and measures how fast they write and read through it:
+    steps bound later push or pull by that. Where ranks send and receive it does so once with every rank and in every
+    group, since backends connect ranks when they first meet. Shared memory needs nothing ahead.
+
+    With `bind` afterwards, the first call of a request allocates nothing but tensors, and may be captured in a CUDA
+    graph.
 
     Args:
         max_bytes: what one window holds: of a rank's largest shard, input or output of a step, times the ranks whose
@@ -43,11 +51,19 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
     check_backend(device, on.size)
     check_ranks(on)
     found, _ = world_for(tuple(sorted(on.rank_array.tolist())), device, world, mesh)
-    if not isinstance(found, SymmetricWorld):
+    if isinstance(found, CollectiveWorld | MixedWorld):
+        across = found if isinstance(found, CollectiveWorld) else found.across
+        across.connect(tuple(sorted(on.rank_array.tolist())), device)
+    inside = found.inside if isinstance(found, MixedWorld) else found
+    if not isinstance(inside, SymmetricWorld):
         return
     (position,) = [p for p in range(on.size) if on.rank_at(p) == dist.get_rank()]
+    here = found.node_of(dist.get_rank())
     for number in range(1, on.ndim + 1):
         for dims in combinations(range(on.ndim), number):
-            ranks = tuple(sorted(map(on.rank_at, on.subgroup(position, dims))))
-            if len(ranks) > 1:
-                found.window(ranks, max_bytes)
+            ranks = sorted(map(on.rank_at, on.subgroup(position, dims)))
+            near = tuple(rank for rank in ranks if found.node_of(rank) == here)
+            if len(near) > 1:
+                inside.window(near, max_bytes)
+                if near not in inside.windows.rates:
+                    inside.windows.rates[near] = measure_rates(inside, near, max_bytes)

@@ -168,8 +168,28 @@ def run_redistribution(
         x = x.resolve_conj().resolve_neg()
     if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
         raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+    return _bound(x, current, target, how or _default)(x, later)
+
+
+def bind_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> None:
+    """Make ready what `run_redistribution` does with the same specs and a tensor of the same form."""
+    if plain := plain_request(current, target):
+        if between := norms_in_turn(current, target):
+            for one, next_one in pairwise([current, *between, target]):
+                bind_redistribution(x, one, next_one, how)
+                x = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # norms and replicas are of one shape
+            return
+        bind_redistribution(torch.empty_like(x), plain.current, plain.target, how)
+        return
+    found = _bound(x, current, target, how)
+    assert isinstance(found, Call)
+    found.build(x)
+
+
+def _bound(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How
+) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     forget_dead_groups()
-    how = how or _default
     # The meshes themselves as well: those of the same ranks are equal, but their process groups may differ.
     key = (current, target, id(current.mesh), id(target.mesh), x.shape, x.stride(), x.dtype, x.device, how)
     found = _calls.get(key)
@@ -178,4 +198,4 @@ def run_redistribution(
         if len(_calls) >= _KEPT:
             _calls.pop(next(iter(_calls)))
         _calls[key] = found
-    return found(x, later)
+    return found

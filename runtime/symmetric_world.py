@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from ..kernels.signal import Code, Failure, polls_within
-from .lowering import Direction
-from .meeting import Ask
+from .lowering import WindowPolicy
+from .meeting import Ask, Meet
 from .shared_memory import read_when_posted
+from .side_stream import SideStream
 from .symmetric_memory import Provider
 from .windows import Use, Window, channel_name, pad_bytes, window_size
 
@@ -33,15 +34,15 @@ class SymmetricWorld:
 
     Calls of a program that is bound allocate nothing but the output, meet nobody on the host, and may be captured in a
     CUDA graph: all counts are on the device, so replays and calls may follow each other in any order that is the same
-    on all ranks. All calls of one process are ordered by one stream.
+    on all ranks. All calls of one process are ordered by one stream; those that are waited for later run on another,
+    which the next call joins.
 
     A rank that waits in vain leaves rank, peer and channel in a word of the host, overwrites the outputs it works on,
     and tells its peers, which do the same: the world is dead, and the next call raises, or the same call where the
     device is the CPU. A rank that refuses its arguments tells nobody: peers that do not refuse as well wait in vain.
 
     Attributes:
-        windows: whether steps push or pull; alike on all ranks when programs are bound. "auto": push, unless windows
-            are smaller where ranks pull.
+        windows: whether steps push or pull.
 
     Raises:
         WorldError: from every call after the first failure.
@@ -54,7 +55,7 @@ class SymmetricWorld:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, provider: Provider) -> None:
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
-        self.windows: Direction = "auto"
+        self.windows = WindowPolicy()
         self._store = store
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
         self._all: list[Window] = []
@@ -62,6 +63,7 @@ class SymmetricWorld:
         self.polls = polls_within(timeout, provider.device)
         self._error: WorldError | None = None
         self.busy = False
+        self.side = SideStream(provider.device)
         self.pending: Pending | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -92,7 +94,8 @@ class SymmetricWorld:
         raise NotImplementedError("ranks meet on the device: steps ask nothing of the host")
 
     def begin(self, request: Ask) -> Callable[[], None]:
-        raise NotImplementedError("ranks meet on the device: steps ask nothing of the host")
+        assert request == Meet((), 0, None), "ranks meet on the device: steps ask nothing of the host"
+        return lambda: None
 
     def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
         """The window of a group, of ascending ranks, for steps that need `nbytes`. Collective where there is none yet.
@@ -115,11 +118,9 @@ class SymmetricWorld:
 
     def _made(self, ranks: tuple[int, ...], nbytes: int, nth: int) -> Window:
         own, text = self.provider.make(pad_bytes(len(ranks)) + nbytes)
-        where = f"windows/{ranks}/{nth}"
-        self._store.set(f"{where}/{self.rank}", f"{nbytes} {text}")
-        told = {}
-        for rank in ranks:
-            theirs, _, told[rank] = read_when_posted(self._store, f"{where}/{rank}", rank, self.timeout).partition(" ")
+        told = self.told(f"windows/{ranks}/{nth}", ranks, f"{nbytes} {text}")
+        for rank, said in told.items():
+            theirs, _, told[rank] = said.partition(" ")
             if int(theirs) != nbytes:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout "
@@ -129,6 +130,15 @@ class SymmetricWorld:
         window = Window(self.rank, self.provider.join(own, told), len(self._all), self.failure)
         self._all.append(window)
         return window
+
+    def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
+        """What each rank of a group, which all call, says at a place that nobody has used before.
+
+        Raises:
+            MeetingTimeoutError: a rank did not come.
+        """
+        self._store.set(f"{where}/{self.rank}", text)
+        return {r: read_when_posted(self._store, f"{where}/{r}", r, self.timeout) for r in ranks}
 
     def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
         window.signal(use, token, self.polls, poison)

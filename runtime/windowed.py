@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from ..planner import FILL, Boxes
-from .bound_step import BoundStep, Run
+from ..planner import FILL, Boxes, Program, Step
+from .bound_step import BoundStep, Run, World
 from .copies import Copies, Side, contiguous_strides
 from .lowering import Lowering, window_bytes, window_members
 from .windows import Use, Window
+
+_PULLS = 1 << 15  # above the numbers of steps in a token
 
 
 class WindowedWorld(Protocol):
@@ -25,6 +27,25 @@ class WindowedWorld(Protocol):
     def check(self) -> None: ...
 
 
+class Place(NamedTuple):
+    """Where in the window of some ranks a step has its part, in bytes."""
+
+    ranks: tuple[int, ...]
+    first: int
+    nbytes: int
+
+
+def place_of(program: Program, step: Step, position: int, world: World, lowering: Lowering) -> Place | None:
+    """What a step needs of a window of its own; None where it needs none. Of ranks that reach each other."""
+    members = window_members(program, step, position)
+    here = world.node_of(program.mesh.rank_at(position))
+    near = [p for p in members if world.node_of(program.mesh.rank_at(p)) == here]
+    if lowering.how not in ("push", "pull", "push and send") or len(near) == 1:
+        return None
+    nbytes = window_bytes(program, step, near, lowering.how)
+    return Place(tuple(sorted(map(program.mesh.rank_at, near))), 0, nbytes)
+
+
 class WindowedStep(BoundStep):
     """Push into the peers' windows and unpack one's own; or publish the input in one's own window and pull from the
     peers'. Either way one launch writes windows, one reads them, and three signals say when.
@@ -32,21 +53,24 @@ class WindowedStep(BoundStep):
     A window is, for a push, [slabs, *output shape] of its rank, a slab for each contribution but its own; what comes
     from peers lies where it will lie in the output. For a pull it is the input of its rank, contiguous. A rank's own
     part never goes through a window. The host never waits: `run` yields nothing.
+
+    Args:
+        place: the part of a window that others have parts of as well, who signal for all of them; None: the step is
+            alone.
     """
 
-    def __init__(self, *args: Any, lowering: Lowering) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, lowering: Lowering, place: Place | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.windows: WindowedWorld = self.world  # type: ignore[assignment]
         self.window: Window | None = None
         self.pulls = lowering.how == "pull"
-        members = window_members(self.program, self.step, self.me)
-        if lowering.how in ("push", "pull") and len(members) > 1:
-            ranks = tuple(sorted(map(self.program.mesh.rank_at, members)))
-            nbytes = window_bytes(self.program, self.step, self.me, lowering.how)
-            self.window = self.windows.window(ranks, nbytes)
+        place = place or place_of(self.program, self.step, self.me, self.world, lowering)
+        if place is not None:
+            self.window = self.windows.window(place.ranks, place.first + place.nbytes)
             self.window.build(self.dtype)
-            self.own_window = self.window.data[self.program.mesh.rank_at(self.me)].view(self.dtype)
-            self.peer_windows = [self.window.data[rank].view(self.dtype) for rank in self.peer_ranks]
+            parts = {r: data[place.first :].view(self.dtype) for r, data in self.window.data.items()}
+            self.own_window = parts[self.program.mesh.rank_at(self.me)]
+            self.peer_windows = [parts[rank] for rank in self.peer_ranks]
             self.write = self._publishing() if self.pulls else self._pushing()
         self.finish = self._pulling() if self.pulls else self._unpacking()
 
@@ -75,10 +99,14 @@ class WindowedStep(BoundStep):
         """From the input and this rank's window (source 1) into the output."""
         rows = self.incoming
         if self.step.reduce:
-            size = math.prod(self.shape)
-            return self.reduction([Side.target(rows, self.strides, slab * size) for slab in self.slabs_of(self.me)])
+            return self.reduction(self.landed(rows))
         came = rows.select((rows.sender[:, 0] != self.me) & (rows.sender[:, 0] != FILL))
-        return self._copied([(1, came, Side.target(came, self.strides))])
+        return self.copied([(1, came, Side.target(came, self.strides))])
+
+    def landed(self, rows: Boxes) -> list[Side]:
+        """Where in this rank's window each contribution to rows of it lies."""
+        size = math.prod(self.shape)
+        return [Side.target(rows, self.strides, slab * size) for slab in self.slabs_of(self.me)]
 
     def _publishing(self) -> Copies:
         """The whole input (source 0) into this rank's window."""
@@ -101,7 +129,7 @@ class WindowedStep(BoundStep):
             for source, peer in enumerate(self.peers, 1):
                 came = rows.select(rows.sender[:, 0] == peer)
                 parts.append((source, came, Side.source(came, strides[peer])))
-            return self._copied(parts)
+            return self.copied(parts)
         staged = []
         for contributor in range(self.step.reduce.contributors):
             side = Side.source(rows, self.source_strides)
@@ -115,7 +143,7 @@ class WindowedStep(BoundStep):
             buffers[rows.sender == peer] = source
         return self.reduction(staged, buffers)
 
-    def _copied(self, came: list[tuple[int, Boxes, Side]]) -> Copies:
+    def copied(self, came: list[tuple[int, Boxes, Side]]) -> Copies:
         """The output out of what is kept, what is filled, and what came: source, boxes, where they lie in it."""
         kept = self.kept_rows()
         parts = [(0, 0, kept, Side.source(kept, self.source_strides), Side.target(kept, self.strides)), self.fills()]
@@ -125,15 +153,24 @@ class WindowedStep(BoundStep):
     def run(self, x: torch.Tensor, token: int) -> Run:
         yield from ()  # a generator, as all steps are
         out = self.empty()
-        window = self.window
-        if window is None:
+        if self.window is None:
             self.finish([x], [out])
             return out
         signal = self.windows.signal
-        signal(window, "enter")
-        self.write([x], [self.own_window] if self.pulls else self.peer_windows)
-        signal(window, "meet", token)
-        self.finish([x, *self.peer_windows] if self.pulls else [x, self.own_window], [out])
-        signal(window, "leave", poison=out)
+        signal(self.window, "enter")
+        self.fill_windows(x)
+        signal(self.window, "meet", self.token(token))
+        self.read_windows(x, out)
+        signal(self.window, "leave", poison=out)
         self.windows.check()
         return out
+
+    def token(self, token: int) -> int:
+        """What ranks compare: that they also go the same way."""
+        return token ^ (_PULLS if self.pulls else 0)
+
+    def fill_windows(self, x: torch.Tensor) -> None:
+        self.write([x], [self.own_window] if self.pulls else self.peer_windows)
+
+    def read_windows(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.finish([x, *self.peer_windows] if self.pulls else [x, self.own_window], [out])

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.signal import SLOT, Channel, Failure, build_signal, pack, signal
 
-Use = Literal["enter", "meet", "leave"]
+Use = Literal["enter", "meet", "leave", "spoil"]
 _SMALLEST = 1 << 16
 _ALIGNMENT = 256
 _CHANNELS = ("arrivals", "releases")
@@ -59,19 +59,21 @@ class Window:
         return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
 
     def signal(self, use: Use, token: int, polls: int, poison: torch.Tensor | None = None) -> None:
-        """Enqueue one of the three; `leave` overwrites `poison` if this rank has failed."""
+        """Enqueue one of the three; `leave` overwrites `poison` if this rank has failed; `spoil` does that alone."""
         if use == "enter":
             signal(self.released, wait=True, credit=1, polls=polls)
         elif use == "meet":
             signal(self.arrived, send=True, wait=True, token=token, polls=polls)
         else:
-            signal(self.released, send=True, poison=poison)
+            signal(self.released, send=use == "leave", poison=poison)
 
     def build(self, dtype: torch.dtype) -> None:
         """Compile what uses of the window with outputs of a dtype launch."""
         build_signal(self.released, wait=True, credit=1)
         build_signal(self.arrived, send=True, wait=True)
-        build_signal(self.released, send=True, poison=torch.empty(1, dtype=dtype, device=self.data[self.rank].device))
+        output = torch.empty(1, dtype=dtype, device=self.data[self.rank].device)
+        for leaves in (True, False):
+            build_signal(self.released, send=leaves, poison=output)
 
     def say_failed(self) -> None:
         """Enqueue, when this rank has failed, that its peers are told."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, UnsupportedError
 from .collective import CollectiveWorld
 from .lowering import BACKENDS
-from .mixed import MixedWorld
+from .mixed import InsideNodes, MixedWorld
 from .shared_memory import SharedMemoryWorld, forget_failure, read_post, why_not_here
 from .statistics import stats
 from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
@@ -36,7 +36,7 @@ class Worlds:
         self._shared: SharedMemoryWorld | None = None
         self._collectives: dict[str, CollectiveWorld] = {}
         self._symmetric: dict[torch.device, SymmetricWorld] = {}
-        self._mixed: dict[str, MixedWorld] = {}
+        self._mixed: dict[tuple[object, str], MixedWorld] = {}
         self._node_size = pretended_node_size()
         self._nodes: dict[int, Hashable] = {}
         self._obstacles: dict[str, str | None] = {}
@@ -86,20 +86,36 @@ class Worlds:
             stats().worlds[ranks] = f"{found[0].name}: {found[1]}"
         return found
 
-    def _choose_symmetric(self, ranks: tuple[int, ...], device: torch.device) -> SymmetricWorld:
-        found = self._symmetric.get(device)
-        if found is None:
-            on_cpu = device.type == "cpu"
-            obstacle = self._why_not("shared_memory", ranks, device) if on_cpu else why_no_symmetric_memory(device)
-            if obstacle:
-                raise UnsupportedError(f"world: symmetric cannot carry ranks {ranks}: {obstacle}; allowed: collective")
-            nth = sum(other.type == device.type for other in self._symmetric)
-            store = dist.PrefixStore(f"symmetric/{device.type}/{nth}", self._store)
-            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
-            found = SymmetricWorld(store, self.rank, self.size, self.timeout, provider)
-            self._symmetric[device] = found
+    def _choose_symmetric(self, ranks: tuple[int, ...], device: torch.device) -> SymmetricWorld | MixedWorld:
+        key = (ranks, str(device), "symmetric")
+        if key in self._chosen:
+            return self._chosen[key][0]  # type: ignore[return-value]
+        on_cpu = device.type == "cpu"
+        obstacle = self._why_no_memory(device) if on_cpu else why_no_symmetric_memory(device)
+        if obstacle:
+            raise UnsupportedError(f"world: symmetric cannot carry ranks {ranks}: {obstacle}; allowed: collective")
+        inside = self._symmetric_on(device)
+        nodes = {self._node_of(rank) for rank in ranks}
+        found = inside if len(nodes) == 1 else self._mixing(inside, device.type)
+        self._chosen[key] = found, "asked for"
         stats().worlds[ranks] = f"{found.name}: asked for"
         return found
+
+    def _symmetric_on(self, device: torch.device) -> SymmetricWorld:
+        if device not in self._symmetric:
+            nth = sum(other.type == device.type for other in self._symmetric)
+            store = dist.PrefixStore(f"symmetric/{device.type}/{nth}", self._store)
+            on_cpu = device.type == "cpu"
+            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
+            self._symmetric[device] = SymmetricWorld(store, self.rank, self.size, self.timeout, provider)
+        return self._symmetric[device]
+
+    def _mixing(self, inside: InsideNodes, device_type: str) -> MixedWorld:
+        across = self._collective(device_type)
+        key = inside, across.backend
+        if key not in self._mixed:
+            self._mixed[key] = MixedWorld(inside, across, self._nodes)
+        return self._mixed[key]
 
     def _find(self, ranks: Sequence[int], device: torch.device) -> tuple[str, str]:
         """The world for some ranks by what they share, and why."""
@@ -133,12 +149,9 @@ class Worlds:
     def _world(self, name: str, device_type: str) -> AnyWorld:
         if name == "shared_memory":
             return self._shared_memory()
-        across = self._collective(device_type)
         if name == "collective":
-            return across
-        if across.backend not in self._mixed:
-            self._mixed[across.backend] = MixedWorld(self._shared_memory(), across, self._nodes)
-        return self._mixed[across.backend]
+            return self._collective(device_type)
+        return self._mixing(self._shared_memory(), device_type)
 
     def _shared_memory(self) -> SharedMemoryWorld:
         if self._shared is None:

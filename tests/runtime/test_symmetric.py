@@ -6,10 +6,13 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,14 @@ import test_redistribute_meshes
 import torch
 from rank_processes import end_ranks, run_ranks
 from test_redistribute import equal, held_by, orders_of, whole_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
+from shardweave.runtime.lowering import Rates
+from shardweave.runtime.side_stream import SideStream
 from shardweave.runtime.symmetric_world import SymmetricWorld
 from shardweave.runtime.windows import pad_bytes, window_size
 from shardweave.runtime.worlds import current_worlds
@@ -50,7 +56,7 @@ def world_of(device: str) -> SymmetricWorld:
 def directed(rank: int, direction: str, function: Callable, *args: Any) -> Any:
     """`function(rank, "symmetric", ...)` in a world that pushes, pulls or chooses."""
     world = world_of("cpu")
-    world.windows = direction  # type: ignore[assignment]
+    world.windows.direction = direction  # type: ignore[assignment]
     value = function(rank, "symmetric", *args)
     assert world.error is None
     return value
@@ -108,7 +114,7 @@ DTYPES_OF = (torch.float32, torch.bfloat16, torch.float64)
 def random_pairs(rank: int, device: str, direction: str, seed: int, number: int, other: str | None) -> int:
     """Against reducing and slicing the whole; and, of numbers that sums round, bitwise as in another world."""
     world = world_of(device)
-    world.windows = direction  # type: ignore[assignment]
+    world.windows.direction = direction  # type: ignore[assignment]
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, MESHES[size])
     kept = []
@@ -145,7 +151,7 @@ def test_random_pairs_equal_the_whole_and_another_world(size: int, direction: st
 
 def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
     """Data that differs from round to round, ranks that are late now and then, nothing kept that was read."""
-    world_of(device).windows = direction  # type: ignore[assignment]
+    world_of(device).windows.direction = direction  # type: ignore[assignment]
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, (size,))
     generator = random.Random(rank)
@@ -191,9 +197,155 @@ def test_a_batch_goes_through_windows_too() -> None:
     run_ranks(batches, 4)
 
 
+def signals_of_a_batch(rank: int) -> None:
+    mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    given = [made(torch.arange(35.0 + 7 * i).view(-1, 7), other, [Shard(0)], {}, "cpu") for i in range(6)]
+    given += [made(torch.arange(12.0).view(3, 4), mesh, [Shard(0), Replicate()], {}, "cpu") for _ in range(3)]
+    targets = [[Shard(1)]] * 6 + [[Shard(1), Replicate()]] * 3
+    world, counted = world_of("cpu"), Counter[str]()
+    signal = world.signal
+
+    def counting(window: Any, use: str, *args: Any, **options: Any) -> None:
+        counted[use] += 1
+        signal(window, use, *args, **options)  # type: ignore[arg-type]
+
+    world.signal = counting  # type: ignore[method-assign]
+    outs = shardweave.redistribute_batch(given, targets, world="symmetric")
+    for x, y, target in zip(given, outs, targets, strict=True):
+        assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
+    # Two groups of ranks meet once each; a tensor more costs what would overwrite its output.
+    assert counted == {"enter": 2, "meet": 2, "leave": 2, "spoil": 7}, counted
+
+
+def test_tensors_of_a_batch_meet_together() -> None:
+    run_ranks(signals_of_a_batch, 4)
+
+
+def fails_in_a_batch(rank: int) -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    given = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
+    world, outputs = world_of("cpu"), []
+    shardweave.redistribute_batch(given, [[Replicate()]] * 3, world="symmetric")
+    if rank == 1:
+        time.sleep(3)
+        return 0
+    empty = world.empty
+
+    def recorded(*args: Any) -> torch.Tensor:
+        outputs.append(empty(*args))
+        return outputs[-1]
+
+    world.empty = recorded  # type: ignore[method-assign]
+    with pytest.raises(shardweave.MeetingTimeoutError):
+        shardweave.redistribute_batch(given, [[Replicate()]] * 3, world="symmetric")
+    return sum(bool(out.isnan().all()) for out in outputs)
+
+
+def test_all_outputs_of_a_batch_that_failed_are_overwritten() -> None:
+    assert run_ranks(fails_in_a_batch, 2, environment={"SHARDWEAVE_TIMEOUT": "1"})[0] == 3
+
+
+class Streams:
+    """In place of a device's module: what is asked of its streams, in turn."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.inside = "main"
+
+    def Stream(self, *args: Any) -> Any:
+        return FakeStream(self, "side")
+
+    def current_stream(self) -> Any:
+        return FakeStream(self, self.inside)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before, self.inside = self.inside, stream.name
+        yield
+        self.inside = before
+
+
+class FakeStream:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other: Any) -> None:
+        self.streams.said.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.streams.said.append(f"event on {self.name}")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.streams.said.append(f"{self.name} waits for {event}")
+
+
+def test_calls_beside_others_are_ordered_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    side = SideStream(torch.device("cpu"))
+    out, join = side.run(torch.ones(2), lambda: streams.said.append(f"called on {streams.inside}") or torch.zeros(2))
+    assert streams.said == ["side waits for main", "called on side", "event on side"] and streams.inside == "main"
+    join()
+    assert streams.said[-1] == "main waits for event" and out.equal(torch.zeros(2))
+
+
+def asynchronous(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(63.0).view(7, 9)
+    x = made(whole, mesh, [Shard(0)], {}, "cpu")
+    for turn in range(4):
+        begun = [shardweave.redistribute(x, [p], async_op=True, world="symmetric") for p in (Shard(1), Replicate())]
+        assert all(type(y._local_tensor) is AsyncCollectiveTensor for y in begun)
+        for y in begun if turn % 2 else reversed(begun):
+            assert equal(y.to_local(), held_by(whole, y.placements, mesh, {}))
+    assert world_of("cpu").pending is None
+
+
+def test_calls_may_be_waited_for_later() -> None:
+    run_ranks(asynchronous, 4)
+
+
+def measured(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    shardweave.prepare(mesh, 1 << 16, world="symmetric")
+    policy = world_of("cpu").windows
+    mine = [(0, 1, 2, 3), tuple(sorted({rank, rank ^ 1})), tuple(sorted({rank, rank ^ 2}))]
+    assert sorted(policy.rates) == sorted(mine) and all(min(rates) > 1e6 for rates in policy.rates.values())
+    rates = repr(policy.rates[0, 1, 2, 3])
+    x = made(torch.arange(400.0).view(20, 20), mesh, [Shard(0), Shard(1)], {}, "cpu")
+    text = shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    assert re.search(
+        r"by pu..: windows of 400 B, 400 B for pu..; [\d.e+-]+ µs, [\d.e+-]+ for pu.., by measured", text
+    ), text
+    policy.rates[0, 1, 2, 3] = Rates(push=1e9, pull=4e9, local=1e12)
+    assert "by pull: windows of 400 B" in shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    policy.rates[0, 1, 2, 3] = Rates(push=4e9, pull=1e9, local=1e12)
+    # Sixteen times the bytes of a pull's windows, and all the same.
+    assert "by push" in shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    return [rates]
+
+
+def test_ranks_push_or_pull_by_what_was_measured() -> None:
+    found = run_ranks(measured, 4)
+    assert all(each == found[0] for each in found), found
+
+
+def other_ways(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    world_of("cpu").windows.direction = "push" if rank else "pull"
+    shardweave.redistribute(made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu"), [Replicate()], world="symmetric")
+
+
+def test_ranks_that_go_other_ways_are_told() -> None:
+    ends = end_ranks(other_ways, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
+    assert "DisagreementError" in {end.error for end in ends}
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
 def later_and_backward(rank: int, direction: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    world_of("cpu").windows = direction  # type: ignore[assignment]
+    world_of("cpu").windows.direction = direction  # type: ignore[assignment]
     whole = torch.arange(63.0).view(7, 9)
     x = made(whole, mesh, (Shard(0), Shard(1)), {}, "cpu").requires_grad_()
     y = shardweave.redistribute(x, (Shard(1), Replicate()), async_op=True, world="symmetric")
@@ -294,7 +446,7 @@ def test_explain_says_which_way_and_why() -> None:
 
 def late(rank: int, direction: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
-    world_of("cpu").windows = direction  # type: ignore[assignment]
+    world_of("cpu").windows.direction = direction  # type: ignore[assignment]
     for n in range(4):
         if rank == n:
             time.sleep(0.7)
@@ -312,7 +464,7 @@ def stays_away(rank: int, direction: str) -> list[str]:
     """Rank 1 comes no more after some calls; what the others are told, twice, and what became of their outputs."""
     mesh = init_device_mesh("cpu", (3,))
     world = world_of("cpu")
-    world.windows = direction  # type: ignore[assignment]
+    world.windows.direction = direction  # type: ignore[assignment]
     x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
     whole = made(torch.arange(12), mesh, [Shard(0)], {}, "cpu")
     for _ in range(3):
@@ -459,7 +611,7 @@ def test_two_hundred_rounds_of_processes_on_one_gpu(gpu: None, size: int, direct
 def replayed(rank: int, direction: str, uses: int) -> None:
     """A graph of several redistributions, replayed with other data, and calls in between."""
     size = torch.distributed.get_world_size()
-    world_of("cuda").windows = direction  # type: ignore[assignment]
+    world_of("cuda").windows.direction = direction  # type: ignore[assignment]
     mesh = init_device_mesh("cuda", (size,))
     whole = torch.arange(63, dtype=torch.float32).view(7, 9)
     x = made(whole, mesh, [Shard(0)], {}, "cuda")
@@ -471,10 +623,11 @@ def replayed(rank: int, direction: str, uses: int) -> None:
             outs.append(shardweave.redistribute(y, [Shard(1)], world="symmetric").to_local())
         return outs
 
-    carry(x, 1)
+    shardweave.prepare(mesh, 1 << 16, world="symmetric")
+    shardweave.bind(x, [Shard(1)], world="symmetric")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):  # the very first call
         outs = carry(x, uses)
     for n in range(1, 8):
         now = whole + 100 * n
