@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shardweave.bench.specialisations import KERNELS, Specialisation, specialisations
+from shardweave.bench.token_specialisations import TokenSpecialisation, token_specialisations
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -57,14 +58,24 @@ class Compiled:
     stores: dict[int, int]
 
 
-def compile_kernel(kernel: Any, target: str, constants: dict[str, Any]) -> Any:
-    """The kernel with these constants (`num_warps` among them), as for a launch whose pointers are aligned."""
+def compile_kernel(
+    kernel: Any,
+    target: str,
+    constants: dict[str, Any],
+    signature: dict[str, str] | None = None,
+    aligned: Sequence[str] = _ALIGNED,
+) -> Any:
+    """The kernel with these constants (`num_warps` and other options among them), as for a launch with arguments of
+    these types of which `aligned` are multiples of 16; without a signature, of a kernel on boxes."""
     constants = dict(constants)
-    num_warps = constants.pop("num_warps")
-    signature = {name: "constexpr" if name in constants else _POINTERS.get(name, "i64") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in _ALIGNED}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
+    if not signature:
+        signature = {
+            name: "constexpr" if name in constants else _POINTERS.get(name, "i64") for name in kernel.arg_names
+        }
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def accesses(compiled: Any, target: str) -> Counter[tuple[str, int]]:
@@ -99,12 +110,14 @@ def constants_on(target: str, specialisation: Specialisation) -> dict[str, Any]:
     """Where a GPU has no float8_e4m3fn, it is decoded by integers."""
     constants = dict(specialisation.constants)
     if "SOFT" in constants:
-        constants["SOFT"] = constants["FROM"] == tl.float8e4nv and target in WITHOUT_FLOAT8
+        constants["SOFT"] = constants.get("FROM") == tl.float8e4nv and target in WITHOUT_FLOAT8
     return constants
 
 
 def compiled_for(target: str, specialisation: Specialisation) -> Compiled:
-    compiled = compile_kernel(KERNELS[specialisation.kernel], target, constants_on(target, specialisation))
+    s = specialisation
+    aligned = s.aligned if s.signature else _ALIGNED
+    compiled = compile_kernel(KERNELS[s.kernel], target, constants_on(target, s), s.signature, aligned)
     found = accesses(compiled, target)
     registers, spills = resources(compiled, target)
     loads, stores = ({n: c for (o, n), c in sorted(found.items()) if o == op} for op in ("load", "store"))
@@ -113,11 +126,11 @@ def compiled_for(target: str, specialisation: Specialisation) -> Compiled:
 
 def faults(specialisation: Specialisation, target: str, found: Compiled) -> list[str]:
     """What is wrong: spills, or accesses narrower than alignment and the tile's size allow."""
-    wrong = []
-    if found.spills:
-        wrong.append(f"{found.spills} spilled")
+    wrong = [f"{found.spills} spilled"] if found.spills else []
+    threads = TARGETS[target].warp_size * specialisation.constants["num_warps"]
+    if isinstance(specialisation, TokenSpecialisation):
+        return wrong + _row_faults(specialisation, threads, found)
     c = specialisation.constants
-    threads = TARGETS[target].warp_size * c["num_warps"]
     for name, widths, word, vector in zip(
         ("loads", "stores"), (found.loads, found.stores), specialisation.words, specialisation.vectors, strict=True
     ):
@@ -126,6 +139,22 @@ def faults(specialisation: Specialisation, target: str, found: Compiled) -> list
         wanted = min(vector, max(each, 1) * word, 16 * word // max(specialisation.words))
         allowed = {8} if name == "loads" else set()  # descriptors
         if not any(width >= wanted for width in widths) or any(w < wanted for w in widths.keys() - allowed):
+            wrong.append(f"{name} of {sorted(widths)} bytes where {wanted} are possible")
+    return wrong
+
+
+def _row_faults(s: TokenSpecialisation, threads: int, found: Compiled) -> list[str]:
+    """Pieces of rows of which some bytes move in narrower accesses than they could. Others are of whatever width."""
+    wrong: list[str] = []
+    if not any(s.row_accesses):
+        return wrong
+    for name, widths, pieces, word, vector in zip(
+        ("loads", "stores"), (found.loads, found.stores), s.row_accesses, s.words, s.vectors, strict=True
+    ):
+        each = max(s.constants["COLS"] // threads, 1) * word  # bytes of a piece that are a thread's
+        wanted = min(vector, each)
+        moved = sum(width * number for width, number in widths.items() if width >= wanted)
+        if moved < pieces * each:
             wrong.append(f"{name} of {sorted(widths)} bytes where {wanted} are possible")
     return wrong
 
@@ -156,11 +185,13 @@ def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]], ta
         "",
         "`python -m shardweave.bench.aot --out bench/results/aot.md`",
         "",
-        f"Triton {triton.__version__}, no GPU. Every specialisation that the programs of `bench/specialisations.py`",
-        "launch: real models at their full size; pairs of layouts, even and uneven, in all dtypes; transposed and",
-        "unaligned inputs. A tile is rows × columns of words; source and target each move words × vector. Registers",
-        "are a thread's (on gfx942 vector registers), spills are bytes (registers), shared is bytes; then the bytes of",
-        "each access to memory (loads of 8 are often descriptors').",
+        f"Triton {triton.__version__}, no GPU. Every kernel, in every specialisation that the programs of",
+        "`bench/specialisations.py` launch (real models at their full size; pairs of layouts, even and uneven, in all",
+        "dtypes; transposed and unaligned inputs), and the windows and token dispatchers of",
+        "`bench/token_specialisations.py` (training and decoding of known shapes, both ways, in all dtypes, alignments",
+        "and layouts). For boxes: a tile is rows × columns of words; source and target each move words × vector. For",
+        "tokens: the constants. Registers are a thread's (on gfx942 vector registers), spills are bytes (registers),",
+        "shared is bytes; then the bytes of each access to memory (loads of 8 are often descriptors' or addresses').",
     ]
     for kernel in KERNELS:
         rows = [(s, by) for s, by in found if s.kernel == kernel]
@@ -176,7 +207,7 @@ def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]], ta
             f"{max((c.shared for c in good), default=0)}.",
             "",
         ]
-        lines.append(f"| launches | tile, words | for example | registers on {', '.join(targets)} | spills | shared | "
+        lines.append(f"| launches | compiled for | for example | registers on {', '.join(targets)} | spills | shared | "
                      "loads | stores |")  # fmt: skip
         lines.append("|---|---|---|---|---|---|---|---|")
         for s, by in rows:
@@ -209,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
     arguments = parser.parse_args(argv)
     targets = arguments.targets.split(",")
-    found = measure(specialisations()[:: arguments.every], targets, arguments.workers)
+    found = measure([*specialisations(), *token_specialisations()][:: arguments.every], targets, arguments.workers)
     text = report(found, targets)
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")

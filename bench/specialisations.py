@@ -5,23 +5,30 @@ Programs are bound to a device that has no memory, so their tables say what they
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
+import shardweave.kernels
 from shardweave.bench.workloads import load_workloads
 from shardweave.kernels import CopyTable, ReduceTable
-from shardweave.kernels.copy_boxes import copy_boxes_kernel
-from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
 from shardweave.planner import Program, plan
 from shardweave.runtime.copies import contiguous_strides
 from shardweave.runtime.executor import BoundProgram
 from shardweave.runtime.in_process import InProcessWorld
 
-KERNELS = {"copy_boxes": copy_boxes_kernel, "reduce_boxes": reduce_boxes_kernel}
+KERNELS = {
+    name.removesuffix("_kernel"): kernel
+    for module in pkgutil.iter_modules(shardweave.kernels.__path__)
+    for name, kernel in vars(import_module(f"shardweave.kernels.{module.name}")).items()
+    if name.endswith("_kernel")
+}
+"""Every kernel that there is."""
 NOWHERE = torch.device("meta")
 WORLDS: tuple[dict[str, Any], ...] = ({}, {"one_sided": False}, {"one_sided": False, "backend": "nccl"})
 LAYOUTS = ("R R", "S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "S0 S0 @ 0:1,0", "P S0", "P P", "Pavg S1")
@@ -50,13 +57,17 @@ class Specialisation:
     """One kernel with one set of constants, `num_warps` among them.
 
     Attributes:
-        launches: how many launches of the programs looked at are this one.
-        example: one of these programs.
+        example: what launches it.
+        signature: the types of all arguments, as Triton spells them; empty: by their names (`aot.compile_kernel`).
+        aligned: arguments that are multiples of 16.
+        launches: how many launches of what was looked at are this one.
     """
 
     kernel: str
     constants: dict[str, Any]
     example: str
+    signature: dict[str, str] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
     launches: int = field(default=0, compare=False)
 
     @property

@@ -122,7 +122,7 @@ def runs_by_reference(kernel: object, device: torch.device) -> bool:
 
 def programs_of(device: torch.device, most: int) -> int:
     """How many programs a kernel that loops over rows starts: eight for each multiprocessor, no more than `most`."""
-    count = 4 if device.type == "cpu" else 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    count = 4 if device.type != "cuda" else 8 * torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(most, count))
 
 

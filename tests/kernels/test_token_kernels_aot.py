@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,11 @@ import triton
 import triton.language as tl
 from test_aot import TARGETS, accesses, assert_no_spill
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from shardweave.bench import aot
+from shardweave.bench.specialisations import KERNELS
+from shardweave.bench.token_specialisations import Layer, TokenSpecialisation, token_specialisations
 from shardweave.kernels.combine_rows import combine_rows_kernel
 from shardweave.kernels.gather_values import gather_values_kernel
 from shardweave.kernels.group_rows import group_rows_kernel, rank_rows
@@ -160,3 +165,79 @@ def test_rows_of_any_length_compile(target, hidden):
     if hidden == 2500:
         found = accesses(compiled, target)
         assert found["load", width] and found["store", width]
+
+
+# Small, but with everything: both ways to route, tables, weights, sums, padding, odd addresses.
+LAYERS = (
+    Layer("large", 7168, 8, 256, 2, 300, align=8),
+    Layer("decode", 4096, 2, 8, 2, 4, dtype=torch.float32, ids=torch.int32),
+    Layer("odd", 30, 3, 5, 2, 7, dtype=torch.float16, odd=True, experts_twice=True),
+    Layer("batched", 64, 1, 5, 2, 7, expert_capacity=3, layout="batched"),
+)
+
+
+@pytest.fixture(scope="module")
+def launched() -> list[TokenSpecialisation]:
+    if not isinstance(push_rows_kernel, triton.runtime.jit.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
+    return token_specialisations(LAYERS)
+
+
+def test_no_kernel_is_forgotten(launched: list[TokenSpecialisation]) -> None:
+    assert {s.kernel for s in launched} | {"copy_boxes", "reduce_boxes"} == set(KERNELS)
+    assert {"signal", "route_few", "weigh_rows"} <= set(KERNELS)
+
+    def of(kernel: str, name: str) -> set:
+        return {s.constants[name] for s in launched if s.kernel == kernel}
+
+    assert of("push_rows", "PADDING") == {1, 4, 8} and of("push_rows", "HAS_WEIGHTS") == {True, False}
+    assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
+    assert of("group_rows", "BATCHED") == of("route_few", "HAS_TABLE") == {True, False}
+    assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
+    # A window waits with credit, meets, and leaves with poison of every size; a failed one tells; a trial waits.
+    assert len([s for s in launched if s.kernel == "signal"]) == 3 + 4 + 1
+    # Nothing is written down any more, and addresses are those of memory again.
+    assert JITFunction.run.__module__ == "triton.runtime.jit" and torch.empty(2).data_ptr() % 64 == 0
+
+
+def test_launches_are_written_down_as_triton_compiles_them(launched: list[TokenSpecialisation]) -> None:
+    push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
+    assert push.signature["x"] == "i64" and push.signature["tokens"] == "i32"
+    assert push.signature["buffers"] == "*i64" and push.signature["row_in"] == "*i32"
+    assert push.signature["weights"] == "*fp32" and push.signature["K"] == "constexpr"
+    assert set(push.aligned) == {name for name, kind in push.signature.items() if kind.startswith("*")}
+    assert push.constants["num_warps"] == 4 and "x" not in push.constants
+    assert {s.signature["ids"] for s in launched if s.kernel == "route_few"} == {"*i32", "*i64"}
+    assert all(not s.constants["enable_fp_fusion"] for s in launched if s.kernel in ("combine_rows", "weigh_rows"))
+    signal = next(s for s in launched if s.kernel == "signal")
+    assert signal.signature["told"] == signal.signature["words"] == "i64"
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_what_is_launched_compiles_in_whole_vectors(launched: list[TokenSpecialisation], target: str) -> None:
+    once = {(s.kernel, s.constants.get("ALIGN")): s for s in reversed(launched)}
+    assert len(once) >= len(KERNELS) - 2 + 5
+    for s in once.values():
+        found = aot.compiled_for(target, s)
+        assert aot.faults(s, target, found) == [], (str(s), found)
+
+
+def test_narrow_rows_are_faults(launched: list[TokenSpecialisation]) -> None:
+    push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
+    assert push.vectors == (16, 16) and push.row_accesses == (1, 9)
+    # 4 KiB a program of 128 threads: two accesses of 16 bytes for each piece.
+    whole = aot.Compiled(40, 0, 0, {4: 20, 8: 9, 16: 2}, {4: 9, 16: 18})
+    assert aot.faults(push, "sm_90", whole) == []
+    wrong = aot.Compiled(40, 0, 0, {4: 28}, {4: 13, 16: 17})
+    assert aot.faults(push, "sm_90", wrong) == [
+        "loads of [4] bytes where 16 are possible",
+        "stores of [4, 16] bytes where 16 are possible",
+    ]
+    assert aot.faults(push, "sm_90", aot.Compiled(40, 4, 0, {16: 2}, {16: 18})) == ["4 spilled"]
+    narrow = next(s for s in launched if s.kernel == "push_rows" and s.constants["ALIGN"] == 2)
+    # 64 bytes, one element for each of 32 threads.
+    assert aot.faults(narrow, "sm_90", aot.Compiled(40, 0, 0, {2: 1}, {2: 4})) == []
+    signal = next(s for s in launched if s.kernel == "signal")
+    assert aot.faults(signal, "sm_90", aot.Compiled(40, 0, 8, {8: 3}, {})) == []
+    with pytest.raises(KeyError):
+        _ = dataclasses.replace(push, kernel="new_rows").row_accesses
