@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from shardweave.runtime.token_dispatch import VirtualTokenDispatcher
 
@@ -61,3 +65,37 @@ def test_dispatch_and_combine(device, dtype, layout):
         torch.testing.assert_close(on[2][rank].grad.cpu().double(), want, rtol=near["rtol"], atol=10 * near["atol"])
     assert int(routed[2].dropped) == sum(max(0, n - 8) for n in seen)
     d.check()
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("align", [1, 8])
+def test_ranks_that_send_and_receive_launch_nothing_else(monkeypatch: pytest.MonkeyPatch, align: int) -> None:
+    """So what is compiled ahead of time for ranks that reach each other is all that there is."""
+    launched: set[tuple[str, frozenset]] = set()
+    start = InterpretedFunction.__getitem__
+
+    def noted(kernel: Any, grid: Any) -> Any:
+        def launch(*given: Any, **constants: Any) -> Any:
+            launched.add((kernel.fn.__name__, frozenset((name, str(value)) for name, value in constants.items())))
+            return start(kernel, grid)(*given, **constants)
+
+        return launch
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", noted)
+
+    def train(align: int, one_sided: bool) -> set[tuple[str, frozenset]]:
+        launched.clear()
+        d = VirtualTokenDispatcher(
+            3, num_experts=8, top_k=2, hidden=16, max_tokens=5, dtype=torch.float32, align=align, one_sided=one_sided
+        )
+        xs, weights = [[torch.rand(5, n, requires_grad=True) for _ in range(3)] for n in (16, 2)]
+        routed = d.dispatch(xs, [torch.randint(0, 8, (5, 2)) for _ in range(3)], weights)
+        for add, weighted in product((None, xs), (True, False)):
+            ys = d.combine([r.x * 1 for r in routed], routed, add=add, weighted=weighted)
+            torch.autograd.backward(ys, [torch.ones_like(y) for y in ys], retain_graph=True)
+        return set(launched)
+
+    unaligned = train(1, one_sided=True)
+    assert {name for name, _ in unaligned} >= {"push_rows_kernel", "combine_rows_kernel", "weigh_rows_kernel"}
+    assert train(8, one_sided=True) - unaligned  # padding shows
+    assert train(align, one_sided=False) <= unaligned
