@@ -13,6 +13,7 @@ from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldErr
 from ..kernels.signal import Code, Failure, polls_within
 from .lowering import WindowPolicy
 from .meeting import Ask, Meet
+from .sessions import agree_on_session
 from .shared_memory import read_when_posted
 from .side_stream import SideStream
 from .symmetric_memory import Provider
@@ -58,6 +59,7 @@ class SymmetricWorld:
         self.windows = WindowPolicy()
         self._store = store
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
+        self._sessions: dict[tuple[int, ...], str] = {}
         self._all: list[Window] = []
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
@@ -118,7 +120,7 @@ class SymmetricWorld:
 
     def _made(self, ranks: tuple[int, ...], nbytes: int, nth: int) -> Window:
         own, text = self.provider.make(pad_bytes(len(ranks)) + nbytes)
-        told = self.told(f"windows/{ranks}/{nth}", ranks, f"{nbytes} {text}")
+        told = self.told(f"windows/{nth}", ranks, f"{nbytes} {text}")
         for rank, said in told.items():
             theirs, _, told[rank] = said.partition(" ")
             if int(theirs) != nbytes:
@@ -127,7 +129,8 @@ class SymmetricWorld:
                     f"or order of calls): windows of {nbytes} and {theirs} bytes among ranks {ranks}; no tensor of "
                     f"yours was written"
                 )
-        window = Window(self.rank, self.provider.join(own, told), len(self._all), self.failure)
+        memory = self.provider.join(own, told, f"{self._sessions[ranks]}/{nth}")
+        window = Window(self.rank, memory, len(self._all), self.failure)
         self._all.append(window)
         return window
 
@@ -137,8 +140,11 @@ class SymmetricWorld:
         Raises:
             MeetingTimeoutError: a rank did not come.
         """
-        self._store.set(f"{where}/{self.rank}", text)
-        return {r: read_when_posted(self._store, f"{where}/{r}", r, self.timeout) for r in ranks}
+        if ranks not in self._sessions:
+            self._sessions[ranks] = agree_on_session(self._store, self.rank, ranks, self.timeout)
+        store = dist.PrefixStore(self._sessions[ranks], self._store)
+        store.set(f"{where}/{self.rank}", text)
+        return {r: read_when_posted(store, f"{where}/{r}", r, self.timeout) for r in ranks}
 
     def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
         window.signal(use, token, self.polls, poison)

@@ -35,7 +35,7 @@ class Worlds:
         forget_failure(self._store, self.rank)  # of an earlier group, where the store is the same
         self._shared: SharedMemoryWorld | None = None
         self._collectives: dict[str, CollectiveWorld] = {}
-        self._symmetric: dict[torch.device, SymmetricWorld] = {}
+        self._symmetric: dict[str, SymmetricWorld] = {}
         self._mixed: dict[tuple[object, str], MixedWorld] = {}
         self._node_size = pretended_node_size()
         self._nodes: dict[int, Hashable] = {}
@@ -102,13 +102,19 @@ class Worlds:
         return found
 
     def _symmetric_on(self, device: torch.device) -> SymmetricWorld:
-        if device not in self._symmetric:
-            nth = sum(other.type == device.type for other in self._symmetric)
-            store = dist.PrefixStore(f"symmetric/{device.type}/{nth}", self._store)
+        found = self._symmetric.get(device.type)
+        if found is None:
+            store = dist.PrefixStore(f"symmetric/{device.type}", self._store)
             on_cpu = device.type == "cpu"
             provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
-            self._symmetric[device] = SymmetricWorld(store, self.rank, self.size, self.timeout, provider)
-        return self._symmetric[device]
+            found = SymmetricWorld(store, self.rank, self.size, self.timeout, provider)
+            self._symmetric[device.type] = found
+        if found.provider.device != device:
+            raise UnsupportedError(
+                f"world: symmetric has the memory of rank {self.rank} on {found.provider.device}; tensors are on "
+                f"{device}; allowed: one device for each rank"
+            )
+        return found
 
     def _mixing(self, inside: InsideNodes, device_type: str) -> MixedWorld:
         across = self._collective(device_type)
