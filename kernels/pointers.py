@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from .tiling import Launch
 
 # Sets of addresses kept on the device per table: enough for buffers that rotate, few enough not to hold memory.
@@ -84,6 +84,23 @@ def target_address(table, index, target0, TARGETS: tl.constexpr):
     return address
 
 
+def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on a device; the host waits for no GPU.
+
+    Raises:
+        UnsupportedError: a CUDA graph is captured, which would copy it again, from memory that is gone by then.
+    """
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a kernel's tables would be uploaded while a CUDA graph is captured; allowed: what was bound before (bind, "
+            "or a first call)"
+        )
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 class PreparedLaunch:
     """A launch that lacks nothing but addresses: its descriptors are on the device, its kernel is compiled and loaded.
 
@@ -94,7 +111,7 @@ class PreparedLaunch:
         self, kernel: Any, launch: Launch, device: torch.device, scalars: Sequence[int], constants: Mapping[str, Any]
     ) -> None:
         """`scalars`: the kernel's arguments between the addresses and its constants."""
-        self.descriptors = torch.from_numpy(launch.descriptors).to(device)
+        self.descriptors = uploaded(launch.descriptors, device)
         names = [name for name in kernel.arg_names if name in constants]
         # The order of the kernel's own parameters, which launchers of compiled kernels take, constants included.
         self._rest = (*scalars, *(constants[name] for name in names))
@@ -148,14 +165,23 @@ class Pointers:
         for address in addresses:
             bits |= address
         table = self._tables.get(addresses)
-        if table is None:
+        if table is not None:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._captured.append(table)  # a replay reads it, whatever is forgotten meanwhile
+        else:
             for i in self._ids:
                 self._check(i, buffers[i])
             table = self._upload(addresses)
         return first, table, bits & -bits
 
+    def keep(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Have the addresses that are no arguments on the device, for calls with the same buffers in their places."""
+        if self._ids:
+            self.resolve(buffers)
+
     def _check(self, i: int, buffer: torch.Tensor) -> None:
-        if buffer.device.type != self._device.type:
+        device = self._device
+        if buffer.device.type != device.type or device.index not in (None, buffer.device.index):
             raise ArgumentError(f"{self._name}[{i}] is on {buffer.device}; the table is on {self._device}")
         if self._dtype is not None and buffer.dtype is not self._dtype:
             raise ArgumentError(f"{self._name}[{i}] has dtype {buffer.dtype}; the table is for {self._dtype}")

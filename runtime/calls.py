@@ -21,8 +21,12 @@ from .executor import BoundProgram
 from .mixed import MixedWorld
 from .pending import Joined, Pending, Turn
 from .statistics import stats
+from .streams import order_on
 from .symmetric_world import SymmetricWorld
 from .worlds import AnyWorld, current_worlds, why_not_backend
+
+_captured: set[Call] = set()
+"""What graphs read when they are replayed, whatever is forgotten meanwhile: nothing tells when a graph is gone."""
 
 
 class Call:
@@ -37,6 +41,9 @@ class Call:
         self.bound, self.world, self.company = bound, world, company
         self.announcer = _announcer(world, company)
         self.first = True
+        self.order = None if bound is None else order_on(bound.device)
+        if self.order is not None:
+            self.order.join()  # binding has uploaded what calls on other streams read
         if bound is not None and world is not None:
             what, bytes_received, bytes_bound = bound.summary()
             self.kind = stats().kind(what, world.name, bytes_received, bytes_bound)
@@ -45,6 +52,8 @@ class Call:
         """Make ready what the first call with a tensor as aligned as this one would."""
         if isinstance(self.bound, BoundProgram):
             self.bound.build(x.data_ptr())
+            if self.order is not None:
+                self.order.join()
 
     def __call__(self, x: Any, later: bool = False) -> Any:
         """What the program makes of `x`; with `later`, where its last exchange can be waited for later, an
@@ -61,6 +70,8 @@ class Call:
             raise world.error
         stats().calls[world.name] += 1
         self.kind.calls += 1
+        if self.order is not None and self.order.join():
+            _captured.add(self)
         with Turn(world, self.kind):
             reply: Any = None
             try:
@@ -89,16 +100,16 @@ class Call:
 
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
             out, join = world.side.run(x, call)
-        world.pending = Joined(world, join)
-        return world.pending.as_tensor(out)
+        world.pending = Joined(world, join, out)
+        return world.pending.as_tensor()
 
     def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
             request = run.send(None)
             while request.output is None:
                 request = run.send(world.answer(request))
-            world.pending = Pending(run, world, world.begin(request), self.kind)
-        return world.pending.as_tensor(request.output)
+            world.pending = Pending(run, world, world.begin(request), self.kind, request.output)
+        return world.pending.as_tensor()
 
     def _profiled(self, run: Any, world: AnyWorld) -> Any:
         """The same with a named range for each phase, which costs time of its own."""
@@ -118,12 +129,12 @@ def _announcer(world: AnyWorld | None, company: tuple[int, ...]) -> CollectiveWo
     return world if isinstance(world, CollectiveWorld) and len(company) > 1 else None
 
 
-def check_backend(device: torch.device, mesh_size: int) -> None:
+def check_backend(device: torch.device, mesh_size: int, asked: str | None = None) -> None:
     """
     Raises:
         UnsupportedError: the process group cannot carry programs on the device.
     """
-    reason = why_not_backend(device)
+    reason = why_not_backend(device, asked)
     if reason is not None and mesh_size > 1:
         raise UnsupportedError(f"programs cannot be carried out: {reason}; allowed: gloo or nccl among several ranks")
 

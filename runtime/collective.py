@@ -143,7 +143,7 @@ class CollectiveWorld:
         sent, came = (torch.zeros(len(peers), dtype=torch.uint8, device=device) for _ in range(2))
         each = range(len(peers))
         sends, receives = (tuple((peers[i], x[i : i + 1]) for i in each) for x in (sent, came))
-        self.answer(Transfer(sends, receives))
+        self.answer(Transfer(sends, receives, group=self.group_order(ranks)))
         for group in self._groups.values():
             if len(group) > 1 and set(group) <= set(ranks):
                 sent, came = (torch.zeros(len(group), dtype=torch.uint8, device=device) for _ in range(2))
@@ -197,8 +197,14 @@ class CollectiveWorld:
         if isinstance(request, Collective):
             return self._began(request)
         assert isinstance(request, Transfer)
-        operations = [dist.P2POp(dist.irecv, buffer, peer, tag=_TAG) for peer, buffer in request.receives]
-        operations += [dist.P2POp(dist.isend, buffer, peer, tag=_TAG) for peer, buffer in request.sends]
+        # A backend may connect the ranks of a group when it is first used, all of them at once: so it is the group of
+        # exactly those that exchange, where there is one.
+        group = None
+        if isinstance(request.group, Members):
+            group = request.group.process_group
+            self._used.add(group)
+        operations = [dist.P2POp(dist.irecv, buffer, peer, group, _TAG) for peer, buffer in request.receives]
+        operations += [dist.P2POp(dist.isend, buffer, peer, group, _TAG) for peer, buffer in request.sends]
         if not operations:
             return lambda: None
         try:

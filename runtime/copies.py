@@ -163,8 +163,14 @@ class Copies:
 
     def build(self, aligned: int) -> None:
         """Compile and upload what is launched for sources at multiples of so many bytes."""
-        if self.table is not None and not self.table.by_reference:
+        if not self.empty and self.table is not None and not self.table.by_reference:
             self.table.variant(aligned, 16)
+
+    def keep(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Have on the device the addresses of these buffers that are no arguments of kernels."""
+        if not self.empty and self.table is not None and not self.table.by_reference:
+            self.table.sources.keep(sources)
+            self.table.targets.keep(targets)
 
     def knows(self, key: Address) -> bool:
         """Whether views on the memory that `key` names are kept, so that a call needs no targets."""
@@ -200,6 +206,12 @@ class Reduction:
         self.divisor = divisor
         plain = is_plain_memory(device)
         self.table = None if plain else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
+
+    def keep(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """As of `Copies`."""
+        if self.table is not None and not self.table.by_reference:
+            self.table.sources.keep(sources)
+            self.table.targets.keep(targets)
 
     def build(self, aligned: int) -> None:
         """As of `Copies`."""

@@ -51,7 +51,7 @@ class BoundProgram:
         device: torch.device,
         reduction: Reduction = "ordered",
     ) -> None:
-        self.program, self.position = program, position
+        self.program, self.position, self.device = program, position, device
         self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
         self.steps: list[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction] = []
         lowerings = [lower(program, step, position, world, reduction) for step in program.steps]

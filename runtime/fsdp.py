@@ -164,7 +164,7 @@ def _bind(
     target: str,
     how: How,
 ) -> Call:
-    check_backend(x.device, len(ranks))
+    check_backend(x.device, len(ranks), how.world)
     position = ranks.index(dist.get_rank())
     mesh = Mesh((len(ranks),), ranks=ranks)
     program = plan(mesh, (numel,), dtype_name(x.dtype), source, target, rank=position, topology=how.topology)

@@ -26,6 +26,10 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+_captured: list[list[BoundProgram]] = []
+"""What graphs read when they are replayed: nothing tells when a graph is gone."""
+
+
 class InProcessWorld:
     """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network, except
     to those of their node if there are nodes; with a `backend` any of them have a process group of it."""
@@ -118,6 +122,8 @@ def bind_in_process(
     ]
 
     def call(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if bound[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured.append(bound)
         ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
         inputs = map(_plain, locals_)
         outputs = run_all({rank: b.run(x) for rank, b, x in zip(ranks, bound, inputs, strict=True)})

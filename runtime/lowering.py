@@ -195,6 +195,8 @@ def _vendor_reduction(program: Program, step: Exchange, members: Sequence[int]) 
     was, becomes = _of_group(step)
     if program.dtype not in _REDUCED_BY_BACKENDS or not all(isinstance(p, Partial) for p in was):
         return None
+    if step.reduce is None or step.reduce.op not in ("sum", "prod"):
+        return None  # nothing is gained by another order, and NaN may be lost
     if all(isinstance(p, Replicate) for p in becomes):
         return "all-reduce"
     even = len({program.shape_after(step, p) for p in members}) == 1

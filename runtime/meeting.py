@@ -38,6 +38,8 @@ class Transfer(NamedTuple):
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
     output: torch.Tensor | None = None
+    group: tuple[int, ...] | None = None
+    """The ranks of the process group whose members all exchange, in its order; None: some of everyone."""
 
 
 class Mixed(NamedTuple):

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from ..errors import WorldError
 from .statistics import Redistribution
+from .streams import own_stream
 
 if TYPE_CHECKING:
     from .worlds import AnyWorld
@@ -53,19 +54,24 @@ class Turn:
 class Pending:
     """A run that has come to its last exchange: told to all peers, but not waited for.
 
-    It is finished by who uses the tensor first, or by the world's next call: ranks that meet do so in one order.
+    It is finished by who uses the tensor first, or by the world's next call: ranks that meet do so in one order. On a
+    device all of it runs on the stream on which it began, which has its buffers; who waits has theirs wait for that.
     """
 
-    def __init__(self, run: Any, world: AnyWorld, complete: Callable[[], Any], kind: Redistribution) -> None:
-        self._run, self._world, self._complete, self._kind = run, world, complete, kind
+    def __init__(
+        self, run: Any, world: AnyWorld, complete: Callable[[], Any], kind: Redistribution, output: torch.Tensor
+    ) -> None:
+        self._run, self._world, self._complete, self._kind, self._output = run, world, complete, kind, output
         self._error: BaseException | None = None
+        self._stream = own_stream(output.device)
+        self._done: torch.cuda.Event | None = None
 
-    def as_tensor(self, output: torch.Tensor) -> AsyncCollectiveTensor:
-        """`output`, which is complete once it is waited for."""
+    def as_tensor(self) -> AsyncCollectiveTensor:
+        """The output, which is complete once it is waited for."""
         work = _Waiting(self)
         _waited_for.add(work)
-        _register_work(output, work)
-        return AsyncCollectiveTensor(output)
+        _register_work(self._output, work)
+        return AsyncCollectiveTensor(self._output)
 
     def finish(self) -> None:
         """
@@ -79,29 +85,41 @@ class Pending:
             return
         world.pending = self._run = None
         ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
-        with Turn(world, self._kind), ranged:
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with Turn(world, self._kind), ranged, on_stream:
             try:
                 reply = self._complete()
                 while True:
                     reply = world.answer(run.send(reply))
             except StopIteration:
-                return
+                self._done = None if self._stream is None else self._stream.record_event()
             except BaseException as error:
                 self._error = error
                 raise
+
+    def join(self) -> None:
+        """Have the current stream wait for a run that is finished."""
+        if self._done is None or self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._output.device)
+        if current != self._stream:
+            current.wait_event(self._done)
+            self._output.record_stream(current)
 
 
 class Joined(Pending):
     """A run that is on its way on a stream of its own: `join` makes the current one wait for it."""
 
-    def __init__(self, world: AnyWorld, join: Callable[[], None]) -> None:
-        self._world, self._join = world, join
+    def __init__(self, world: AnyWorld, join: Callable[[], None], output: torch.Tensor) -> None:
+        self._world, self._join, self._output = world, join, output
 
     def finish(self) -> None:
         if self._world.pending is self:
             self._world.pending = None
-        # Each time: who uses the tensor may be on another stream than who has begun the next call.
-        self._join()
+            self._join()
+
+    def join(self) -> None:
+        self._join()  # who uses the tensor may be on another stream than who has begun the next call
 
 
 class _Waiting(dist.Work):
@@ -114,6 +132,7 @@ class _Waiting(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         _waited_for.discard(self)
         self.pending.finish()
+        self.pending.join()
         return True
 
 

@@ -48,7 +48,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
     on = mesh_of(mesh)
-    check_backend(device, on.size)
+    check_backend(device, on.size, world)
     check_ranks(on)
     found, _ = world_for(tuple(sorted(on.rank_array.tolist())), device, world, mesh)
     if isinstance(found, CollectiveWorld | MixedWorld):

@@ -72,7 +72,7 @@ def default() -> How:
 
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Program:
     """This rank's program, planned and checked; nothing is communicated."""
-    check_backend(x.device, max(current.mesh.size(), target.mesh.size()))
+    check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.world)
     if current.tensor_meta is None:
         raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
     mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)

@@ -15,7 +15,7 @@ from .lowering import WindowPolicy
 from .meeting import Ask, Meet
 from .sessions import agree_on_session
 from .shared_memory import read_when_posted
-from .side_stream import SideStream
+from .streams import SideStream
 from .symmetric_memory import Provider
 from .windows import Use, Window, channel_name, pad_bytes, window_size
 

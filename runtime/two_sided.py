@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..planner import FILL, Boxes, Step
+from ..planner import FILL, Boxes, Exchange, Step
 from .bound_step import BoundStep, Run
 from .copies import Copies, Patchwork, Reduction, Side, Whole, is_plain, run_of
 from .lowering import Lowering
@@ -55,6 +55,10 @@ class TwoSidedStep(BoundStep):
         self.origin = origin or Whole(0, self.source_strides)
         self.arrived, self.leave_apart = buffers, leave_apart
         self.group = lowering.group
+        everyone = [self.program.mesh.rank_at(p) for p in self.program.members(self.step, self.me)]
+        # Of a step between meshes each rank has members of its own.
+        within = isinstance(self.step, Exchange) and self.step.group is not None
+        self.of_group = self.world.group_order(everyone) if within else None
         self.together, self.gathers = lowering.how == "all-to-all", lowering.how == "all-gather"
         exact = self.together or self.gathers or self.device.type == "cpu"
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
@@ -196,7 +200,8 @@ class TwoSidedStep(BoundStep):
             (rank, (landed if final else arrived)[first * size : last * size])
             for rank, first, last, final in self.receives
         ]
-        return Transfer(tuple((rank, part.view(torch.uint8)) for rank, part in sends), tuple(receives))
+        bytes_sent = tuple((rank, part.view(torch.uint8)) for rank, part in sends)
+        return Transfer(bytes_sent, tuple(receives), group=self.of_group)
 
 
 def may_leave_apart(step: Step, following: Step) -> bool:

@@ -73,6 +73,11 @@ class WindowedStep(BoundStep):
             self.peer_windows = [parts[rank] for rank in self.peer_ranks]
             self.write = self._publishing() if self.pulls else self._pushing()
         self.finish = self._pulling() if self.pulls else self._unpacking()
+        if self.window is not None:
+            # What changes from call to call are the input and the output, which are arguments.
+            self.write.keep([self.own_window], [self.own_window] if self.pulls else self.peer_windows)
+            if self.pulls:
+                self.finish.keep([self.own_window, *self.peer_windows], [self.own_window])
 
     def slabs_of(self, receiver: int) -> list[int]:
         """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""

@@ -42,8 +42,11 @@ class Worlds:
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
 
-    def why_not_backend(self, device_type: str) -> str | None:
-        """Why the group cannot carry programs on devices of a type, or None."""
+    def why_not_backend(self, device_type: str, asked: str | None) -> str | None:
+        """Why the group cannot carry programs on devices of a type in the world asked for, or None."""
+        if (asked or _asked_by_environment()) == "symmetric":
+            # Not through the group's backend, unless there are nodes: that is seen when the world is chosen.
+            return "world size 1" if self.size == 1 else None
         if device_type not in self._obstacles:
             self._obstacles[device_type] = self._find_obstacle(device_type)
         return self._obstacles[device_type]
@@ -55,7 +58,11 @@ class Worlds:
             backend = self._backend(device_type)
         except RuntimeError:
             return f"the process group has no backend for {device_type}"
-        return None if backend in BACKENDS else f"process group backend {backend!r}"
+        if backend not in BACKENDS:
+            return f"process group backend {backend!r}"
+        if backend == "gloo" and device_type != "cpu":
+            return f"process group backend 'gloo' sends no tensors on {device_type}"
+        return None
 
     def _backend(self, device_type: str) -> str:
         # Asked of the device: a group that was made without naming a backend has one for each.
@@ -68,7 +75,7 @@ class Worlds:
             ArgumentError: an unknown world.
             UnsupportedError: the world asked for cannot carry these ranks.
         """
-        asked = asked or os.environ.get("SHARDWEAVE_WORLD") or None
+        asked = asked or _asked_by_environment()
         if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
             raise ArgumentError(f"world: {asked!r} is not known; allowed: {', '.join(NAMES)}")
         if asked == "symmetric":
@@ -117,6 +124,8 @@ class Worlds:
         return found
 
     def _mixing(self, inside: InsideNodes, device_type: str) -> MixedWorld:
+        if obstacle := self._find_obstacle(device_type):
+            raise UnsupportedError(f"world: {inside.name} is of several nodes, and between them: {obstacle}")
         across = self._collective(device_type)
         key = inside, across.backend
         if key not in self._mixed:
@@ -192,6 +201,10 @@ class Worlds:
         return self._nodes[rank]
 
 
+def _asked_by_environment() -> str | None:
+    return os.environ.get("SHARDWEAVE_WORLD") or None
+
+
 def timeout_asked_for() -> float | None:
     """Seconds that SHARDWEAVE_TIMEOUT gives any wait for another rank; None where it is not set.
 
@@ -252,6 +265,6 @@ def current_worlds() -> Worlds:
     return _worlds
 
 
-def why_not_backend(device: torch.device) -> str | None:
-    """Why the default process group cannot carry programs on `device`, or None."""
-    return current_worlds().why_not_backend(device.type)
+def why_not_backend(device: torch.device, asked: str | None = None) -> str | None:
+    """Why the default process group cannot carry programs on `device` in the world asked for, or None."""
+    return current_worlds().why_not_backend(device.type, asked)

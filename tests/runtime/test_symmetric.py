@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
 from shardweave.runtime.lowering import Rates
-from shardweave.runtime.side_stream import SideStream
+from shardweave.runtime.streams import SideStream
 from shardweave.runtime.symmetric_world import SymmetricWorld
 from shardweave.runtime.windows import pad_bytes, window_size
 from shardweave.runtime.worlds import current_worlds
