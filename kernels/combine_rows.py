@@ -13,10 +13,10 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .codecs import decode, encode
-from .pointers import interpreted
+from .pointers import interpreted, on_device, runs_on
 from .push_rows import entries_of
 from .reduce_boxes import ELEMENTS
-from .rows import PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants, runs_by_reference
+from .rows import PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants
 
 # Elements of an accumulator of the reference: 1 MiB of float32 stays in the cache.
 CHUNK = 1 << 18
@@ -113,7 +113,7 @@ def combine_rows(
         raise ArgumentError(
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of shape {(tokens, k)}"
         )
-    if runs_by_reference(combine_rows_kernel, out.device):
+    if not runs_on(out.device):
         combine_rows_reference(rows, buffers, out, weights, add)
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
@@ -121,17 +121,19 @@ def combine_rows(
     if weights is not None and weights.stride(1) != 1:
         weights = weights.contiguous()
     added = out if add is None else add
-    strides = out.stride(0) | added.stride(0)
+    strides = (out.stride(0) | added.stride(0)) * out.element_size()
+    constants = row_constants(out.dtype, hidden, bits, out.data_ptr(), added.data_ptr(), strides)
     if tokens:
-        combine_rows_kernel[(tokens, cdiv(hidden, launch.columns))](
-            out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0), *rows, table,
-            rows.key if weights is None else weights, 0 if weights is None else weights.stride(0),
-            K=k, COLS=launch.columns, HAS_WEIGHTS=weights is not None, HAS_ADD=add is not None,
-            DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(combine_rows_kernel), num_warps=launch.num_warps,
-            # One rounding more or less than the definition has would show.
-            enable_fp_fusion=False,
-            **row_constants(out.dtype, hidden, bits, out.data_ptr(), added.data_ptr(), strides * out.element_size()),
-        )  # fmt: skip
+        with on_device(out.device):
+            combine_rows_kernel[(tokens, cdiv(hidden, launch.columns))](
+                out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0), *rows, table,
+                rows.key if weights is None else weights, 0 if weights is None else weights.stride(0),
+                K=k, COLS=launch.columns, HAS_WEIGHTS=weights is not None, HAS_ADD=add is not None,
+                DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(combine_rows_kernel), num_warps=launch.num_warps,
+                # One rounding more or less than the definition has would show.
+                enable_fp_fusion=False,
+                **constants,
+            )  # fmt: skip
 
 
 def combine_rows_reference(

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .pointers import on_device, runs_on
 from .push_rows import entries_of
-from .rows import Buffers, TokenRows, cdiv, runs_by_reference
+from .rows import Buffers, TokenRows, cdiv
 
 BLOCK = tl.constexpr(256)
 
@@ -28,12 +29,13 @@ def gather_values(rows: TokenRows, buffers: Buffers) -> torch.Tensor:
     """float32 [T, K]: what each entry's row has in its owner's buffer, float32 [R]; 0 where there is no row."""
     tokens, k = rows.key.shape
     out = torch.zeros((tokens, k), dtype=torch.float32, device=rows.key.device)
-    if runs_by_reference(gather_values_kernel, out.device):
+    if not runs_on(out.device):
         token, number, kth, row = entries_of(rows, len(buffers))
         parts = [b.index_select(0, at) for b, at in zip(buffers.tensors, row.split(number), strict=True)]
         out[token, kth] = torch.cat(parts)
         return out
     if out.numel():
         table, _ = buffers.table()
-        gather_values_kernel[(cdiv(out.numel(), BLOCK.value),)](*rows, table, out, out.numel(), K=k, num_warps=4)
+        with on_device(out.device):
+            gather_values_kernel[(cdiv(out.numel(), BLOCK.value),)](*rows, table, out, out.numel(), K=k, num_warps=4)
     return out

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .rows import power_of_two, runs_by_reference
+from .pointers import on_device, runs_on
+from .rows import power_of_two
 
 NO_LIMIT = (1 << 31) - 1
 
@@ -155,7 +156,7 @@ def group_rows(
     if batched and expert_capacity is None:
         raise ArgumentError("expert_capacity: None; batched groups need their length")
     most = NO_LIMIT if expert_capacity is None else expert_capacity
-    if runs_by_reference(group_rows_kernel, matrix.device):
+    if not runs_on(matrix.device):
         return group_rows_reference(matrix, slots, me, capacity, align, most, batched)
     low, high = slots.bounds[me], slots.bounds[me + 1]
 
@@ -172,10 +173,11 @@ def group_rows(
         lost=empty(2, torch.int64),
     )
     padded = max(32, power_of_two(slots.number))
-    group_rows_kernel[(1,)](
-        matrix, slots.first, *groups, ranks, slots.number, me, low, high, align, capacity, most,
-        SLOTS=padded, RANKS=rank_rows(padded), BATCHED=batched, num_warps=8,
-    )  # fmt: skip
+    with on_device(matrix.device):
+        group_rows_kernel[(1,)](
+            matrix, slots.first, *groups, ranks, slots.number, me, low, high, align, capacity, most,
+            SLOTS=padded, RANKS=rank_rows(padded), BATCHED=batched, num_warps=8,
+        )  # fmt: skip
     return groups
 
 

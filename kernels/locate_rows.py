@@ -8,7 +8,8 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups, Slots
-from .rows import TokenRows, cdiv, power_of_two, runs_by_reference
+from .pointers import on_device, runs_on
+from .rows import TokenRows, cdiv, power_of_two
 
 MOST_K = 32
 
@@ -62,16 +63,17 @@ def locate_rows(slot: torch.Tensor, place: torch.Tensor, groups: Groups, slots: 
     owners = len(slots.bounds) - 1
     if k > MOST_K or (owners + 2) * MOST_K >= 1 << 31:
         raise ArgumentError(f"top_k: {k}; allowed: 0 to {MOST_K}")
-    if runs_by_reference(locate_rows_kernel, slot.device):
+    if not runs_on(slot.device):
         return locate_rows_reference(slot, place, groups, slots)
     rows = TokenRows(torch.empty_like(slot), torch.empty_like(slot))
     if slot.numel():
         width = power_of_two(k)
         block = tokens_at_a_time(width)
-        locate_rows_kernel[(cdiv(tokens, block),)](
-            slot, place, groups.start, groups.limit, slots.owner, *rows, tokens, owners,
-            K=k, KP=width, TOKENS=block, num_warps=4,
-        )  # fmt: skip
+        with on_device(slot.device):
+            locate_rows_kernel[(cdiv(tokens, block),)](
+                slot, place, groups.start, groups.limit, slots.owner, *rows, tokens, owners,
+                K=k, KP=width, TOKENS=block, num_warps=4,
+            )  # fmt: skip
     return rows
 
 

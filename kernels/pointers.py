@@ -15,7 +15,7 @@ import triton.language as tl
 from ..errors import ArgumentError, UnsupportedError
 from .tiling import Launch
 
-# Sets of addresses kept on the device per table: enough for buffers that rotate, few enough not to hold memory.
+# Lists of addresses kept on the device: enough for buffers that rotate.
 KEPT_TABLES = 16
 # Addresses that are kernel arguments: programs rarely read more buffers (a step's input, and what came before it).
 SOURCE_ARGUMENTS, TARGET_ARGUMENTS = 4, 1
@@ -130,6 +130,52 @@ class PreparedLaunch:
         self._start(self.descriptors, source_table, target_table, *sources, *targets, *self._rest)
 
 
+class AddressTables:
+    """Lists of addresses on a device, int64, kept by what they list and uploaded when they were not seen before.
+
+    All kernels that are given one list's table run on one stream.
+
+    Args:
+        positions: where in a table each of a list's addresses is; default: in order, from 0 on.
+        length: of a table; elsewhere it is 0.
+    """
+
+    def __init__(self, device: torch.device, positions: Sequence[int] | None = None, length: int = 0) -> None:
+        self._device, self._positions, self._length = device, positions, length
+        self._on_gpu = device.type == "cuda"
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        # What CUDA graphs read: theirs for as long as this lives.
+        self._captured: list[torch.Tensor] = []
+
+    def find(self, addresses: tuple[int, ...]) -> torch.Tensor | None:
+        """The table, if it is kept."""
+        found = self._tables.get(addresses)
+        if found is not None and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            self._captured.append(found)
+        return found
+
+    def of(self, addresses: tuple[int, ...]) -> torch.Tensor:
+        """The table; the host does not wait for the upload."""
+        found = self.find(addresses)
+        return self._upload(addresses) if found is None else found
+
+    def _upload(self, addresses: tuple[int, ...]) -> torch.Tensor:
+        length = len(addresses) if self._positions is None else self._length
+        host = torch.zeros(length, dtype=torch.int64, pin_memory=self._on_gpu)
+        for i, address in enumerate(addresses):
+            at = i if self._positions is None else self._positions[i]
+            host[at] = struct.unpack("q", struct.pack("Q", address))[0]
+        table = host.to(self._device, non_blocking=True)
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            # A replay copies from `host` again, into memory of the graph's pool: good for that graph alone.
+            self._captured += [host, table]
+            return table
+        while len(self._tables) >= KEPT_TABLES:
+            del self._tables[next(iter(self._tables))]
+        self._tables[addresses] = table
+        return table
+
+
 class Pointers:
     """The base addresses of the buffers that a table's descriptors name.
 
@@ -144,10 +190,9 @@ class Pointers:
         named = [int(i) for i in np.unique(ids) if i >= 0]
         self._first, self._ids = [i for i in named if i < arguments], [i for i in named if i >= arguments]
         self._arguments = [0] * arguments
-        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-        self._captured: list[torch.Tensor] = []
         self._none = torch.empty(0, dtype=torch.int64, device=device)
         self.count = max(named, default=-1) + 1
+        self._tables = AddressTables(device, self._ids, self.count)
 
     def resolve(self, buffers: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor, int]:
         """The first buffers' addresses, the others' on the device (empty if there are none), and the alignment of all,
@@ -164,14 +209,11 @@ class Pointers:
         addresses = tuple([buffers[i].data_ptr() for i in self._ids])
         for address in addresses:
             bits |= address
-        table = self._tables.get(addresses)
-        if table is not None:
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._captured.append(table)  # a replay reads it, whatever is forgotten meanwhile
-        else:
+        table = self._tables.find(addresses)
+        if table is None:
             for i in self._ids:
                 self._check(i, buffers[i])
-            table = self._upload(addresses)
+            table = self._tables.of(addresses)
         return first, table, bits & -bits
 
     def keep(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -189,20 +231,6 @@ class Pointers:
             raise ArgumentError(
                 f"{self._name}[{i}] has elements of {buffer.element_size()} bytes; the table is for {self._itemsize}"
             )
-
-    def _upload(self, addresses: tuple[int, ...]) -> torch.Tensor:
-        host = torch.zeros(self.count, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        for i, address in zip(self._ids, addresses, strict=True):
-            host[i] = struct.unpack("q", struct.pack("Q", address))[0]
-        table = host.to(self._device, non_blocking=True)
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A replay copies from `host` again, into memory of the graph's pool: good for that graph alone.
-            self._captured += [host, table]
-            return table
-        while len(self._tables) >= KEPT_TABLES:
-            del self._tables[next(iter(self._tables))]
-        self._tables[addresses] = table
-        return table
 
 
 def pattern(fill: float | int | bool, dtype: torch.dtype) -> bytes:

@@ -8,7 +8,8 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups
-from .rows import Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants, runs_by_reference
+from .pointers import on_device, runs_on
+from .rows import Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants
 
 MOST_PADDING = 64  # programs that zero the padding of one group
 
@@ -107,7 +108,7 @@ def push_rows(
         )
     if (weights is None) != (weight_buffers is None):
         raise ArgumentError("weights and weight_buffers: one was given; both or neither are allowed")
-    if runs_by_reference(push_rows_kernel, x.device):
+    if not runs_on(x.device):
         push_rows_reference(x, rows, buffers, groups, own, weights, weight_buffers, most_padding)
         return
     launch = launch or RowLaunch.for_rows(hidden, x.element_size())
@@ -118,13 +119,14 @@ def push_rows(
     each = min(power_of_two(most_padding), MOST_PADDING) if most_padding else 1
     programs = tokens + len(groups.offsets) * each * (most_padding > 0)
     if programs:
-        push_rows_kernel[(programs, cdiv(hidden, launch.columns))](
-            x.data_ptr(), x.stride(0), *rows, table, rows.key if weights is None else weights,
-            0 if weights is None else weights.stride(0), weight_table, groups.offsets, groups.counts,
-            groups.padded_counts, tokens, own, K=k, COLS=launch.columns, PADDING=each, HAS_WEIGHTS=weights is not None,
-            num_warps=launch.num_warps,
-            **row_constants(x.dtype, hidden, bits, x.data_ptr(), x.stride(0) * x.element_size()),
-        )  # fmt: skip
+        with on_device(x.device):
+            push_rows_kernel[(programs, cdiv(hidden, launch.columns))](
+                x.data_ptr(), x.stride(0), *rows, table, rows.key if weights is None else weights,
+                0 if weights is None else weights.stride(0), weight_table, groups.offsets, groups.counts,
+                groups.padded_counts, tokens, own, K=k, COLS=launch.columns, PADDING=each,
+                HAS_WEIGHTS=weights is not None, num_warps=launch.num_warps,
+                **row_constants(x.dtype, hidden, bits, x.data_ptr(), x.stride(0) * x.element_size()),
+            )  # fmt: skip
 
 
 def push_rows_reference(

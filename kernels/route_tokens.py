@@ -15,14 +15,15 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .rows import cdiv, power_of_two, runs_by_reference
+from .pointers import on_device, runs_on
+from .rows import cdiv, power_of_two
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time
 CHUNK = tl.constexpr(32)  # ids that they are compared with at a time
 FEW_CHUNK = tl.constexpr(16)  # likewise, where one program has all ids
 MOST_BLOCKS = 128  # beyond, each block ranks several times BLOCK: every block reads the counts of those before it
 MOST_SINGLE = 1024  # ids of one program
-MOST_SLOTS = 4096
+MOST_SLOTS = 2048
 
 
 class Routed(NamedTuple):
@@ -175,7 +176,7 @@ def route_tokens(
         )
     if ids.numel() >= 1 << 31:
         raise ArgumentError(f"ids: {ids.numel()} of them; allowed: below 2**31")
-    if runs_by_reference(count_slots_kernel, ids.device):
+    if not runs_on(ids.device):
         return route_tokens_reference(ids, num_experts, slot_of, slots)
     ids, entries = ids.contiguous(), ids.numel()
     slot = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
@@ -185,24 +186,26 @@ def route_tokens(
     padded = max(32, power_of_two(slots))
     if entries <= MOST_SINGLE:
         width = max(CHUNK.value, power_of_two(entries))
-        route_few_kernel[(1,)](
-            ids, table, slot, place, counts, entries, num_experts, slots,
-            SLOTS=padded, ENTRIES=width, HAS_TABLE=has_table, num_warps=few_warps(width),
-        )  # fmt: skip
+        with on_device(ids.device):
+            route_few_kernel[(1,)](
+                ids, table, slot, place, counts, entries, num_experts, slots,
+                SLOTS=padded, ENTRIES=width, HAS_TABLE=has_table, num_warps=few_warps(width),
+            )  # fmt: skip
         return Routed(slot, place, counts)
     rounds = cdiv(entries, BLOCK.value * MOST_BLOCKS)
     blocks = cdiv(entries, BLOCK.value * rounds)
     # The bad ids of each block are kept behind the counts of all of them.
     scratch = torch.empty(blocks * (padded + 1), dtype=torch.int32, device=ids.device)
     bad = scratch[blocks * padded :]
-    count_slots_kernel[(blocks,)](
-        ids, table, slot, scratch, bad, entries, num_experts, rounds,
-        SLOTS=padded, HAS_TABLE=has_table, num_warps=4,
-    )  # fmt: skip
-    place_rows_kernel[(blocks,)](
-        slot, place, scratch, bad, counts, entries, slots, rounds, blocks,
-        SLOTS=padded, BLOCKS=power_of_two(blocks), ROWS=count_rows(padded), num_warps=8,
-    )  # fmt: skip
+    with on_device(ids.device):
+        count_slots_kernel[(blocks,)](
+            ids, table, slot, scratch, bad, entries, num_experts, rounds,
+            SLOTS=padded, HAS_TABLE=has_table, num_warps=4,
+        )  # fmt: skip
+        place_rows_kernel[(blocks,)](
+            slot, place, scratch, bad, counts, entries, slots, rounds, blocks,
+            SLOTS=padded, BLOCKS=power_of_two(blocks), ROWS=count_rows(padded), num_warps=8,
+        )  # fmt: skip
     return Routed(slot, place, counts)
 
 

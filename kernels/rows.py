@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 import triton
 
 from ..errors import ArgumentError
-from .pointers import WORDS, interpreted
+from .pointers import WORDS, AddressTables
 
 VECTOR = 16  # bytes of the widest access
 PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,9 +29,14 @@ class TokenRows(NamedTuple):
 
 
 class Buffers:
-    """One buffer of each owner, all of one shape, dtype and contiguous, in the owners' order."""
+    """One buffer of each owner, all of one shape, dtype and contiguous, in the owners' order.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    Args:
+        tables: keeps their addresses on the device: whose buffers rotate uploads them once, and who captures a CUDA
+            graph keeps it for as long as the graph.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], tables: AddressTables | None = None) -> None:
         self.tensors = tuple(tensors)
         first = self.tensors[0]
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
@@ -42,25 +46,19 @@ class Buffers:
                     f"buffers[{i}]: {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
                     f"contiguous, as buffers[0], {first.dtype} {tuple(first.shape)}"
                 )
-        self._table: torch.Tensor | None = None
-        self._host: torch.Tensor | None = None  # what a captured upload copies from
-        self._bits = 0
+        self._tables = tables
 
     def __len__(self) -> int:
         return len(self.tensors)
 
     def table(self) -> tuple[torch.Tensor, int]:
         """Their addresses, int64 [W] on their device, and the bits that any of them has."""
-        if self._table is None:
-            addresses = [tensor.data_ptr() for tensor in self.tensors]
-            signed = [struct.unpack("q", struct.pack("Q", address))[0] for address in addresses]
-            # From pinned memory, so that the host does not wait.
-            self._host = torch.empty(len(signed), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-            self._host.copy_(torch.tensor(signed, dtype=torch.int64))
-            self._table = self._host.to(self.device, non_blocking=True)
-            for address in addresses:
-                self._bits |= address
-        return self._table, self._bits
+        if self._tables is None:
+            self._tables = AddressTables(self.device)
+        addresses, bits = tuple([tensor.data_ptr() for tensor in self.tensors]), 0
+        for address in addresses:
+            bits |= address
+        return self._tables.of(addresses), bits
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,6 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
             f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: {dtype} of shape {wanted}, "
             f"the elements of a row adjacent"
         )
-
-
-def runs_by_reference(kernel: object, device: torch.device) -> bool:
-    """Whether tensors of a device take the torch path: those of the CPU, except under the interpreter."""
-    return (device.type == "cpu") != interpreted(kernel)
 
 
 def programs_of(device: torch.device, most: int) -> int:

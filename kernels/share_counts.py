@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import Buffers, power_of_two, runs_by_reference
+from .pointers import on_device, runs_on
+from .rows import Buffers, power_of_two
 
 
 @triton.jit(do_not_specialize=["me", "length"])
@@ -19,10 +20,11 @@ def share_counts_kernel(counts, matrices, me, length, LENGTH: tl.constexpr):
 
 def share_counts(counts: torch.Tensor, matrices: Buffers, me: int) -> None:
     """Write `counts`, int32 [S + 1], to row `me` of all matrices, int32 [W, S + 1]."""
-    if runs_by_reference(share_counts_kernel, counts.device):
+    if not runs_on(counts.device):
         for matrix in matrices.tensors:
             matrix[me].copy_(counts)
         return
     table, _ = matrices.table()
     length = len(counts)
-    share_counts_kernel[(len(matrices),)](counts, table, me, length, LENGTH=power_of_two(length), num_warps=4)
+    with on_device(counts.device):
+        share_counts_kernel[(len(matrices),)](counts, table, me, length, LENGTH=power_of_two(length), num_warps=4)

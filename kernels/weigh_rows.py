@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from .codecs import decode, encode
-from .pointers import interpreted
+from .pointers import interpreted, on_device, runs_on
 from .reduce_boxes import ELEMENTS
-from .rows import RowLaunch, check_rows, programs_of, row_constants, runs_by_reference
+from .rows import RowLaunch, check_rows, programs_of, row_constants
 
 
 @triton.jit(do_not_specialize=["gradient", "values", "out", "programs"])
@@ -70,17 +70,18 @@ def weigh_rows(
     size, hidden = out.shape
     for name, x in (("gradient", gradient), ("values", values), ("out", out)):
         check_rows(name, x, (size, hidden), out.dtype)
-    if runs_by_reference(weigh_rows_kernel, out.device):
+    if not runs_on(out.device):
         weigh_rows_reference(gradient, values, weights, num_rows, out, weight_gradient)
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
     programs = programs_of(out.device, size)
-    weigh_rows_kernel[(programs,)](
-        gradient.data_ptr(), values.data_ptr(), out.data_ptr(), weights, weight_gradient, num_rows, programs,
-        COLS=launch.columns, DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(weigh_rows_kernel),
-        num_warps=launch.num_warps, enable_fp_fusion=False,
-        **row_constants(out.dtype, hidden, gradient.data_ptr(), values.data_ptr(), out.data_ptr()),
-    )  # fmt: skip
+    with on_device(out.device):
+        weigh_rows_kernel[(programs,)](
+            gradient.data_ptr(), values.data_ptr(), out.data_ptr(), weights, weight_gradient, num_rows, programs,
+            COLS=launch.columns, DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(weigh_rows_kernel),
+            num_warps=launch.num_warps, enable_fp_fusion=False,
+            **row_constants(out.dtype, hidden, gradient.data_ptr(), values.data_ptr(), out.data_ptr()),
+        )  # fmt: skip
 
 
 def weigh_rows_reference(

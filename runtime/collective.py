@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
-from .meeting import AllGather, AllToAll, Ask, Collective, ReduceScatter, Transfer
+from .agreement import REFUSED, Agreement
+from .meeting import Agree, AllGather, AllToAll, Ask, Collective, ReduceScatter, Transfer
 from .shared_memory import post_failure, read_failure, read_when_posted
 
 if TYPE_CHECKING:
     from .pending import Pending
 
 _KEPT_POSTS = 64
-_REFUSED = 0  # in place of a token
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 
 # Of messages on gloo, which pairs sends with receives by it: those of the user's own are others.
@@ -42,6 +42,9 @@ class CollectiveWorld:
 
     Every call posts its number and request to the store without waiting; a rank that runs a request for the first time
     reads what its peers posted for the same call and refuses if they differ.
+
+    Where sizes follow from data, what ranks run is compared before (`Agree`): on gloo, which ends a process that gets
+    more than it expects, by a message each time; elsewhere by what they post, the first time.
     """
 
     one_sided = False
@@ -57,6 +60,8 @@ class CollectiveWorld:
         self._groups: dict[tuple[int, ...], Members] = {}
         self._used: set[dist.ProcessGroup] = set()
         self.error: WorldError | None = None
+        self._agreement = Agreement()
+        self._agreed: set[int] = set()
         self.busy = self._left = False
         self.pending: Pending | None = None
 
@@ -101,21 +106,46 @@ class CollectiveWorld:
             )
             posted, theirs = map(int, text.split())
             # A peer that needs nothing from here may be far ahead and have reused the slot: nothing to compare then.
-            if posted == call and theirs == _REFUSED:
-                raise DisagreementError(
-                    f"rank {peer} refused: its arguments do not fit, see the error there; rank {self.rank} was waiting "
-                    f"for it"
-                )
+            if posted == call and theirs == REFUSED:
+                raise _refused(peer, self.rank)
             if posted == call and theirs != token:
-                raise DisagreementError(
-                    f"rank {self.rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout "
-                    f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
-                )
+                raise _differs(peer, self.rank, token, theirs)
 
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
         """Post, where peers that compile the request look, that this rank's argument is wrong; wait for nobody."""
         if len(company) > 1:
-            self.announce(company, _REFUSED, False)
+            self.announce(company, REFUSED, False)
+
+    def decline(self, ranks: tuple[int, ...]) -> None:
+        """In place of an `Agree` with the others of `ranks`: this rank's argument is wrong; wait for nobody.
+
+        Not on gloo, those that have agreed on this before are not told. Where all ranks decline alike their world lives
+        on.
+        """
+        peers = tuple(rank for rank in ranks if rank != self.rank)
+        if self.backend == "gloo":
+            self._agreement.refuse(peers)
+        elif peers:
+            self.announce(ranks, REFUSED, False)
+
+    def _agree(self, request: Agree) -> None:
+        """
+        Raises:
+            DisagreementError: a peer runs something else.
+            MeetingTimeoutError, PeerError: a peer did not come.
+        """
+        peers, token = request.peers, request.token
+        ranks = tuple(sorted((*peers, self.rank)))
+        if self.backend != "gloo":
+            self.announce(ranks, token, token not in self._agreed)
+            self._agreed.add(token)
+            return
+        self._calls[ranks] = self._calls.get(ranks, 0) + 1
+        for peer, theirs in self._agreement.exchange(peers, token, self._messages).items():
+            if theirs == REFUSED:
+                raise _refused(peer, self.rank)
+            if theirs != token:
+                raise _differs(peer, self.rank, token, theirs)
 
     def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Process groups that the programs bound next may use, of several with the same ranks the first.
@@ -196,6 +226,8 @@ class CollectiveWorld:
         """`answer`, but what it returns waits for the peers."""
         if isinstance(request, Collective):
             return self._began(request)
+        if isinstance(request, Agree):
+            return partial(self._agree, request)
         assert isinstance(request, Transfer)
         # A backend may connect the ranks of a group when it is first used, all of them at once: so it is the group of
         # exactly those that exchange, where there is one.
@@ -205,8 +237,9 @@ class CollectiveWorld:
             self._used.add(group)
         operations = [dist.P2POp(dist.irecv, buffer, peer, group, _TAG) for peer, buffer in request.receives]
         operations += [dist.P2POp(dist.isend, buffer, peer, group, _TAG) for peer, buffer in request.sends]
-        if not operations:
-            return lambda: None
+        return self._messages(operations) if operations else lambda: None
+
+    def _messages(self, operations: list[dist.P2POp]) -> Callable[[], None]:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
@@ -260,6 +293,19 @@ class CollectiveWorld:
             for peer in dist.get_process_group_ranks(group):
                 if peer != self.rank and _close(group, peer):
                     break
+
+
+def _refused(peer: int, rank: int) -> DisagreementError:
+    return DisagreementError(
+        f"rank {peer} refused: its arguments do not fit, see the error there; rank {rank} was waiting for it"
+    )
+
+
+def _differs(peer: int, rank: int, token: int, theirs: int) -> DisagreementError:
+    return DisagreementError(
+        f"rank {rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout or order of "
+        f"calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
+    )
 
 
 def _close(group: dist.ProcessGroup, peer: int) -> bool:

@@ -16,7 +16,7 @@ from .bound_step import Run
 from .dtypes import name_of
 from .executor import BoundProgram
 from .lowering import BACKENDS, Reduction, check_reduction, node_of
-from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
+from .meeting import Agree, AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -216,7 +216,7 @@ def run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
 def _awaited(request: Ask, rank: int) -> list[int]:
     if isinstance(request, Mixed):
         return _awaited(request.transfer, rank) + _awaited(request.meet, rank)
-    if isinstance(request, Meet):
+    if isinstance(request, Meet | Agree):
         return list(request.peers)
     if isinstance(request, Collective):
         return [peer for peer in request.group if peer != rank]  # also those that send nothing
@@ -255,6 +255,10 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
         if request.meanwhile is not None:
             request.meanwhile()
         return
+    if isinstance(request, Agree):
+        for peer in request.peers:
+            posted[rank, peer].append((request.token, None))
+        return
     messages: dict[int, list[torch.Tensor]] = defaultdict(list)
     for peer, buffer in _sends(request):
         messages[peer].append(buffer.clone())
@@ -268,7 +272,7 @@ def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]
         return _answered(rank, request.meet, posted)
     own = [rank] if isinstance(request, Collective) else []
     came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
-    if isinstance(request, Meet):
+    if isinstance(request, Meet | Agree):
         if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):
             raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")
         return [came[peer][1] for peer in request.peers]

@@ -32,6 +32,14 @@ class Meet(NamedTuple):
     output: torch.Tensor | None = None
 
 
+class Agree(NamedTuple):
+    """Tell every peer what this rank runs: a number, which has to be theirs as well. Two-sided worlds only."""
+
+    peers: tuple[int, ...]
+    token: int
+    output: torch.Tensor | None = None
+
+
 class Transfer(NamedTuple):
     """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided worlds only."""
 
@@ -98,4 +106,4 @@ class AllReduce(NamedTuple):
 
 
 Collective = AllToAll | AllGather | ReduceScatter | AllReduce
-Ask = Meet | Transfer | Mixed | Collective
+Ask = Meet | Agree | Transfer | Mixed | Collective

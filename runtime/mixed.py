@@ -126,6 +126,10 @@ class MixedWorld:
             near = tuple(rank for rank in company if self._nodes[rank] == self._nodes[self.rank])
             self.inside.refuse(near, company)
 
+    def decline(self, ranks: tuple[int, ...]) -> None:
+        """In place of an `Agree` with the others of `ranks`: this rank's argument is wrong; wait for nobody."""
+        self.across.decline(ranks)
+
     def fail(self, error: WorldError) -> None:
         """Tell peers of this node and of others that wait for this rank, now or later, that it will not come."""
         self.inside.fail(error)

@@ -80,7 +80,7 @@ class Segment:
             self.map = mmap.mmap(self.handle, nbytes)
         self.owner = os.getpid()
         self.named = named
-        self.bytes = torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8))
+        self.bytes = bytes_of(self.map)
         self.address = self.bytes.data_ptr()
 
     def __del__(self) -> None:
@@ -93,6 +93,12 @@ def segment_path(pid: int, handle: int, named: bool) -> str:
     if named:
         return f"{NAMED_FOLDER}/shardweave-{process_namespace()}-{pid}-{handle}"
     return f"/proc/{pid}/fd/{handle}"
+
+
+def bytes_of(mapped: mmap.mmap) -> torch.Tensor:
+    """All of it, flat; to be written at any time, whatever mode this is called in."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
 def open_segment(path: str) -> mmap.mmap:

@@ -20,7 +20,7 @@ from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldErr
 from .futex import sleep_on, wake
 from .landings import Landings
 from .meeting import Ask, Meet
-from .segments import Segment, open_segment, process_namespace, segment_path, unlink_names, uses_names
+from .segments import Segment, bytes_of, open_segment, process_namespace, segment_path, unlink_names, uses_names
 from .shared_pool import MAX_SEGMENTS, SharedPool
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class _Peer:
                 if isinstance(error, PermissionError) and _is_running(self.pid):
                     raise WorldError(f"the memory of {self} may no longer be mapped: {error}") from error
                 raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
-            found = self._segments[index] = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
+            found = self._segments[index] = bytes_of(mapped)
         return found
 
 
@@ -208,6 +208,10 @@ class SharedMemoryWorld:
         self._come(found, _REFUSED, _NOWHERE)
         for peer in found:
             peer.awaited = False
+
+    def decline(self, ranks: tuple[int, ...]) -> None:
+        """`refuse` at a meeting of all of `ranks`."""
+        self.refuse(ranks, ranks)
 
     def _come(self, peers: list[_Peer], token: int, offer: Address) -> None:
         """Tell peers that this rank has come to their next meeting."""

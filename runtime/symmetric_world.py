@@ -196,3 +196,6 @@ class SymmetricWorld:
 
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
         """Nobody is told, so that ranks that refuse alike go on."""
+
+    def decline(self, ranks: tuple[int, ...]) -> None:
+        """Nobody is told."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import token_ops as ops
 from .token_memory import RowsAgain
@@ -54,6 +55,7 @@ class Dispatch(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         engine: Engine = ctx.engine
         layout, n, routing = engine.layout, len(engine.parts), list(ctx.saved_tensors)
@@ -94,6 +96,7 @@ class Combine(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         engine: Engine = ctx.engine
         n, saved = len(engine.parts), list(ctx.saved_tensors)

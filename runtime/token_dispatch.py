@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 from ..errors import ArgumentError, CapacityError, UnsupportedError
-from .collective import CollectiveWorld
 from .in_process import InProcessWorld, run_all
 from .pending import Turn
 from .statistics import stats
@@ -22,12 +21,14 @@ from .token_autograd import Combine, Dispatch, combine_into
 from .token_layout import DispatchLayout
 from .token_memory import RowsAgain, unpack
 from .token_ops import by_rank, register, routing_length, state_of
-from .token_ranks import DispatchRank, Sent
+from .token_pushes import PushingRank
+from .token_rank import TokenRank
+from .token_routing import Sent
 from .token_slabs import SlabRank
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
 _WAYS = {
-    DispatchRank: "rows pushed straight to their group at the owner",
+    PushingRank: "rows pushed straight to their group at the owner",
     SlabRank: "one slab of exact size for each pair of ranks; the host reads the counts once for each dispatch",
 }
 LATEST = 2
@@ -68,6 +69,8 @@ class RoutedTokens:
     topk_weights: torch.Tensor
     _sent: Sent
     _layout: DispatchLayout
+    _of: tuple[int, int]
+    """The number of its dispatcher, and of the rank of that."""
     _tokens: torch.Tensor | None = None
     """Where they are dispatched again in backward: what was."""
     _again: RowsAgain | None = None
@@ -125,16 +128,16 @@ class RoutedTokens:
 def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:
     parts = [routed.x, routed.weights, routed.topk_weights, *routed._sent.tensors()]
     if routed._tokens is None:
-        return parts, (routed._layout, None)
-    return [*parts, routed._tokens], (routed._layout, routed._again)
+        return parts, (routed._layout, routed._of, None)
+    return [*parts, routed._tokens], (routed._layout, routed._of, routed._again)
 
 
 def _unflatten(parts: Iterable[Any], context: Any) -> RoutedTokens:
     x, weights, topk_weights, *sent = parts
-    layout, again = context
+    layout, of, again = context
     if again is None:
-        return RoutedTokens(x, weights, topk_weights, Sent.of(sent), layout)
-    return RoutedTokens(x, weights, topk_weights, Sent.of(sent[:-1]), layout, sent[-1], again)
+        return RoutedTokens(x, weights, topk_weights, Sent.of(sent), layout, of)
+    return RoutedTokens(x, weights, topk_weights, Sent.of(sent[:-1]), layout, of, sent[-1], again)
 
 
 _pytree.register_pytree_node(RoutedTokens, _flatten, _unflatten)
@@ -149,6 +152,8 @@ class _Losses:
         self._calls = 0
 
     def add(self, lost: torch.Tensor) -> None:
+        if self._layout.overflow != "raise" or _capturing(lost.device):
+            return
         event = None
         if lost.device.type == "cuda":
             host = torch.empty(2, dtype=torch.int64, pin_memory=True)
@@ -162,12 +167,14 @@ class _Losses:
 
     def check(self, later: int) -> None:
         """Raise for dispatches that are at least `later` calls ago."""
+        if self._waiting and _capturing(self._waiting[0][1].device):
+            return
         while self._waiting and self._waiting[0][0] + later <= self._calls:
             call, lost, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
             dropped, bad = lost.tolist()
-            if (dropped or bad) and self._layout.overflow == "raise":
+            if dropped or bad:
                 raise CapacityError(
                     f"dispatch {call}: {dropped} rows had no room (capacity: {self._layout.rows} rows for each rank, "
                     f"expert_capacity: {self._layout.expert_capacity}) and {bad} ids were not in -1 to "
@@ -175,17 +182,21 @@ class _Losses:
                 )
 
 
+def _capturing(device: torch.device) -> bool:
+    """Whether what is enqueued now becomes part of a CUDA graph, of which the host learns nothing."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class _Dispatcher:
     """What real and virtual ranks have in common. Everything is a list: one for each rank in this process."""
 
-    def __init__(self, layout: DispatchLayout, parts: Sequence[DispatchRank | SlabRank], name: str) -> None:
+    def __init__(self, layout: DispatchLayout, parts: Sequence[TokenRank], name: str) -> None:
         self.layout, self.parts, self._name = layout, parts, name
         self._losses = _Losses(layout)
         self.handle, self.state = register(self), state_of(parts[0].world, parts[0].device)
 
     def before_dispatch(self) -> None:
-        if self.layout.overflow == "raise":
-            self._losses.check(LATEST)
+        self._losses.check(LATEST)
 
     def after_dispatch(self, lost: torch.Tensor) -> None:
         self._losses.add(lost)
@@ -218,7 +229,7 @@ class _Dispatcher:
             f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
             f"overflow: {layout.overflow}; save: {layout.save}",
             "  memory of a rank, bytes at most:",
-            *[f"    {nbytes:>16,}  {what}" for what, nbytes in layout.nbytes.items()],
+            *[f"    {nbytes:>16,}  {what}" for what, nbytes in layout.nbytes(self.parts[0].in_slabs).items()],
         ]
         return "\n".join(lines)
 
@@ -239,9 +250,10 @@ class _Dispatcher:
                 slots = layout.bounds[part.me + 1] - layout.bounds[part.me]
                 assert layout.expert_capacity is not None
                 shape = slots, layout.expert_capacity
-                x, numbers = x[: shape[0] * shape[1]].view(*shape, -1), numbers[: shape[0] * shape[1]].view(shape)
+                n = shape[0] * shape[1]
+                x, numbers = x[:n].view(*shape, layout.hidden), numbers[:n].view(shape)
             kept = (tokens.detach(), RowsAgain(x)) if again else ()
-            found.append(RoutedTokens(x, numbers, w, Sent.of(sent), layout, *kept))
+            found.append(RoutedTokens(x, numbers, w, Sent.of(sent), layout, (self.handle, part.me), *kept))
         return found
 
     def _combine(
@@ -282,7 +294,7 @@ class _Dispatcher:
         counts: torch.Tensor | None = None,
         at: str = "",
     ) -> None:
-        layout, device = self.layout, self.parts[0].device
+        layout = self.layout
         if x.dim() != 2 or x.shape[1] != layout.hidden or x.dtype is not layout.dtype or x.shape[0] > layout.max_tokens:
             raise ArgumentError(
                 f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {layout.dtype} of shape [T, {layout.hidden}], "
@@ -305,11 +317,16 @@ class _Dispatcher:
                 f"{(layout.num_experts,)}"
             )
         for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights), ("counts", counts)):
-            if tensor is not None and tensor.device.type != device.type:
-                raise ArgumentError(f"{name}{at}: on {tensor.device}; allowed: {device}")
+            if tensor is not None:
+                self._check_device(name + at, tensor)
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device != self.parts[0].device:
+            raise ArgumentError(f"{name}: on {tensor.device}; allowed: {self.parts[0].device}")
 
     def _check_combine(
         self,
+        me: int,
         values: torch.Tensor,
         routed: RoutedTokens,
         out: torch.Tensor | None,
@@ -317,8 +334,11 @@ class _Dispatcher:
         at: str = "",
     ) -> None:
         layout = self.layout
-        if not isinstance(routed, RoutedTokens) or routed._layout != layout:
+        if not isinstance(routed, RoutedTokens) or routed._of[0] != self.handle:
             raise ArgumentError(f"routed{at}: allowed: what this dispatcher's dispatch returned")
+        if routed._of[1] != me:
+            raise ArgumentError(f"routed{at}: what rank {routed._of[1]} dispatched; allowed: what rank {me} did")
+        self._check_device(f"expert_output{at}", values)
         if values.shape != routed.x.shape or values.dtype is not layout.dtype:
             raise ArgumentError(
                 f"expert_output{at}: {values.dtype} of shape {tuple(values.shape)}; allowed: {layout.dtype} of shape "
@@ -328,6 +348,7 @@ class _Dispatcher:
         for name, tensor in (("out", out), ("add", add)):
             if tensor is None:
                 continue
+            self._check_device(name + at, tensor)
             if tensor.shape != shape or tensor.dtype is not layout.dtype or (shape[1] > 1 and tensor.stride(1) != 1):
                 raise ArgumentError(
                     f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
@@ -346,8 +367,9 @@ class _Dispatcher:
 class TokenDispatcher(_Dispatcher):
     """Expert-parallel dispatch and combine among the ranks of a process group.
 
-    Every rank calls the same methods in the same order, with tensors that need gradients alike; T may differ, and be
-    0. Nothing on the way depends on a number that the host has read, but for the CPU's own copies.
+    Every rank makes the same dispatchers in the same order, and calls the same methods in the same order, with tensors
+    that need gradients alike; T may differ, and be 0. Nothing on the way depends on a number that the host has read,
+    but for the CPU's own copies.
 
     y = combine(expert(dispatch(x))) is, for each token, over ranks ascending the float32 sum of the sums of its entries
     there, in order of k and rounded to the dtype. Ids may repeat within a token: each is an entry of its own.
@@ -365,9 +387,10 @@ class TokenDispatcher(_Dispatcher):
         expert_capacity: rows of a group at most.
         align: rows that groups begin and end at a multiple of.
         overflow: "raise": `check`, or the second dispatch after, raises CapacityError, on all ranks alike, if rows had
-            no room or ids were bad. "drop": their part of the result is zero, and so are their gradients. Of a group
-            the rows after its first expert_capacity are dropped, then those beyond the buffer; rows are in order of
-            source rank, token and k. Bad ids act as -1.
+            no room or ids were bad; of the last two dispatches `check` alone does. Of dispatches that a CUDA graph
+            replays nothing is raised: `routed.dropped` and `routed.bad_ids` tell. "drop": their part of the result is
+            zero, and so are their gradients. Of a group the rows after its first expert_capacity are dropped, then
+            those beyond the buffer; rows are in order of source rank, token and k. Bad ids act as -1.
         layout: "grouped", or "batched": x is [S_local, C, H], C being expert_capacity rounded up to `align`.
         expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
             copy, else to copy r mod n of n.
@@ -416,20 +439,25 @@ class TokenDispatcher(_Dispatcher):
             len(ranks), num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow,
             layout, expert_map, save,
         )  # fmt: skip
-        device = torch.device(device)
+        device = _placed(device)
         self._world: AnyWorld | InProcessWorld = InProcessWorld()
-        name = "alone"
+        name, number = "alone", 0
         if len(ranks) > 1:
             obstacle = why_not_backend(device)
             if obstacle is not None:
                 raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
             chosen, _ = current_worlds().choose(ranks, device, world)
+            if chosen.windows is not None:
+                raise UnsupportedError(
+                    f"world: {chosen.name} has no token dispatch; allowed: shared_memory, collective, mixed"
+                )
             self._world, name = chosen, chosen.name
+            number = current_worlds().number_dispatcher(ranks)
         self._ranks = ranks
         self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
-        part = DispatchRank if self._world.one_sided else SlabRank
-        super().__init__(agreed, [part(agreed, self._world, ranks, ranks.index(rank), device)], name)
-        self._first = True
+        part = PushingRank if self._world.one_sided else SlabRank
+        me, token = ranks.index(rank), agreed.token(number)
+        super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name)
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         world, (run,) = self._world, runs
@@ -444,9 +472,6 @@ class TokenDispatcher(_Dispatcher):
         with Turn(world, self._kind):
             reply: Any = None
             try:
-                if isinstance(world, CollectiveWorld):
-                    world.announce(self._ranks, self.layout.digest, self._first)
-                    self._first = False
                 while True:
                     reply = world.answer(run.send(reply))
             except StopIteration as end:
@@ -489,6 +514,12 @@ class TokenDispatcher(_Dispatcher):
     ) -> torch.Tensor:
         """[T, H], the weighted sum of each token's rows of all ranks' `expert_output`, plus `add`.
 
+        Rows from `routed.num_rows` on are not initialised, in `routed.x` and in the gradient of `expert_output` alike.
+        Experts that go by groups, as `torch._grouped_mm` does, never see them. What goes by all rows masks both:
+
+            there = torch.arange(len(routed.x), device=routed.x.device)[:, None] < routed.num_rows
+            output = torch.where(there, f(torch.where(there, routed.x, 0)), 0)
+
         Args:
             expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.
             routed: of a dispatch; a result may be combined several times.
@@ -500,11 +531,16 @@ class TokenDispatcher(_Dispatcher):
             ArgumentError, WorldError: as for `dispatch`.
         """
         with self._telling():
-            self._check_combine(expert_output, routed, out, add)
+            self._check_combine(self.parts[0].me, expert_output, routed, out, add)
         return self._combine([expert_output], [routed], [out], [add], weighted)[0]
 
     def _telling(self) -> _Telling:
         return _Telling(self._world, self._ranks)
+
+
+def _placed(device: torch.device | str) -> torch.device:
+    """As tensors on it say: the current one where none is named."""
+    return torch.empty(0, device=device).device
 
 
 class _Telling:
@@ -518,7 +554,7 @@ class _Telling:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, ArgumentError) and not isinstance(self._world, InProcessWorld) and not self._world.error:
-            self._world.refuse(self._ranks, self._ranks)
+            self._world.decline(self._ranks)
 
 
 class VirtualTokenDispatcher(_Dispatcher):
@@ -553,9 +589,10 @@ class VirtualTokenDispatcher(_Dispatcher):
             size, num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout,
             expert_map, save,
         )  # fmt: skip
-        world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), torch.device(device)
-        part = DispatchRank if one_sided else SlabRank
-        super().__init__(agreed, [part(agreed, world, ranks, r, device) for r in ranks], "in process")
+        world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), _placed(device)
+        part = PushingRank if one_sided else SlabRank
+        parts = [part(agreed, world, ranks, r, device, agreed.token(0)) for r in ranks]
+        super().__init__(agreed, parts, "in process")
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         ended = run_all(dict(enumerate(runs)))
@@ -590,7 +627,7 @@ class VirtualTokenDispatcher(_Dispatcher):
         adds: Sequence[Any] = [None] * self.layout.ranks if add is None else add
         self._check_lists(expert_output=expert_outputs, routed=routed, out=outs, add=adds)
         for rank, (values, r, o, a) in enumerate(zip(expert_outputs, routed, outs, adds, strict=True)):
-            self._check_combine(values, r, o, a, f"[{rank}]")
+            self._check_combine(rank, values, r, o, a, f"[{rank}]")
         return self._combine(expert_outputs, routed, outs, adds, weighted)
 
     def _check_lists(self, **lists: Sequence[Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -64,16 +66,13 @@ class DispatchLayout:
         Raises:
             ArgumentError: a number, name or map that is not allowed.
         """
-        for name, value, most in (
-            ("num_experts", num_experts, MOST_SLOTS),
-            ("top_k", top_k, MOST_K),
-            ("hidden", hidden, 1 << 24),
-            ("align", align, 1 << 16),
-        ):
-            _check_whole(name, value, 1, most)
-        _check_whole("max_tokens", max_tokens, 0, 1 << 24)
+        num_experts = _whole("num_experts", num_experts, 1, MOST_SLOTS)
+        top_k = _whole("top_k", top_k, 1, MOST_K)
+        hidden = _whole("hidden", hidden, 1, 1 << 24)
+        align = _whole("align", align, 1, 1 << 16)
+        max_tokens = _whole("max_tokens", max_tokens, 0, 1 << 24)
         if expert_capacity is not None:
-            _check_whole("expert_capacity", expert_capacity, 0, (1 << 31) - 1)
+            expert_capacity = _whole("expert_capacity", expert_capacity, 0, (1 << 31) - 1)
         for name, text, allowed in (
             ("overflow", overflow, OVERFLOWS),
             ("layout", layout, LAYOUTS),
@@ -111,31 +110,48 @@ class DispatchLayout:
         """Padding rows that a group has at most."""
         return (self.expert_capacity or 0) if self.batched else self.align - 1
 
-    @property
-    def digest(self) -> int:
-        """Equal for equal layouts; 55 bits, the last 8 of them zero."""
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=6).digest(), "big") << 8
+    @cached_property
+    def _digest(self) -> int:
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=6).digest(), "big")
 
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes of memory of one rank, at most, by what they are for."""
+    def token(self, number: int) -> int:
+        """Of the group's dispatcher of this number: equal for equal layouts and numbers; 56 bits, the last 8 zero."""
+        return (self._digest + number) % (1 << 48) << 8
+
+    def nbytes(self, in_slabs: bool) -> dict[str, int]:
+        """Bytes of memory of one rank, at most, by what they are for; `in_slabs`: of ranks that send and receive."""
         row = self.hidden * self.dtype.itemsize
+        most = self.max_tokens * self.top_k
         received = {
             "lease": "rows received, held until backward",
             "copy": "rows received, twice while they are copied, then once until backward",
             "redispatch": "rows received, held until the experts are done, and again during their backward",
         }
-        return {
+        routing = "routing of one dispatch, held until backward"
+        found = {
             received[self.save]: self.rows * (row + 4),
-            "expert output that peers read, during combine": self.rows * row,
             "gradients received, in the backward of combine": self.rows * (row + 4),
-            "routing of one dispatch": self.max_tokens * self.top_k * 16 + self.ranks * (self.bounds[-1] + 1) * 8,
+            # Slots, places and rows of entries, and counts of all ranks.
+            routing: most * 16 + self.ranks * (self.bounds[-1] + 1) * 8,
         }
+        if not in_slabs:
+            return {**found, "expert output that peers read, during combine": self.rows * row}
+        # Rows that come are sorted into their groups; those that go were sorted out of them.
+        found[routing] += self.rows * 8
+        # Each of the four sends rows as slabs and receives such.
+        slabs = "slabs sent and received, during dispatch, combine and either's backward"
+        return {**found, slabs: (most + self.rows) * row}
 
 
-def _check_whole(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    """`value` as an int; numpy's whole numbers are some."""
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = least - 1
+    if isinstance(value, bool | torch.Tensor) or not least <= found <= most:
         raise ArgumentError(f"{name}: {value!r}; allowed: a whole number, {least} to {most}")
+    return found
 
 
 def _up(number: int, align: int) -> int:
@@ -143,12 +159,10 @@ def _up(number: int, align: int) -> int:
 
 
 def _capacity_rows(capacity: int | float, share: int) -> int:
-    if isinstance(capacity, bool) or not isinstance(capacity, int | float) or capacity < 0:
+    if not isinstance(capacity, float):
+        return _whole("capacity", capacity, 0, (1 << 31) - 1)
+    if not 0 <= capacity < math.inf:
         raise ArgumentError(f"capacity: {capacity!r}; allowed: rows (int) or a factor of max_tokens * top_k (float)")
-    if isinstance(capacity, int):
-        return capacity
-    if not math.isfinite(capacity):
-        raise ArgumentError(f"capacity: {capacity!r}; allowed: a finite factor")
     return math.ceil(capacity * share)
 
 
@@ -162,11 +176,13 @@ def _slots(
         return tuple(r * each + min(r, more) for r in range(ranks + 1)), ()
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
-    held = [(rank, int(expert)) for rank, experts in enumerate(expert_map) for expert in experts]
+    held = [
+        (rank, _whole(f"expert_map[{rank}]", expert, 0, num_experts - 1))
+        for rank, experts in enumerate(expert_map)
+        for expert in experts
+    ]
     copies: list[list[int]] = [[] for _ in range(num_experts)]
-    for slot, (rank, expert) in enumerate(held):
-        if not 0 <= expert < num_experts:
-            raise ArgumentError(f"expert_map[{rank}]: expert {expert}; allowed: 0 to {num_experts - 1}")
+    for slot, (_, expert) in enumerate(held):
         copies[expert].append(slot)
     missing = [expert for expert, slots in enumerate(copies) if not slots]
     if missing:

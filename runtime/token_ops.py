@@ -19,8 +19,8 @@ import torch
 from ..errors import ArgumentError
 from .bound_step import World
 from .token_layout import DispatchLayout
-from .token_ranks import DispatchRank, Sent, specs_of_sent
-from .token_slabs import SlabRank
+from .token_rank import TokenRank
+from .token_routing import Sent, specs_of_sent
 
 Tensors = list[torch.Tensor]
 
@@ -29,7 +29,7 @@ class Engine(Protocol):
     """The ranks of a dispatcher that are in this process, and how their runs are carried out together."""
 
     layout: DispatchLayout
-    parts: Sequence[DispatchRank | SlabRank]
+    parts: Sequence[TokenRank]
     handle: int
     """What operators know it by. Made by `register`."""
     state: torch.Tensor
@@ -60,7 +60,8 @@ def register(engine: Any) -> int:
 def state_of(world: World, device: torch.device) -> torch.Tensor:
     """int64 [1], one for all dispatchers of a world: the order of what they do there. Nothing is written into it."""
     if world not in _states:
-        _states[world] = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):
+            _states[world] = torch.zeros(1, dtype=torch.int64, device=device)
     return _states[world]
 
 
@@ -73,7 +74,7 @@ def _engine(handle: int) -> Engine:
 
 def routing_length(engine: Engine) -> int:
     """Tensors of a dispatch's routing on one rank."""
-    return Sent.number(isinstance(engine.parts[0], SlabRank)) - 1
+    return Sent.number(engine.parts[0].in_slabs) - 1
 
 
 def by_rank(tensors: Sequence[Any], each: int) -> Iterator[Sequence[Any]]:
@@ -109,7 +110,7 @@ def new_dispatched(engine: Engine, xs: Tensors, ids: Tensors, weights: Tensors) 
     found = []
     for part, x in zip(engine.parts, xs, strict=True):
         found.append(x.new_empty(part.layout.rows, part.layout.hidden))
-        specs = specs_of_sent(part.layout, part.me, x.shape[0], x.device, isinstance(part, SlabRank))
+        specs = specs_of_sent(part.layout, part.me, x.shape[0], x.device, part.in_slabs)
         found += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
     return found
 
@@ -191,6 +192,8 @@ def _operator(name: str, given: str, body: Callable[..., None]) -> Any:
         f"shardweave::{name}",
         run,
         mutates_args=("state", "outs"),
+        # Ranks may meet on the host.
+        tags=(torch.Tag.cudagraph_unsafe,),
         schema=f"(Tensor(a!) state, Tensor(b!)[] outs, int handle, {given}) -> ()",
     )
     operator.register_fake(lambda state, outs, handle, *given: None)

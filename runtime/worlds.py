@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -41,6 +42,12 @@ class Worlds:
         self._nodes: dict[int, Hashable] = {}
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
+        self._dispatchers: Counter[tuple[int, ...]] = Counter()
+
+    def number_dispatcher(self, ranks: tuple[int, ...]) -> int:
+        """Of a new token dispatcher of these ranks: its number among theirs, alike on all that make them alike."""
+        self._dispatchers[ranks] += 1
+        return self._dispatchers[ranks]
 
     def why_not_backend(self, device_type: str, asked: str | None) -> str | None:
         """Why the group cannot carry programs on devices of a type in the world asked for, or None."""

@@ -99,3 +99,53 @@ def test_ranks_that_send_and_receive_launch_nothing_else(monkeypatch: pytest.Mon
     assert {name for name, _ in unaligned} >= {"push_rows_kernel", "combine_rows_kernel", "weigh_rows_kernel"}
     assert train(8, one_sided=True) - unaligned  # padding shows
     assert train(align, one_sided=False) <= unaligned
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("overflow", ["raise", "drop"])
+def test_replays_of_a_cuda_graph(overflow):
+    """New tokens in old memory, long after the capture, with more buffers in between than tables are kept."""
+    d = VirtualTokenDispatcher(
+        2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow=overflow,
+        expert_capacity=16,
+    )  # fmt: skip
+    given = [
+        [torch.zeros(n, 64, dtype=torch.bfloat16, device="cuda") for n in (32, 7)],
+        [torch.zeros(n, 2, dtype=torch.int64, device="cuda") for n in (32, 7)],
+        [torch.ones(n, 2, device="cuda") for n in (32, 7)],
+    ]
+
+    def layer():
+        routed = d.dispatch(*given)
+        return d.combine([r.x for r in routed], routed), [r.dropped for r in routed]
+
+    def renew(seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        for x, ids, weights in zip(*given, strict=True):
+            x.copy_(torch.randn(x.shape, generator=g))
+            ids.copy_(torch.randint(-1, 5, ids.shape, generator=g))
+            weights.copy_(torch.rand(weights.shape, generator=g))
+
+    with torch.no_grad():
+        renew(0)
+        layer()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured, lost = layer()
+        held = []
+        for seed in range(1, 25):
+            renew(seed)
+            held.append(torch.empty(seed << 12, device="cuda"))
+            graph.replay()
+            found = [y.clone() for y in captured]
+            other = VirtualTokenDispatcher(
+                2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow="drop",
+                expert_capacity=16,
+            )  # fmt: skip
+            routed = other.dispatch(*given)
+            want = other.combine([r.x for r in routed], routed)
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+            assert [int(n) for n in lost] == [int(r.dropped) for r in routed]
+            held.append(layer() if overflow == "drop" else None)

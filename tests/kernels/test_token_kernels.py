@@ -15,8 +15,9 @@ from shardweave.kernels.combine_rows import combine_rows
 from shardweave.kernels.gather_values import gather_values
 from shardweave.kernels.group_rows import Groups, Slots, group_rows
 from shardweave.kernels.locate_rows import locate_rows
+from shardweave.kernels.pointers import KEPT_TABLES, AddressTables
 from shardweave.kernels.push_rows import push_rows
-from shardweave.kernels.route_tokens import Routed, route_tokens
+from shardweave.kernels.route_tokens import route_tokens
 from shardweave.kernels.rows import Buffers, TokenRows
 from shardweave.kernels.share_counts import share_counts
 from shardweave.kernels.weigh_rows import weigh_rows
@@ -348,5 +349,16 @@ def slots_2() -> Slots:
     return Slots.divided((0, 2), torch.device("cpu"))
 
 
-def test_routed_names_its_parts():
-    assert Routed._fields == ("slot", "place", "counts")
+@plan
+def test_address_tables_are_kept_and_told_apart():
+    """Of buffers that rotate; as many as are kept, the others uploaded anew."""
+    tables = AddressTables(torch.device("cpu"))
+    sets = [[torch.zeros(2, 3) for _ in range(3)] for _ in range(KEPT_TABLES + 1)]
+    first = [Buffers(s, tables).table() for s in sets]
+    for s, (table, bits) in zip(sets, first, strict=True):
+        assert table.tolist() == [t.data_ptr() for t in s]
+        assert bits == s[0].data_ptr() | s[1].data_ptr() | s[2].data_ptr()
+    assert all(Buffers(s, tables).table()[0] is t for s, (t, _) in zip(sets[1:], first[1:], strict=True))
+    assert Buffers(sets[0], tables).table()[0] is not first[0][0]
+    apart = AddressTables(torch.device("cpu"), [1, 4], 6)
+    assert apart.of((7, 1 << 63)).tolist() == [0, 7, 0, 0, -(1 << 63), 0]

@@ -23,6 +23,7 @@ from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.push_rows import push_rows_kernel
 from shardweave.kernels.reduce_boxes import ELEMENTS
 from shardweave.kernels.route_tokens import (
+    MOST_SLOTS,
     count_rows,
     count_slots_kernel,
     few_warps,
@@ -63,7 +64,7 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("slots, looked_up", [(3, True), (256, False), (300, True)])
+@pytest.mark.parametrize("slots, looked_up", [(3, True), (256, False), (MOST_SLOTS, True)])
 def test_route_tokens_does_not_spill(target, slots, looked_up):
     padded = max(32, triton.next_power_of_2(slots))
     count = {"SLOTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
@@ -77,7 +78,7 @@ def test_route_tokens_does_not_spill(target, slots, looked_up):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("slots", [3, 300, 1024])
+@pytest.mark.parametrize("slots", [3, 300, MOST_SLOTS])
 def test_group_rows_and_share_counts_do_not_spill(target, slots):
     padded = max(32, triton.next_power_of_2(slots))
     for batched in (False, True):

@@ -194,6 +194,12 @@ def test_rows_cannot_be_dispatched_again_by_compiled_code():
         compiled(lambda: d.dispatch(xs, ids, weights)[0].x)()
 
 
+@pytest.mark.plan
+def test_operators_stay_out_of_cuda_graphs_that_inductor_makes():
+    for name in ("dispatch_tokens", "combine_tokens", "dispatch_tokens_backward", "combine_tokens_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardweave, name).default.tags
+
+
 def test_an_operator_without_its_dispatcher_says_so():
     d = virtual()
     xs, weights, ids, _ = leaves(2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
-from rank_processes import end_ranks, run_ranks
+from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
@@ -76,7 +78,7 @@ def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: tor
     """Ranks that send and receive find the same, bit for bit."""
     other = copy.copy(d)
     world, ranks = InProcessWorld(one_sided=False), tuple(range(d.layout.ranks))
-    other.parts = [SlabRank(d.layout, world, ranks, r, torch.device("cpu")) for r in ranks]
+    other.parts = [SlabRank(d.layout, world, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
     other.handle = register(other)
     for got, want in zip(
         virtual_moe(other, tokens, matrices, weighted)[:4], virtual_moe(d, tokens, matrices, weighted), strict=False
@@ -151,16 +153,23 @@ def test_replicated_experts():
         assert_near(x.grad, w["x"], torch.float32, "dx")
 
 
-@pytest.mark.parametrize("experts", [4, 5])
-def test_batched(experts):
+@pytest.mark.parametrize(
+    "ranks, experts, most, capacity", [(2, 4, 6, 13), (2, 5, 6, 13), (3, 2, 6, 16), (3, 2, 6, 0), (2, 3, 0, None)]
+)
+def test_batched(ranks, experts, most, capacity):
+    """Also of ranks without experts, of no room, and of no tokens."""
     d = VirtualTokenDispatcher(
-        2, num_experts=experts, top_k=2, hidden=8, max_tokens=6, dtype=torch.float32, expert_capacity=13, align=8,
-        layout="batched",
+        ranks, num_experts=experts, top_k=2, hidden=8, max_tokens=most, dtype=torch.float32, expert_capacity=capacity,
+        align=8, layout="batched", overflow="drop",
     )  # fmt: skip
-    tokens = [tokens_of(r, 6, 2, experts, 8, torch.float32, "uniform") for r in range(2)]
-    routed = check(d, tokens, matrices_of(experts, 8, torch.float32), torch.float32)
-    assert [r.x.shape for r in routed] == [(experts - experts // 2, 16, 8), (experts // 2, 16, 8)]
-    assert routed[0].padded_counts.tolist() == [16] * (experts - experts // 2)
+    tokens = [tokens_of(r, most, 2, experts, 8, torch.float32, "uniform") for r in range(ranks)]
+    matrices = matrices_of(experts, 8, torch.float32)
+    kept = first_of_each_slot(tokens, experts, 0 if capacity is None else capacity)
+    routed = check(d, tokens, matrices, torch.float32, kept=kept)
+    same_by_slabs(d, tokens, matrices)
+    each = 16 if capacity else 0
+    assert [r.x.shape for r in routed] == [(len(held(d, rank)), each, 8) for rank in range(ranks)]
+    assert routed[0].padded_counts.tolist() == [each] * len(held(d, 0))
 
 
 def first_of_each_slot(tokens: list[Tokens], experts: int, most: int) -> list[torch.Tensor]:
@@ -219,6 +228,16 @@ def lossy() -> tuple[VirtualTokenDispatcher, tuple]:
     ids = torch.tensor([[0, 4], [-2, 1], [3, -1]])
     x, w = torch.randn(3, 4), torch.rand(3, 2)
     return d, ([x, x], [ids, ids.clamp(-1, 3)], [w, w])
+
+
+def test_dropped_tokens_are_not_kept_for_anyone():
+    d = VirtualTokenDispatcher(
+        2, num_experts=4, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, overflow="drop", expert_capacity=1
+    )
+    for _ in range(3):
+        assert int(d.dispatch(*lossy()[1])[0].dropped) > 0
+    assert not d._losses._waiting
+    d.check()
 
 
 def test_bad_ids_are_raised_when_checked_and_once():
@@ -282,6 +301,54 @@ def test_a_result_is_a_pytree_and_combines_more_than_once(one_sided):
     out = [torch.full_like(y, 7.0) for y in first]
     d.combine([r.x for r in again], again, out=out)
     assert all(torch.equal(a, b) for a, b in zip(first, out, strict=True))
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_training_after_inference(one_sided):
+    """What the dispatcher keeps is made by the first dispatch, whatever the mode that is in."""
+    tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "uniform") for r in range(2)]
+    matrices = matrices_of(3, 8, torch.float32)
+    settings = {"num_experts": 3, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
+    with torch.inference_mode():
+        d = VirtualTokenDispatcher(2, **settings, one_sided=one_sided)
+        routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+        out = [torch.full((5, 8), float("nan")) for _ in tokens]
+        d.combine([r.x for r in routed], routed, out=out)
+    for t, y in zip(tokens, out, strict=True):
+        assert_near(y.clone(), t.x.double() * t.weights.double().sum(1, keepdim=True), torch.float32, "y")
+    check(d, tokens, matrices, torch.float32)
+
+
+def test_gradients_cannot_be_differentiated():
+    d = VirtualTokenDispatcher(1, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
+    t = tokens_of(0, 5, 2, 3, 8, torch.float32, "uniform")
+    x = leaf(t.x)
+    (routed,) = d.dispatch([x], [t.ids], [t.weights])
+    (y,) = d.combine([routed.x * routed.x], [routed])
+    (gradient,) = torch.autograd.grad(y, x, t.gradient, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_rows_of_nobody_masked_as_the_docs_say():
+    """Elementwise work by all rows, whose parameter gets a gradient of all of them."""
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "holes") for r in range(2)]
+    scale = torch.tensor(1.5, requires_grad=True)
+    xs = [leaf(t.x) for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])
+    outputs = []
+    for r in routed:
+        there = torch.arange(len(r.x))[:, None] < r.num_rows
+        assert r.x[~there[:, 0]].isnan().all() and not there.all()
+        outputs.append(torch.where(there, torch.where(there, r.x, 0) * scale, 0))
+    torch.autograd.backward(d.combine(outputs, routed), [t.gradient for t in tokens])
+    total = 0.0
+    for t, x in zip(tokens, xs, strict=True):
+        share = (t.weights.double() * (t.ids >= 0)).sum(1, keepdim=True)
+        total += float((t.gradient.double() * t.x * share).sum())
+        assert_near(x.grad, 1.5 * share * t.gradient, torch.float32, "dx")
+    assert_near(scale.grad.view(1), torch.tensor([total]).double(), torch.float32, "dscale")
 
 
 def test_under_activation_checkpointing():
@@ -408,33 +475,6 @@ def test_a_rank_without_experts_takes_part_in_backward():
     assert run_ranks(more_ranks_than_experts, 3) == [[[3.0] * 8, [3.0] * 8, [0.0] * 8, [3.0] * 8]] * 3
 
 
-def wrong_on_one(rank: int) -> None:
-    d = TokenDispatcher(num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
-    x, ids, w = torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2)
-    d.dispatch(x, ids, w)
-    d.dispatch(x[:, :7] if rank == 1 else x, ids, w)
-
-
-@pytest.mark.multi
-def test_a_rank_whose_argument_is_wrong_tells_its_peers():
-    ends = end_ranks(wrong_on_one, 2, timeout=60)
-    assert ends[1].error == "ArgumentError" and "x: torch.float32 of shape (2, 7)" in ends[1].message
-    assert ends[0].error in ("DisagreementError", "PeerError") and "rank 1" in ends[0].message
-
-
-def other_settings_on_one(rank: int, world: str) -> None:
-    d = TokenDispatcher(world=world, num_experts=4, top_k=2, hidden=8, max_tokens=4 + rank, dtype=torch.float32)
-    d.dispatch(torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_ranks_with_other_settings_are_told(world):
-    ends = end_ranks(other_settings_on_one, 2, world, timeout=60)
-    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
-    assert any(end.error == "DisagreementError" for end in ends)
-
-
 def lost_on_one(rank: int) -> str:
     d = TokenDispatcher(num_experts=4, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, capacity=2)
     ids = torch.full((4, 1), 0 if rank else -1)
@@ -478,7 +518,10 @@ def one(**given) -> DispatchLayout:
         ({"layout": "batched", "capacity": 3}, "capacity: 3; batched"),
         ({"expert_map": [[0, 1, 2, 3]]}, "expert_map: lists for 1 ranks"),
         ({"expert_map": [[0, 1], [2]]}, r"expert_map: no rank has experts \[3\]"),
-        ({"expert_map": [[0, 1], [2, 4]]}, r"expert_map\[1\]: expert 4"),
+        ({"expert_map": [[0, 1.7], [2, 3]]}, r"expert_map\[0\]: 1.7; allowed: a whole number"),
+        ({"top_k": torch.tensor(2)}, "top_k: tensor"),
+        ({"capacity": True}, "capacity: True"),
+        ({"expert_map": [[0, 1], [2, 4]]}, r"expert_map\[1\]: 4; allowed: a whole number, 0 to 3"),
         ({"ranks": 64, "max_tokens": 1 << 24, "top_k": 2}, r"allowed: 2\*\*31 rows"),
     ],
     ids=str,
@@ -495,8 +538,8 @@ def test_worst_case_rows_are_enough_and_no_more():
     assert one(capacity=5, align=4).rows == 8
     assert one(capacity=1.25).rows == 10
     assert one(expert_capacity=3, align=4).rows == 8
-    assert one().digest != one(save="copy").digest
-    assert one().digest != one(align=8).digest and one().digest == one().digest
+    assert one().token(1) != one(save="copy").token(1) and one().token(1) != one().token(2)
+    assert one().token(1) != one(align=8).token(1) and one().token(1) == one().token(1)
 
 
 @pytest.mark.parametrize(
@@ -508,6 +551,7 @@ def test_worst_case_rows_are_enough_and_no_more():
         (lambda x, i, w: (x, i.float(), w), r"topk_ids\[1\]: torch.float32"),
         (lambda x, i, w: (x, i[:, :1], w), r"topk_ids\[1\]: .*shape \(4, 1\)"),
         (lambda x, i, w: (x, i, w.long()), r"topk_weights\[1\]: torch.int64"),
+        (lambda x, i, w: (x, i.to("meta"), w), r"topk_ids\[1\]: on meta; allowed: cpu"),
     ],
 )
 def test_tensors_that_are_refused(change, text):
@@ -522,6 +566,18 @@ def test_tensors_that_are_refused(change, text):
         d.combine([r.x for r in routed], [None, None])
     with pytest.raises(ArgumentError, match=r"add\[0\]: torch.float32 of shape \(4, 7\)"):
         d.combine([r.x for r in routed], routed, add=[torch.zeros(4, 7), None])
+    for change, text in (
+        ({"expert_outputs": [routed[0].x, routed[1].x.to("meta")]}, r"expert_output\[1\]: on meta; allowed: cpu"),
+        ({"add": [torch.zeros(4, 8, device="meta"), None]}, r"add\[0\]: on meta"),
+        ({"out": [torch.zeros(4, 8, device="meta")] * 2}, r"out\[0\]: on meta"),
+        ({"routed": routed[::-1]}, r"routed\[0\]: what rank 1 dispatched; allowed: what rank 0 did"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            d.combine(**{"expert_outputs": [r.x for r in routed], "routed": routed, **change})
+    other = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
+    assert other.layout == d.layout
+    with pytest.raises(ArgumentError, match=r"routed\[0\]: allowed: what this dispatcher's dispatch returned"):
+        other.combine([r.x for r in routed], routed)
     needing = [r.x.clone().requires_grad_() for r in routed]
     with pytest.raises(ArgumentError, match=r"out\[0\]: gradients are recorded"):
         d.combine(needing, routed, out=[torch.zeros(4, 8)] * 2)
@@ -546,6 +602,32 @@ def test_counts_of_the_caller_are_checked():
         d.dispatch(*given, counts=[counts])
     with pytest.raises(ArgumentError, match="out: 1 of 2 given"):
         d.combine([r.x for r in routed], routed, out=[torch.zeros(4, 8), None])
+
+
+@pytest.mark.plan
+def test_numbers_of_numpy_are_numbers():
+    given = {"top_k": np.int64(2), "num_experts": np.int32(4), "max_tokens": np.int64(4), "align": np.uint8(8)}
+    assert one(**given, expert_map=np.arange(4).reshape(2, 2)) == one(align=8, expert_map=[[0, 1], [2, 3]])
+    assert one(capacity=np.int64(5), align=4) == one(capacity=5, align=4)
+
+
+@pytest.mark.plan
+def test_settings_are_hashed_once(monkeypatch):
+    hashed, blake2b = [], hashlib.blake2b
+    monkeypatch.setattr(hashlib, "blake2b", lambda *args, **given: hashed.append(1) or blake2b(*args, **given))
+    layout = one()
+    assert len({layout.token(number) for number in (0, 1, 2, 1)}) == 3 and len(hashed) == 1
+
+
+def test_explain_states_what_slabs_take():
+    d = VirtualTokenDispatcher(
+        2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4, one_sided=False
+    )
+    text = d.explain()
+    assert "one slab of exact size" in text and "expert output that peers read" not in text
+    assert f"{(4 * 2 + 12) * 32:,}  slabs sent and received" in text
+    # Slots, places and rows of entries, counts, and where the rows that come belong.
+    assert f"{8 * 16 + 2 * 6 * 8 + 12 * 8:,}  routing" in text
 
 
 def test_explain_states_memory():

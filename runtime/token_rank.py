@@ -1,0 +1,135 @@
+"""One rank of a token dispatcher, as runs that yield where ranks meet; how rows travel is the subclass's.
+
+A subclass has three verbs: `_share` tells all ranks counts, and where rows may be written; `_deliver` brings rows of
+tokens to their owners; `_fetch` brings owners' rows back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.combine_rows import combine_rows
+from ..kernels.gather_values import gather_values
+from ..kernels.group_rows import Groups, Slots, group_rows
+from ..kernels.locate_rows import locate_rows
+from ..kernels.pointers import AddressTables
+from ..kernels.route_tokens import Routed, route_tokens
+from ..kernels.rows import Buffers
+from ..kernels.weigh_rows import weigh_rows
+from .bound_step import World
+from .meeting import Ask
+from .token_layout import DispatchLayout
+from .token_routing import Sent
+
+# Added to the dispatcher's token: what a run is for. Its meetings are numbered from there on.
+DISPATCH, COMBINE, BACKWARD, WEIGHED = 0, 8, 16, 24
+
+
+class TokenRank:
+    """Rank `ranks[me]` of a dispatcher of `ranks`.
+
+    Args:
+        token: of the dispatcher, alike on all ranks; the last 8 bits are zero.
+
+    Attributes:
+        in_slabs: rows travel in slabs, and `Sent` has them.
+        peers: the others, beginning with the rank after this one.
+    """
+
+    in_slabs = False
+
+    def __init__(
+        self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device, token: int
+    ) -> None:
+        self.layout, self.world, self.ranks, self.me = layout, world, ranks, me
+        self.device, self.token = device, token
+        self.slots = Slots.divided(layout.bounds, device)
+        self.slot_of = None
+        if layout.slot_of:
+            self.slot_of = torch.tensor(layout.slot_of[me], dtype=torch.int32, device=device)
+        self.peers = ranks[me + 1 :] + ranks[:me]
+        self.tables = AddressTables(device)
+
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Generator[Ask, Any, tuple[torch.Tensor, Sent]]:
+        """The rows that this rank received, [rows, H], and what combine needs."""
+        routed = route_tokens(ids, self.layout.num_experts, self.slot_of, self.slots.number)
+        own = self._new_rows(), self._new_numbers()
+        into, counted = yield from self._share(DISPATCH, own, routed.counts)
+        assert counted is not None
+        sent = self._located(routed, counted, own[1])
+        yield from self._deliver(DISPATCH, sent, x, into, weights)
+        return own[0], sent
+
+    def combine(
+        self,
+        sent: Sent,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        weights: torch.Tensor | None,
+        add: torch.Tensor | None,
+        numbers: torch.Tensor | None = None,
+    ) -> Generator[Ask, Any, torch.Tensor | None]:
+        """Each token's sum into `out`. With `numbers`, float32 [rows] of each owner, those of each entry: [T, K]."""
+
+        def read(buffers: Sequence[Buffers]) -> torch.Tensor | None:
+            combine_rows(sent.rows, buffers[0], out, weights, add)
+            return gather_values(sent.rows, buffers[1]) if len(buffers) > 1 else None
+
+        given = (values,) if numbers is None else (values, numbers)
+        return (yield from self._fetch(COMBINE, sent, given, read))
+
+    def combine_backward(
+        self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None
+    ) -> Generator[Ask, Any, tuple[torch.Tensor, torch.Tensor | None]]:
+        """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries."""
+        received = self._new_rows()
+        into, _ = yield from self._share(BACKWARD, (received,))
+        yield from self._deliver(BACKWARD, sent, gradient, into)
+        if values is None:
+            return received, None
+        numbers = self._new_numbers()
+        weigh_rows(received, values, sent.weights, sent.groups.num_rows, received, numbers)
+        found = yield from self._fetch(WEIGHED, sent, (numbers,), lambda buffers: gather_values(sent.rows, buffers[0]))
+        return received, found
+
+    def _share(
+        self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
+    ) -> Generator[Ask, Any, tuple[Any, torch.Tensor | None]]:
+        """What `_deliver` needs to write into all ranks' `own` buffers; and what all ranks counted, for `_located`: of
+        this dispatch alone."""
+        raise NotImplementedError
+
+    def _deliver(
+        self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
+    ) -> Generator[Ask, Any, None]:
+        """Rows of tokens, [T, H], to their places at the owners, and weights, [T, K], if there are any; padding rows
+        zero."""
+        raise NotImplementedError
+
+    def _fetch(
+        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Callable[[Sequence[Buffers]], Any]
+    ) -> Generator[Ask, Any, Any]:
+        """What `read` makes of all owners' `given`, which `sent.rows` index."""
+        raise NotImplementedError
+
+    def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
+        groups = self._grouped(counted, self.slots)
+        return Sent(weights, groups, locate_rows(routed.slot, routed.place, groups, self.slots), counted)
+
+    def _grouped(self, matrix: torch.Tensor, slots: Slots) -> Groups:
+        layout = self.layout
+        return group_rows(matrix, slots, self.me, layout.rows, layout.align, layout.expert_capacity, layout.batched)
+
+    def _new_rows(self) -> torch.Tensor:
+        return self._empty((self.layout.rows, self.layout.hidden), self.layout.dtype)
+
+    def _new_numbers(self) -> torch.Tensor:
+        return self._empty((self.layout.rows,), torch.float32)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.world.empty(shape, dtype, self.device)
