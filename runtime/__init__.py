@@ -12,9 +12,11 @@ from .ordered_local import ordered_redistribute_local_tensor
 from .permute_indices import generate_permute_indices
 from .planning import plan, plan_batch, redistribute_cost
 from .preparing import prepare
+from .routed_tokens import RoutedTokens, TokenLoad
 from .statistics import Statistics, stats
-from .token_dispatch import RoutedTokens, TokenDispatcher, TokenLoad, VirtualTokenDispatcher
+from .token_dispatcher import TokenDispatcher
 from .torchtitan_dispatcher import TorchtitanDispatcher
+from .virtual_dispatcher import VirtualTokenDispatcher
 
 __all__ = [
     "ExpertParallel",

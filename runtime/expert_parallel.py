@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import ArgumentError
+from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
-from .token_dispatch import RoutedTokens, TokenDispatcher
+from .token_dispatcher import TokenDispatcher
 
 
 class ExpertParallel(ParallelStyle):
@@ -29,7 +31,8 @@ class ExpertParallel(ParallelStyle):
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        top_k, hidden, max_tokens, dtype, capacity, overflow, align: as of TokenDispatcher.
+        top_k, hidden, max_tokens, dtype, capacity, expert_capacity, overflow, align, save, world: as of
+            TokenDispatcher. The module's forward is within `routed.kept()`.
     """
 
     def __init__(
@@ -40,13 +43,16 @@ class ExpertParallel(ParallelStyle):
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
         capacity: int | float | None = None,
+        expert_capacity: int | None = None,
         overflow: str = "raise",
         align: int = 1,
+        save: str = "lease",
+        world: str | None = None,
     ) -> None:
         super().__init__()
         self._settings: dict[str, Any] = {
             "top_k": top_k, "hidden": hidden, "max_tokens": max_tokens, "dtype": dtype, "capacity": capacity,
-            "overflow": overflow, "align": align,
+            "expert_capacity": expert_capacity, "overflow": overflow, "align": align, "save": save, "world": world,
         }  # fmt: skip
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -74,6 +80,8 @@ class ExpertParallel(ParallelStyle):
         # What the hooks return takes the place of what was given, which their annotation there does not say.
         dispatch: Any = flow.dispatch
         combine: Any = flow.combine
+        # Before combine, which saves tensors of its own, and also where forward raises.
+        module.register_forward_hook(flow.leave, always_call=True)
         return distribute_module(module, device_mesh, _shard, dispatch, combine)
 
 
@@ -89,6 +97,7 @@ class _Flow:
     def __init__(self, dispatcher: TokenDispatcher) -> None:
         self._dispatcher = dispatcher
         self._routed: RoutedTokens | None = None
+        self._kept: AbstractContextManager[Any] = nullcontext()
 
     def dispatch(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if len(inputs) != 3 or any(isinstance(i, DTensor) for i in inputs):
@@ -96,7 +105,13 @@ class _Flow:
             raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
         x, ids, weights = inputs
         self._routed = self._dispatcher.dispatch(x, ids, weights)
+        self._kept = self._routed.kept()
+        self._kept.__enter__()
         return self._routed.x, self._routed.offsets
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        kept, self._kept = self._kept, nullcontext()
+        kept.__exit__(None, None, None)
 
     def combine(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         routed, self._routed = self._routed, None

@@ -118,30 +118,6 @@ class DispatchLayout:
         """Of the group's dispatcher of this number: equal for equal layouts and numbers; 56 bits, the last 8 zero."""
         return (self._digest + number) % (1 << 48) << 8
 
-    def nbytes(self, in_slabs: bool) -> dict[str, int]:
-        """Bytes of memory of one rank, at most, by what they are for; `in_slabs`: of ranks that send and receive."""
-        row = self.hidden * self.dtype.itemsize
-        most = self.max_tokens * self.top_k
-        received = {
-            "lease": "rows received, held until backward",
-            "copy": "rows received, twice while they are copied, then once until backward",
-            "redispatch": "rows received, held until the experts are done, and again during their backward",
-        }
-        routing = "routing of one dispatch, held until backward"
-        found = {
-            received[self.save]: self.rows * (row + 4),
-            "gradients received, in the backward of combine": self.rows * (row + 4),
-            # Slots, places and rows of entries, and counts of all ranks.
-            routing: most * 16 + self.ranks * (self.bounds[-1] + 1) * 8,
-        }
-        if not in_slabs:
-            return {**found, "expert output that peers read, during combine": self.rows * row}
-        # Rows that come are sorted into their groups; those that go were sorted out of them.
-        found[routing] += self.rows * 8
-        # Each of the four sends rows as slabs and receives such.
-        slabs = "slabs sent and received, during dispatch, combine and either's backward"
-        return {**found, slabs: (most + self.rows) * row}
-
 
 def _whole(name: str, value: object, least: int, most: int) -> int:
     """`value` as an int; numpy's whole numbers are some."""

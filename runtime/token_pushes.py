@@ -28,6 +28,7 @@ _FIRST, _LAST, _OPENED = 0, 1, 2
 class PushingRank(TokenRank):
     """Peers write into this rank's memory, and read it."""
 
+    way = "rows pushed straight to their group at the owner"
     _matrix: torch.Tensor | None = None
     _matrices: Buffers | None = None
 

@@ -36,10 +36,12 @@ class TokenRank:
 
     Attributes:
         in_slabs: rows travel in slabs, and `Sent` has them.
+        way: how rows travel, in words.
         peers: the others, beginning with the rank after this one.
     """
 
     in_slabs = False
+    way = ""
 
     def __init__(
         self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device, token: int

@@ -35,6 +35,7 @@ class SlabRank(TokenRank):
     """
 
     in_slabs = True
+    way = "one slab of exact size for each pair of ranks; the host reads the counts once for each dispatch"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -10,13 +10,16 @@ A layer takes it by its config, or, once built, by assignment before `paralleliz
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
+from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
-from .token_dispatch import RoutedTokens, TokenDispatcher, VirtualTokenDispatcher
+from .token_dispatcher import TokenDispatcher
+from .virtual_dispatcher import VirtualTokenDispatcher
 
 
 class TorchtitanDispatcher:
@@ -36,7 +39,9 @@ class TorchtitanDispatcher:
             num_max_tokens_per_rank: the largest T of any rank; each rank's may differ at every dispatch.
             dtype: of tokens: float32, bfloat16 or float16.
             device: default: that of the mesh's type, and the current one of it; without a mesh the CPU.
-            capacity, overflow: as of TokenDispatcher.
+            capacity, expert_capacity, overflow: as of TokenDispatcher.
+            save: "lease" or "copy", as of TokenDispatcher.
+            world: as of TokenDispatcher; without a mesh there is none.
             pad_multiple: rows that each expert's group is padded to a multiple of: 16 for fp8, 32 for mxfp8.
         """
 
@@ -47,8 +52,11 @@ class TorchtitanDispatcher:
         dtype: torch.dtype = torch.bfloat16
         device: torch.device | None = None
         capacity: int | float | None = None
+        expert_capacity: int | None = None
         overflow: str = "raise"
         pad_multiple: int = 1
+        save: str = "lease"
+        world: str | None = None
 
         def build(self) -> TorchtitanDispatcher:
             return TorchtitanDispatcher(self)
@@ -79,19 +87,21 @@ class TorchtitanDispatcher:
         if device is None:
             kind = "cpu" if mesh is None else mesh.device_type
             device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        if config.save == "redispatch":
+            raise ArgumentError(
+                'save: "redispatch"; allowed here: "lease", "copy": experts run where nothing can be kept'
+            )
+        settings: dict[str, Any] = {
+            "num_experts": config.num_experts, "top_k": config.top_k, "hidden": config.hidden_dim,
+            "max_tokens": config.num_max_tokens_per_rank, "dtype": config.dtype, "capacity": config.capacity,
+            "expert_capacity": config.expert_capacity, "overflow": config.overflow, "align": config.pad_multiple,
+            "save": config.save, "device": device,
+        }  # fmt: skip
         if mesh is None:
-            self.dispatcher = VirtualTokenDispatcher(
-                1, num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_dim,
-                max_tokens=config.num_max_tokens_per_rank, dtype=config.dtype, capacity=config.capacity,
-                overflow=config.overflow, align=config.pad_multiple, device=device,
-            )  # fmt: skip
-            return
-        self.dispatcher = TokenDispatcher(
-            mesh, num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_dim,
-            max_tokens=config.num_max_tokens_per_rank, dtype=config.dtype, capacity=config.capacity,
-            overflow=config.overflow, align=config.pad_multiple, device=device,
-            expert_map=experts_of_shards(config.num_experts, mesh.size()),
-        )  # fmt: skip
+            self.dispatcher = VirtualTokenDispatcher(1, **settings)
+        else:
+            settings["expert_map"] = experts_of_shards(config.num_experts, mesh.size())
+            self.dispatcher = TokenDispatcher(mesh, **settings, world=config.world)
 
     def dispatch(
         self,

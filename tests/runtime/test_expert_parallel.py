@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from shardweave.errors import ArgumentError
 from shardweave.runtime.expert_parallel import ExpertParallel
+from shardweave.runtime.routed_tokens import RoutedTokens
+from shardweave.runtime.token_memory import RowsAgain
 
 HIDDEN = 8
 
@@ -51,12 +55,11 @@ def check(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: s
         assert_near(got, want[name], torch.float32, f"{name} of {what}")
 
 
-def two_layers(rank: int, experts: int, align: int):
+def two_layers(rank: int, mesh, experts: int, align: int, save: str):
     """One style for two modules, by a pattern; a different number of tokens on each rank."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     matrices = [matrices_of(experts, HIDDEN, torch.float32) * scale for scale in (1.0, -0.7)]
     model = nn.ModuleDict({"layers": nn.ModuleList(Experts(m) for m in matrices)})
-    parallelize_module(model, mesh, {"layers.*": style(2, align=align)})
+    parallelize_module(model, mesh, {"layers.*": style(2, align=align, save=save)})
     counts = [9, 0, 3, 7]
     for layer, (module, whole) in enumerate(zip(model["layers"], matrices, strict=True)):
         tokens = [tokens_of(r, counts[r], 2, experts, HIDDEN, torch.float32, "holes", seed=layer) for r in range(4)]
@@ -71,10 +74,57 @@ def two_layers(rank: int, experts: int, align: int):
     return len(mine)
 
 
+CASES = [
+    (8, 1, "lease", [2, 2, 2, 2]),
+    (10, 4, "copy", [3, 3, 3, 1]),
+    (3, 1, "redispatch", [1, 1, 1, 0]),
+]
+
+
+def each_case(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    asked, view = [], RowsAgain.view
+    RowsAgain.view = lambda *args: asked.append(1) or view(*args)  # type: ignore[method-assign]
+    for experts, align, save, held in CASES:
+        asked.clear()
+        assert two_layers(rank, mesh, experts, align, save) == held[rank]
+        # What experts of two layers saved of x, and had again.
+        assert bool(asked) == (save == "redispatch" and held[rank] > 0)
+
+
 @pytest.mark.multi
-@pytest.mark.parametrize("experts, align, held", [(8, 1, [2, 2, 2, 2]), (10, 4, [3, 3, 3, 1]), (3, 1, [1, 1, 1, 0])])
-def test_experts_and_their_tokens(experts, align, held):
-    assert run_ranks(two_layers, 4, experts, align) == held
+def test_experts_and_their_tokens():
+    run_ranks(each_case, 4)
+
+
+class Failing(Experts):
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no experts today")
+
+
+def forward_that_raises(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    module = parallelize_module(Failing(matrices_of(4, HIDDEN, torch.float32)), mesh, style(2, save="redispatch"))
+    seen = []
+
+    @contextmanager
+    def kept(self):
+        seen.append("entered")
+        try:
+            yield
+        finally:
+            seen.append("left")
+
+    RoutedTokens.kept = kept  # type: ignore[method-assign,assignment]
+    t = tokens_of(rank, 5, 2, 4, HIDDEN, torch.float32, "uniform")
+    with pytest.raises(ValueError, match="no experts today"):
+        module(t.x, t.ids, t.weights)
+    assert seen == ["entered", "left"]
+
+
+@pytest.mark.multi
+def test_a_forward_that_raises_leaves_nothing_behind():
+    run_ranks(forward_that_raises, 2)
 
 
 def under_fsdp(rank: int):

@@ -12,8 +12,9 @@ from rank_processes import run_ranks
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime import token_ops
 from shardweave.runtime.in_process import InProcessWorld
-from shardweave.runtime.token_dispatch import TokenDispatcher, VirtualTokenDispatcher
+from shardweave.runtime.token_dispatcher import TokenDispatcher
 from shardweave.runtime.token_ops import by_rank, routing_length
+from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
 T, K, E, H = 5, 2, 3, 8
 

@@ -13,7 +13,7 @@ from rank_processes import run_ranks
 from shardweave.errors import ArgumentError, DisagreementError, UnsupportedError, WorldError
 from shardweave.runtime.in_process import InProcessWorld, run_all
 from shardweave.runtime.meeting import Agree
-from shardweave.runtime.token_dispatch import TokenDispatcher
+from shardweave.runtime.token_dispatcher import TokenDispatcher
 from shardweave.runtime.token_layout import DispatchLayout
 from shardweave.runtime.token_slabs import SlabRank
 

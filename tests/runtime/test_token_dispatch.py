@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.in_process import InProcessWorld
 from shardweave.runtime.shared_memory import SharedMemoryWorld
-from shardweave.runtime.token_dispatch import TokenDispatcher, VirtualTokenDispatcher
+from shardweave.runtime.token_dispatcher import TokenDispatcher
 from shardweave.runtime.token_layout import DispatchLayout
 from shardweave.runtime.token_ops import register
 from shardweave.runtime.token_slabs import SlabRank
+from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
 
 @pytest.fixture(autouse=True)
@@ -583,23 +584,12 @@ def test_tensors_that_are_refused(change, text):
         d.combine(needing, routed, out=[torch.zeros(4, 8)] * 2)
 
 
-def test_counts_of_the_caller_are_checked():
+def test_lists_that_are_refused():
     d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
-    given = [t.x] * 2, [t.ids] * 2, [t.weights] * 2
-    counts = torch.bincount(t.ids.flatten(), minlength=4)
-    for good in (counts, counts.int(), None):
-        routed = d.dispatch(*given, counts=[good, counts])
-        assert torch.equal(torch.cat([r.counts for r in routed]), 2 * counts)
-    for bad, text in (
-        (counts[:3], r"counts\[1\]: torch.int64 of shape \(3,\); allowed: int32 or int64 of shape \(4,\)"),
-        (counts.float(), r"counts\[1\]: torch.float32"),
-        (counts.view(2, 2), r"counts\[1\]: .*shape \(2, 2\)"),
-    ):
-        with pytest.raises(ArgumentError, match=text):
-            d.dispatch(*given, counts=[counts, bad])
-    with pytest.raises(ArgumentError, match="counts: 1 of them"):
-        d.dispatch(*given, counts=[counts])
+    with pytest.raises(ArgumentError, match="topk_ids: 1 of them; allowed: one for each of 2 ranks"):
+        d.dispatch([t.x] * 2, [t.ids], [t.weights] * 2)
+    routed = d.dispatch([t.x] * 2, [t.ids] * 2, [t.weights] * 2)
     with pytest.raises(ArgumentError, match="out: 1 of 2 given"):
         d.combine([r.x for r in routed], routed, out=[torch.zeros(4, 8), None])
 

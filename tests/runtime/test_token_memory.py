@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import UnsupportedError
 from shardweave.runtime.in_process import InProcessWorld
-from shardweave.runtime.token_dispatch import TokenDispatcher, VirtualTokenDispatcher
+from shardweave.runtime.token_dispatcher import TokenDispatcher
+from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
 K, E, H = 2, 3, 8
 SAVES = ["lease", "redispatch", "copy"]

@@ -61,9 +61,8 @@ def linear_experts(t: Tokens, matrices: torch.Tensor) -> dict[str, torch.Tensor]
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "matrices": m.grad}
 
 
-def ragged_ranks(rank: int, experts: int, pad_multiple: int):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    dispatcher = config_of(experts, 2, 8, 9, pad_multiple=pad_multiple).build()
+def ragged_ranks(rank: int, mesh, experts: int, pad_multiple: int, more: dict):
+    dispatcher = config_of(experts, 2, 8, 9, pad_multiple=pad_multiple, **more).build()
     dispatcher.wire_meshes(ep_mesh=mesh)
     matrices = matrices_of(experts, 8, torch.float32)
     counts = [9, 0, 4, 7]
@@ -80,10 +79,22 @@ def ragged_ranks(rank: int, experts: int, pad_multiple: int):
     return len(mine)
 
 
+CASES = [
+    (10, 1, {}, [3, 3, 3, 1]),
+    (3, 4, {"world": "collective"}, [1, 1, 1, 0]),
+    (8, 16, {"save": "copy", "expert_capacity": 40}, [2, 2, 2, 2]),
+]
+
+
+def each_case(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    for experts, pad, more, held in CASES:
+        assert ragged_ranks(rank, mesh, experts, pad, more) == held[rank]
+
+
 @pytest.mark.multi
-@pytest.mark.parametrize("experts, pad, held", [(10, 1, [3, 3, 3, 1]), (3, 4, [1, 1, 1, 0]), (8, 16, [2, 2, 2, 2])])
-def test_ranks_with_different_numbers_of_tokens_and_experts(experts, pad, held):
-    assert run_ranks(ragged_ranks, 4, experts, pad) == held
+def test_ranks_with_different_numbers_of_tokens_and_experts():
+    run_ranks(each_case, 4)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +115,11 @@ def test_without_a_mesh_all_experts_are_here(device):
     for name in want:
         assert_near(got[name].cpu(), want[name], torch.float32, name)
     assert "over 1 ranks" in dispatcher.dispatcher.explain()
+
+
+def test_rows_are_not_dispatched_again_where_nobody_keeps_none():
+    with pytest.raises(ArgumentError, match='save: "redispatch"; allowed here: "lease", "copy"'):
+        config_of(4, 1, 8, 2, save="redispatch").build().wire_meshes(ep_mesh=None)
 
 
 def test_before_meshes_are_wired():

@@ -1,0 +1,207 @@
+"""Tokens to the ranks that have their experts, and back: dispatch and combine, both with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ArgumentError, UnsupportedError
+from .in_process import InProcessWorld, run_all
+from .pending import Turn
+from .routed_tokens import RoutedTokens
+from .statistics import stats
+from .token_checks import check_combine, check_dispatch
+from .token_engine import TokenEngine, placed
+from .token_layout import DispatchLayout
+from .token_pushes import PushingRank
+from .token_slabs import SlabRank
+from .worlds import AnyWorld, current_worlds, why_not_backend
+
+
+class TokenDispatcher(TokenEngine):
+    """Expert-parallel dispatch and combine among the ranks of a process group.
+
+    Every rank makes the same dispatchers in the same order, and calls the same methods in the same order, with tensors
+    that need gradients alike; T may differ, and be 0. Nothing on the way depends on a number that the host has read,
+    but for the CPU's own copies.
+
+    y = combine(expert(dispatch(x))) is, for each token, over ranks ascending the float32 sum of the sums of its entries
+    there, in order of k and rounded to the dtype. Ids may repeat within a token: each is an entry of its own.
+
+    Args:
+        group_or_mesh: a process group, a 1-D DeviceMesh, or None for the default group. All of its ranks construct
+            one, with equal arguments.
+        num_experts: E. Expert e is on the rank that has it by torch.chunk's rule made even: the first E mod W ranks
+            have one more.
+        top_k, hidden: K, H.
+        max_tokens: the largest T of any rank.
+        dtype: float32, bfloat16 or float16.
+        capacity: rows of each rank's buffer, or, a float, a factor of max_tokens * top_k; rounded up to `align`.
+            Default: the worst case.
+        expert_capacity: rows of a group at most.
+        align: rows that groups begin and end at a multiple of.
+        overflow: "raise": `check`, or the second dispatch after, raises CapacityError, on all ranks alike, if rows had
+            no room or ids were bad; of the last two dispatches `check` alone does. Of dispatches that a CUDA graph
+            replays nothing is raised: `routed.dropped` and `routed.bad_ids` tell. "drop": their part of the result is
+            zero, and so are their gradients. Of a group the rows after its first expert_capacity are dropped, then
+            those beyond the buffer; rows are in order of source rank, token and k. Bad ids act as -1.
+        layout: "grouped", or "batched": x is [S_local, C, H], C being expert_capacity rounded up to `align`.
+        expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
+            copy, else to copy r mod n of n.
+        save: what backward keeps of `routed.x`. "lease": the buffer that peers wrote, which other dispatches cannot
+            have until backward is done with it. "copy": a copy of it; the buffer itself is free at once. "redispatch":
+            nothing of what experts do within `with routed.kept():`, but x, [T, H], which backward of combine sends once
+            more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
+            with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
+        device: default: the CPU.
+        world: "shared_memory" or "collective"; default: by what the ranks share, as for `redistribute`.
+
+    Raises:
+        ArgumentError: a number or name that is not allowed.
+        UnsupportedError: the process group cannot carry tensors of the device.
+    """
+
+    def __init__(
+        self,
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: int | float | None = None,
+        expert_capacity: int | None = None,
+        align: int = 1,
+        overflow: str = "raise",
+        layout: str = "grouped",
+        expert_map: Sequence[Sequence[int]] | None = None,
+        save: str = "lease",
+        device: torch.device | str = "cpu",
+        world: str | None = None,
+    ) -> None:
+        group = group_or_mesh
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
+            group = group.get_group()
+        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        rank = dist.get_rank()
+        if rank not in ranks:
+            raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: one that has this rank, {rank}")
+        agreed = DispatchLayout.of(
+            len(ranks), num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow,
+            layout, expert_map, save,
+        )  # fmt: skip
+        device = placed(device)
+        self._world: AnyWorld | InProcessWorld = InProcessWorld()
+        name, number = "alone", 0
+        if len(ranks) > 1:
+            obstacle = why_not_backend(device)
+            if obstacle is not None:
+                raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
+            chosen, _ = current_worlds().choose(ranks, device, world)
+            if chosen.windows is not None:
+                raise UnsupportedError(
+                    f"world: {chosen.name} has no token dispatch; allowed: shared_memory, collective, mixed"
+                )
+            self._world, name = chosen, chosen.name
+            number = current_worlds().number_dispatcher(ranks)
+        self._ranks = ranks
+        self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
+        part = PushingRank if self._world.one_sided else SlabRank
+        me, token = ranks.index(rank), agreed.token(number)
+        super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name)
+
+    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+        world, (run,) = self._world, runs
+        if isinstance(world, InProcessWorld):
+            return [run_all({self._ranks[0]: run})[self._ranks[0]]]
+        if world.pending is not None:
+            world.pending.finish()
+        if world.error is not None:
+            raise world.error
+        stats().calls[world.name] += 1
+        self._kind.calls += 1
+        with Turn(world, self._kind):
+            reply: Any = None
+            try:
+                while True:
+                    reply = world.answer(run.send(reply))
+            except StopIteration as end:
+                return [end.value]
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> RoutedTokens:
+        """Send each token's row to the ranks that have its experts.
+
+        Args:
+            x: [T, H] of the dispatcher's dtype.
+            topk_ids: int32 or int64 [T, K]; -1 is none.
+            topk_weights: floats [T, K].
+
+        Raises:
+            ArgumentError: a shape or dtype that is not allowed; the peers are told.
+            CapacityError: an earlier dispatch lost tokens, with overflow="raise".
+            WorldError: a peer died, did not come, or asked for something else.
+        """
+        with self._telling():
+            check_dispatch(self.layout, self.parts[0].device, x, topk_ids, topk_weights)
+        return self._dispatch([x], [topk_ids], [topk_weights])[0]
+
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        routed: RoutedTokens,
+        *,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+        weighted: bool = True,
+    ) -> torch.Tensor:
+        """[T, H], the weighted sum of each token's rows of all ranks' `expert_output`, plus `add`.
+
+        Rows from `routed.num_rows` on are not initialised, in `routed.x` and in the gradient of `expert_output` alike.
+        Experts that go by groups, as `torch._grouped_mm` does, never see them. What goes by all rows masks both:
+
+            there = torch.arange(len(routed.x), device=routed.x.device)[:, None] < routed.num_rows
+            output = torch.where(there, f(torch.where(there, routed.x, 0)), 0)
+
+        Args:
+            expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.
+            routed: of a dispatch; a result may be combined several times.
+            out: [T, H], where no gradients are recorded.
+            add: [T, H], added last.
+            weighted: False where the experts applied `routed.weights`.
+
+        Raises:
+            ArgumentError, WorldError: as for `dispatch`.
+        """
+        with self._telling():
+            part = self.parts[0]
+            check_combine(self.layout, part.device, (self.handle, part.me), expert_output, routed, out, add)
+        return self._combine([expert_output], [routed], [out], [add], weighted)[0]
+
+    def _telling(self) -> _Telling:
+        return _Telling(self._world, self._ranks)
+
+
+class _Telling:
+    """An argument that is refused here is not waited for by peers."""
+
+    def __init__(self, world: AnyWorld | InProcessWorld, ranks: tuple[int, ...]) -> None:
+        self._world, self._ranks = world, ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ArgumentError) and not isinstance(self._world, InProcessWorld) and not self._world.error:
+            self._world.decline(self._ranks)
