@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -101,11 +101,19 @@ def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-class PreparedLaunch:
-    """A launch that lacks nothing but addresses: its descriptors are on the device, its kernel is compiled and loaded.
+def prepared(
+    kernel: Any, grid: tuple[int, int, int], device: torch.device, arguments: Sequence[Any], num_warps: int
+) -> Callable[..., None]:
+    """What launches a kernel, compiled and loaded, on a grid. It is given what `arguments` are, all parameters of the
+    kernel in their order, constants included; not through Triton's binder, which costs more than the launch itself."""
+    if interpreted(kernel):
+        return kernel[grid]
+    with on_device(device):
+        return kernel.warmup(*arguments, grid=grid, num_warps=num_warps)[grid]
 
-    So that a call does not go through Triton's binder, which costs more than the launch itself.
-    """
+
+class PreparedLaunch:
+    """A launch of boxes that lacks nothing but addresses: its descriptors are on the device, its kernel is loaded."""
 
     def __init__(
         self, kernel: Any, launch: Launch, device: torch.device, scalars: Sequence[int], constants: Mapping[str, Any]
@@ -116,13 +124,9 @@ class PreparedLaunch:
         # The order of the kernel's own parameters, which launchers of compiled kernels take, constants included.
         self._rest = (*scalars, *(constants[name] for name in names))
         grid = (len(self.descriptors), 1, 1)
-        if interpreted(kernel):
-            self._start = kernel[grid]
-            return
         table = torch.empty(0, dtype=torch.int64, device=device)
         arguments = (self.descriptors, table, table, *NO_ADDRESSES, *self._rest)
-        with on_device(device):
-            self._start = kernel.warmup(*arguments, grid=grid, num_warps=constants["num_warps"])[grid]
+        self._start = prepared(kernel, grid, device, arguments, constants["num_warps"])
 
     def __call__(
         self, source_table: torch.Tensor, target_table: torch.Tensor, sources: Sequence[int], targets: Sequence[int]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .pointers import WORDS, interpreted, pattern, pattern_word
+from .pointers import WORDS, interpreted, on_device, pattern, pattern_word, prepared
 from .reduction import real_dtype
 
 SLOT = 4
@@ -46,6 +47,8 @@ _FAILED = tl.constexpr(-1)  # in place of a count
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in KINDS)
 _BLOCK = tl.constexpr(1024)
 _EAGER_POLLS, _NAP = 100, 1e-4  # of the reference; a nap is a poll
+# Below what any GPU takes: a load that passes the first cache by, and its answer's way through shared memory.
+_SHORTEST_POLL = 1.5e-7
 
 
 @triton.jit
@@ -197,6 +200,15 @@ class Channel:
         nothing = [0] * self.peers
         self.table = torch.tensor([nothing, nothing, signed, list(codes)], dtype=torch.int64).to(pad.device)
         self.by_reference = (pad.device.type == "cpu") != interpreted(signal_kernel)
+        self._launches: dict[tuple[bool, bool, int, torch.dtype | None], PreparedSignal] = {}
+
+    def launch(self, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> PreparedSignal:
+        """What `signal` launches in one use; `dtype` of what is overwritten, None where nothing is. Built once."""
+        key = send, wait, credit, dtype
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = PreparedSignal(self, *key)
+        return found
 
     @cached_property
     def words(self) -> tuple[ctypes.Array[ctypes.c_int64], list[list[int]], list[ctypes.Array[ctypes.c_int64]]]:
@@ -204,6 +216,30 @@ class Channel:
         pad = (ctypes.c_int64 * (SLOT * self.peers)).from_address(self.pad.data_ptr())
         table = self.table.tolist()
         return pad, table, [(ctypes.c_int64 * SLOT).from_address(slot & (1 << 64) - 1) for slot in table[2]]
+
+
+class PreparedSignal:
+    """One use of a channel, compiled and loaded: a call launches it with what changes from call to call.
+
+    As launches of boxes it does not go through Triton's binder.
+
+    Attributes:
+        word: bytes of a word of what is overwritten.
+    """
+
+    def __init__(self, channel: Channel, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> None:
+        filler, self.word = (0, 8) if dtype is None else poison_word(dtype)
+        constants = signal_constants(send, wait, credit, dtype is not None, self.word)
+        failure = channel.failure
+        self._before = channel.table, channel.pad, failure.error, failure.told.data_ptr()
+        self._after = (filler, *(constants[name] for name in signal_kernel.arg_names if name in constants))
+        arguments = (*self._before, 0, 0, 0, 0, *self._after)
+        grid = (channel.peers, 1, 1)
+        self._start = prepared(signal_kernel, grid, channel.pad.device, arguments, constants["num_warps"])
+
+    def __call__(self, token: int, polls: int, out: int, words: int) -> None:
+        """`out`: an address; `words`: how many there are."""
+        self._start(*self._before, token, polls, out, words, *self._after)
 
 
 def signal(
@@ -228,28 +264,20 @@ def signal(
     if channel.by_reference:
         signal_reference(channel, send, wait, credit, token, polls, poison)
         return
-    *arguments, size = _arguments(channel, token, polls, poison)
-    signal_kernel[(channel.peers,)](*arguments, **signal_constants(send, wait, credit, poison is not None, size))
+    launch = channel.launch(send, wait, credit, None if poison is None else poison.dtype)
+    out, words = 0, 0
+    if poison is not None:
+        out, words = poison.data_ptr(), poison.numel() * poison.itemsize // launch.word
+    with on_device(channel.pad.device):
+        launch(token, polls, out, words)
 
 
 def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, credit: int = 0,
-                 poison: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Compile and load what `signal` launches with these arguments, which a captured graph could not do."""
-    if channel.pad.device.type == "cuda":
-        *arguments, size = _arguments(channel, 0, 0, poison)
-        constants = signal_constants(send, wait, credit, poison is not None, size)
-        signal_kernel.warmup(*arguments, grid=(channel.peers,), **constants)._init_handles()
-
-
-def _arguments(channel: Channel, token: int, polls: int, poison: torch.Tensor | None) -> tuple[Any, ...]:
-    """What signal_kernel takes before its constants; and the bytes of a word of `poison`."""
-    out, words, filler, size = 0, 0, 0, 8
-    if poison is not None:
-        filler, size = poison_word(poison.dtype)
-        out, words = poison.data_ptr(), poison.numel() * poison.itemsize // size
-    failure = channel.failure
-    told = failure.told.data_ptr()
-    return channel.table, channel.pad, failure.error, told, token, polls, out, words, filler, size
+                 poison: torch.dtype | None = None) -> None:  # fmt: skip
+    """Compile and load what `signal` launches with these arguments and an output of this dtype, which a captured graph
+    could not do."""
+    if not channel.by_reference:
+        channel.launch(send, wait, credit, poison)
 
 
 @functools.lru_cache
@@ -320,22 +348,11 @@ def poison_word(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def polls_within(seconds: float, device: torch.device) -> int:
-    """A number of polls that takes as long, or longer where the machine is busy: the fastest of three trials counts."""
-    pads = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=device)
-    channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(device))
-    if channel.by_reference:
-        return _EAGER_POLLS + int(seconds / _NAP)
-    polls = 200 if device.type == "cpu" else 20000
-    trials = []
-    for _ in range(4):
-        channel.failure.error.zero_()
-        began = _now(device)
-        signal(channel, wait=True, polls=polls)
-        trials.append(_now(device) - began)
-    return max(1000, int(seconds * polls / min(trials[1:])))  # the first one compiles
+    """A number of polls that takes as long, or longer: on a GPU several times as long.
 
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    The shortest polls that there may be are counted. A trial would only tell what a poll takes at most: more than later
+    where several processes share the device, or where its clock was low.
+    """
+    if device.type == "cpu":
+        return _EAGER_POLLS + math.ceil(seconds / _NAP)
+    return math.ceil(seconds / _SHORTEST_POLL)

@@ -71,9 +71,8 @@ class Window:
         """Compile what uses of the window with outputs of a dtype launch."""
         build_signal(self.released, wait=True, credit=1)
         build_signal(self.arrived, send=True, wait=True)
-        output = torch.empty(1, dtype=dtype, device=self.data[self.rank].device)
         for leaves in (True, False):
-            build_signal(self.released, send=leaves, poison=output)
+            build_signal(self.released, send=leaves, poison=dtype)
 
     def say_failed(self) -> None:
         """Enqueue, when this rank has failed, that its peers are told."""

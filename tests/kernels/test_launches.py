@@ -19,10 +19,22 @@ from shardweave.kernels import Boxes, copy_table, reduce_table
 from shardweave.kernels.copy_boxes import copy_boxes_kernel
 from shardweave.kernels.pointers import PreparedLaunch
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
+from shardweave.kernels.signal import (
+    SLOT,
+    Channel,
+    Failure,
+    build_signal,
+    pack,
+    poison_word,
+    signal,
+    signal_constants,
+    signal_kernel,
+)
 
 pytestmark = pytest.mark.aot
 
 STREAM, FUNCTION = 7, 11
+KERNELS = (copy_boxes_kernel, reduce_boxes_kernel, signal_kernel)
 
 
 class Recorder:
@@ -64,12 +76,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     recorder = Recorder()
-    for kernel in (copy_boxes_kernel, reduce_boxes_kernel):
+    for kernel in KERNELS:
         kernel.device_caches.clear()
     # Put back by hand: without a GPU there is no driver to reset it to.
     monkeypatch.setattr(triton.runtime.driver, "_active", recorder)
     yield recorder
-    for kernel in (copy_boxes_kernel, reduce_boxes_kernel):
+    for kernel in KERNELS:
         kernel.device_caches.clear()
 
 
@@ -123,3 +135,59 @@ def test_addresses_and_fills_are_64_bits_whatever_their_value(driver: Recorder) 
     signature = compiled.src.signature
     assert [signature[name] for name in ("source0", "source3", "target0", "fill")] == ["i64"] * 4
     assert compiled.metadata.num_warps == constants["num_warps"]
+
+
+USES: tuple[tuple[dict[str, Any], torch.dtype | None], ...] = (
+    ({"wait": True, "credit": 1}, None),
+    ({"send": True, "wait": True}, None),
+    ({"send": True}, torch.bfloat16),
+    ({"send": True}, torch.complex64),
+    ({}, torch.bool),
+)
+
+
+@pytest.mark.parametrize(("use", "dtype"), USES, ids=str)
+def test_a_signal_is_the_kernels_own_and_its_binder_is_entered_once(
+    use: dict[str, Any], dtype: torch.dtype | None, driver: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pads = torch.zeros(2, 3, SLOT, dtype=torch.int64)
+    slots = [pads[1, i].data_ptr() for i in range(3)]
+    channel = Channel(pads[0], slots, [pack(1, peer, 5) for peer in (0, 2, 3)], Failure(torch.device("cpu")))
+    channel.by_reference = False  # as on a GPU
+    build_signal(channel, **use, poison=dtype)
+    assert driver.loaded == 1 and not driver.launched  # all is there before the first call
+    run, word = signal_kernel.run, 8 if dtype is None else poison_word(dtype)[1]
+    constants = signal_constants(**{"send": False, "wait": False, **use}, poison=dtype is not None, size=word)
+    for n, polls, token in ((0, 1, 0), (5, 1 << 40, 1), (16, 16, (1 << 62) + 3)):
+        out = None if dtype is None else torch.zeros(2 * n + 1, dtype=dtype)[1:]  # aligned, and not
+        with monkeypatch.context() as patch:
+            patch.setattr(signal_kernel, "run", lambda *_, **__: pytest.fail("Triton's binder is entered"))
+            signal(channel, **use, token=token, polls=polls, poison=out)
+        address, words = (0, 0) if out is None else (out.data_ptr(), out.numel() * out.itemsize // word)
+        run(
+            channel.table, channel.pad, channel.failure.error, grid=(3,), warmup=False,
+            told=channel.failure.told.data_ptr(), token=token, polls=polls, out=address, words=words,
+            poison=0 if dtype is None else poison_word(dtype)[0], **constants,
+        )  # fmt: skip
+        ours, theirs = driver.launched[-2:]
+        assert ours[:4] == theirs[:4] == ((3, 1, 1), STREAM, FUNCTION, ours[3])
+        assert list(ours[4]) == list(theirs[4]) == signal_kernel.arg_names
+        for name in signal_kernel.arg_names:
+            a, b = ours[4][name], theirs[4][name]
+            assert a is b if isinstance(a, torch.Tensor) else a == b, name
+    # Whatever token, bound and output: one binary.
+    assert len(driver.launched) == 6 and driver.loaded == 1 and len(signal_kernel.device_caches[0][0]) == 1
+    (compiled,) = signal_kernel.device_caches[0][0].values()
+    assert [compiled.src.signature[name] for name in ("told", "token", "polls", "out", "words")] == ["i64"] * 5
+
+
+def test_uses_of_a_channel_are_built_apart(driver: Recorder) -> None:
+    pads = torch.zeros(2, 1, SLOT, dtype=torch.int64)
+    channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(torch.device("cpu")))
+    channel.by_reference = False
+    for use, dtype in USES * 2:
+        build_signal(channel, **use, poison=dtype)
+    assert driver.loaded == len(USES)
+    signal(channel, send=True, poison=torch.zeros(3, dtype=torch.bfloat16))
+    ((grid, *_, arguments),) = driver.launched
+    assert grid == (1, 1, 1) and arguments["words"] == 3 and arguments["poison"] == poison_word(torch.bfloat16)[0]
