@@ -1,10 +1,11 @@
 """What a redistribution costs the host: stock DTensor on a process group that moves nothing, beside shardweave on a
-world that moves nothing.
+world that moves nothing; and what it costs on the worlds that GPUs use.
 
 `python -m shardweave.bench.host_cost` times `DTensor.redistribute` of small tensors, cached, both sides in turns. The
 fake process group returns at once and sums nothing; on the null world nobody is met, nothing is written to peers and
 nothing that they would have sent is summed. What is left is the host's: specs, dispatch, plans looked up, buffers made,
-and the copies that stay on the rank.
+and the copies that stay on the rank. Then the loop inside it, as ranks on GPUs run it: through windows, where launches
+are left out, and by messages, where those are left out as well and only the store is told (`host_worlds`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,33 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor as stock_inner
 
 import shardweave
-from shardweave.kernels.pointers import PreparedLaunch
+from shardweave.bench.host_worlds import (
+    MirrorWorld,
+    SilentWorld,
+    as_on_a_gpu,
+    counted_launches,
+    nothing_is_sent,
+    without_launches,
+)
 from shardweave.runtime import calls, drop_in
 from shardweave.runtime.copies import Copies, Reduction, is_plain_memory
 from shardweave.runtime.meeting import Meet
 from shardweave.runtime.one_sided import OneSidedStep
-from shardweave.runtime.redistribution import run_redistribution
+from shardweave.runtime.redistribution import How, run_redistribution
+from shardweave.runtime.worlds import AnyWorld
 
 RANKS = 4
 SCRATCH = 1 << 20  # bytes; more than any shard here
@@ -98,7 +108,13 @@ class ScratchWorld(NullWorld):
 
 
 class NullWorlds:
-    def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[NullWorld, str]:
+    """In place of the worlds of a process group: the null world, or by its name one that GPUs use."""
+
+    named: dict[str, AnyWorld] = {}
+
+    def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[Any, str]:
+        if asked is not None:
+            return self.named[asked], "asked for"
         return NullWorld() if is_plain_memory(device) else ScratchWorld(device), "nothing is to be moved"
 
 
@@ -120,76 +136,104 @@ def microseconds(call: Callable[[], Any], number: int = CALLS, device: str = "cp
     return took
 
 
-def launch_nothing(self: PreparedLaunch, *arguments: Any) -> None:
-    pass
-
-
-@contextmanager
-def without_launches() -> Iterator[None]:
-    """All the host's work but the driver's."""
-    launch = PreparedLaunch.__call__
-    PreparedLaunch.__call__ = launch_nothing  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        PreparedLaunch.__call__ = launch  # type: ignore[method-assign]
-
-
 class Cost(NamedTuple):
     """Microseconds of the host for a cached call, medians of rounds in turns.
 
     Attributes:
         stock, ours: of `DTensor.redistribute`.
-        inner_stock, inner_ours: of the loop inside it, from a local tensor and two specs to a local tensor.
-        inner_bare: the latter with all kernel launches left out; launches: how many those are.
+        inner_stock: of the loop inside it, from a local tensor and two specs to a local tensor.
     """
 
     kind: str
     stock: float
     ours: float
     inner_stock: float
-    inner_ours: float
-    inner_bare: float
-    launches: int
 
 
 def measure(rounds: int, number: int = CALLS, device: str = "cpu") -> list[Cost]:
     mesh = init_device_mesh(device, (RANKS,))
-    found = []
-    for name, shape, source, target in KINDS:
-        whole = torch.ones(shape, device=device)
-        local = whole.chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else whole
-        x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-        specs = x._spec, DTensorSpec(mesh, (target,), x._spec.tensor_meta)
-        call = partial(x.redistribute, placements=[target])
-        inner, inner_stock = partial(run_redistribution, local, *specs), partial(stock_inner, local, *specs)
-        times: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            times.setdefault("stock", []).append(microseconds(call, number, device))
-            times.setdefault("inner stock", []).append(microseconds(inner_stock, number, device))
-            with shardweave.installed():
-                times.setdefault("ours", []).append(microseconds(call, number, device))
-                times.setdefault("inner", []).append(microseconds(inner, number, device))
-                with without_launches():
-                    times.setdefault("bare", []).append(microseconds(inner, number, device))
-        stock, ours, inner_stock_us, inner_us, bare = (
-            statistics.median(times[side]) for side in ("stock", "ours", "inner stock", "inner", "bare")
-        )
-        found.append(Cost(name, stock, ours, inner_stock_us, inner_us, bare, _launches_of(inner)))
+    with nothing_is_moved(device):
+        found = [_measured(mesh, *kind, rounds=rounds, number=number) for kind in KINDS]
     delegated = shardweave.stats().delegations
     assert not delegated, f"left to torch: {delegated}"
     return found
 
 
-def _launches_of(call: Callable[[], Any]) -> int:
-    counted = []
-    launch = PreparedLaunch.__call__
-    PreparedLaunch.__call__ = lambda self, *arguments: counted.append(1)  # type: ignore
-    try:
-        call()
-    finally:
-        PreparedLaunch.__call__ = launch  # type: ignore[method-assign]
-    return len(counted)
+def _measured(
+    mesh: DeviceMesh, name: str, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
+) -> Cost:
+    device = mesh.device_type
+    local, specs = given(mesh, shape, source, target)
+    x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    call = partial(x.redistribute, placements=[target])
+    inner_stock = partial(stock_inner, local, *specs)
+    times: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        by_stock = microseconds(call, number, device), microseconds(inner_stock, number, device)
+        with shardweave.installed():
+            times.append((by_stock[0], microseconds(call, number, device), by_stock[1]))
+    return Cost(name, *map(statistics.median, zip(*times, strict=True)))  # type: ignore[call-arg]
+
+
+class DeviceCost(NamedTuple):
+    """Microseconds of the host for a cached call of the loop inside `DTensor.redistribute`, medians of rounds.
+
+    Attributes:
+        windows: through windows, launches left out; windows_launched: and made (None without a GPU).
+        messages: by messages, launches left out and nothing sent; untold: the store is not told of the call either.
+        boxes, signals: launches through windows; messages_boxes: by messages.
+    """
+
+    kind: str
+    windows: float
+    windows_launched: float | None
+    boxes: int
+    signals: int
+    messages: float
+    untold: float
+    messages_boxes: int
+
+
+def measure_on_device_worlds(rounds: int, number: int = CALLS, device: str = "cpu") -> list[DeviceCost]:
+    """What ranks on GPUs run; without a GPU the same but for launches, which cannot be made."""
+    mesh = init_device_mesh(device, (RANKS,))
+    here = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
+    with as_on_a_gpu(here), nothing_is_sent():
+        NullWorlds.named = {"symmetric": MirrorWorld(RANKS, here), "collective": SilentWorld(RANKS)}
+        return [_measured_on_device_worlds(mesh, *kind, rounds=rounds, number=number) for kind in KINDS]
+
+
+def _measured_on_device_worlds(
+    mesh: DeviceMesh, name: str, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
+) -> DeviceCost:
+    device, silent = mesh.device_type, NullWorlds.named["collective"]
+    assert isinstance(silent, SilentWorld)
+    local, specs = given(mesh, shape, source, target)
+    windows, messages = (partial(run_redistribution, local, *specs, How(world=world)) for world in NullWorlds.named)
+    counts, sent = counted_launches(windows), counted_launches(messages)
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        with without_launches():
+            times.setdefault("windows", []).append(microseconds(windows, number, device))
+            for side, silent.tells in (("messages", True), ("untold", False)):
+                times.setdefault(side, []).append(microseconds(messages, number, device))
+        if device == "cuda":
+            times.setdefault("launched", []).append(microseconds(windows, number, device))
+    median = {side: statistics.median(of_side) for side, of_side in times.items()}
+    return DeviceCost(
+        name, median["windows"], median.get("launched"), counts["PreparedLaunch"], counts["PreparedSignal"],
+        median["messages"], median["untold"], sum(sent.values()),
+    )  # fmt: skip
+
+
+def given(
+    mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement
+) -> tuple[torch.Tensor, tuple[DTensorSpec, DTensorSpec]]:
+    """Rank 0's local tensor, and the specs it goes between."""
+    whole = torch.ones(shape, device=mesh.device_type)
+    local = whole.chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else whole
+    x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    return local, (x._spec, DTensorSpec(mesh, (target,), x._spec.tensor_meta))
 
 
 def prepare(device: str) -> None:
@@ -200,10 +244,18 @@ def prepare(device: str) -> None:
     calls.current_worlds = NullWorlds  # type: ignore[assignment]
     for module in (calls, drop_in):
         module.why_not_backend = lambda device: None  # type: ignore[attr-defined]
-    if is_plain_memory(torch.device(device)):  # else copies are launches, which may as well be made
-        OneSidedStep.push = push_to_nobody  # type: ignore[method-assign, assignment]
-        Reduction.__call__ = lambda *_: None  # type: ignore[method-assign, assignment]
     torch.set_num_threads(1)
+
+
+@contextmanager
+def nothing_is_moved(device: str) -> Iterator[None]:
+    """In this block nothing is written to peers, nor reduced that they would have sent; but by launches, which may as
+    well be made."""
+    with ExitStack() as stack:
+        if is_plain_memory(torch.device(device)):
+            stack.enter_context(mock.patch.object(OneSidedStep, "push", push_to_nobody))
+            stack.enter_context(mock.patch.object(Reduction, "__call__", lambda *_: None))
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -211,12 +263,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each side (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=CALLS, help="of each round (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each kind")
+    parser.add_argument("--json", action="store_true", help="two lists of one JSON object for each kind")
     arguments = parser.parse_args(argv)
     rounds, number = arguments.rounds, arguments.calls
     prepare(arguments.device)
     if arguments.json:
-        print(json.dumps([cost._asdict() for cost in measure(rounds, number, arguments.device)]))
+        both = (measure(rounds, number, arguments.device), measure_on_device_worlds(rounds, number, arguments.device))
+        print(json.dumps([[cost._asdict() for cost in costs] for costs in both]))
         return
     note = "Stock's S0 → S1 is an\nall-gather and a chunk here, as on any CPU; " if arguments.device == "cpu" else ""
     print(
@@ -227,6 +280,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| kind | stock, fake group | shardweave, null world | ours ÷ stock |\n|---|---|---|---|")
     for cost in measure(rounds, number, arguments.device):
         print(f"| {cost.kind} | {cost.stock:.1f} | {cost.ours:.1f} | {cost.ours / cost.stock:.2f} |")
+    print(
+        "\nThe loop inside it, as ranks on GPUs run it. Through windows: launches (of boxes + of signals) left out. By "
+        "messages:\nthose left out too, nothing sent; and without telling the store as well.\n"
+    )
+    print(
+        "| kind | windows | launches | launched | messages | store not told | launches |\n|---|---|---|---|---|---|---|"
+    )
+    for c in measure_on_device_worlds(rounds, number, arguments.device):
+        launched = "no GPU" if c.windows_launched is None else f"{c.windows_launched:.1f}"
+        cells = c.kind, f"{c.windows:.1f}", f"{c.boxes} + {c.signals}", launched, f"{c.messages:.1f}", f"{c.untold:.1f}"
+        print(f"| {' | '.join(cells)} | {c.messages_boxes} |")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ def runs_on(device: torch.device) -> bool:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Where the device's kernels are compiled and launched: with the device current, as it nearly always is."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+    # Asked as torch.cuda.current_device does, but for starting CUDA, which the device's tensors have done.
+    if device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(device)
 
@@ -184,32 +185,57 @@ class Pointers:
     """The base addresses of the buffers that a table's descriptors name.
 
     The first are kernel arguments, so fresh buffers cost no upload. The others come from a table on the device, kept by
-    their addresses and uploaded when they were not seen before. All calls of one table run on one stream.
+    their addresses and uploaded when they were not seen before. All calls of one table run on one stream. Buffers that
+    are the same in every call may be told once (`fix`).
     """
 
     def __init__(
         self, name: str, ids: np.ndarray, dtype: torch.dtype | None, itemsize: int, device: torch.device, arguments: int
     ) -> None:
+        """`dtype`: of the buffers; None: any of the itemsize."""
         self._name, self._dtype, self._itemsize, self._device = name, dtype, itemsize, device
         named = [int(i) for i in np.unique(ids) if i >= 0]
         self._first, self._ids = [i for i in named if i < arguments], [i for i in named if i >= arguments]
         self._arguments = [0] * arguments
-        self._none = torch.empty(0, dtype=torch.int64, device=device)
+        self._table = torch.empty(0, dtype=torch.int64, device=device)  # where no buffer of a call comes from one
+        self._bits = 16
         self.count = max(named, default=-1) + 1
         self._tables = AddressTables(device, self._ids, self.count)
+
+    def fix(self, buffers: Sequence[torch.Tensor | None]) -> None:
+        """Buffers that every call is given, so that it looks at the others alone; None for those.
+
+        Those of the table on the device are taken where they are all given.
+        """
+        for i in [i for i in self._first if i < len(buffers)]:
+            if (buffer := buffers[i]) is not None:
+                self._check(i, buffer)
+                self._arguments[i] = buffer.data_ptr()
+                self._bits |= self._arguments[i]
+                self._first.remove(i)
+        tabled = [buffers[i] for i in self._ids if i < len(buffers)]
+        given = [buffer for buffer in tabled if buffer is not None]
+        if self._ids and len(given) == len(self._ids):
+            for i, buffer in zip(self._ids, given, strict=True):
+                self._check(i, buffer)
+                self._bits |= buffer.data_ptr()
+            self._table = self._tables.of(tuple(buffer.data_ptr() for buffer in given))
+            self._ids = []
 
     def resolve(self, buffers: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor, int]:
         """The first buffers' addresses, the others' on the device (empty if there are none), and the alignment of all,
         1 to 16."""
         if len(buffers) < self.count:
             raise ArgumentError(f"{self._name}: {len(buffers)} buffers were given; the table names {self.count}")
-        bits, first = 16, self._arguments.copy()
+        bits, first = self._bits, self._arguments.copy()
         for i in self._first:
-            self._check(i, buffers[i])
-            first[i] = address = buffers[i].data_ptr()
+            buffer = buffers[i]
+            if buffer.dtype is not self._dtype or buffer.device != self._device:
+                self._check(i, buffer)
+            first[i] = address = buffer.data_ptr()
             bits |= address
         if not self._ids:
-            return first, self._none, bits & -bits
+            return first, self._table, bits & -bits
         addresses = tuple([buffers[i].data_ptr() for i in self._ids])
         for address in addresses:
             bits |= address
@@ -219,11 +245,6 @@ class Pointers:
                 self._check(i, buffers[i])
             table = self._tables.of(addresses)
         return first, table, bits & -bits
-
-    def keep(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Have the addresses that are no arguments on the device, for calls with the same buffers in their places."""
-        if self._ids:
-            self.resolve(buffers)
 
     def _check(self, i: int, buffer: torch.Tensor) -> None:
         device = self._device

@@ -10,7 +10,17 @@ import numpy as np
 import torch
 
 from ..kernels import Boxes as StridedBoxes
-from ..kernels import copy_boxes, copy_table, reduce_boxes, reduce_table, reduce_views, source_views, target_views
+from ..kernels import (
+    CopyTable,
+    ReduceTable,
+    copy_boxes,
+    copy_table,
+    reduce_boxes,
+    reduce_table,
+    reduce_views,
+    source_views,
+    target_views,
+)
 from ..kernels.copy_boxes import copy_boxes_kernel
 from ..kernels.pointers import interpreted
 from ..planner import Boxes, Reduce
@@ -166,11 +176,10 @@ class Copies:
         if not self.empty and self.table is not None and not self.table.by_reference:
             self.table.variant(aligned, 16)
 
-    def keep(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Have on the device the addresses of these buffers that are no arguments of kernels."""
-        if not self.empty and self.table is not None and not self.table.by_reference:
-            self.table.sources.keep(sources)
-            self.table.targets.keep(targets)
+    def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
+        """Buffers that every call is given; None for the others."""
+        if not self.empty and self.table is not None:
+            _fix(self.table, sources, targets)
 
     def knows(self, key: Address) -> bool:
         """Whether views on the memory that `key` names are kept, so that a call needs no targets."""
@@ -207,11 +216,10 @@ class Reduction:
         plain = is_plain_memory(device)
         self.table = None if plain else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
 
-    def keep(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
         """As of `Copies`."""
-        if self.table is not None and not self.table.by_reference:
-            self.table.sources.keep(sources)
-            self.table.targets.keep(targets)
+        if self.table is not None:
+            _fix(self.table, sources, targets)
 
     def build(self, aligned: int) -> None:
         """As of `Copies`."""
@@ -229,3 +237,11 @@ class Reduction:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)
             else:
                 target.fill_(self.boxes.fill)
+
+
+def _fix(
+    table: CopyTable | ReduceTable, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
+) -> None:
+    if not table.by_reference:
+        table.sources.fix(sources)
+        table.targets.fix(targets)

@@ -70,14 +70,15 @@ class WindowedStep(BoundStep):
             self.window.build(self.dtype)
             parts = {r: data[place.first :].view(self.dtype) for r, data in self.window.data.items()}
             self.own_window = parts[self.program.mesh.rank_at(self.me)]
-            self.peer_windows = [parts[rank] for rank in self.peer_ranks]
+            peer_windows = [parts[rank] for rank in self.peer_ranks]
+            self.written, self.read = (
+                ([self.own_window], peer_windows) if self.pulls else (peer_windows, [self.own_window])
+            )
             self.write = self._publishing() if self.pulls else self._pushing()
+            self.write.fix(targets=self.written)
         self.finish = self._pulling() if self.pulls else self._unpacking()
-        if self.window is not None:
-            # What changes from call to call are the input and the output, which are arguments.
-            self.write.keep([self.own_window], [self.own_window] if self.pulls else self.peer_windows)
-            if self.pulls:
-                self.finish.keep([self.own_window, *self.peer_windows], [self.own_window])
+        if place is not None:
+            self.finish.fix(sources=[None, *self.read])
 
     def slabs_of(self, receiver: int) -> list[int]:
         """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
@@ -175,7 +176,7 @@ class WindowedStep(BoundStep):
         return token ^ (_PULLS if self.pulls else 0)
 
     def fill_windows(self, x: torch.Tensor) -> None:
-        self.write([x], [self.own_window] if self.pulls else self.peer_windows)
+        self.write([x], self.written)
 
     def read_windows(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.finish([x, *self.peer_windows] if self.pulls else [x, self.own_window], [out])
+        self.finish([x, *self.read], [out])

@@ -15,9 +15,10 @@ import triton
 from kernel_box_cases import random_case
 from triton.backends.compiler import GPUTarget
 
+import shardweave
 from shardweave.kernels import Boxes, copy_table, reduce_table
 from shardweave.kernels.copy_boxes import copy_boxes_kernel
-from shardweave.kernels.pointers import PreparedLaunch
+from shardweave.kernels.pointers import Pointers, PreparedLaunch
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
 from shardweave.kernels.signal import (
     SLOT,
@@ -191,3 +192,22 @@ def test_uses_of_a_channel_are_built_apart(driver: Recorder) -> None:
     signal(channel, send=True, poison=torch.zeros(3, dtype=torch.bfloat16))
     ((grid, *_, arguments),) = driver.launched
     assert grid == (1, 1, 1) and arguments["words"] == 3 and arguments["poison"] == poison_word(torch.bfloat16)[0]
+
+
+@pytest.mark.parametrize("fixed", [(), (1,), (1, 2), (0, 1, 2, 3), (1, 2, 3), (0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("arguments", [1, 2, 4])
+def test_buffers_that_are_told_once_are_as_if_given(fixed: tuple[int, ...], arguments: int) -> None:
+    import numpy as np
+
+    memory = torch.zeros(64, dtype=torch.int16)
+    buffers = [memory[at:] for at in (0, 16, 32, 36)]  # the last at a multiple of 8 bytes only
+    form = np.array([0, 3, 1, 2, 1]), torch.int16, 2, torch.device("cpu"), arguments
+    given, told = (Pointers("sources", *form) for _ in range(2))
+    told.fix([b if i in fixed else None for i, b in enumerate(buffers)])
+    for x in (buffers[0], torch.zeros(4, dtype=torch.int16), memory[1:]):
+        now = [b if i in fixed else x if i == 0 else b for i, b in enumerate(buffers)]
+        want, got = given.resolve(now), told.resolve(now)
+        assert got[0] == want[0] and got[2] == want[2]
+        assert got[1].equal(want[1])
+    with pytest.raises(shardweave.ArgumentError, match=r"sources\[1\] has dtype torch.int32; the table is for"):
+        given.fix([None, torch.zeros(4, dtype=torch.int32), buffers[2], buffers[3]])
