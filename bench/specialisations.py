@@ -17,10 +17,13 @@ import torch
 import shardweave.kernels
 from shardweave.bench.workloads import load_workloads
 from shardweave.kernels import CopyTable, ReduceTable
+from shardweave.kernels.signal import Failure
 from shardweave.planner import Program, plan
 from shardweave.runtime.copies import contiguous_strides
 from shardweave.runtime.executor import BoundProgram
 from shardweave.runtime.in_process import InProcessWorld
+from shardweave.runtime.lowering import Direction, WindowPolicy
+from shardweave.runtime.windows import Window, pad_bytes, window_size
 
 KERNELS = {
     name.removesuffix("_kernel"): kernel
@@ -30,13 +33,41 @@ KERNELS = {
 }
 """Every kernel that there is."""
 NOWHERE = torch.device("meta")
-WORLDS: tuple[dict[str, Any], ...] = ({}, {"one_sided": False}, {"one_sided": False, "backend": "nccl"})
 LAYOUTS = ("R R", "S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "S0 S0 @ 0:1,0", "P S0", "P P", "Pavg S1")
 PAIRS = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1] and "P" not in pair[1]]
 FEW_PAIRS = (("S0 S1", "S1 S0"), ("P S0", "S0 S0"), ("Pmax R", "S1 R"), ("R R", "P S0"))
 EVEN, UNEVEN, SMALL, CUBE = (4096, 4096), (8191, 8193), (9, 13), (130, 66, 34)
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8,
           torch.int64, torch.bool, torch.complex64)  # fmt: skip
+
+
+class WindowsNowhere(InProcessWorld):
+    """Programs are bound as in a symmetric world: through windows, here without memory. With nodes of `node_size` ranks
+    through those of a node, with messages between nodes."""
+
+    def __init__(self, direction: Direction, node_size: int | None = None) -> None:
+        super().__init__(node_size is None, "nccl", node_size)
+        self.windows = WindowPolicy(direction)  # type: ignore[assignment]
+
+    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
+        size = pad_bytes(len(ranks)) + window_size(nbytes)
+        memory = {rank: torch.empty(size, dtype=torch.uint8, device=NOWHERE) for rank in ranks}
+        return _Silent(ranks[0], memory, 0, Failure(NOWHERE))
+
+
+class _Silent(Window):
+    def build(self, dtype: torch.dtype) -> None:
+        """Signals are looked at by `token_specialisations`."""
+
+
+WORLDS = (
+    InProcessWorld(),
+    InProcessWorld(one_sided=False),
+    InProcessWorld(one_sided=False, backend="nccl"),
+    WindowsNowhere("push"),
+    WindowsNowhere("pull"),
+    WindowsNowhere("push", node_size=2),
+)
 
 
 class Asked(NamedTuple):
@@ -101,7 +132,7 @@ def specialisations(asked: Iterable[Asked] | None = None) -> list[Specialisation
     for request in asked or every_kind():
         program = request.program
         for world in WORLDS:
-            for table, aligned in tables(request, InProcessWorld(**world)):
+            for table, aligned in tables(request, world):
                 kernel = "copy_boxes" if isinstance(table, CopyTable) else "reduce_boxes"
                 for _, constants in table.specialisations(aligned, 16):
                     key = kernel, *map(str, constants.values())
