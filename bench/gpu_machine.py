@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +51,3 @@ def _said(*command: str) -> str:
 def slug(name: str) -> str:
     """A folder's name: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def test_summary(report: Path) -> dict[str, Any]:
-    """Numbers of tests, and the names of those that failed, from pytest's JUnit XML."""
-    if not report.exists():
-        return {"error": "no report was written"}
-    suite = ElementTree.parse(report).getroot().find("testsuite")
-    if suite is None:
-        return {"error": "the report has no tests"}
-    numbers = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    bad = [
-        f"{case.get('classname')}.{case.get('name')}"
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return {**numbers, "seconds": float(suite.get("time", 0)), "failed": bad}

@@ -1,5 +1,8 @@
 """The tests that need a GPU, in time: those of the kernels in several processes, since compiling takes most of it.
 
+What a test found is kept when it ends; when the time is up, pytest is ended with all that it has started, ranks that
+wait for others included, so that nothing holds the GPU afterwards.
+
 `make gpu` runs `python -m shardweave.bench.gpu_tests --root . --report FILE`; the report is JSON, for
 `shardweave.bench.kernels --tests FILE`.
 """
@@ -9,45 +12,65 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardweave.bench.gpu_machine import test_summary
+from shardweave.bench import outcomes
 
 _NOTHING_SELECTED = 5  # of pytest's exit codes
+_LONGEST_END = 5.0  # seconds that killed processes get to go
 
 
 def run(command: Sequence[str], root: Path, parts: int, reports: Path, until: float) -> list[dict[str, Any]]:
     """Run pytest in so many processes at once, each with its part of the tests; what each found."""
     started = []
     for part in range(parts):
-        report, log = reports / f"{len(list(reports.iterdir()))}-{part}.xml", reports / f"{time.monotonic_ns()}.log"
-        environment = {**os.environ, "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}"}
+        written, log = (reports / f"{time.monotonic_ns()}-{part}.{kind}" for kind in ("jsonl", "log"))
+        environment = {**os.environ, "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}", outcomes.FILE: str(written)}
         with log.open("w") as file:
+            plugins = ["-p", "no:cacheprovider", "-p", outcomes.__name__]
             process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *command],
-                cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT,
+                [sys.executable, "-m", "pytest", "-q", *plugins, *command],
+                cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        started.append((process, report, log))
+        started.append((process, written, log))
     found = []
-    for process, report, log in started:
-        try:
-            code: int | str = process.wait(max(until - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            code = "out of time"
-        summary = test_summary(report) if code != "out of time" else {"error": f"out of time: {' '.join(command)}"}
-        if code not in (0, _NOTHING_SELECTED):
-            print("\n".join(log.read_text(errors="replace").splitlines()[-60:]), file=sys.stderr, flush=True)
-            summary.setdefault("error", f"pytest ended with {code}")
-        found.append(summary)
+    try:
+        for process, written, log in started:
+            try:
+                code: int | None = process.wait(max(until - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                code = None
+            end(process)
+            summary = outcomes.summary(written)
+            if code not in (0, _NOTHING_SELECTED):
+                print("\n".join(log.read_text(errors="replace").splitlines()[-60:]), file=sys.stderr, flush=True)
+                within = ", ".join(summary["running"]) or "no test"
+                what = "out of time" if code is None else f"pytest ended with {code}"
+                summary["error"] = f"{what}, within {within}: {' '.join(command)}"
+            found.append(summary)
+    finally:
+        for process, *_ in started:
+            end(process)
     return found
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and all of it, as far as it has not ended."""
+    deadline = time.monotonic() + _LONGEST_END
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < deadline:  # what it had started is not this process's to wait for
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
 
 
 def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -55,6 +78,7 @@ def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = ("tests", "failures", "errors", "skipped")
     total: dict[str, Any] = {name: sum(s.get(name, 0) for s in summaries) for name in names}
     total["failed"] = [name for s in summaries for name in s.get("failed", [])]
+    total["running"] = [name for s in summaries for name in s.get("running", [])]
     total["went_wrong"] = [s["error"] for s in summaries if "error" in s]
     return total
 

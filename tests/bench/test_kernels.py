@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels
+from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels, outcomes
 from shardweave.bench.kernel_cases import cases, rotation
 from shardweave.bench.kernels import Bench, Row, as_markdown
 
@@ -156,10 +157,9 @@ def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_machine.slug(about["device"]) == "nvidia-h200"
 
 
-def test_what_cannot_be_asked_is_unknown(tmp_path: Path) -> None:
+def test_what_cannot_be_asked_is_unknown() -> None:
     assert gpu_machine._said("no-such-command-anywhere") == "unknown"
     assert gpu_machine._said(sys.executable, "-c", "raise SystemExit(1)") == "unknown"
-    assert gpu_machine.test_summary(tmp_path / "nothing.xml") == {"error": "no report was written"}
 
 
 def test_a_report_says_what_is_met() -> None:
@@ -190,18 +190,45 @@ def test_a_report_says_what_is_met() -> None:
     assert "| S0 → R | 80.0 | 40.0 | 50.0 | 9.0 | 14.0 | 2 + 3 | 30.0 | 12.2 |" in text
 
 
+def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: one\n  multigpu: several\n")
+    for name, tests in bodies.items():
+        file = folder / f"tests/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        said = [f"@pytest.mark.gpu\ndef test_{i}():\n    {body}\n" for i, body in enumerate(tests)]
+        file.write_text("import pytest\n" + "".join(said))
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", folder / "tests")
+
+
 def test_gpu_tests_run_in_parts_and_failures_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "tests/kernels").mkdir(parents=True)
-    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path / "tests")
-    (tmp_path / "tests/runtime").mkdir()
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: one\n  multigpu: several\n")
-    for name, body in (("kernels/test_a", "assert False"), ("runtime/test_b", "import time; time.sleep(60)")):
-        (tmp_path / f"tests/{name}.py").write_text(
-            f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\n@pytest.mark.gpu\ndef test_other(): pass\n"
-        )
+    bodies = {"kernels/test_a": ("assert False", "pass"), "runtime/test_b": ("raise KeyError(1)", "pytest.skip('no')")}
+    folder_of_tests(tmp_path, bodies)
     report = tmp_path / "report.json"
-    assert gpu_tests.main(["--root", str(tmp_path), "--report", str(report), "--parts", "2", "--seconds", "20"]) == 1
+    assert gpu_tests.main(["--root", str(tmp_path), "--report", str(report), "--parts", "2"]) == 1
     found = json.loads(report.read_text())
-    # Each of the kernels' two tests ran once, in a process of its own.
-    assert found["failed"] == ["tests.kernels.test_a.test_it"] and found["tests"] == 2
-    assert found["went_wrong"][0] == "pytest ended with 1" and found["went_wrong"][1].startswith("out of time: ")
+    # Each of the kernels' tests ran once, in a process of its own.
+    assert found["failed"] == ["tests/kernels/test_a.py::test_0", "tests/runtime/test_b.py::test_0"]
+    assert (found["tests"], found["failures"], found["errors"], found["skipped"]) == (4, 2, 0, 1)
+    assert [text[:36] for text in found["went_wrong"]] == ["pytest ended with 1, within no test:"] * 2
+
+
+def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    stays = "import subprocess, time; child = subprocess.Popen(['sleep', '300'])"
+    stays += f"; open('{tmp_path}/child', 'w').write(str(child.pid)); time.sleep(300)"
+    folder_of_tests(tmp_path, {"runtime/test_b": ("pass", stays)})
+    (tmp_path / "reports").mkdir()
+    until = time.monotonic() + 30
+    (found,) = gpu_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
+    assert found["tests"] == 1 and not found["failed"] and found["running"] == ["tests/runtime/test_b.py::test_1"]
+    assert found["error"] == "out of time, within tests/runtime/test_b.py::test_1: tests/runtime"
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_outcomes_of_a_run_that_was_killed_as_it_wrote(tmp_path: Path) -> None:
+    lines = [["a", "started"], ["a", "passed"], ["a", "error"], ["a", "finished"], ["b", "started"], ["c.py", "error"]]
+    file = tmp_path / "outcomes"
+    file.write_text("\n".join(map(json.dumps, lines)) + '\n["b", "pas')
+    want = {"tests": 1, "failures": 0, "errors": 2, "skipped": 0, "failed": ["a", "c.py"], "running": ["b"]}
+    assert outcomes.summary(file) == want
+    assert not any(outcomes.summary(tmp_path / "nothing").values())
