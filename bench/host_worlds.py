@@ -48,6 +48,9 @@ class MirrorWorld(SymmetricWorld):
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(dist.HashStore(), 0, size, TIMEOUT, _Mirror(device))
 
+    def session(self, ranks: tuple[int, ...]) -> str:
+        return ""
+
     def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         return dict.fromkeys(ranks, text)
 

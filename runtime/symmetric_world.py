@@ -129,10 +129,16 @@ class SymmetricWorld:
                     f"or order of calls): windows of {nbytes} and {theirs} bytes among ranks {ranks}; no tensor of "
                     f"yours was written"
                 )
-        memory = self.provider.join(own, told, f"{self._sessions[ranks]}/{nth}")
+        memory = self.provider.join(own, told, f"{self.session(ranks)}/{nth}")
         window = Window(self.rank, memory, len(self._all), self.failure)
         self._all.append(window)
         return window
+
+    def session(self, ranks: tuple[int, ...]) -> str:
+        """What a group's keys in the store begin with. The first time all its ranks call."""
+        if ranks not in self._sessions:
+            self._sessions[ranks] = agree_on_session(self._store, self.rank, ranks, self.timeout)
+        return self._sessions[ranks]
 
     def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         """What each rank of a group, which all call, says at a place that nobody has used before.
@@ -140,9 +146,7 @@ class SymmetricWorld:
         Raises:
             MeetingTimeoutError: a rank did not come.
         """
-        if ranks not in self._sessions:
-            self._sessions[ranks] = agree_on_session(self._store, self.rank, ranks, self.timeout)
-        store = dist.PrefixStore(self._sessions[ranks], self._store)
+        store = dist.PrefixStore(self.session(ranks), self._store)
         store.set(f"{where}/{self.rank}", text)
         return {r: read_when_posted(store, f"{where}/{r}", r, self.timeout) for r in ranks}
 
