@@ -26,6 +26,7 @@ from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times
 from shardweave.bench.kernel_cases import Case, cases, rotation
 from shardweave.bench.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.token_cases import token_rows
+from shardweave.kernels.signal import SHORTEST_POLL, SLOT, Channel, Failure, pack, signal
 
 HOST_TARGET_US = 15.0
 NO_FIGURE = "dry run: no figure"
@@ -149,6 +150,34 @@ def _host_cost(bench: Bench) -> list[list[dict[str, Any]]]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+def poll_row(bench: Bench) -> None:
+    """A wait is bounded by a number of polls, which is right as long as none is shorter than it is taken to be."""
+    row = Row("the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns",
+              SHORTEST_POLL * 1e9, True)  # fmt: skip
+
+    def measured(row: Row) -> None:
+        pads = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=bench.device)
+        channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(bench.device))
+        polls, found = 20 if bench.dry else 200_000, []
+        for _ in range(2 if bench.dry else 9):
+            channel.failure.error.zero_()
+            wait_for(bench.device)
+            began = time.perf_counter()
+            signal(channel, wait=True, polls=polls)
+            wait_for(bench.device)
+            found.append((time.perf_counter() - began) / polls)
+            if channel.failure.read() is None:
+                raise AssertionError("a signal that nobody sent has come")
+        row.value = min(found[1:]) * 1e9
+
+    bench.measure(row, measured)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def program_rows(bench: Bench) -> None:
     shape = (31, 33) if bench.dry else (8191, 8193)
     row = Row(f"pack + unpack of S0 → S1, {shape[0]}×{shape[1]} bf16, 4 ranks: torch's ops ÷ ours", "×", 2.0, True)
@@ -162,6 +191,7 @@ def run(device: torch.device, dry: bool, seconds: float) -> Bench:
     bench = Bench(device, dry, seconds)
     program_rows(bench)
     host_rows(bench)
+    poll_row(bench)
     for case in cases(device, dry):
         row = Row(case.name, "of the ceiling", case.share or None, True)
         bench.measure(row, partial(bench.kernel, case))

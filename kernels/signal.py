@@ -47,8 +47,8 @@ _FAILED = tl.constexpr(-1)  # in place of a count
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in KINDS)
 _BLOCK = tl.constexpr(1024)
 _EAGER_POLLS, _NAP = 100, 1e-4  # of the reference; a nap is a poll
-# Below what any GPU takes: a load that passes the first cache by, and its answer's way through shared memory.
-_SHORTEST_POLL = 1.5e-7
+SHORTEST_POLL = 1.5e-7
+"""Seconds; no GPU takes less: a load that passes the first cache by, and its way through shared memory to all lanes."""
 
 
 @triton.jit
@@ -355,4 +355,4 @@ def polls_within(seconds: float, device: torch.device) -> int:
     """
     if device.type == "cpu":
         return _EAGER_POLLS + math.ceil(seconds / _NAP)
-    return math.ceil(seconds / _SHORTEST_POLL)
+    return math.ceil(seconds / SHORTEST_POLL)
