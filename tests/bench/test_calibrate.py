@@ -160,9 +160,19 @@ def checked(text: str) -> Topology:
 @pytest.mark.parametrize(
     ("arguments", "node_size", "one_sided", "text"),
     [
-        (["--ranks", "2", "--name", "two of mine"], None, True, "No network was measured: all ranks share one node."),
         (["--ranks", "4", "--node-size", "2"], 2, True, "network: collective world, every rank"),
-        (["--ranks", "4", "--world", "collective"], None, False, "`network` has the figures as inside the node"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (["--ranks", "2", "--name", "two of mine"], None, True, "No network was measured: all ranks share one"),
+                (
+                    ["--ranks", "4", "--world", "collective"],
+                    None,
+                    False,
+                    "`network` has the figures as inside the node",
+                ),
+            )
+        ),
     ],
 )
 def test_measured_topologies_are_planned_with(

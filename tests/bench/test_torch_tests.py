@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
     return path.parent
 
 
-@pytest.mark.parametrize(("options", "stock"), [((), "4"), (("--quick",), "2")])
+@pytest.mark.parametrize(("options", "stock"), [pytest.param((), "4", marks=pytest.mark.long), (("--quick",), "2")])
 def test_both_columns(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...], stock: str
 ) -> None:
@@ -109,6 +109,7 @@ def test_both_columns(
     assert "carried out on shared_memory │     4" in out
 
 
+@pytest.mark.long
 def test_what_has_not_called_shardweave_proves_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "-k", "skipped"]) == 1
     assert "nothing is proven" in capfd.readouterr().out
