@@ -161,17 +161,19 @@ def checked(text: str) -> Topology:
     ("arguments", "node_size", "one_sided", "text"),
     [
         (["--ranks", "4", "--node-size", "2"], 2, True, "network: collective world, every rank"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                (["--ranks", "2", "--name", "two of mine"], None, True, "No network was measured: all ranks share one"),
-                (
-                    ["--ranks", "4", "--world", "collective"],
-                    None,
-                    False,
-                    "`network` has the figures as inside the node",
-                ),
-            )
+        pytest.param(
+            ["--ranks", "2", "--name", "two of mine"],
+            None,
+            True,
+            "No network was measured: all ranks share one node.",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["--ranks", "4", "--world", "collective"],
+            None,
+            False,
+            "`network` has the figures as inside the node",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -57,7 +57,10 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        backend = os.environ.get("SHARDWEAVE_TEST_BACKEND", "gloo")
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         # Who is early and ends at once must not end while others still connect to it.
         store.set(f"joined/{rank}", "")
         store.wait([f"joined/{other}" for other in range(size)])
