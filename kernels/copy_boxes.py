@@ -21,12 +21,13 @@ from .pointers import (
     on_device,
     pattern,
     pattern_word,
+    processors_of,
     runs_on,
     source_address,
     target_address,
     tile_constants,
 )
-from .tiling import Launch, LaunchConfig, tile_launches
+from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 
 @triton.jit(do_not_specialize=["source0", "source1", "source2", "source3", "target0", "fill"])
@@ -136,7 +137,8 @@ class CopyTable:
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
         """The launches of a variant, each with what the kernel is compiled with. Nothing is compiled."""
         aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
-        launches = copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config)
+        here = processors_of(self.device)
+        launches = copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config, here)
         return [(launch, copy_constants(launch, aligns, buffers)) for launch in launches]
 
 
@@ -148,14 +150,19 @@ def copy_constants(
 
 
 def copy_launches(
-    boxes: Boxes, itemsize: int, source_align: int = 16, target_align: int = 16, config: LaunchConfig | None = None
+    boxes: Boxes,
+    itemsize: int,
+    source_align: int = 16,
+    target_align: int = 16,
+    config: LaunchConfig | None = None,
+    processors: int = PROCESSORS,
 ) -> list[Launch]:
     """What copy_boxes launches for buffers at multiples of these bytes; the descriptors are NumPy arrays."""
     # Elements wider than a word, or than the buffers' alignment, are moved in parts.
     part = min(itemsize, 8, source_align, target_align)
     if part < itemsize:
         boxes = split_elements(boxes, itemsize // part)
-    config = config or LaunchConfig.for_copy(boxes.numel * part)
+    config = config or LaunchConfig.for_copy(boxes.numel * part, processors)
     return tile_launches(boxes, part, part, source_align, target_align, config, widen=True)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError, UnsupportedError
-from .tiling import Launch
+from .tiling import PROCESSORS, Launch
 
 # Lists of addresses kept on the device: enough for buffers that rotate.
 KEPT_TABLES = 16
@@ -34,6 +34,11 @@ def interpreted(kernel: object) -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run on tensors of the device in this process; else their references do."""
     return device.type == ("cpu" if interpreted(target_address) else "cuda")
+
+
+def processors_of(device: torch.device) -> int:
+    """SMs of a GPU; of a device that is none, of the one that tables are made for ahead of time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

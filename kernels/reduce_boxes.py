@@ -29,13 +29,14 @@ from .pointers import (
     on_device,
     pattern,
     pattern_word,
+    processors_of,
     runs_on,
     source_address,
     target_address,
     tile_constants,
 )
 from .reduction import check_reduction, real_dtype, reduce_views
-from .tiling import Launch, LaunchConfig, tile_launches
+from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 # Contributors whose loads are all in flight at once; beyond, a loop keeps registers and code from growing.
 UNROLLED = tl.constexpr(16)
@@ -256,7 +257,8 @@ class ReduceTable:
         boxes, dtype, divide = self.boxes, self.dtype, self.divisor is not None
         aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
         found = []
-        for launch in reduce_launches(boxes, dtype, self.out_dtype, source_align, target_align, self.config):
+        here = processors_of(self.device)
+        for launch in reduce_launches(boxes, dtype, self.out_dtype, source_align, target_align, self.config, here):
             form = launch, boxes.contributors, dtype, self.op, divide, self.out_dtype
             found.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
         return found
@@ -300,6 +302,7 @@ def reduce_launches(
     source_align: int = 16,
     target_align: int = 16,
     config: LaunchConfig | None = None,
+    processors: int = PROCESSORS,
 ) -> list[Launch]:
     """What reduce_boxes launches for buffers at multiples of these bytes; complex elements are two real ones each."""
     sizes = real_dtype(dtype).itemsize, real_dtype(out_dtype).itemsize
@@ -310,7 +313,8 @@ def reduce_launches(
             )
     if dtype.is_complex:
         boxes = split_elements(boxes, 2)
-    config = config or LaunchConfig.for_reduction(boxes.numel * max(sizes), boxes.contributors, min(sizes))
+    if config is None:
+        config = LaunchConfig.for_reduction(boxes.numel * max(sizes), boxes.contributors, min(sizes), processors)
     return tile_launches(boxes, *sizes, source_align, target_align, config)
 
 

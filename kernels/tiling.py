@@ -29,6 +29,7 @@ VECTOR = 16  # bytes of the widest access
 # Boxes of 16-byte alignment get a launch of their own, so that one odd box does not narrow them, from here on: below,
 # one more launch costs more than narrow accesses do.
 WIDE_BYTES = 1 << 20
+PROCESSORS = 132  # SMs of a GPU that is not here
 LEAST_RUN = 512  # bytes of a row that a tile takes at once, where the row has them
 
 
@@ -47,20 +48,21 @@ class LaunchConfig:
                 raise ArgumentError(f"LaunchConfig: {name} is {value}; a power of two is needed")
 
     @classmethod
-    def for_copy(cls, nbytes: int) -> LaunchConfig:
-        """Tiles of 16 KiB, smaller where `nbytes` would otherwise give fewer than 256 programs (2 per SM of 132)."""
-        return cls(tile_bytes=_clamped_tile(nbytes, 16384))
+    def for_copy(cls, nbytes: int, processors: int = PROCESSORS) -> LaunchConfig:
+        """Tiles of 16 KiB, smaller where `nbytes` would otherwise give fewer than some 2 programs for each SM."""
+        return cls(tile_bytes=_clamped_tile(nbytes, 16384, processors))
 
     @classmethod
-    def for_reduction(cls, nbytes: int, contributors: int, itemsize: int) -> LaunchConfig:
+    def for_reduction(cls, nbytes: int, contributors: int, itemsize: int, processors: int = PROCESSORS) -> LaunchConfig:
         """As for a copy of `nbytes`, but all contributors' loads of a tile, and its accumulator, stay in registers."""
         most = 16384 // max(_power_of_two(contributors) // 2, 1) // (2 if itemsize == 1 else 1)
-        return cls(tile_bytes=_clamped_tile(nbytes, most), accesses_per_thread=8)
+        return cls(tile_bytes=_clamped_tile(nbytes, most, processors), accesses_per_thread=8)
 
 
-def _clamped_tile(nbytes: int, most: int) -> int:
+def _clamped_tile(nbytes: int, most: int, processors: int) -> int:
+    programs = 1 << (2 * processors).bit_length() - 1
     # Below 4 KiB a thread of 128 (of 256 on AMD) has no full vector left.
-    return max(min(1 << max(nbytes // 256, 1).bit_length() - 1, most), 4096)
+    return max(min(1 << max(nbytes // programs, 1).bit_length() - 1, most), 4096)
 
 
 @dataclass(frozen=True, eq=False)

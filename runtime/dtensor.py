@@ -61,7 +61,7 @@ def redistribute(
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
             gradients are recorded. The result is copied there.
         world: "shared_memory", "collective", "mixed" (the first inside each machine, the second between them),
-            "symmetric" (on GPUs that reach each other, or CPUs of one machine: ranks meet on the device), or None to
+            "symmetric" (ranks of a node meet on the device, those of several send as well), or None to
             choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
             `install` was told, else bytes alone decide.

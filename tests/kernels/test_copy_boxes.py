@@ -304,3 +304,14 @@ def test_nothing_to_do_is_no_launch(device):
         table = copy_table(one_box(extent, [1] * len(extent), [1] * len(extent)), torch.float32, device)
         assert table.variant(16, 16) == []
         copy_boxes(table, [torch.zeros(0, device=device)], [torch.zeros(0, device=device)])
+
+
+def test_tiles_follow_from_bytes_and_processors():
+    """Some two programs for each SM, of 4 to 16 KiB; reductions keep all their contributors in registers."""
+    for nbytes, processors, tile in ((1 << 12, 132, 4096), (1 << 21, 132, 8192), (1 << 21, 108, 16384),
+                                     (1 << 21, 304, 4096), (1 << 22, 304, 8192), (1 << 30, 132, 16384)):  # fmt: skip
+        assert LaunchConfig.for_copy(nbytes, processors).tile_bytes == tile
+        assert LaunchConfig.for_reduction(nbytes, 1, 2, processors).tile_bytes == tile
+    boxes = one_box([1 << 10, 1 << 10], [1 << 11, 1], [1 << 11, 1])
+    few, many = (sum(len(x.descriptors) for x in copy_launches(boxes, 2, processors=n)) for n in (108, 304))
+    assert few == 128 and many == 512
