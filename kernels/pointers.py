@@ -175,7 +175,7 @@ class AddressTables:
         for i, address in enumerate(addresses):
             at = i if self._positions is None else self._positions[i]
             host[at] = struct.unpack("q", struct.pack("Q", address))[0]
-        table = host.to(self._device, non_blocking=True)
+        table = host.to(self._device, non_blocking=True) if self._on_gpu else host
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             # A replay copies from `host` again, into memory of the graph's pool: good for that graph alone.
             self._captured += [host, table]

@@ -59,29 +59,29 @@ class SlabRank(TokenRank):
 
     def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
         told = self._read(counted)
+        matrix = counted[:, :-2].contiguous()
+        groups = self._grouped(matrix, self.slots)
+        slabs, starts = self._planned(told, groups if self.device == _HOST else None)
+        slabs = slabs._replace(places=self._upload(slabs.places))
+        rows = locate_rows(routed.slot, routed.place, groups._replace(start=self._upload(starts)), self.slots)
+        return Sent(weights, groups, rows, matrix, slabs)
+
+    def _planned(self, told: torch.Tensor, groups: Groups | None) -> tuple[Slabs, torch.Tensor]:
+        """Slabs, and where this rank's rows of each slot begin in all of its own, int32 [S]; all on the host, where
+        `told` and `groups` are."""
         for rank, words in enumerate(told[:, -2:].tolist()):
             if words != told[self.me, -2:].tolist():
                 raise DisagreementError(
                     f"rank {self.ranks[self.me]} and rank {self.ranks[rank]} asked for different things (another "
                     f"dispatcher or order of calls); no tensor of yours was written"
                 )
-        matrix = counted[:, :-2].contiguous()
-        groups = near = self._grouped(matrix, self.slots)
-        if self.device != _HOST:
-            near = self._grouped(told[:, :-2].contiguous(), self._host_slots)
-        slabs = self._slabs(told[:, :-2].long(), near)
-        starts = (near.limit.cumsum(0) - near.limit).int()
-        in_slabs = groups._replace(start=self._upload(starts))
-        return Sent(weights, groups, locate_rows(routed.slot, routed.place, in_slabs, self.slots), matrix, slabs)
-
-    def _slabs(self, matrix: torch.Tensor, groups: Groups) -> Slabs:
-        """Of this rank's groups and all ranks' counts, int64 [W, S], both on the host."""
-        bounds = self.layout.bounds
-        low, high = bounds[self.me : self.me + 2]
+        if groups is None:
+            groups = self._grouped(told[:, :-2].contiguous(), self._host_slots)
         sent = torch.nn.functional.pad(groups.limit.long().cumsum(0), (1, 0))
-        ends = sent[torch.tensor(bounds)]
+        sends = sent[torch.tensor(self.layout.bounds)].diff()
         # Of the own slots, by source: rows before a source's, how many it has of those that are kept, where they begin.
-        counts = matrix[:, low:high]
+        low, high = self.layout.bounds[self.me : self.me + 2]
+        counts = told[:, low:high].long()
         before = counts.cumsum(0) - counts
         came = torch.minimum((groups.counts - before).clamp(min=0), counts)
         begin = (groups.offsets.long() - groups.padded_counts + before).flatten()
@@ -92,15 +92,15 @@ class SlabRank(TokenRank):
         places = torch.zeros(self.layout.rows, dtype=torch.int64)
         places[: len(rows)] = rows
         places[len(rows) : len(rows) + len(padding)] = padding
-        return Slabs(ends.diff(), came.sum(1), torch.tensor([len(padding)]), self._upload(places))
+        return Slabs(sends, came.sum(1), torch.tensor([len(padding)]), places), sent[:-1].int()
 
     def _deliver(
         self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
     ) -> Generator[Ask, Any, None]:
         slabs, owners = sent.slabs, self.layout.ranks
         assert slabs is not None
-        sends, receives = slabs.sends.tolist(), slabs.receives.tolist()
-        places, padding = slabs.places[: sum(receives) + int(slabs.padding)].tensor_split([sum(receives)])
+        sends, receives, number = _sizes(slabs)
+        places, padding = slabs.places[: sum(receives) + number].tensor_split([sum(receives)])
         packed, several = [self._empty((sum(sends), self.layout.hidden), x.dtype)], None
         if weights is not None:
             packed.append(self._empty((sum(sends),), torch.float32))
@@ -121,7 +121,7 @@ class SlabRank(TokenRank):
             yield Agree(self.peers, self.token + what)
         slabs = sent.slabs
         assert slabs is not None
-        sends, receives = slabs.sends.tolist(), slabs.receives.tolist()
+        sends, receives, _ = _sizes(slabs)
         found = []
         for values in given:
             back = self._empty((sum(sends), *values.shape[1:]), values.dtype)
@@ -156,6 +156,11 @@ class SlabRank(TokenRank):
         if self.device.type != "cuda":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
+
+
+def _sizes(slabs: Slabs) -> tuple[list[int], list[int], int]:
+    """What goes to each owner, what comes from each source, and how many rows are padding."""
+    return slabs.sends.tolist(), slabs.receives.tolist(), int(slabs.padding)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

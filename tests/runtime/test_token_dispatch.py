@@ -100,6 +100,9 @@ GRID = [
     (4, [9, 9, 9, 9], 8, 6, 16, 16, torch.bfloat16, "uniform"),
     (4, [3, 0, 8, 2], 5, 60, 8, 1, torch.float16, "uniform"),
     (4, [5, 5, 5, 5], 2, 8, 8, 32, torch.float32, "hot"),
+    (4, [7, 0, 9, 5], 3, 16, 24, 8, torch.float32, "hot rank"),
+    (2, [6, 5], 2, 5, 200, 4, torch.bfloat16, "zipf"),
+    (2, [6, 5], 2, 5, 257, 1, torch.float32, "hot rank"),
     (4, [5, 5, 5, 5], 2, 8, 8, 8, torch.float32, "none"),
     (5, [0, 0, 0, 0, 0], 4, 7, 8, 8, torch.float32, "uniform"),
     (5, [4, 3, 2, 1, 0], 3, 3, 8, 1, torch.bfloat16, "zipf"),  # fewer experts than ranks

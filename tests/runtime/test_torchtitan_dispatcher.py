@@ -48,7 +48,8 @@ def by_the_seam(dispatcher: TorchtitanDispatcher, t: Tokens, matrices: torch.Ten
     parts.append(rows.new_full((len(rows) - sum(counts.tolist()), rows.shape[1]), float("nan")))
     y = dispatcher.combine(torch.cat(parts), metadata, x)
     y.backward(t.gradient)
-    return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "matrices": m.grad}
+    of_matrices = torch.zeros_like(m) if m.grad is None else m.grad  # of a rank without experts
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "matrices": of_matrices}
 
 
 def linear_experts(t: Tokens, matrices: torch.Tensor) -> dict[str, torch.Tensor]:

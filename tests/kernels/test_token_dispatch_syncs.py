@@ -1,0 +1,145 @@
+"""Dispatch, combine and the backward of both wait for no device: virtual ranks' kernels under a guard that refuses it.
+
+In the interpreter, where the kernels run that a GPU runs, and on a GPU, where torch itself refuses to synchronise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardweave.runtime import token_slabs
+from shardweave.runtime.token_slabs import SlabRank
+from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+from moe_reference import tokens_of
+from sync_guard import SyncGuard, SyncRefused
+
+K, E, H = 3, 5, 16
+
+
+def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `function` is given has been read, or never was on a device: a CPU cannot tell, where all tensors are."""
+
+    def outside(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return function(*args)
+
+    return outside
+
+
+class Guard(SyncGuard):
+    """On a GPU torch's own."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.on_gpu = device == "cuda"
+
+    def __enter__(self) -> Guard:
+        if self.on_gpu:
+            torch.cuda.set_sync_debug_mode("error")
+            return self
+        return super().__enter__()  # type: ignore[return-value]
+
+    def __exit__(self, *args: Any) -> None:
+        if self.on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+        else:
+            super().__exit__(*args)
+
+
+def layer(d: VirtualTokenDispatcher, given: list, weighted: bool, redispatched: bool) -> tuple[list, list]:
+    xs, ids, weights, gradients = given
+    routed = d.dispatch(xs, ids, weights)
+    outputs = []
+    for r in routed:
+        with r.kept() if redispatched else nullcontext():
+            outputs.append(r.x * (2.0 if weighted else r.weights.unsqueeze(-1)))
+    ys = d.combine(outputs, routed, add=xs, weighted=weighted)
+    torch.autograd.backward(ys, gradients)
+    routed[0].load()
+    return ys, [x.grad for x in (*xs, *weights)]
+
+
+def leaves(device: str, seed: int) -> list:
+    tokens = [tokens_of(r, n, K, E, H, torch.float32, "holes", seed) for r, n in enumerate((4, 0, 3))]
+    moved = [
+        [v.to(device) for v in vs] for vs in zip(*[(t.x, t.ids, t.weights, t.gradient) for t in tokens], strict=True)
+    ]
+    for x in (*moved[0], *moved[2]):
+        x.requires_grad_()
+    return moved
+
+
+SETTINGS = [
+    {"align": 4},
+    {"layout": "batched", "expert_capacity": 4, "overflow": "drop"},
+    {"save": "redispatch", "overflow": "drop", "expert_capacity": 2},
+    {"save": "copy"},
+]
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_no_device_is_waited_for(device, one_sided, monkeypatch):
+    """But for the one read of the counts by ranks that send and receive."""
+    if device == "cpu":
+        monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
+        monkeypatch.setattr(token_slabs, "_sizes", on_the_host(token_slabs._sizes))
+    else:
+        monkeypatch.setattr(SlabRank, "_read", read_unguarded(SlabRank._read))
+    for number, given in enumerate(SETTINGS):
+        d = VirtualTokenDispatcher(
+            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device,
+            one_sided=one_sided, **given,
+        )  # fmt: skip
+        weighted, again = number % 2 == 0, given.get("save") == "redispatch"
+        want = layer(d, leaves(device, number), weighted, again)  # warm
+        fresh = leaves(device, number)
+        with Guard(device) as guard:
+            got = layer(d, fresh, weighted, again)
+        assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
+        assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
+        assert one_sided or [part.host_reads for part in d.parts] == [2] * 3
+        d.check()
+
+
+def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
+    def outside(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    return outside
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "combine", "combine_backward"])
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_the_guard_sees_what_ranks_do(device, verb, one_sided, monkeypatch):
+    if device == "cuda":
+        pytest.skip("of the guard on the CPU")
+    monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
+    monkeypatch.setattr(token_slabs, "_sizes", on_the_host(token_slabs._sizes))
+    d = VirtualTokenDispatcher(
+        3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided
+    )
+    kind = type(d.parts[0])
+    does = getattr(kind, verb)
+
+    def planted(self, *args: Any, **given: Any) -> Any:
+        torch.ones(1).item()
+        return does(self, *args, **given)
+
+    monkeypatch.setattr(kind, verb, planted)
+    given = leaves(device, 0)
+    with pytest.raises(SyncRefused), Guard(device):
+        layer(d, given, True, False)
