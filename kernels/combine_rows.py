@@ -13,13 +13,10 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .codecs import decode, encode
+from .entries import entries_of
 from .pointers import interpreted, on_device, runs_on
-from .push_rows import entries_of
 from .reduce_boxes import ELEMENTS
-from .rows import PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants
-
-# Elements of an accumulator of the reference: 1 MiB of float32 stays in the cache.
-CHUNK = 1 << 18
+from .rows import CHUNK, PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants
 
 
 @triton.jit
@@ -143,40 +140,23 @@ def combine_rows_reference(
     weights: torch.Tensor | None,
     add: torch.Tensor | None,
 ) -> None:
-    """The same in torch operations: the rows gathered owner by owner, then summed some tokens at a time."""
-    (tokens, k), hidden, dtype = rows.key.shape, buffers.shape[1], buffers.dtype
-    token, number, _, row = entries_of(rows, len(buffers))
-    gathered = torch.empty((len(row), hidden), dtype=dtype, device=out.device)
-    for buffer, into, at in zip(buffers.tensors, gathered.split(number), row.split(number), strict=True):
-        torch.index_select(buffer, 0, at, out=into)
-    # Where the i-th entry of each token is among the gathered. A token's entries are in order of (owner, k) there too.
-    order = torch.argsort(token, stable=True)
-    many = torch.bincount(token, minlength=tokens)
-    begin = many.cumsum(0) - many
-    owner = rows.key // max(k, 1)
-    for t in range(0, tokens, max(1, CHUNK // max(hidden, 1))):
-        these = slice(t, t + max(1, CHUNK // max(hidden, 1)))
-        total = torch.zeros((len(many[these]), hidden), dtype=torch.float32, device=out.device)
-        partial = torch.zeros_like(total)
-        for i in range(k):
-            kept = torch.nonzero(many[these] > i).view(-1)
-            if len(kept) == 0:
-                break
-            everyone = len(kept) == len(total)
-            value = gathered.index_select(0, order[begin[these][kept] + i]).float()
+    """The same in torch operations, some tokens at a time: nothing but the rows and the sums leaves the cache."""
+    hidden, dtype = buffers.shape[1], buffers.dtype
+    entries, most = entries_of(rows, len(buffers)), max(1, CHUNK // max(hidden, 1))
+    for i, sums in enumerate(entries.sums(most)):
+        first, these = i * most, slice(i * most, (i + 1) * most)
+        total = torch.zeros((len(out[these]), hidden), dtype=torch.float32, device=out.device)
+        for owner, which, rounds in sums:
+            token, row = entries.token[which], entries.row[which]
+            value = buffers.tensors[owner].index_select(0, row).float()
             if weights is not None:
-                kth = (rows.key[these, i] % k).long()[kept]
-                value.mul_(weights[these][kept, kth].unsqueeze(1))
-            moved = (owner[these, i] != owner[these, i - 1])[kept] if i else None
-            if moved is not None and bool(moved.any()):
-                into = kept[moved]
-                total[into] = total[into] + partial[into].to(dtype).float()
-                partial[into] = 0
-            if everyone:
-                partial.add_(value)
-            else:
-                partial[kept] = partial[kept] + value
-        total.add_(partial.to(dtype))
+                value.mul_(weights[token, entries.kth[which]].unsqueeze(1))
+            parts = value.split(rounds)
+            for part in parts[1:]:
+                parts[0][: len(part)].add_(part)
+            # Sums that begin at zero differ in a zero's sign only, which is lost in `total`, since that begins there.
+            partial = parts[0] if dtype is torch.float32 else parts[0].to(dtype).float()
+            total.index_add_(0, token[: rounds[0]] - first, partial)
         if add is not None:
             total.add_(add[these])
         out[these].copy_(total)

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .entries import entries_of
 from .pointers import on_device, runs_on
-from .push_rows import entries_of
 from .rows import Buffers, TokenRows, cdiv
 
 BLOCK = tl.constexpr(256)
@@ -30,9 +30,9 @@ def gather_values(rows: TokenRows, buffers: Buffers) -> torch.Tensor:
     tokens, k = rows.key.shape
     out = torch.zeros((tokens, k), dtype=torch.float32, device=rows.key.device)
     if not runs_on(out.device):
-        token, number, kth, row = entries_of(rows, len(buffers))
-        parts = [b.index_select(0, at) for b, at in zip(buffers.tensors, row.split(number), strict=True)]
-        out[token, kth] = torch.cat(parts)
+        entries = entries_of(rows, len(buffers))
+        places = zip(buffers.tensors, entries.row.split(entries.owners), strict=True)
+        out[entries.token, entries.kth] = torch.cat([buffer.index_select(0, at) for buffer, at in places])
         return out
     if out.numel():
         table, _ = buffers.table()

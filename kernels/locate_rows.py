@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
+from .entries import keep_entries
 from .group_rows import Groups, Slots
 from .pointers import on_device, runs_on
 from .rows import TokenRows, cdiv, power_of_two
@@ -90,4 +91,6 @@ def locate_rows_reference(slot: torch.Tensor, place: torch.Tensor, groups: Group
     row = torch.where(kept, groups.start[at] + place, -1)
     owner = torch.where(kept, slots.owner[at], owners)
     key, order = torch.sort(owner * k + torch.arange(k, dtype=torch.int32, device=slot.device), dim=1)
-    return TokenRows(key, row.gather(1, order))
+    rows = TokenRows(key, row.gather(1, order))
+    keep_entries(rows, owners)
+    return rows

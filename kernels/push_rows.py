@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
+from .entries import entries_of
 from .group_rows import Groups
 from .pointers import on_device, runs_on
-from .rows import Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants
+from .rows import CHUNK, Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants
 
 MOST_PADDING = 64  # programs that zero the padding of one group
 
@@ -139,27 +140,23 @@ def push_rows_reference(
     weight_buffers: Buffers | None,
     most_padding: int = MOST_PADDING,
 ) -> None:
-    """The same in torch operations: one gather and one scatter per owner."""
-    token, owner, k, row = entries_of(rows, len(buffers))
-    for buffer, tokens, to in zip(buffers.tensors, token.split(owner), row.split(owner), strict=True):
-        buffer.index_copy_(0, to, x.index_select(0, tokens))
-    padding = padding_rows(groups) if most_padding else row[:0]
+    """The same in torch operations: straight to where each slot's rows lie."""
+    entries = entries_of(rows, len(buffers))
+    if len(entries.row) * x.shape[1] > CHUNK:
+        for owner, begin, end, row in entries.runs():
+            target = buffers.tensors[owner][row : row + end - begin]
+            torch.index_select(x, 0, entries.token[begin:end], out=target)
+    else:  # by way of memory that stays in the cache, with fewer calls
+        tokens_and_rows = (of.split(entries.owners) for of in (entries.token, entries.row))
+        for buffer, tokens, to in zip(buffers.tensors, *tokens_and_rows, strict=True):
+            buffer.index_copy_(0, to, x.index_select(0, tokens))
+    padding = padding_rows(groups) if most_padding else entries.row[:0]
     buffers.tensors[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
-        values = weights[token, k]
-        for buffer, part, to in zip(weight_buffers.tensors, values.split(owner), row.split(owner), strict=True):
+        values = weights[entries.token, entries.kth].split(entries.owners)
+        for buffer, part, to in zip(weight_buffers.tensors, values, entries.row.split(entries.owners), strict=True):
             buffer.index_copy_(0, to, part)
         weight_buffers.tensors[own].index_fill_(0, padding, 0)
-
-
-def entries_of(rows: TokenRows, owners: int) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
-    """The entries that have a row, by owner, then token, then k: token, how many each owner has, k, row."""
-    k = rows.key.shape[1]
-    flat = torch.nonzero(rows.row.reshape(-1) >= 0).view(-1)
-    key, row = rows.key.reshape(-1)[flat].long(), rows.row.reshape(-1)[flat].long()
-    owner, order = torch.sort(key // max(k, 1), stable=True)
-    number = torch.bincount(owner, minlength=owners).tolist()
-    return flat[order] // max(k, 1), number, key[order] % max(k, 1), row[order]
 
 
 def padding_rows(groups: Groups) -> torch.Tensor:

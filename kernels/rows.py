@@ -13,6 +13,8 @@ from ..errors import ArgumentError
 from .pointers import WORDS, AddressTables
 
 VECTOR = 16  # bytes of the widest access
+# Elements that a reference works on at a time: 1 MiB of float32 stays in the cache.
+CHUNK = 1 << 18
 PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from .codecs import decode, encode
 from .pointers import interpreted, on_device, runs_on
 from .reduce_boxes import ELEMENTS
-from .rows import RowLaunch, check_rows, programs_of, row_constants
+from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_constants
 
 
 @triton.jit(do_not_specialize=["gradient", "values", "out", "programs"])
@@ -92,8 +92,13 @@ def weigh_rows_reference(
     out: torch.Tensor,
     weight_gradient: torch.Tensor,
 ) -> None:
-    """The same in torch operations; the dot products are summed in torch's order."""
-    n = int(num_rows)
-    given = gradient[:n].float()
-    torch.sum(given * values[:n], 1, out=weight_gradient[:n])
-    out[:n] = given * weights[:n, None]
+    """The same in torch operations, some rows at a time; the dot products are summed in torch's order."""
+    number, hidden = int(num_rows), out.shape[1]
+    for first in range(0, number, max(1, CHUNK // max(hidden, 1))):
+        these = slice(first, min(number, first + max(1, CHUNK // max(hidden, 1))))
+        given = gradient[these].float()
+        torch.sum(given * values[these], 1, out=weight_gradient[these])
+        if out.dtype is torch.float32:
+            torch.mul(given, weights[these, None], out=out[these])
+        else:
+            out[these] = given * weights[these, None]

@@ -36,6 +36,9 @@ class World(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised contiguous tensor that nobody else holds and that peers can address."""
 
+    def addressable(self, tensor: torch.Tensor) -> bool:
+        """Whether a contiguous tensor of anybody's is, or lies in, one from `empty`."""
+
     def address(self, buffer: torch.Tensor) -> Address:
         """What names a tensor from `empty` on every rank."""
 

@@ -71,6 +71,9 @@ class CollectiveWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
+    def addressable(self, tensor: torch.Tensor) -> bool:
+        return False
+
     def address(self, buffer: torch.Tensor) -> object:
         raise NotImplementedError("a two-sided world has no addresses")
 

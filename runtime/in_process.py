@@ -49,6 +49,9 @@ class InProcessWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
+    def addressable(self, tensor: torch.Tensor) -> bool:
+        return True
+
     def address(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer
 

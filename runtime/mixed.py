@@ -74,6 +74,9 @@ class MixedWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inside.empty(shape, dtype, device)
 
+    def addressable(self, tensor: torch.Tensor) -> bool:
+        return self.inside.addressable(tensor)
+
     def address(self, buffer: torch.Tensor) -> Address:
         return self.inside.address(buffer)
 

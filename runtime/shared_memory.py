@@ -151,6 +151,9 @@ class SharedMemoryWorld:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._pool.empty(shape, dtype)
 
+    def addressable(self, tensor: torch.Tensor) -> bool:
+        return self._pool.holds(tensor)
+
     def address(self, buffer: torch.Tensor) -> Address:
         segment, offset = self._pool.place(buffer)
         entry = _DIRECTORY + segment

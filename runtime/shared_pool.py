@@ -98,6 +98,11 @@ class SharedPool:
         tensor = torch.from_numpy(np.asarray(Block(self.segments, free, address, shape, form.typestr)))
         return tensor if form.dtype is None else tensor.view(form.dtype)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is of this pool."""
+        address = tensor.data_ptr()
+        return any(0 <= address - segment.address < segment.nbytes for segment in self.segments)
+
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The segment and the offset where a tensor from `empty` begins; any, if it has no elements."""
         address = tensor.data_ptr()

@@ -10,8 +10,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import token_ops as ops
-from .token_memory import RowsAgain
+from .token_memory import RowsAgain, copy_rows
 from .token_ops import Engine, by_rank, routing_length
+from .token_routing import Sent
 
 
 def _found(engine: Engine, function: Any, new: Any, operator: Any, *given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -43,8 +44,12 @@ class Dispatch(torch.autograd.Function):
         xs, weights, ids = given[:n], given[n : 2 * n], given[2 * n :]
         found = _found(engine, ops.dispatch, ops.new_dispatched, ops.dispatch_op, list(xs), list(ids), list(weights))
         if engine.layout.save == "copy" and not torch.compiler.is_compiling():
-            each = 2 + routing_length(engine)
-            found = [tensor.clone() if i % each < 2 else tensor for i, tensor in enumerate(found)]
+            leased, found = found, []
+            for rows, weights_of_rows, *rest in by_rank(leased, 2 + routing_length(engine)):
+                copies = torch.empty_like(rows), torch.empty_like(weights_of_rows)
+                for copy, lease in zip(copies, (rows, weights_of_rows), strict=True):
+                    copy_rows(copy, lease, Sent.of([weights_of_rows, *rest]).groups.num_rows)
+                found += [*copies, *rest]
         ranks = list(by_rank(found, 2 + routing_length(engine)))
         routing = [tensor for rank in ranks for tensor in rank[2:]]
         if not torch.compiler.is_compiling():

@@ -19,6 +19,7 @@ import torch
 from ..errors import ArgumentError
 from .bound_step import World
 from .token_layout import DispatchLayout
+from .token_memory import copy_rows
 from .token_rank import TokenRank
 from .token_routing import Sent, specs_of_sent
 
@@ -200,23 +201,40 @@ def _operator(name: str, given: str, body: Callable[..., None]) -> Any:
     return operator
 
 
-def _copied(function: Callable[..., Tensors]) -> Callable[..., None]:
-    def body(engine: Engine, outs: Tensors, *given: Any) -> None:
-        for out, found in zip(outs, function(engine, *given), strict=True):
+def _dispatch_into(engine: Engine, outs: Tensors, *given: Any) -> None:
+    each = 2 + routing_length(engine)
+    for into, (rows, *sent) in zip(by_rank(outs, each), by_rank(dispatch(engine, *given), each), strict=True):
+        num_rows = Sent.of(sent).groups.num_rows
+        for out, found in zip(into[:2], (rows, sent[0]), strict=True):
+            copy_rows(out, found, num_rows)
+        for out, found in zip(into[2:], sent[1:], strict=True):
             out.copy_(found)
 
-    return body
+
+def _dispatch_backward_into(engine: Engine, outs: Tensors, *given: Any) -> None:
+    for out, found in zip(outs, dispatch_backward(engine, *given), strict=True):
+        out.copy_(found)
 
 
-dispatch_op = _operator("dispatch_tokens", "Tensor[] xs, Tensor[] ids, Tensor[] weights", _copied(dispatch))
+def _combine_backward_into(
+    engine: Engine, outs: Tensors, gradients: Tensors, values: Tensors, weights: Tensors, routing: Tensors
+) -> None:
+    found, n = combine_backward(engine, gradients, values, weights, routing), len(gradients)
+    for out, rows, sent in zip(outs[:n], found[:n], _sents(engine, routing), strict=True):
+        copy_rows(out, rows, sent.groups.num_rows)
+    for out, numbers in zip(outs[n:], found[n:], strict=True):
+        out.copy_(numbers)
+
+
+dispatch_op = _operator("dispatch_tokens", "Tensor[] xs, Tensor[] ids, Tensor[] weights", _dispatch_into)
 combine_op = _operator("combine_tokens", "Tensor[] values, Tensor[] routing, Tensor[] weights, Tensor?[] adds", combine)
 dispatch_backward_op = _operator(
     "dispatch_tokens_backward",
     "Tensor[] gradients, Tensor[] weight_gradients, Tensor[] routing",
-    _copied(dispatch_backward),
+    _dispatch_backward_into,
 )
 combine_backward_op = _operator(
     "combine_tokens_backward",
     "Tensor[] gradients, Tensor[] values, Tensor[] weights, Tensor[] routing",
-    _copied(combine_backward),
+    _combine_backward_into,
 )

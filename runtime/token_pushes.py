@@ -16,7 +16,6 @@ import torch
 from ..kernels.push_rows import push_rows
 from ..kernels.rows import Buffers
 from ..kernels.share_counts import share_counts
-from .in_process import InProcessWorld
 from .meeting import Address, Ask, Meet
 from .token_rank import TokenRank
 from .token_routing import Sent
@@ -89,8 +88,8 @@ class PushingRank(TokenRank):
 
     def _addressable(self, values: torch.Tensor, sent: Sent) -> torch.Tensor:
         """`values` in memory that peers can address; the rows that any of them reads."""
-        if isinstance(self.world, InProcessWorld):
-            return values.contiguous()
+        if values.is_contiguous() and self.world.addressable(values):
+            return values
         window = self._empty(tuple(values.shape), values.dtype)
         n = int(sent.groups.num_rows)
         window[:n].copy_(values[:n])

@@ -208,6 +208,15 @@ def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden:
         same(got, expected)
 
 
+@plan
+@each_case
+def test_push_rows_straight_to_where_they_follow_each_other(kind, given, monkeypatch):
+    """The torch path, as it is for rows that do not fit the cache."""
+    monkeypatch.setattr(sys.modules["shardweave.kernels.push_rows"], "CHUNK", 0)
+    rng = np.random.default_rng(7)
+    check_push(rng, random_case(rng, kind, **given), torch.bfloat16, 5, "cpu")
+
+
 @pytest.mark.parametrize("hidden", [8, 1024, 2500], ids=str)
 def test_push_rows_of_several_pieces(device, hidden):
     rng = np.random.default_rng(1)
