@@ -12,6 +12,7 @@ from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.errors import CapacityError
+from shardweave.runtime.segments import Segment, bytes_of, open_segment
 from shardweave.runtime.shared_memory import SharedMemoryWorld
 from shardweave.runtime.token_dispatcher import TokenDispatcher
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
@@ -147,3 +148,13 @@ def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
                 assert beside == twos[rank]
                 assert gradient == [[3.0] * 8, [3.0] * 8, [0.0] * 8, [3.0] * 8]
                 assert text == by_rank[0][0][3] and "2 rows had no room" in text
+
+
+def test_memory_that_is_kept_may_be_written_after_inference():
+    with torch.inference_mode():
+        segment = Segment("test", 4096, False)
+        mapped = bytes_of(open_segment(segment.path))
+    mapped[:4] = 7
+    assert segment.bytes[:5].tolist() == [7, 7, 7, 7, 0]
+    segment.bytes[0] = 1
+    assert int(mapped[0]) == 1
