@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
+from shardweave.kernels import signal
 from shardweave.planner import Mesh
 from shardweave.runtime import copies, drop_in
 
@@ -53,6 +55,12 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "unique": lambda x: x.unique(),
     "bincount": lambda x: x.view(-1).long().abs().bincount(),
     "tensor of tensors": lambda x: torch.tensor([x.view(-1)[0], x.view(-1)[1]]),
+    "tensor of numbers": lambda x: torch.tensor([1, 2], device=x.device),
+    "tensor of a number": lambda x: torch.tensor(1.0, device=x.device),
+    "as_tensor of numbers": lambda x: torch.as_tensor([1, 2], device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1, 2]),
+    "asarray of numbers": lambda x: torch.asarray([1.0], device=x.device),
+    "index by a list": lambda x: x[[0, 1]],
 }
 ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     "copies": lambda x: torch.empty_like(x).copy_(x),
@@ -135,6 +143,8 @@ WORLDS: tuple[dict[str, Any], ...] = (
     {"one_sided": False, "backend": "nccl"},
     {"one_sided": False, "backend": "gloo", "reduction": "fast"},
     {"one_sided": False, "backend": "nccl", "reduction": "fast"},
+    {"one_sided": False, "backend": "gloo", "node_size": 2},
+    {"one_sided": False, "node_size": 3},
 )
 WRITES = ("copy_", "fill_", "add", "div", "maximum", "bitwise_or")
 
@@ -172,8 +182,15 @@ def raw(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
+NO_PROCESS_GROUPS = pytest.mark.parametrize(
+    "world",
+    [{}, {"one_sided": False}, {"one_sided": False, "node_size": 2}],
+    ids=["one-sided", "two-sided", "both"],
+)
+
+
 @pytest.mark.plan
-@pytest.mark.parametrize("world", [{}, {"one_sided": False}], ids=["one-sided", "two-sided"])
+@NO_PROCESS_GROUPS
 def test_scalars_strides_and_lazy_views(world: dict[str, Any]) -> None:
     scalar = shardweave.plan((2, 2), (), "float32", "P Pavg", "R R")
     columns = shardweave.plan((2,), (6, 4), "float32", "S0", "S1")
@@ -188,7 +205,7 @@ def test_scalars_strides_and_lazy_views(world: dict[str, Any]) -> None:
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("world", [{}, {"one_sided": False}], ids=["one-sided", "two-sided"])
+@NO_PROCESS_GROUPS
 def test_batches_and_programs_between_meshes(world: dict[str, Any]) -> None:
     here, there = Mesh((2, 2)), Mesh((3,), ranks=(1, 4, 6))
     x = integers((7, 5), "x").float()
@@ -246,7 +263,24 @@ def dtensor(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Any, ...
                               stride=(shape[1], 1))  # fmt: skip
 
 
-def under_the_guard(rank: int, world: str) -> dict[str, int]:
+@contextmanager
+def control_words_of(guard: SyncGuard) -> Iterator[None]:
+    """Signals between CPUs read and write the words that ranks meet by; on a GPU a kernel does. Of the symmetric world
+    these alone are not guarded, and what they overwrite."""
+    reference = signal.signal_reference
+
+    def lifted(*args: Any) -> None:
+        with guard.lifted():
+            reference(*args)
+
+    signal.signal_reference = lifted
+    try:
+        yield
+    finally:
+        signal.signal_reference = reference
+
+
+def under_the_guard(rank: int, world: str, name: str) -> dict[str, int]:
     mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     seen: dict[str, int] = {}
     for known in (mesh, other):
@@ -256,24 +290,41 @@ def under_the_guard(rank: int, world: str) -> dict[str, int]:
         given = [(dtensor(mesh, shape, source), target, options) for source, target, options in ASKED]
         batch = [dtensor(mesh, shape, source) for source, *_ in ASKED[:7]]
         targets = [target for _, target, _ in ASKED[:7]]
-        with SyncGuard() as guard:
+
+        def every_kind(given: Any = given, batch: Any = batch, targets: Any = targets) -> None:
+            for x, target, options in given:
+                y = shardweave.redistribute(x, target, world=world, **options)
+                if options.get("async_op"):
+                    y._local_tensor.wait()
+            shardweave.redistribute_batch(batch, targets, world=world)
+            shardweave.redistribute(given[0][0], [Shard(0)], device_mesh=other, world=world)
+
+        if world == "symmetric":
+            every_kind()  # windows are made when programs are bound, and what ranks share is written then
+        with SyncGuard() as guard, control_words_of(guard):
             for _ in range(3):  # cold, and twice warm
-                for x, target, options in given:
-                    y = shardweave.redistribute(x, target, world=world, **options)
-                    if options.get("async_op"):
-                        y._local_tensor.wait()
-                shardweave.redistribute_batch(batch, targets, world=world)
-                shardweave.redistribute(given[0][0], [Shard(0)], device_mesh=other, world=world)
-        for name, number in guard.seen.items():
-            seen[name] = seen.get(name, 0) + number
-    assert shardweave.stats().calls.keys() == {world}
+                every_kind()
+        for operator, number in guard.seen.items():
+            seen[operator] = seen.get(operator, 0) + number
+    # What a rank does alone a world of its own does, where there are nodes.
+    assert name in shardweave.stats().calls and shardweave.stats().calls.keys() <= {world, name}
     return seen
 
 
+REAL_WORLDS = [
+    ("shared_memory", "shared_memory", 4),
+    ("collective", "collective", 4),
+    ("symmetric", "symmetric", 4),
+    ("mixed", "mixed", 2),
+    ("symmetric", "mixed symmetric", 2),
+]
+
+
 @pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_programs_of_real_ranks(world: str) -> None:
-    for seen in run_ranks(under_the_guard, 4, world):
+@pytest.mark.parametrize(("world", "name", "node_size"), REAL_WORLDS, ids=[name for _, name, _ in REAL_WORLDS])
+def test_programs_of_real_ranks(world: str, name: str, node_size: int) -> None:
+    environment = {} if node_size == 4 else {"SHARDWEAVE_NODE_SIZE": str(node_size)}
+    for seen in run_ranks(under_the_guard, 4, world, name, environment=environment):
         # Two shapes, three times, more than a copy for each request.
         assert seen["copy_"] > 100 and seen["add"] > 10, seen
 
@@ -319,7 +370,7 @@ def caught(rank: int, world: str) -> str:
 
     copies.Copies.__call__ = planted  # type: ignore[method-assign]
     try:
-        with SyncGuard():
+        with SyncGuard() as guard, control_words_of(guard):
             shardweave.redistribute(x, [Shard(1)], world=world)
     except (SyncRefused, shardweave.WorldError) as error:
         return type(error).__name__
@@ -327,5 +378,6 @@ def caught(rank: int, world: str) -> str:
 
 
 @pytest.mark.multi
-def test_the_guard_sees_what_real_ranks_do() -> None:
-    assert run_ranks(caught, 2, "shared_memory") == ["SyncRefused", "PeerError"]
+@pytest.mark.parametrize("world", ["shared_memory", "symmetric"])
+def test_the_guard_sees_what_real_ranks_do(world: str) -> None:
+    assert run_ranks(caught, 2, world) == ["SyncRefused", "PeerError"]
