@@ -110,7 +110,7 @@ class CopyTable:
         self.sources = Pointers("sources", boxes.source, dtype, itemsize, device, SOURCE_ARGUMENTS)
         self.targets = Pointers("targets", boxes.target, dtype, itemsize, device, TARGET_ARGUMENTS)
         self.by_reference = not runs_on(device)
-        self._variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
+        self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
         if not self.by_reference:
             self.variant(16, 16)
 
@@ -119,7 +119,7 @@ class CopyTable:
 
         Built on first use; that for 16 and 16, which fresh tensors have, with the table.
         """
-        known = self._variants.get((source_align, target_align))
+        known = self.variants.get((source_align, target_align))
         if known is not None:
             return known
         variant = []
@@ -131,7 +131,7 @@ class CopyTable:
                     f"{launch.target_word}, which is all that the buffers' alignment or dtype allows; 0 always works"
                 )
             variant.append(PreparedLaunch(copy_boxes_kernel, launch, self.device, [fill], constants))
-        self._variants[source_align, target_align] = variant
+        self.variants[source_align, target_align] = variant
         return variant
 
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
@@ -189,8 +189,9 @@ def copy_boxes(table: CopyTable, sources: Sequence[torch.Tensor], targets: Seque
         return
     first_sources, source_table, source_align = table.sources.resolve(sources)
     first_targets, target_table, target_align = table.targets.resolve(targets)
+    launches = table.variants.get((source_align, target_align))
     with on_device(table.device):
-        for launch in table.variant(source_align, target_align):
+        for launch in table.variant(source_align, target_align) if launches is None else launches:
             launch(source_table, target_table, first_sources, first_targets)
 
 

@@ -232,7 +232,7 @@ class ReduceTable:
         self.by_reference = not runs_on(device)
         self.divisor_bits = struct.unpack("q", struct.pack("d", divisor or 1.0))[0]
         self.soft = interpreted(reduce_boxes_kernel) or (dtype is torch.float8_e4m3fn and not _has_float8(device))
-        self._variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
+        self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
         if not self.by_reference:
             self.variant(16, 16)
 
@@ -241,7 +241,7 @@ class ReduceTable:
 
         Built on first use; that for 16 and 16, which fresh tensors have, with the table.
         """
-        known = self._variants.get((source_align, target_align))
+        known = self.variants.get((source_align, target_align))
         if known is not None:
             return known
         fill = pattern_word(self._fill, min(self.out_dtype.itemsize, 8)) or 0
@@ -249,7 +249,7 @@ class ReduceTable:
             PreparedLaunch(reduce_boxes_kernel, launch, self.device, [fill, self.divisor_bits], constants)
             for launch, constants in self.specialisations(source_align, target_align)
         ]
-        self._variants[source_align, target_align] = variant
+        self.variants[source_align, target_align] = variant
         return variant
 
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
@@ -343,8 +343,9 @@ def reduce_boxes(table: ReduceTable, sources: Sequence[torch.Tensor], targets: S
         return
     first_sources, source_table, source_align = table.sources.resolve(sources)
     first_targets, target_table, target_align = table.targets.resolve(targets)
+    launches = table.variants.get((source_align, target_align))
     with on_device(table.device):
-        for launch in table.variant(source_align, target_align):
+        for launch in table.variant(source_align, target_align) if launches is None else launches:
             launch(source_table, target_table, first_sources, first_targets)
 
 

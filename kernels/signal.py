@@ -200,14 +200,14 @@ class Channel:
         nothing = [0] * self.peers
         self.table = torch.tensor([nothing, nothing, signed, list(codes)], dtype=torch.int64).to(pad.device)
         self.by_reference = (pad.device.type == "cpu") != interpreted(signal_kernel)
-        self._launches: dict[tuple[bool, bool, int, torch.dtype | None], PreparedSignal] = {}
+        self.launches: dict[tuple[bool, bool, int, torch.dtype | None], PreparedSignal] = {}
 
     def launch(self, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> PreparedSignal:
         """What `signal` launches in one use; `dtype` of what is overwritten, None where nothing is. Built once."""
         key = send, wait, credit, dtype
-        found = self._launches.get(key)
+        found = self.launches.get(key)
         if found is None:
-            found = self._launches[key] = PreparedSignal(self, *key)
+            found = self.launches[key] = PreparedSignal(self, *key)
         return found
 
     @cached_property
@@ -264,7 +264,8 @@ def signal(
     if channel.by_reference:
         signal_reference(channel, send, wait, credit, token, polls, poison)
         return
-    launch = channel.launch(send, wait, credit, None if poison is None else poison.dtype)
+    dtype = None if poison is None else poison.dtype
+    launch = channel.launches.get((send, wait, credit, dtype)) or channel.launch(send, wait, credit, dtype)
     out, words = 0, 0
     if poison is not None:
         out, words = poison.data_ptr(), poison.numel() * poison.itemsize // launch.word

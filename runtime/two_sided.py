@@ -185,23 +185,25 @@ class TwoSidedStep(BoundStep):
         """What the world is to do, with all packed that is sent from there."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
-        sources = [*buffers, packed]  # `_PACKED` is the last
-        arrived, size = received.view(torch.uint8), self.dtype.itemsize
+        flat, arrived, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
         if self.together:
-            return AllToAll(self.group, sources[_PACKED].view(torch.uint8), self.sent, arrived, self.came)
-        sends = [
-            (rank, sources[buffer].as_strided((last - first,), (1,), sources[buffer].storage_offset() + first))
-            for rank, buffer, first, last in self.sends
-        ]
+            return AllToAll(self.group, flat, self.sent, arrived, self.came)
+        sends = []
+        for rank, buffer, first, last in self.sends:
+            if buffer == _PACKED:
+                sends.append((rank, flat[first * size : last * size]))
+                continue
+            source = buffers[buffer]
+            part = source.as_strided((last - first,), (1,), source.storage_offset() + first)
+            sends.append((rank, part.view(torch.uint8)))
         landed = out.view(-1).view(torch.uint8)
         if self.gathers:
-            return AllGather(self.group, sends[0][1].view(torch.uint8), landed if self.receives[0][3] else arrived)
+            return AllGather(self.group, sends[0][1], landed if self.receives[0][3] else arrived)
         receives = [
             (rank, (landed if final else arrived)[first * size : last * size])
             for rank, first, last, final in self.receives
         ]
-        bytes_sent = tuple((rank, part.view(torch.uint8)) for rank, part in sends)
-        return Transfer(bytes_sent, tuple(receives), group=self.of_group)
+        return Transfer(tuple(sends), tuple(receives), group=self.of_group)
 
 
 def may_leave_apart(step: Step, following: Step) -> bool:
