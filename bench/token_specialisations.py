@@ -7,9 +7,10 @@ down instead. So a constant is here because a launcher gives it, and a kernel be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -55,16 +56,18 @@ class Layer:
     ids: torch.dtype = torch.int64
     odd: bool = False
     experts_twice: bool = False
+    slab_capacity: float | None = None  # of ranks that send and receive
 
     def __str__(self) -> str:
         said = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
         said += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
+        said += ["slabs of one size"] * (self.slab_capacity is not None)
         return ", ".join(said + ["replicated experts"] * self.experts_twice)
 
 
 def layers() -> Iterator[Layer]:
     """Training and decoding of known shapes, in all dtypes, alignments and layouts; rows of no good length. Ranks that
-    send and receive launch what ranks that reach each other do where groups are not aligned."""
+    send and receive slabs of exact size launch what ranks that reach each other do where groups are not aligned."""
     deepseek = Layer("DeepSeek-V3", 7168, 8, 256)
     mixtral = Layer("Mixtral", 4096, 2, 8)
     yield replace(deepseek, ranks=64)
@@ -77,6 +80,9 @@ def layers() -> Iterator[Layer]:
         yield replace(layer, experts_twice=True)
         yield replace(layer, experts_twice=True, tokens=128)
         yield replace(layer, odd=True)
+        for align, dtype in product((1, 8, 128), (torch.bfloat16, torch.float32)):
+            yield replace(layer, align=align, dtype=dtype, slab_capacity=1.25)
+        yield replace(layer, layout="batched", expert_capacity=512, slab_capacity=1.25)
     for hidden, top_k, experts in ((4097, 3, 60), (2500, 1, 3), (20, 6, 300)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype)
@@ -160,7 +166,13 @@ def written_down() -> Iterator[list[Launch]]:
     def address(x: torch.Tensor) -> int:
         return of_memory(x) if x.device != NOWHERE else _ADDRESS + int(x.storage_offset()) * x.element_size()
 
-    with mock.patch.object(JITFunction, "run", launch), mock.patch.object(torch.Tensor, "data_ptr", address):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", launch))
+        stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", address))
+        for name in {kernel.fn.__module__ for kernel in KERNELS.values()}:
+            module = import_module(name)
+            if hasattr(module, "runs_on"):
+                stack.enter_context(mock.patch.object(module, "runs_on", lambda device: True))
         yield launches
 
 
@@ -198,6 +210,7 @@ def _train(layer: Layer) -> None:
         layer.ranks, num_experts=layer.experts, top_k=layer.top_k, hidden=layer.hidden, max_tokens=layer.tokens,
         dtype=layer.dtype, align=layer.align, expert_capacity=layer.expert_capacity, layout=layer.layout,
         expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None, device=NOWHERE,
+        slab_capacity=layer.slab_capacity, one_sided=layer.slab_capacity is None,
     )  # fmt: skip
 
     def of_all(*shape: int, dtype: torch.dtype, wanted: bool = False) -> list[torch.Tensor]:

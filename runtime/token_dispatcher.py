@@ -16,9 +16,9 @@ from .routed_tokens import RoutedTokens
 from .statistics import stats
 from .token_checks import check_combine, check_dispatch
 from .token_engine import TokenEngine, placed
+from .token_fixed_slabs import slab_rank
 from .token_layout import DispatchLayout
 from .token_pushes import PushingRank
-from .token_slabs import SlabRank
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
 
@@ -57,6 +57,12 @@ class TokenDispatcher(TokenEngine):
             nothing of what experts do within `with routed.kept():`, but x, [T, H], which backward of combine sends once
             more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
             with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
+        slab_capacity: of worlds whose ranks send: rows that a rank sends to another at most, or, a float, a factor of
+            max_tokens * top_k / W. Slabs of so many rows travel whole, and the host reads nothing; of the rows of a
+            rank for another those after so many, in order of slot, token and k, have no room, as with the other
+            capacities, and before them. Default: slabs of exact size, for which the host reads the counts once for
+            each dispatch. `explain` has the bytes of either. Worlds whose ranks write into each other's memory need no
+            slabs, and drop nothing by this.
         device: default: the CPU.
         world: "shared_memory" or "collective"; default: by what the ranks share, as for `redistribute`.
 
@@ -81,6 +87,7 @@ class TokenDispatcher(TokenEngine):
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
         save: str = "lease",
+        slab_capacity: int | float | None = None,
         device: torch.device | str = "cpu",
         world: str | None = None,
     ) -> None:
@@ -95,7 +102,7 @@ class TokenDispatcher(TokenEngine):
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: one that has this rank, {rank}")
         agreed = DispatchLayout.of(
             len(ranks), num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow,
-            layout, expert_map, save,
+            layout, expert_map, save, slab_capacity,
         )  # fmt: skip
         device = placed(device)
         self._world: AnyWorld | InProcessWorld = InProcessWorld()
@@ -113,7 +120,7 @@ class TokenDispatcher(TokenEngine):
             number = current_worlds().number_dispatcher(ranks)
         self._ranks = ranks
         self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
-        part = PushingRank if self._world.one_sided else SlabRank
+        part = PushingRank if self._world.one_sided else slab_rank(agreed)
         me, token = ranks.index(rank), agreed.token(number)
         super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name)
 

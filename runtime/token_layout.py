@@ -44,6 +44,8 @@ class DispatchLayout:
     bounds: tuple[int, ...]
     slot_of: tuple[tuple[int, ...], ...]
     save: str
+    slab_capacity: int | None
+    """Rows of a rank for another, where they travel in slabs of one size."""
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class DispatchLayout:
         layout: str,
         expert_map: Sequence[Sequence[int]] | None,
         save: str = "lease",
+        slab_capacity: int | float | None = None,
     ) -> DispatchLayout:
         """
         Raises:
@@ -96,14 +99,25 @@ class DispatchLayout:
             if expert_capacity is not None:
                 rows = min(rows, most_slots * _up(expert_capacity, align))
         else:
-            rows = _up(_capacity_rows(capacity, max_tokens * top_k), align)
+            rows = _up(_capacity_rows("capacity", capacity, max_tokens * top_k), align)
+        if slab_capacity is not None:
+            share = max_tokens * top_k / ranks
+            slab_capacity = min(_capacity_rows("slab_capacity", slab_capacity, share), max_tokens * top_k)
         # Row numbers are int32, before they are limited as well.
-        if max(entries + bounds[-1] * align, rows, bounds[-1] * (expert_capacity or 0) * batched) >= 1 << 31:
+        if (
+            max(
+                entries + bounds[-1] * align,
+                rows,
+                bounds[-1] * (expert_capacity or 0) * batched,
+                ranks * (slab_capacity or 0),
+            )
+            >= 1 << 31
+        ):
             raise ArgumentError(
                 f"max_tokens: {max_tokens} with top_k {top_k} on {ranks} ranks; allowed: 2**31 rows in all"
             )
         return cls(ranks, num_experts, top_k, hidden, max_tokens, dtype, rows, expert_capacity, align, overflow,
-                   batched, bounds, slot_of, save)  # fmt: skip
+                   batched, bounds, slot_of, save, slab_capacity)  # fmt: skip
 
     @property
     def most_padding(self) -> int:
@@ -134,11 +148,12 @@ def _up(number: int, align: int) -> int:
     return -(-number // align) * align
 
 
-def _capacity_rows(capacity: int | float, share: int) -> int:
+def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
     if not isinstance(capacity, float):
-        return _whole("capacity", capacity, 0, (1 << 31) - 1)
+        return _whole(name, capacity, 0, (1 << 31) - 1)
     if not 0 <= capacity < math.inf:
-        raise ArgumentError(f"capacity: {capacity!r}; allowed: rows (int) or a factor of max_tokens * top_k (float)")
+        of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
+        raise ArgumentError(f"{name}: {capacity!r}; allowed: rows (int) or a factor of {of} (float)")
     return math.ceil(capacity * share)
 
 

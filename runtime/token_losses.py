@@ -45,10 +45,11 @@ class Losses:
                 event.synchronize()
             dropped, bad = lost.tolist()
             if dropped or bad:
+                of = self._layout
                 raise CapacityError(
-                    f"dispatch {call}: {dropped} rows had no room (capacity: {self._layout.rows} rows for each rank, "
-                    f"expert_capacity: {self._layout.expert_capacity}) and {bad} ids were not in -1 to "
-                    f'{self._layout.num_experts - 1}, all ranks together; overflow="drop" goes on without them'
+                    f"dispatch {call}: {dropped} rows had no room (capacity: {of.rows} rows for each rank, "
+                    f"expert_capacity: {of.expert_capacity}, slab_capacity: {of.slab_capacity}) and {bad} ids were not "
+                    f'in -1 to {of.num_experts - 1}, all ranks together; overflow="drop" goes on without them'
                 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .token_layout import DispatchLayout
 from .token_rank import TokenRank
 
@@ -21,10 +23,23 @@ def explain(layout: DispatchLayout, rank: TokenRank, world: str) -> str:
         f"{'batched' if layout.batched else 'grouped'}",
         f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
         f"overflow: {layout.overflow}; save: {layout.save}",
+        *_on_the_wire(layout, rank.in_slabs),
         "  memory of a rank, bytes at most:",
         *[f"    {nbytes:>16,}  {what}" for what, nbytes in nbytes(layout, rank.in_slabs).items()],
     ]
     return "\n".join(lines)
+
+
+def _on_the_wire(layout: DispatchLayout, in_slabs: bool) -> list[str]:
+    if not in_slabs:
+        return ["  slab_capacity: not used, ranks write into each other's memory"] if layout.slab_capacity else []
+    even = math.ceil(layout.max_tokens * layout.top_k / layout.ranks)
+    capacity = even if layout.slab_capacity is None else layout.slab_capacity
+    exact, fixed = sent_bytes(layout, None), sent_bytes(layout, capacity)
+    return [
+        f"  sent to others by a dispatch: in slabs of exact size {exact:,} bytes at most, with one read by the host;",
+        f"    in slabs of {capacity} rows (slab_capacity={capacity}) {fixed:,} bytes always, with none",
+    ]
 
 
 def nbytes(layout: DispatchLayout, in_slabs: bool) -> dict[str, int]:
@@ -46,7 +61,19 @@ def nbytes(layout: DispatchLayout, in_slabs: bool) -> dict[str, int]:
     if not in_slabs:
         return {**found, "expert output that peers read, during combine": layout.rows * row}
     # Rows that come are sorted into their groups; those that go were sorted out of them.
-    found[routing] += layout.rows * 8
+    sent, came = most, layout.rows
+    if layout.slab_capacity is not None:
+        sent = came = layout.ranks * layout.slab_capacity
+    found[routing] += came * 8
     # Each of the four sends rows as slabs and receives such.
     slabs = "slabs sent and received, during dispatch, combine and either's backward"
-    return {**found, slabs: (most + layout.rows) * row}
+    return {**found, slabs: (sent + came) * row}
+
+
+def sent_bytes(layout: DispatchLayout, slab_capacity: int | None) -> int:
+    """What a rank sends to others in one dispatch, at most: rows and their weights, in slabs of exact size or of so
+    many rows. A combine receives as much, but for the weights."""
+    rows = layout.max_tokens * layout.top_k
+    if slab_capacity is not None:
+        rows = (layout.ranks - 1) * slab_capacity
+    return rows * (layout.hidden * layout.dtype.itemsize + 4)

@@ -22,8 +22,8 @@ class Slabs(NamedTuple):
     padding: torch.Tensor
     """int64 [1], on the host: padding rows of this rank's buffer."""
     places: torch.Tensor
-    """int64 [rows]: the row in this rank's buffer of each row that it receives, by source; then the padding rows;
-    beyond those, 0."""
+    """int64: the row in this rank's buffer of each row that it receives, by source. Of slabs of exact size [rows], then
+    the padding rows, beyond those 0; of slabs of one size [W * slab_capacity], -1 where there is no row."""
 
 
 class Sent(NamedTuple):
@@ -78,5 +78,6 @@ def specs_of_sent(
     if in_slabs:
         host = torch.device("cpu")
         found += [((n,), torch.int64, host) for n in (layout.ranks, layout.ranks, 1)]
-        found.append(((layout.rows,), torch.int64, device))
+        places = layout.rows if layout.slab_capacity is None else layout.ranks * layout.slab_capacity
+        found.append(((places,), torch.int64, device))
     return found

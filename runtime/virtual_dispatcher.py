@@ -12,9 +12,9 @@ from .in_process import InProcessWorld, run_all
 from .routed_tokens import RoutedTokens
 from .token_checks import check_combine, check_dispatch
 from .token_engine import TokenEngine, placed
+from .token_fixed_slabs import slab_rank
 from .token_layout import DispatchLayout
 from .token_pushes import PushingRank
-from .token_slabs import SlabRank
 
 
 class VirtualTokenDispatcher(TokenEngine):
@@ -40,6 +40,7 @@ class VirtualTokenDispatcher(TokenEngine):
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
         save: str = "lease",
+        slab_capacity: int | float | None = None,
         device: torch.device | str = "cpu",
         one_sided: bool = True,
     ) -> None:
@@ -47,10 +48,10 @@ class VirtualTokenDispatcher(TokenEngine):
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
         agreed = DispatchLayout.of(
             size, num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout,
-            expert_map, save,
+            expert_map, save, slab_capacity,
         )  # fmt: skip
         world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), placed(device)
-        part = PushingRank if one_sided else SlabRank
+        part = PushingRank if one_sided else slab_rank(agreed)
         parts = [part(agreed, world, ranks, r, device, agreed.token(0)) for r in ranks]
         super().__init__(agreed, parts, "in process")
 

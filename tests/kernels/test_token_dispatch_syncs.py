@@ -111,6 +111,22 @@ def test_no_device_is_waited_for(device, one_sided, monkeypatch):
         d.check()
 
 
+def test_ranks_that_send_slabs_of_one_size_read_nothing(device):
+    for number, given in enumerate(SETTINGS):
+        d = VirtualTokenDispatcher(
+            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device,
+            one_sided=False, slab_capacity=5, **{**given, "overflow": "drop"},
+        )  # fmt: skip
+        weighted, again = number % 2 == 0, given.get("save") == "redispatch"
+        want = layer(d, leaves(device, number), weighted, again)  # warm
+        fresh = leaves(device, number)
+        with Guard(device) as guard:
+            got = layer(d, fresh, weighted, again)
+        assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
+        assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
+        assert [part.host_reads for part in d.parts] == [0] * 3
+
+
 def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
     def outside(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")

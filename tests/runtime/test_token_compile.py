@@ -64,6 +64,7 @@ def same(got, want) -> bool:
     [
         (True, True, {}),
         (False, True, {}),
+        (False, True, {"slab_capacity": 3, "overflow": "drop"}),
         (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}),
     ],
     ids=str,
@@ -155,9 +156,9 @@ def test_what_is_lost_is_raised_by_compiled_code_and_results_are_fresh(monkeypat
             d.check()
 
 
-def arguments_of_operators(one_sided: bool):
+def arguments_of_operators(**given_settings):
     """Each operator with arguments of a dispatch and its combine."""
-    d = virtual(one_sided=one_sided)
+    d = virtual(**given_settings)
     xs, weights, ids, gradients = [[x.detach() for x in given] for given in leaves(4)]
     n, each = 2, 2 + routing_length(d)
     found = token_ops.dispatch(d, xs, ids, weights)
@@ -175,8 +176,8 @@ def arguments_of_operators(one_sided: bool):
         yield d, operator, (d.state, [torch.zeros_like(x) for x in outs], d.handle, *given)
 
 
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_operators_are_what_they_declare(one_sided, monkeypatch):
+@pytest.mark.parametrize("way", [{}, {"one_sided": False}, {"one_sided": False, "slab_capacity": 3.0}], ids=str)
+def test_operators_are_what_they_declare(way, monkeypatch):
     """No row past the end is compared: what the world allocates is zero here."""
 
     def zeros(self, shape, dtype, device):
@@ -184,7 +185,7 @@ def test_operators_are_what_they_declare(one_sided, monkeypatch):
 
     monkeypatch.setattr(InProcessWorld, "empty", zeros)
     # `d` lives as long as its operators run.
-    for _d, operator, given in arguments_of_operators(one_sided):
+    for _d, operator, given in arguments_of_operators(**way):
         assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import CapacityError
 from shardweave.runtime.in_process import InProcessWorld
+from shardweave.runtime.token_fixed_slabs import slab_rank
 from shardweave.runtime.token_ops import register
-from shardweave.runtime.token_slabs import SlabRank
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
 
@@ -70,15 +72,18 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
 
 def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
     """Ranks that send and receive find the same, bit for bit."""
-    other = copy.copy(d)
+    found = virtual_moe(d, tokens, matrices, weighted)
     world, ranks = InProcessWorld(one_sided=False), tuple(range(d.layout.ranks))
-    other.parts = [SlabRank(d.layout, world, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
-    other.handle = register(other)
-    for got, want in zip(
-        virtual_moe(other, tokens, matrices, weighted)[:4], virtual_moe(d, tokens, matrices, weighted), strict=False
-    ):
-        assert [raw(x) for x in got] == [raw(x) for x in want]
-    assert [part.host_reads for part in other.parts] == [1] * len(ranks)
+    # With room for all of a rank's rows in each slab the host reads nothing.
+    for slab_capacity, reads in ((None, 1), (d.layout.max_tokens * d.layout.top_k, 0)):
+        other = copy.copy(d)
+        other.layout = dataclasses.replace(d.layout, slab_capacity=slab_capacity)
+        part = slab_rank(other.layout)
+        other.parts = [part(other.layout, world, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
+        other.handle = register(other)
+        for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], found, strict=False):
+            assert [raw(x) for x in got] == [raw(x) for x in want]
+        assert [part.host_reads for part in other.parts] == [reads] * len(ranks)
 
 
 def raw(x: torch.Tensor) -> bytes:
@@ -209,6 +214,57 @@ def test_beyond_the_buffer_rows_are_dropped():
     tokens = [tokens_of(r, 20, 1, 2, 8, torch.float32, "uniform") for r in range(2)]
     routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_slot(tokens, 2, 8))
     assert int(routed[0].dropped) == 24 and int(routed[0].offsets[-1]) == 8
+
+
+def with_room_in_slabs(tokens: list[Tokens], owner_of: list[int], most: int) -> list[torch.Tensor]:
+    """Which entries are among the first `most` of their rank for each owner, in order of expert, token, k."""
+    found = []
+    for t in tokens:
+        kept = torch.zeros(t.ids.shape, dtype=torch.bool)
+        seen: Counter[int] = Counter()
+        for e, owner in enumerate(owner_of):
+            for i, j in (t.ids == e).nonzero().tolist():
+                kept[i, j] = seen[owner] < most
+                seen[owner] += 1
+        found.append(kept)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["grouped", "batched"])
+@pytest.mark.parametrize("routing", ["zipf", "hot rank", "holes"])
+@pytest.mark.parametrize("most, expert_capacity", [(0, None), (3, None), (4, 5), (100, 4)])
+def test_beyond_the_room_in_a_slab_rows_are_dropped(most, expert_capacity, routing, layout):
+    experts, owner_of = 5, [0, 0, 1, 1, 2]
+    d = VirtualTokenDispatcher(
+        3, num_experts=experts, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, overflow="drop", align=4,
+        layout=layout, expert_capacity=expert_capacity, one_sided=False, slab_capacity=most,
+    )  # fmt: skip
+    assert d.layout.slab_capacity == min(most, 21) and d.layout.bounds == (0, 2, 4, 5)
+    tokens = [tokens_of(r, 7 - 2 * r, 3, experts, 8, torch.float32, routing) for r in range(3)]
+    there = with_room_in_slabs(tokens, owner_of, most)
+    rest = [dataclasses.replace(t, ids=torch.where(k, t.ids, -1)) for t, k in zip(tokens, there, strict=True)]
+    room = 99 if expert_capacity is None else expert_capacity
+    limit = first_of_each_slot(rest, experts, -(-room // 4) * 4 if layout == "batched" else room)
+    kept = [a & b for a, b in zip(there, limit, strict=True)]
+    routed = check(d, tokens, matrices_of(experts, 8, torch.float32), torch.float32, kept=kept)
+    lost = sum(int(((t.ids >= 0) & ~k).sum()) for t, k in zip(tokens, kept, strict=True))
+    assert [int(r.dropped) for r in routed] == [lost] * 3 and [part.host_reads for part in d.parts] == [0] * 3
+    assert lost > 0 or most == 100
+
+
+def test_what_has_no_room_in_a_slab_is_raised():
+    d = VirtualTokenDispatcher(
+        2, num_experts=2, top_k=1, hidden=8, max_tokens=8, dtype=torch.float32, one_sided=False, slab_capacity=0.5
+    )
+    assert d.layout.slab_capacity == 2
+    t = tokens_of(0, 8, 1, 2, 8, torch.float32, "hot")
+    d.dispatch([t.x] * 2, [t.ids] * 2, [t.weights] * 2)
+    with pytest.raises(CapacityError, match="dispatch 0: 12 rows had no room .*slab_capacity: 2"):
+        d.check()
+    text = d.explain()
+    assert "one slab of 2 rows for each pair of ranks; the host reads nothing" in text
+    # Rows of 8 float32 and a weight: 8 of them at most; 2 to the one other rank.
+    assert "exact size 288 bytes at most" in text and "2 rows (slab_capacity=2) 72 bytes always" in text
 
 
 def test_no_room_at_all():

@@ -45,9 +45,9 @@ def poisoned() -> None:
     SharedMemoryWorld.empty = empty  # type: ignore[method-assign]
 
 
-def rounds_of(rank: int, world: str) -> list[bytes]:
+def rounds_of(rank: int, world: str, **more: int) -> list[bytes]:
     """A rank's results and gradients, after a first dispatch that was inference."""
-    dispatcher = TokenDispatcher(**SETTINGS, world=world)
+    dispatcher = TokenDispatcher(**SETTINGS, **more, world=world)
     low, high = dispatcher.layout.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = given(rank, 0)
@@ -129,6 +129,8 @@ def each_world(rank: int) -> list[list]:
     found: list[list] = []
     for world in WORLDS:
         found.append([rounds_of(rank, world)])
+        # In slabs of one size, with room for all of a rank's rows; not used in shared memory.
+        assert rounds_of(rank, world, slab_capacity=12 * K) == found[-1][0], world
         if dist.get_world_size() == 4:
             found[-1] += [beside_another_group(rank, world), more_ranks_than_experts(world), lost_on_one(rank, world)]
     return found

@@ -43,6 +43,11 @@ def one(**given) -> DispatchLayout:
         ({"expert_map": [[0, 1.7], [2, 3]]}, r"expert_map\[0\]: 1.7; allowed: a whole number"),
         ({"top_k": torch.tensor(2)}, "top_k: tensor"),
         ({"capacity": True}, "capacity: True"),
+        ({"slab_capacity": -1}, "slab_capacity: -1"),
+        (
+            {"slab_capacity": float("nan")},
+            r"slab_capacity: nan; .* a factor of max_tokens \* top_k / r",
+        ),
         ({"expert_map": [[0, 1], [2, 4]]}, r"expert_map\[1\]: 4; allowed: a whole number, 0 to 3"),
         ({"ranks": 64, "max_tokens": 1 << 24, "top_k": 2}, r"allowed: 2\*\*31 rows"),
     ],

@@ -1,0 +1,120 @@
+"""One rank of a token dispatcher on a two-sided world, without a number read by the host: slabs of one size.
+
+A slab has room for `slab_capacity` rows of a sender for an owner. Who has which row, and which have no room, follows
+from the counts of all ranks, on the device of each alike. So sizes are known ahead, slabs travel whole, and what is
+behind the last row of one is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.group_rows import Groups
+from ..kernels.locate_rows import locate_rows
+from ..kernels.push_rows import push_rows
+from ..kernels.route_tokens import Routed
+from ..kernels.rows import Buffers, TokenRows
+from .meeting import Agree, Ask
+from .token_layout import DispatchLayout
+from .token_rank import WEIGHED
+from .token_routing import Sent, Slabs
+from .token_slabs import SlabRank
+
+
+class FixedSlabRank(SlabRank):
+    """Ranks send and receive slabs of `layout.slab_capacity` rows."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        capacity = self.layout.slab_capacity
+        assert capacity is not None
+        self._capacity = capacity
+        self.way = f"one slab of {capacity} rows for each pair of ranks; the host reads nothing"
+        bounds = torch.tensor(self.layout.bounds)
+        self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same owner
+        owner = torch.arange(self.layout.ranks).repeat_interleave(bounds.diff()).to(self.device)
+        self._slab = owner * capacity  # int64 [S]: where the owner's slab begins
+        self._in_slab = torch.arange(capacity, device=self.device).expand(self.layout.ranks, -1).contiguous()
+        self._sizes_of_all = torch.full((self.layout.ranks,), capacity, dtype=torch.int64)
+
+    def _before(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows of each slot, [..., S], how many come before them in the slab of the same owner."""
+        before = rows.cumsum(-1) - rows
+        return before - before[..., self._first]
+
+    def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
+        matrix = counted[:, :-2].contiguous()
+        counts = matrix[:, :-1].long()
+        with_room = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
+        groups = self._grouped(torch.cat((with_room.int(), matrix[:, -1:]), 1), self.slots)
+        without = torch.stack(((counts - with_room).sum(), counts.new_zeros(())))
+        groups = groups._replace(lost=groups.lost + without)
+        start = (self._slab + self._before(groups.limit.long())).int()
+        rows = locate_rows(routed.slot, routed.place, groups._replace(start=start), self.slots)
+        none = torch.zeros(1, dtype=torch.int64)
+        sizes = self._sizes_of_all
+        slabs = Slabs(sizes.clone(), sizes.clone(), none, self._places(with_room, groups))
+        return Sent(weights, groups, rows, matrix, slabs)
+
+    def _places(self, counts: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """int64 [W * capacity]: the row in this rank's buffer of each row of the slabs that it receives, -1 of none.
+
+        `counts`: int64 [W, S], rows with room in their slabs.
+        """
+        low, high = self.layout.bounds[self.me : self.me + 2]
+        if low == high:
+            return torch.full((self._in_slab.numel(),), -1, dtype=torch.int64, device=self.device)
+        own = counts[:, low:high]
+        before = own.cumsum(0) - own  # of earlier sources, in the group
+        came = torch.minimum((groups.counts - before).clamp(min=0), own)
+        begin = groups.offsets.long() - groups.padded_counts + before
+        ends = came.cumsum(1)
+        slot = torch.searchsorted(ends, self._in_slab, right=True).clamp(max=high - low - 1)
+        place = begin.gather(1, slot) + self._in_slab - (ends - came).gather(1, slot)
+        return torch.where(self._in_slab < ends[:, -1:], place, -1).view(-1)
+
+    def _deliver(
+        self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
+    ) -> Generator[Ask, Any, None]:
+        assert sent.slabs is not None
+        owners, places = self.layout.ranks, sent.slabs.places
+        packed, several = [self._empty((len(places), self.layout.hidden), x.dtype)], None
+        if weights is not None:
+            packed.append(self._empty((len(places),), torch.float32))
+            several = Buffers([packed[1]] * owners, self.tables)
+        push_rows(x, sent.rows, Buffers([packed[0]] * owners, self.tables), sent.groups, self.me, weights, several,
+                  most_padding=0)  # fmt: skip
+        came = []
+        for slab in packed:
+            came.append(self._empty(tuple(slab.shape), slab.dtype))
+            yield from self._exchange(slab, [self._capacity] * owners, came[-1], [self._capacity] * owners)
+        # Each row that came is a token of one entry, whose owner is this rank.
+        place = places.int()[:, None]
+        rows = TokenRows(torch.where(place >= 0, self.me, owners).int(), place)
+        buffers = [Buffers([buffer] * owners, self.tables) for buffer in into]
+        numbers = came[1][:, None] if weights is not None else None
+        push_rows(came[0], rows, buffers[0], sent.groups, self.me, numbers, buffers[1] if weights is not None else None,
+                  most_padding=self.layout.most_padding)  # fmt: skip
+
+    def _fetch(
+        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Callable[[Sequence[Buffers]], Any]
+    ) -> Generator[Ask, Any, Any]:
+        if what != WEIGHED:
+            yield Agree(self.peers, self.token + what)
+        assert sent.slabs is not None
+        owners, sizes = self.layout.ranks, [self._capacity] * self.layout.ranks
+        rows, found = sent.slabs.places.clamp(min=0), []
+        for values in given:
+            back = self._empty((len(rows), *values.shape[1:]), values.dtype)
+            going = values.index_select(0, rows) if len(values) else torch.zeros_like(back)
+            yield from self._exchange(going, sizes, back, sizes)
+            found.append(Buffers([back] * owners, self.tables))
+        return read(found)
+
+
+def slab_rank(layout: DispatchLayout) -> type[SlabRank]:
+    """What ranks that send are."""
+    return SlabRank if layout.slab_capacity is None else FixedSlabRank
