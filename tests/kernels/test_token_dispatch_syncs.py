@@ -87,19 +87,22 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("one_sided", [True, False])
-def test_no_device_is_waited_for(device, one_sided, monkeypatch):
-    """But for the one read of the counts by ranks that send and receive."""
-    if device == "cpu":
+PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "slab_capacity": 5}
+
+
+@pytest.mark.parametrize("way", [PUSHED, EXACT, FIXED], ids=str)
+def test_no_device_is_waited_for(device, way, monkeypatch):
+    """But for the one read of the counts by ranks that send and receive slabs of exact size."""
+    if way is EXACT and device == "cpu":
         monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
         monkeypatch.setattr(token_slabs, "_sizes", on_the_host(token_slabs._sizes))
-    else:
+    elif way is EXACT:
         monkeypatch.setattr(SlabRank, "_read", read_unguarded(SlabRank._read))
     for number, given in enumerate(SETTINGS):
+        given = {**given, "overflow": "drop"} if way is FIXED else given
         d = VirtualTokenDispatcher(
-            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device,
-            one_sided=one_sided, **given,
-        )  # fmt: skip
+            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **way, **given
+        )
         weighted, again = number % 2 == 0, given.get("save") == "redispatch"
         want = layer(d, leaves(device, number), weighted, again)  # warm
         fresh = leaves(device, number)
@@ -107,24 +110,8 @@ def test_no_device_is_waited_for(device, one_sided, monkeypatch):
             got = layer(d, fresh, weighted, again)
         assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
         assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
-        assert one_sided or [part.host_reads for part in d.parts] == [2] * 3
+        assert [getattr(part, "host_reads", 0) for part in d.parts] == [2 if way is EXACT else 0] * 3
         d.check()
-
-
-def test_ranks_that_send_slabs_of_one_size_read_nothing(device):
-    for number, given in enumerate(SETTINGS):
-        d = VirtualTokenDispatcher(
-            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device,
-            one_sided=False, slab_capacity=5, **{**given, "overflow": "drop"},
-        )  # fmt: skip
-        weighted, again = number % 2 == 0, given.get("save") == "redispatch"
-        want = layer(d, leaves(device, number), weighted, again)  # warm
-        fresh = leaves(device, number)
-        with Guard(device) as guard:
-            got = layer(d, fresh, weighted, again)
-        assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
-        assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
-        assert [part.host_reads for part in d.parts] == [0] * 3
 
 
 def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
