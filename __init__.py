@@ -57,9 +57,11 @@ from shardweave.runtime import (
     redistribute_batch,
     redistribute_cost,
     redistribute_local_tensor,
+    share_of_tokens,
     simulate,
     stats,
     uninstall,
+    whole_of_shares,
 )
 
 __version__ = "0.1.0"
@@ -113,7 +115,9 @@ __all__ = [
     "redistribute_batch",
     "redistribute_cost",
     "redistribute_local_tensor",
+    "share_of_tokens",
     "simulate",
     "stats",
     "uninstall",
+    "whole_of_shares",
 ]

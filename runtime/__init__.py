@@ -15,6 +15,7 @@ from .preparing import prepare
 from .routed_tokens import RoutedTokens, TokenLoad
 from .statistics import Statistics, stats
 from .token_dispatcher import TokenDispatcher
+from .token_shares import share_of_tokens, whole_of_shares
 from .torchtitan_dispatcher import TorchtitanDispatcher
 from .virtual_dispatcher import VirtualTokenDispatcher
 
@@ -47,7 +48,9 @@ __all__ = [
     "redistribute_batch",
     "redistribute_cost",
     "redistribute_local_tensor",
+    "share_of_tokens",
     "simulate",
     "stats",
     "uninstall",
+    "whole_of_shares",
 ]

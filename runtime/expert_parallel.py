@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
 from .token_dispatcher import TokenDispatcher
+from .token_shares import share_of_tokens, whole_of_shares
 
 
 class ExpertParallel(ParallelStyle):
@@ -31,8 +32,11 @@ class ExpertParallel(ParallelStyle):
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        top_k, hidden, max_tokens, dtype, capacity, expert_capacity, overflow, align, save, world: as of
+        top_k, hidden, max_tokens, dtype, capacity, expert_capacity, overflow, align, save, slab_capacity, world: as of
             TokenDispatcher. The module's forward is within `routed.kept()`.
+        replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with the same tokens. Each dispatches its
+            share, and has all results; `max_tokens` is of the share. Where the experts' mesh is not over these ranks as
+            well, gradients of parameters are of the share's tokens: to be summed over them.
     """
 
     def __init__(
@@ -47,12 +51,18 @@ class ExpertParallel(ParallelStyle):
         overflow: str = "raise",
         align: int = 1,
         save: str = "lease",
+        slab_capacity: int | float | None = None,
         world: str | None = None,
+        replicated_over: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        if replicated_over is not None and not (isinstance(replicated_over, DeviceMesh) and replicated_over.ndim == 1):
+            raise ArgumentError(f"replicated_over: {replicated_over!r}; allowed: a 1-D DeviceMesh, or None")
+        self._replicated_over = replicated_over
         self._settings: dict[str, Any] = {
             "top_k": top_k, "hidden": hidden, "max_tokens": max_tokens, "dtype": dtype, "capacity": capacity,
-            "expert_capacity": expert_capacity, "overflow": overflow, "align": align, "save": save, "world": world,
+            "expert_capacity": expert_capacity, "overflow": overflow, "align": align, "save": save,
+            "slab_capacity": slab_capacity, "world": world,
         }  # fmt: skip
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -75,7 +85,7 @@ class ExpertParallel(ParallelStyle):
             device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind,
             **self._settings,
         )
-        flow = _Flow(dispatcher)
+        flow = _Flow(dispatcher, self._replicated_over)
         module.token_dispatcher = dispatcher  # type: ignore[assignment]
         # What the hooks return takes the place of what was given, which their annotation there does not say.
         dispatch: Any = flow.dispatch
@@ -94,8 +104,9 @@ def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 class _Flow:
     """What goes into one module and comes out of it; between the two, the dispatch that is to be combined."""
 
-    def __init__(self, dispatcher: TokenDispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: TokenDispatcher, replicated_over: DeviceMesh | None) -> None:
+        self._dispatcher, self._replicated_over = dispatcher, replicated_over
+        self._tokens = 0
         self._routed: RoutedTokens | None = None
         self._kept: AbstractContextManager[Any] = nullcontext()
 
@@ -104,6 +115,9 @@ class _Flow:
             kinds = ", ".join(type(i).__name__ for i in inputs)
             raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
         x, ids, weights = inputs
+        if self._replicated_over is not None:
+            self._tokens = len(x)
+            x, ids, weights = (share_of_tokens(i, self._replicated_over) for i in (x, ids, weights))
         self._routed = self._dispatcher.dispatch(x, ids, weights)
         self._kept = self._routed.kept()
         self._kept.__enter__()
@@ -116,4 +130,5 @@ class _Flow:
     def combine(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         routed, self._routed = self._routed, None
         assert routed is not None
-        return self._dispatcher.combine(output, routed)
+        y = self._dispatcher.combine(output, routed)
+        return y if self._replicated_over is None else whole_of_shares(y, self._replicated_over, self._tokens)

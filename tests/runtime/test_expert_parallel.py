@@ -19,6 +19,7 @@ from shardweave.errors import ArgumentError
 from shardweave.runtime.expert_parallel import ExpertParallel
 from shardweave.runtime.routed_tokens import RoutedTokens
 from shardweave.runtime.token_memory import RowsAgain
+from shardweave.runtime.token_shares import share_of_tokens, whole_of_shares
 
 HIDDEN = 8
 
@@ -148,6 +149,48 @@ def under_fsdp(rank: int):
 def test_with_fully_shard_over_another_mesh_dim():
     (spelt,) = set(run_ranks(under_fsdp, 4))
     assert "_StridedShard" in spelt and spelt.endswith("Shard(dim=0))"), spelt
+
+
+def beside_tensor_parallelism(rank: int) -> list[int]:
+    """Pairs of ranks hold the same tokens, an odd number, one, or none; each token is dispatched once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    matrices, sent = matrices_of(6, HIDDEN, torch.float32), []
+    for over in (everyone, mesh["ep"]):
+        for counts in ((7, 4), (1, 0), (0, 0)):
+            module = parallelize_module(
+                Experts(matrices), over, style(2, replicated_over=mesh["tp"], slab_capacity=1.0, overflow="raise")
+            )
+            tokens = [tokens_of(r, n, 2, 6, HIDDEN, torch.float32, "uniform") for r, n in enumerate(counts)]
+            mine = tokens[rank // 2]
+            check(passes(module, mine), dense(mine, matrices), f"{counts} tokens")
+            total = sum(dense(t, matrices)["matrices"] for t in tokens)
+            gradient = module.matrices.grad
+            # The last ranks' experts may have had no token.
+            local = torch.zeros_like(module.matrices.to_local()) if gradient is None else gradient.to_local()
+            if over is not everyone:
+                dist.all_reduce(local, group=mesh.get_group("tp"))
+            assert_near(local, distribute_tensor(total, over, [Shard(0)]).to_local(), torch.float32, "matrices")
+            seen = module.token_dispatcher.dispatch(*[
+                share_of_tokens(x, mesh["tp"]) for x in (mine.x, mine.ids, mine.weights)
+            ])  # fmt: skip
+            sent.append(int(seen.load().per_slot.sum()))
+            module.token_dispatcher.check()
+    with pytest.raises(ArgumentError, match=r"y: 9 rows; allowed: [32], this rank's share of 5 tokens"):
+        whole_of_shares(torch.zeros(9, 1), mesh["tp"], 5)
+    with pytest.raises(ArgumentError, match="mesh: 2 dims; allowed: 1"):
+        share_of_tokens(torch.zeros(9, 1), mesh)
+    with pytest.raises(ArgumentError, match="replicated_over: 3; allowed: a 1-D DeviceMesh, or None"):
+        style(2, replicated_over=3)
+    return sent
+
+
+@pytest.mark.multi
+def test_tokens_that_ranks_hold_alike_are_dispatched_once():
+    for rank, sent in enumerate(run_ranks(beside_tensor_parallelism, 4)):
+        # Among all ranks every entry of both pairs' tokens; among those of one tp coordinate, their shares'.
+        assert sent[:3] == [2 * 11, 2, 0]
+        assert sent[3:] == [2 * (4 + 2) if rank % 2 == 0 else 2 * (3 + 2), 2 if rank % 2 == 0 else 0, 0]
 
 
 def refused(rank: int):
