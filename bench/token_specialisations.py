@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from shardweave.bench.specialisations import DTYPES, KERNELS, NOWHERE, Specialisation
 from shardweave.kernels.signal import Failure
 from shardweave.runtime import VirtualTokenDispatcher
+from shardweave.runtime.token_activation import silu_and_mul
 from shardweave.runtime.windows import Window, pad_bytes
 
 _SPELLED = GPUTarget("cuda", 90, 32)  # whose rules say what of an argument a kernel is compiled for: alike on all
@@ -102,7 +103,13 @@ class TokenSpecialisation(Specialisation):
         if "COLS" not in c:
             return 0, 0
         k = c.get("K", 0)
-        both = {"push_rows": (1, k + 1), "combine_rows": (k + c.get("HAS_ADD", 0), 1), "weigh_rows": (2, 1)}
+        both = {
+            "push_rows": (1, k + 1),
+            "combine_rows": (k + c.get("HAS_ADD", 0), 1),
+            "weigh_rows": (2, 1),
+            "silu_and_mul": (2, 1),
+            "silu_and_mul_backward": (3, 4),
+        }
         return both[self.kernel]
 
     @property
@@ -202,7 +209,7 @@ def _binder(kernel: Any) -> Any:
 
 
 def _train(layer: Layer) -> None:
-    """Dispatch, combine in every way, and their backward, of all ranks."""
+    """Dispatch, the activation of experts, combine in every way, and the backward of all, of all ranks."""
     held = [list(range(r * layer.experts // layer.ranks, (r + 1) * layer.experts // layer.ranks))
             for r in range(layer.ranks)]  # fmt: skip
     last = layer.experts - 1
@@ -221,6 +228,12 @@ def _train(layer: Layer) -> None:
     ids = of_all(layer.tokens, layer.top_k, dtype=layer.ids)
     routed = dispatcher.dispatch(xs, ids, of_all(layer.tokens, layer.top_k, dtype=torch.float32, wanted=True))
     values, every = [r.x * 1 for r in routed], torch.autograd.grad
+    for r in routed:
+        shape = *r.x.shape[:-1], 2 * layer.hidden + layer.odd
+        both = torch.empty(shape, dtype=layer.dtype, device=NOWHERE, requires_grad=True)
+        gate, up = both[..., int(layer.odd) :].chunk(2, -1)
+        y = silu_and_mul(gate, up, r)
+        every(y, both, torch.empty_like(y))
     for add, weighted in product((None, xs), (True, False)):
         ys = dispatcher.combine(values, routed, add=add, weighted=weighted)
         every(ys, wide, [torch.empty_like(y) for y in ys], retain_graph=True)

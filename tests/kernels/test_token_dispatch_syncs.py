@@ -1,4 +1,4 @@
-"""Dispatch, combine and the backward of both wait for no device: virtual ranks' kernels under a guard that refuses it.
+"""Dispatch, activation, combine and their backward wait for no device: virtual ranks under a guard that refuses it.
 
 In the interpreter, where the kernels run that a GPU runs, and on a GPU, where torch itself refuses to synchronise.
 """
@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardweave.runtime import token_slabs
+from shardweave.runtime.token_activation import silu_and_mul
 from shardweave.runtime.token_slabs import SlabRank
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
@@ -62,7 +63,7 @@ def layer(d: VirtualTokenDispatcher, given: list, weighted: bool, redispatched: 
     outputs = []
     for r in routed:
         with r.kept() if redispatched else nullcontext():
-            outputs.append(r.x * (2.0 if weighted else r.weights.unsqueeze(-1)))
+            outputs.append(silu_and_mul(r.x, r.x, r) * (2.0 if weighted else r.weights.unsqueeze(-1)))
     ys = d.combine(outputs, routed, add=xs, weighted=weighted)
     torch.autograd.backward(ys, gradients)
     routed[0].load()
