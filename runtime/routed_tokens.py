@@ -20,12 +20,14 @@ class TokenLoad:
     """How tokens were spread, of all ranks; the same on all of them.
 
     Attributes:
-        per_slot: int64 [S], tokens for each slot, dropped ones counted.
+        per_slot: int64 [S], tokens for each slot, which is an expert or one copy of it; dropped ones counted.
+        per_expert: int64 [E], tokens for each expert, those for all of its copies together.
         per_rank: int64 [W], tokens for each rank.
         imbalance: float32 [], the largest of per_rank over their mean; 1 without tokens.
     """
 
     per_slot: torch.Tensor
+    per_expert: torch.Tensor
     per_rank: torch.Tensor
     imbalance: torch.Tensor
 
@@ -98,11 +100,14 @@ class RoutedTokens:
     def load(self) -> TokenLoad:
         """How this dispatch's tokens were spread; no communication, nothing is read by the host."""
         per_slot = self._sent.matrix[:, :-1].sum(0)
+        per_expert, experts = per_slot, self._layout.experts_on(per_slot.device)
+        if experts is not None:
+            per_expert = per_slot.new_zeros(self._layout.num_experts).index_add_(0, experts, per_slot)
         running = torch.nn.functional.pad(per_slot.cumsum(0), (1, 0))
         bounds = self._layout.bounds
         per_rank = torch.stack([running[b] - running[a] for a, b in zip(bounds, bounds[1:], strict=False)])
         mean = per_rank.sum() / self._layout.ranks
-        return TokenLoad(per_slot, per_rank, torch.where(mean > 0, per_rank.amax() / mean, 1.0))
+        return TokenLoad(per_slot, per_expert, per_rank, torch.where(mean > 0, per_rank.amax() / mean, 1.0))
 
 
 def _flatten(routed: RoutedTokens) -> tuple[list[Any], Any]:

@@ -26,6 +26,7 @@ class TokenEngine:
         self.layout, self.parts, self.name = layout, parts, name
         self._losses = Losses(layout)
         self.handle, self.state = register(self), state_of(parts[0].world, parts[0].device)
+        layout.experts_on(parts[0].device)  # for `load`, which may be captured in a graph
 
     def before_dispatch(self) -> None:
         self._losses.check(LATEST)

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from ..errors import ArgumentError
 from ..kernels.locate_rows import MOST_K
+from ..kernels.pointers import uploaded
 from ..kernels.route_tokens import MOST_SLOTS
 from ..kernels.rows import PAYLOADS
 
@@ -26,7 +28,8 @@ class DispatchLayout:
     """Checked, and the same on all ranks. Made by `of`.
 
     A slot is a physical expert; rank r has slots bounds[r] to below bounds[r + 1]. `slot_of[r][e]` is the slot that
-    rank r sends tokens of expert e to; without replicated experts expert e is slot e, and `slot_of` is empty.
+    rank r sends tokens of expert e to, `expert_of[s]` the expert of slot s; where no map was given expert e is slot e,
+    and both are empty.
     """
 
     ranks: int
@@ -43,6 +46,7 @@ class DispatchLayout:
     batched: bool
     bounds: tuple[int, ...]
     slot_of: tuple[tuple[int, ...], ...]
+    expert_of: tuple[int, ...]
     save: str
     slab_capacity: int | None
     """Rows of a rank for another, where they travel in slabs of one size."""
@@ -85,7 +89,7 @@ class DispatchLayout:
                 raise ArgumentError(f"{name}: {text!r}; allowed: {', '.join(map(repr, allowed))}")
         if dtype not in PAYLOADS:
             raise ArgumentError(f"dtype: {dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
-        bounds, slot_of = _slots(ranks, num_experts, expert_map)
+        bounds, slot_of, expert_of = _slots(ranks, num_experts, expert_map)
         most_slots = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
         entries = ranks * max_tokens * top_k
         batched = layout == "batched"
@@ -117,12 +121,25 @@ class DispatchLayout:
                 f"max_tokens: {max_tokens} with top_k {top_k} on {ranks} ranks; allowed: 2**31 rows in all"
             )
         return cls(ranks, num_experts, top_k, hidden, max_tokens, dtype, rows, expert_capacity, align, overflow,
-                   batched, bounds, slot_of, save, slab_capacity)  # fmt: skip
+                   batched, bounds, slot_of, expert_of, save, slab_capacity)  # fmt: skip
 
     @property
     def most_padding(self) -> int:
         """Padding rows that a group has at most."""
         return (self.expert_capacity or 0) if self.batched else self.align - 1
+
+    def experts_on(self, device: torch.device) -> torch.Tensor | None:
+        """`expert_of` as int64 [S] on a device, uploaded once; None where it is empty."""
+        if not self.expert_of:
+            return None
+        if device not in self._experts:
+            with torch.inference_mode(False):
+                self._experts[device] = uploaded(np.array(self.expert_of, np.int64), device)
+        return self._experts[device]
+
+    @cached_property
+    def _experts(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
     @cached_property
     def _digest(self) -> int:
@@ -159,12 +176,13 @@ def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
 
 def _slots(
     ranks: int, num_experts: int, expert_map: Sequence[Sequence[int]] | None
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Bounds, and each rank's slot of each expert: its own copy, else of all copies the one that its number picks."""
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Bounds; each rank's slot of each expert: its own copy, else of all copies the one that its number picks; and each
+    slot's expert."""
     if expert_map is None:
         # The first ranks have one more where they do not divide.
         each, more = divmod(num_experts, ranks)
-        return tuple(r * each + min(r, more) for r in range(ranks + 1)), ()
+        return tuple(r * each + min(r, more) for r in range(ranks + 1)), (), ()
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
     held = [
@@ -187,4 +205,4 @@ def _slots(
     for rank in range(ranks):
         own = {expert: slot for slot, (r, expert) in reversed(list(enumerate(held))) if r == rank}
         table.append(tuple(own.get(e, slots[rank % len(slots)]) for e, slots in enumerate(copies)))
-    return tuple(bounds), tuple(table)
+    return tuple(bounds), tuple(table), tuple(expert for _, expert in held)

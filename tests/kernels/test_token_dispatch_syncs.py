@@ -84,7 +84,7 @@ SETTINGS = [
     {"align": 4},
     {"layout": "batched", "expert_capacity": 4, "overflow": "drop"},
     {"save": "redispatch", "overflow": "drop", "expert_capacity": 2},
-    {"save": "copy"},
+    {"save": "copy", "expert_map": [[0, 1], [2, 1, 3], [4, 0]]},
 ]
 
 

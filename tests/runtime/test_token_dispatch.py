@@ -120,7 +120,7 @@ def test_a_mixture_of_experts(ranks, counts, k, experts, hidden, align, dtype, r
     same_by_slabs(d, tokens, matrices_of(experts, hidden, dtype), weighted)
     load = routed[0].load()
     want = torch.stack([torch.cat([t.ids.flatten() for t in tokens]) == e for e in range(experts)]).sum(1)
-    assert torch.equal(load.per_slot, want)
+    assert torch.equal(load.per_slot, want) and torch.equal(load.per_expert, want)
     assert load.per_rank.tolist() == [int(want[a:b].sum()) for a, b in itertools.pairwise(d.layout.bounds)]
     d.check()
 
@@ -153,6 +153,33 @@ def test_replicated_experts():
     assert_near(leafs.grad, sum(w["matrices"] for w in want), torch.float32, "dmatrices")
     for x, w in zip(xs, want, strict=True):
         assert_near(x.grad, w["x"], torch.float32, "dx")
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_load_of_replicated_experts(capacity):
+    """Copies add up; the second copy of expert 2 on the last rank has none. Ids of no expert are not counted."""
+    experts_of = [[1, 0], [3, 1], [2, 1, 0, 2]]
+    d = VirtualTokenDispatcher(
+        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, expert_map=experts_of,
+        expert_capacity=capacity, overflow="drop",
+    )  # fmt: skip
+    tokens = [tokens_of(r, 9 - 4 * r, 2, 4, 8, torch.float32, "holes") for r in range(3)]
+    tokens[0].ids[0, 0] = 7
+    per_slot, per_expert = [0] * 8, [0] * 4
+    for rank, t in enumerate(tokens):
+        for e in t.ids.flatten().tolist():
+            if 0 <= e < 4:
+                per_expert[e] += 1
+                per_slot[d.layout.slot_of[rank][e]] += 1
+    assert d.layout.expert_of == (1, 0, 3, 1, 2, 1, 0, 2) and min(per_expert) > 0
+    with torch.inference_mode():
+        loads = [r.load() for r in d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))]
+    for load in loads:
+        assert load.per_slot.tolist() == per_slot and load.per_expert.tolist() == per_expert
+        assert load.per_expert.dtype is torch.int64
+        per_rank = [sum(per_slot[a:b]) for a, b in itertools.pairwise(d.layout.bounds)]
+        assert load.per_rank.tolist() == per_rank
+        assert load.imbalance.item() == pytest.approx(3 * max(per_rank) / sum(per_rank))
 
 
 @pytest.mark.parametrize(
