@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave plan …`, and `demo`, `calibrate`, `doctor`, `record`, `replay`."""
+"""The command line: `python -m shardweave plan …`; `dispatch`, `demo`, `calibrate`, `doctor`, `record`, `replay`."""
 
 from __future__ import annotations
 
@@ -106,6 +106,23 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("target", help="layout, in the same form")
     plan.set_defaults(run=_plan)
 
+    dispatch = commands.add_parser("dispatch", help="what a token dispatcher takes: memory, and bytes on the wire")
+    dispatch.add_argument("--ranks", type=_ranks, required=True, metavar="W")
+    dispatch.add_argument("--experts", type=int, required=True, metavar="E")
+    dispatch.add_argument("--top-k", type=int, required=True, metavar="K")
+    dispatch.add_argument("--hidden", type=int, required=True, metavar="H", help="elements of a row")
+    dispatch.add_argument("--tokens", type=int, required=True, metavar="T", help="a rank has at most")
+    dispatch.add_argument("--dtype", default="bfloat16", help="(default: %(default)s)")
+    dispatch.add_argument("--capacity", metavar="ROWS|FACTOR", help="of a rank's buffer (default: the worst case)")
+    dispatch.add_argument("--expert-capacity", type=int, metavar="ROWS", help="of a group at most (default: no limit)")
+    dispatch.add_argument("--align", type=int, default=1, metavar="ROWS", help="of groups (default: %(default)s)")
+    dispatch.add_argument("--overflow", default="raise", help="raise or drop (default: %(default)s)")
+    dispatch.add_argument("--layout", default="grouped", help="grouped or batched (default: %(default)s)")
+    dispatch.add_argument("--save", default="lease", help="lease, redispatch or copy (default: %(default)s)")
+    dispatch.add_argument("--slab-capacity", metavar="ROWS|FACTOR", help="of ranks that send (default: an even share)")
+    dispatch.add_argument("--json", dest="as_json", action="store_true", help="the same as JSON")
+    dispatch.set_defaults(run=_dispatch)
+
     demo = commands.add_parser("demo", help="real models' redistributions, against stock DTensor, on this machine")
     demo.add_argument("--ranks", type=_ranks, default=4, help="processes to start (default: %(default)s)")
     demo.add_argument("--only", default="", metavar="TEXT", help="only the cases with this in their name")
@@ -194,6 +211,13 @@ def _plan(arguments: argparse.Namespace) -> int:
             arguments.svg.write_text(draw(program), encoding="utf-8")
         except OSError as error:
             raise ArgumentError(f"--svg: '{arguments.svg}' cannot be written: {error}; allowed: a file") from None
+    return 0
+
+
+def _dispatch(arguments: argparse.Namespace) -> int:
+    from shardweave.bench.dispatch_plan import text
+
+    print(text(**{name: value for name, value in vars(arguments).items() if name not in ("command", "run")}))
     return 0
 
 

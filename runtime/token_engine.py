@@ -10,6 +10,7 @@ import torch
 from ..errors import ArgumentError, UnsupportedError
 from .routed_tokens import RoutedTokens
 from .token_autograd import Combine, Dispatch, combine_into
+from .token_fixed_slabs import ways_of
 from .token_layout import DispatchLayout
 from .token_losses import LATEST, Losses
 from .token_memory import RowsAgain
@@ -46,8 +47,8 @@ class TokenEngine:
         self._losses.check(0)
 
     def explain(self) -> str:
-        """The settings, and the memory that they take on each rank."""
-        return explain(self.layout, self.parts[0], self.name)
+        """The settings, and the memory and bytes on the wire that they take, of each rank."""
+        return explain(self.layout, ways_of(self.parts[0]), self.name)
 
     def _dispatch(
         self, xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]

@@ -19,7 +19,7 @@ from ..kernels.route_tokens import Routed
 from ..kernels.rows import Buffers, TokenRows
 from .meeting import Agree, Ask
 from .token_layout import DispatchLayout
-from .token_rank import WEIGHED
+from .token_rank import WEIGHED, TokenRank
 from .token_routing import Sent, Slabs
 from .token_slabs import SlabRank
 
@@ -27,12 +27,14 @@ from .token_slabs import SlabRank
 class FixedSlabRank(SlabRank):
     """Ranks send and receive slabs of `layout.slab_capacity` rows."""
 
+    one_size = True
+    way = "one slab of one size for each pair of ranks; the host reads nothing"
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         capacity = self.layout.slab_capacity
         assert capacity is not None
         self._capacity = capacity
-        self.way = f"one slab of {capacity} rows for each pair of ranks; the host reads nothing"
         bounds = torch.tensor(self.layout.bounds)
         self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same owner
         owner = torch.arange(self.layout.ranks).repeat_interleave(bounds.diff()).to(self.device)
@@ -113,6 +115,11 @@ class FixedSlabRank(SlabRank):
             yield from self._exchange(going, sizes, back, sizes)
             found.append(Buffers([back] * owners, self.tables))
         return read(found)
+
+
+def ways_of(rank: TokenRank) -> list[TokenRank | type[TokenRank]]:
+    """How rows travel, and how they might among the same ranks, as it would be asked for."""
+    return [rank, SlabRank if rank.one_size else FixedSlabRank] if rank.in_slabs else [rank]
 
 
 def slab_rank(layout: DispatchLayout) -> type[SlabRank]:

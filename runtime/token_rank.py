@@ -36,11 +36,13 @@ class TokenRank:
 
     Attributes:
         in_slabs: rows travel in slabs, and `Sent` has them.
+        one_size: all slabs have room for as many rows.
         way: how rows travel, in words.
         peers: the others, beginning with the rank after this one.
     """
 
     in_slabs = False
+    one_size = False
     way = ""
 
     def __init__(

@@ -3,47 +3,86 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from .token_layout import DispatchLayout
 from .token_rank import TokenRank
 
+Way = TokenRank | type[TokenRank]
+"""How rows travel: a rank, or what ranks are made of."""
 
-def explain(layout: DispatchLayout, rank: TokenRank, world: str) -> str:
-    """The settings, and the memory that they take on each rank."""
+
+def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = None) -> str:
+    """The settings, and for each way the memory and the bytes on the wire that they take, of each rank."""
     slots = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
     held = f"{slots[0]}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
     most = layout.max_tokens * layout.top_k
     lines = [
-        f"token dispatch over {layout.ranks} ranks, {world}: {layout.num_experts} experts in "
+        f"token dispatch over {layout.ranks} ranks{f', {world}' if world else ''}: {layout.num_experts} experts in "
         f"{layout.bounds[-1]} slots, {held} for each rank; top {layout.top_k}, hidden {layout.hidden}, "
-        f"{str(layout.dtype).removeprefix('torch.')}",
-        f"  {rank.way}",
+        f"{_name(layout)}",
         f"  {layout.rows} rows for each rank "
         f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
         f"{'batched' if layout.batched else 'grouped'}",
         f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
         f"overflow: {layout.overflow}; save: {layout.save}",
-        *_on_the_wire(layout, rank.in_slabs),
-        "  memory of a rank, bytes at most:",
-        *[f"    {nbytes:>16,}  {what}" for what, nbytes in nbytes(layout, rank.in_slabs).items()],
     ]
+    for way in ways:
+        capacity = _slab_capacity(layout, way)
+        memory, wire = nbytes(layout, way.in_slabs, capacity), on_wire(layout, way.in_slabs, capacity)
+        lines += [
+            f"  {way.way}" + ("" if capacity is None else f" (slab_capacity={capacity})"),
+            "    memory of a rank, bytes at most:",
+            *[f"      {nbytes:>16,}  {what}" for what, nbytes in memory.items()],
+            f"    on the wire, bytes for one rank's tokens, {layout.max_tokens} of them: of even routing, and at most:",
+            *[f"      {even:>16,} {top:>16,}  {what}" for what, (even, top) in wire.items()],
+        ]
     return "\n".join(lines)
 
 
-def _on_the_wire(layout: DispatchLayout, in_slabs: bool) -> list[str]:
-    if not in_slabs:
-        return ["  slab_capacity: not used, ranks write into each other's memory"] if layout.slab_capacity else []
+def _slab_capacity(layout: DispatchLayout, way: Way) -> int | None:
+    """Rows of a slab, where all are of one size: the dispatcher's, else an even share of a rank's rows."""
+    if not way.one_size:
+        return None
     even = math.ceil(layout.max_tokens * layout.top_k / layout.ranks)
-    capacity = even if layout.slab_capacity is None else layout.slab_capacity
-    exact, fixed = sent_bytes(layout, None), sent_bytes(layout, capacity)
-    return [
-        f"  sent to others by a dispatch: in slabs of exact size {exact:,} bytes at most, with one read by the host;",
-        f"    in slabs of {capacity} rows (slab_capacity={capacity}) {fixed:,} bytes always, with none",
-    ]
+    return even if layout.slab_capacity is None else layout.slab_capacity
 
 
-def nbytes(layout: DispatchLayout, in_slabs: bool) -> dict[str, int]:
-    """Bytes of memory of one rank, at most, by what they are for; `in_slabs`: of ranks that send and receive."""
+def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
+    """The same as `explain` says, of what json knows."""
+    return {
+        "ranks": layout.ranks,
+        "num_experts": layout.num_experts,
+        "top_k": layout.top_k,
+        "hidden": layout.hidden,
+        "max_tokens": layout.max_tokens,
+        "dtype": _name(layout),
+        "rows": layout.rows,
+        "expert_capacity": layout.expert_capacity,
+        "align": layout.align,
+        "layout": "batched" if layout.batched else "grouped",
+        "overflow": layout.overflow,
+        "save": layout.save,
+        "ways": [
+            {
+                "way": way.way,
+                "slab_capacity": capacity,
+                "memory": nbytes(layout, way.in_slabs, capacity),
+                "wire": {
+                    what: {"even": even, "most": top}
+                    for what, (even, top) in on_wire(layout, way.in_slabs, capacity).items()
+                },
+            }
+            for way in ways
+            for capacity in [_slab_capacity(layout, way)]
+        ],
+    }
+
+
+def nbytes(layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = None) -> dict[str, int]:
+    """Bytes of memory of one rank, at most, by what they are for; `in_slabs`: of ranks that send and receive, slabs of
+    exact size or of so many rows."""
     row = layout.hidden * layout.dtype.itemsize
     most = layout.max_tokens * layout.top_k
     received = {
@@ -62,18 +101,46 @@ def nbytes(layout: DispatchLayout, in_slabs: bool) -> dict[str, int]:
         return {**found, "expert output that peers read, during combine": layout.rows * row}
     # Rows that come are sorted into their groups; those that go were sorted out of them.
     sent, came = most, layout.rows
-    if layout.slab_capacity is not None:
-        sent = came = layout.ranks * layout.slab_capacity
+    if slab_capacity is not None:
+        sent = came = layout.ranks * slab_capacity
     found[routing] += came * 8
     # Each of the four sends rows as slabs and receives such.
     slabs = "slabs sent and received, during dispatch, combine and either's backward"
     return {**found, slabs: (sent + came) * row}
 
 
-def sent_bytes(layout: DispatchLayout, slab_capacity: int | None) -> int:
-    """What a rank sends to others in one dispatch, at most: rows and their weights, in slabs of exact size or of so
-    many rows. A combine receives as much, but for the weights."""
-    rows = layout.max_tokens * layout.top_k
-    if slab_capacity is not None:
-        rows = (layout.ranks - 1) * slab_capacity
-    return rows * (layout.hidden * layout.dtype.itemsize + 4)
+def on_wire(
+    layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = None
+) -> dict[str, tuple[int, int]]:
+    """Bytes that travel between ranks for the max_tokens tokens of one rank, by what for: where every slot gets as many
+    as another, and at most. Rows, weights and counts; not the few bytes by which ranks meet. Slabs of so many rows travel
+    whole."""
+    row, others = layout.hidden * layout.dtype.itemsize, layout.ranks - 1
+    # Of each slot what this rank counted; in slabs also two words that say of which call.
+    counts = others * (layout.bounds[-1] + (3 if in_slabs else 1)) * 4
+    # Tokens go once more for the experts' backward.
+    again = row if layout.save == "redispatch" else 0
+    per_entry = {
+        "dispatch": (row + 4, counts),
+        "combine": (row, 0),
+        "backward of combine": (row + 4 + again, 0),
+        "backward of dispatch": (row + 4, 0),
+    }
+    even, most = _entries_sent(layout) if slab_capacity is None else ((layout.ranks - 1) * slab_capacity,) * 2
+    return {what: (even * each + once, most * each + once) for what, (each, once) in per_entry.items()}
+
+
+def _entries_sent(layout: DispatchLayout) -> tuple[int, int]:
+    """Entries of one rank's tokens that have a row at another rank: with even routing, of the rank with most of them,
+    and at most."""
+    entries, slots = layout.max_tokens * layout.top_k, layout.bounds[-1]
+    held = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
+    room = [min(layout.rows, n * layout.rows if layout.expert_capacity is None else n * layout.expert_capacity)
+            for n in held]  # fmt: skip
+    # What an owner has room for is shared by all sources.
+    gets = [min(-(-entries * n // slots), -(-space // layout.ranks)) for n, space in zip(held, room, strict=True)]
+    return min(entries, sum(gets) - min(gets)), min(entries, sum(room) - min(room))
+
+
+def _name(layout: DispatchLayout) -> str:
+    return str(layout.dtype).removeprefix("torch.")
