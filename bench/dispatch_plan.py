@@ -42,8 +42,8 @@ def text(
         ArgumentError: a setting that a dispatcher refuses.
     """
     agreed = DispatchLayout.of(
-        ranks, experts, top_k, hidden, tokens, _dtype(dtype), _capacity("capacity", capacity), expert_capacity, align, overflow,
-        layout, None, save, _capacity("slab_capacity", slab_capacity),
+        ranks, experts, top_k, hidden, tokens, _dtype(dtype), _capacity("capacity", capacity), expert_capacity, align,
+        overflow, layout, None, save, _capacity("slab_capacity", slab_capacity),
     )  # fmt: skip
     return json.dumps(to_dict(agreed, WAYS), indent=1) if as_json else explain(agreed, WAYS)
 

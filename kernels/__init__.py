@@ -14,6 +14,7 @@ from .reduction import reduce_views
 from .route_tokens import Routed, route_tokens
 from .rows import Buffers, RowLaunch, TokenRows
 from .share_counts import share_counts
+from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
 from .weigh_rows import weigh_rows
 
@@ -45,6 +46,8 @@ __all__ = [
     "reduce_views",
     "route_tokens",
     "share_counts",
+    "silu_and_mul",
+    "silu_and_mul_backward",
     "source_views",
     "target_views",
     "weigh_rows",

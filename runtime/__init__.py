@@ -14,6 +14,7 @@ from .planning import plan, plan_batch, redistribute_cost
 from .preparing import prepare
 from .routed_tokens import RoutedTokens, TokenLoad
 from .statistics import Statistics, stats
+from .token_activation import silu_and_mul
 from .token_dispatcher import TokenDispatcher
 from .token_shares import share_of_tokens, whole_of_shares
 from .torchtitan_dispatcher import TorchtitanDispatcher
@@ -49,6 +50,7 @@ __all__ = [
     "redistribute_cost",
     "redistribute_local_tensor",
     "share_of_tokens",
+    "silu_and_mul",
     "simulate",
     "stats",
     "uninstall",
