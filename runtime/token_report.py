@@ -111,8 +111,8 @@ def nbytes(layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = N
 
 def on_wire(layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = None) -> dict[str, tuple[int, int]]:
     """Bytes that travel between ranks for the max_tokens tokens of one rank, by what for: where every slot gets as many
-    as another, and at most. Rows, weights and counts; not the few bytes by which ranks meet. Slabs of `slab_capacity` rows
-    travel whole."""
+    as another, and at most. Rows, weights and counts; not the few bytes by which ranks meet. Slabs of `slab_capacity`
+    rows travel whole."""
     row, others = layout.hidden * layout.dtype.itemsize, layout.ranks - 1
     # Of each slot what this rank counted; in slabs also two words that say of which call.
     counts = others * (layout.bounds[-1] + (3 if in_slabs else 1)) * 4
