@@ -162,15 +162,19 @@ def silu_and_mul_backward(
         silu_and_mul_backward_reference(gradient, gate, up, num_rows, gate_out, up_out)
         return
     rows, length = gate_out.shape
-    launch = launch or RowLaunch.for_rows(length, gate_out.element_size())
+    constants = row_constants(gate_out.dtype, length, *_bits(gradient, gate, up, gate_out, up_out))
+    if launch is None:
+        launch = RowLaunch.for_rows(length, gate_out.element_size())
+        if constants["ALIGN"] == 2 and launch.columns > 1024:
+            # Accesses of one element each: three times 16 of them for each thread would spill.
+            launch = RowLaunch(launch.columns // 2, launch.num_warps)
     programs = programs_of(gate_out.device, rows)
     with on_device(gate_out.device):
         silu_and_mul_backward_kernel[(programs,)](
             gradient.data_ptr(), gate.data_ptr(), up.data_ptr(), gate_out.data_ptr(), up_out.data_ptr(),
             gradient.stride(0), gate.stride(0), up.stride(0), num_rows, rows, programs,
             COLS=launch.columns, DTYPE=ELEMENTS[gate_out.dtype], SOFT=interpreted(silu_and_mul_backward_kernel),
-            num_warps=launch.num_warps,
-            **row_constants(gate_out.dtype, length, *_bits(gradient, gate, up, gate_out, up_out)),
+            num_warps=launch.num_warps, **constants,
         )  # fmt: skip
 
 
