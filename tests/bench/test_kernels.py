@@ -212,6 +212,7 @@ def test_gpu_tests_run_in_parts_and_failures_are_kept(tmp_path: Path) -> None:
     assert [text[:36] for text in found["went_wrong"]] == ["pytest ended with 1, within no test:"] * 2
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     stays = "import subprocess, time; child = subprocess.Popen(['sleep', '300'])"
     stays += f"; open('{tmp_path}/child', 'w').write(str(child.pid)); time.sleep(300)"

@@ -115,6 +115,7 @@ def test_what_has_not_called_shardweave_proves_nothing(folder: Path, capfd: pyte
     assert "nothing is proven" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_time_is_up(tmp_path: Path) -> None:
     file = tmp_path / "test_sleepy.py"
     file.write_text(SLEEPY)

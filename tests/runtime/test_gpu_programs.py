@@ -20,7 +20,7 @@ from sync_guard import SyncGuard
 from test_simulate import integers, oracle
 
 import shardweave
-from shardweave.kernels.pointers import Pointers, PreparedLaunch
+from shardweave.kernels.pointers import AddressTables, PreparedLaunch
 from shardweave.runtime.copies import Copies
 from shardweave.runtime.in_process import InProcessWorld, bind_in_process
 
@@ -94,7 +94,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     before = torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(Copies, "__init__", checked)
-    monkeypatch.setattr(Pointers, "_upload", lambda self, addresses: pytest.fail("addresses are uploaded"))
+    monkeypatch.setattr(AddressTables, "_upload", lambda self, addresses: pytest.fail("addresses are uploaded"))
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
