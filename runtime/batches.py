@@ -25,6 +25,7 @@ from .windows import Window
 BatchRun = Generator[Ask, Any, list[torch.Tensor]]
 
 _AS_MESSAGES = Lowering("send and receive", "one message has parts of many tensors")
+_MIX = 1000003  # odd: what came before is not forgotten
 _ALIGNMENT = 16  # bytes; of what a tensor sends or receives, in a message that others share
 
 
@@ -105,7 +106,7 @@ class WindowedRound(_Round):
             if type(step) is WindowedStep and step.window is not None:
                 self.together[i] = step
                 self.last_in[step.window] = i
-                self.ways[step.window] ^= step.token(0) * (i + 1)
+                self.ways[step.window] = (self.ways[step.window] * _MIX + 1 + step.pulls) % (1 << 40)
             else:
                 self.apart[i] = step
 
@@ -117,7 +118,7 @@ class WindowedRound(_Round):
         for i, step in self.together.items():
             step.fill_windows(xs[i])
         for window in self.last_in:
-            world.signal(window, "meet", token ^ self.ways[window])
+            world.signal(window, "meet", token ^ self.ways[window] << 16)
         for i, step in self.together.items():
             step.read_windows(xs[i], outs[i])
         for i, step in self.together.items():
@@ -151,6 +152,12 @@ class TwoSidedRound(_Round):
             step.finish([xs[i], received.view(step.dtype)], [out])
             xs[i] = out
 
+    @property
+    def group(self) -> tuple[int, ...] | None:
+        """Of all its steps, if it is one."""
+        groups = {step.of_group for step in self.steps.values()}
+        return next(iter(groups)) if len(groups) == 1 else None
+
     def messages(self, xs: list[torch.Tensor]) -> tuple[Transfer, torch.Tensor]:
         """What is to be sent, all packed, and received, and the buffer for that."""
         packed, received = (
@@ -159,7 +166,8 @@ class TwoSidedRound(_Round):
         for i, step in self.steps.items():
             step.pack([xs[i]], [packed.view(step.dtype)])
         sends = tuple((rank, packed[a:b]) for rank, a, b in self.sends)
-        return Transfer(sends, tuple((rank, received[a:b]) for rank, a, b in self.receives)), received
+        receives = tuple((rank, received[a:b]) for rank, a, b in self.receives)
+        return Transfer(sends, receives, group=self.group), received
 
 
 class MixedRound(OneSidedRound):

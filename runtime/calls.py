@@ -25,9 +25,6 @@ from .streams import order_on
 from .symmetric_world import SymmetricWorld
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
-_captured: set[Call] = set()
-"""What graphs read when they are replayed, whatever is forgotten meanwhile: nothing tells when a graph is gone."""
-
 
 class Call:
     """A program or a batch bound to its world, ready to be called; None and None where nothing is to be done.
@@ -70,8 +67,8 @@ class Call:
             raise world.error
         stats().calls[world.name] += 1
         self.kind.calls += 1
-        if self.order is not None and self.order.join():
-            _captured.add(self)
+        if self.order is not None:
+            self.order.join(self)
         with Turn(world, self.kind):
             reply: Any = None
             try:
@@ -99,9 +96,13 @@ class Call:
             raise AssertionError("ranks meet on the device: a run asks nothing of the host")
 
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
-            out, join = world.side.run(x, call)
-        world.pending = Joined(world, join, out)
-        return world.pending.as_tensor()
+            try:
+                out, join = world.side.run(x, call)
+            finally:
+                if self.order is not None:
+                    self.order.went_on(world.side.stream)
+        world.pending = Joined(world, join)
+        return world.pending.as_tensor(out)
 
     def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
@@ -109,7 +110,7 @@ class Call:
             while request.output is None:
                 request = run.send(world.answer(request))
             world.pending = Pending(run, world, world.begin(request), self.kind, request.output)
-        return world.pending.as_tensor()
+        return world.pending.as_tensor(request.output)
 
     def _profiled(self, run: Any, world: AnyWorld) -> Any:
         """The same with a named range for each phase, which costs time of its own."""

@@ -23,5 +23,10 @@ def forget_dead_groups() -> None:
     group = dist.distributed_c10d.GroupMember.WORLD
     if _group is not group:
         _group = group
-        for cache in _caches:
-            cache.clear()
+        forget_all()
+
+
+def forget_all() -> None:
+    """Empty the caches."""
+    for cache in _caches:
+        cache.clear()

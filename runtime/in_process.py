@@ -17,6 +17,7 @@ from .dtypes import name_of
 from .executor import BoundProgram
 from .lowering import BACKENDS, Reduction, check_reduction, node_of
 from .meeting import Agree, AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
+from .streams import captured
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -24,10 +25,6 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
     "prod": torch.mul,
 }
-
-
-_captured: list[list[BoundProgram]] = []
-"""What graphs read when they are replayed: nothing tells when a graph is gone."""
 
 
 class InProcessWorld:
@@ -126,7 +123,7 @@ def bind_in_process(
 
     def call(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if bound[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _captured.append(bound)
+            captured.update(bound)
         ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
         inputs = map(_plain, locals_)
         outputs = run_all({rank: b.run(x) for rank, b, x in zip(ranks, bound, inputs, strict=True)})

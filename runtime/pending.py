@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -61,17 +62,19 @@ class Pending:
     def __init__(
         self, run: Any, world: AnyWorld, complete: Callable[[], Any], kind: Redistribution, output: torch.Tensor
     ) -> None:
-        self._run, self._world, self._complete, self._kind, self._output = run, world, complete, kind, output
+        self._run, self._world, self._kind = run, world, kind
+        self._complete: Callable[[], Any] | None = complete
+        self._output = weakref.ref(output)  # nobody waits for what is gone
         self._error: BaseException | None = None
         self._stream = own_stream(output.device)
         self._done: torch.cuda.Event | None = None
 
-    def as_tensor(self) -> AsyncCollectiveTensor:
-        """The output, which is complete once it is waited for."""
+    def as_tensor(self, output: torch.Tensor) -> AsyncCollectiveTensor:
+        """`output`, which is complete once it is waited for."""
         work = _Waiting(self)
         _waited_for.add(work)
-        _register_work(self._output, work)
-        return AsyncCollectiveTensor(self._output)
+        _register_work(output, work)
+        return AsyncCollectiveTensor(output)
 
     def finish(self) -> None:
         """
@@ -83,12 +86,13 @@ class Pending:
         world, run = self._world, self._run
         if run is None:
             return
-        world.pending = self._run = None
+        complete: Any = self._complete
+        world.pending = self._run = self._complete = None
         ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with Turn(world, self._kind), ranged, on_stream:
             try:
-                reply = self._complete()
+                reply = complete()
                 while True:
                     reply = world.answer(run.send(reply))
             except StopIteration:
@@ -99,19 +103,20 @@ class Pending:
 
     def join(self) -> None:
         """Have the current stream wait for a run that is finished."""
-        if self._done is None or self._stream is None:
+        output = self._output()
+        if self._done is None or self._stream is None or output is None:
             return
-        current = torch.cuda.current_stream(self._output.device)
+        current = torch.cuda.current_stream(output.device)
         if current != self._stream:
             current.wait_event(self._done)
-            self._output.record_stream(current)
+            output.record_stream(current)
 
 
 class Joined(Pending):
     """A run that is on its way on a stream of its own: `join` makes the current one wait for it."""
 
-    def __init__(self, world: AnyWorld, join: Callable[[], None], output: torch.Tensor) -> None:
-        self._world, self._join, self._output = world, join, output
+    def __init__(self, world: AnyWorld, join: Callable[[], None]) -> None:
+        self._world, self._join = world, join
 
     def finish(self) -> None:
         if self._world.pending is self:

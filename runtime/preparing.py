@@ -8,13 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, WorldError
+from ..planner import Mesh
 from .calls import check_backend, check_ranks, world_for
 from .collective import CollectiveWorld
+from .group_caches import forget_all
 from .mixed import MixedWorld
 from .specs import mesh_of
+from .streams import order_on
 from .symmetric_world import SymmetricWorld
 from .window_rates import measure_rates
+from .worlds import AnyWorld
 
 
 def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> None:
@@ -51,19 +55,37 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
     check_backend(device, on.size, world)
     check_ranks(on)
     found, _ = world_for(tuple(sorted(on.rank_array.tolist())), device, world, mesh)
-    if isinstance(found, CollectiveWorld | MixedWorld):
-        across = found if isinstance(found, CollectiveWorld) else found.across
-        across.connect(tuple(sorted(on.rank_array.tolist())), device)
-    inside = found.inside if isinstance(found, MixedWorld) else found
+    while found.pending is not None:
+        found.pending.finish()
+    if found.error is not None:
+        raise found.error
+    order = order_on(device)
+    if order is not None:
+        order.join()
+    try:
+        with torch.inference_mode(False):
+            _prepare(found, on, device, max_bytes)
+    except WorldError as error:
+        found.fail(error)
+        raise
+
+
+def _prepare(world: AnyWorld, mesh: Mesh, device: torch.device, max_bytes: int) -> None:
+    if isinstance(world, CollectiveWorld | MixedWorld):
+        across = world if isinstance(world, CollectiveWorld) else world.across
+        across.connect(tuple(sorted(mesh.rank_array.tolist())), device)
+    inside = world.inside if isinstance(world, MixedWorld) else world
     if not isinstance(inside, SymmetricWorld):
         return
-    (position,) = [p for p in range(on.size) if on.rank_at(p) == dist.get_rank()]
-    here = found.node_of(dist.get_rank())
-    for number in range(1, on.ndim + 1):
-        for dims in combinations(range(on.ndim), number):
-            ranks = sorted(map(on.rank_at, on.subgroup(position, dims)))
-            near = tuple(rank for rank in ranks if found.node_of(rank) == here)
+    (position,) = [p for p in range(mesh.size) if mesh.rank_at(p) == dist.get_rank()]
+    here = world.node_of(dist.get_rank())
+    for number in range(1, mesh.ndim + 1):
+        for dims in combinations(range(mesh.ndim), number):
+            ranks = sorted(map(mesh.rank_at, mesh.subgroup(position, dims)))
+            near = tuple(rank for rank in ranks if world.node_of(rank) == here)
             if len(near) > 1:
                 inside.window(near, max_bytes)
                 if near not in inside.windows.rates:
                     inside.windows.rates[near] = measure_rates(inside, near, max_bytes)
+                    # Ranks keep what they have bound for as long as it suits each: all bind by the new rates from here.
+                    forget_all()

@@ -173,13 +173,18 @@ def run_redistribution(
 
 def bind_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> None:
     """Make ready what `run_redistribution` does with the same specs and a tensor of the same form."""
+    if torch.is_inference_mode_enabled():
+        # As when it runs: what is kept outlives the mode.
+        with torch.inference_mode(False):
+            return bind_redistribution(x, current, target, how)
     if plain := plain_request(current, target):
         if between := norms_in_turn(current, target):
             for one, next_one in pairwise([current, *between, target]):
                 bind_redistribution(x, one, next_one, how)
                 x = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # norms and replicas are of one shape
             return
-        bind_redistribution(torch.empty_like(x), plain.current, plain.target, how)
+        like = x if plain.before is None else torch.empty_like(x)
+        bind_redistribution(like, plain.current, plain.target, how)
         return
     found = _bound(x, current, target, how)
     assert isinstance(found, Call)

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 
 from ..errors import PeerError, WorldError
-from .segments import Segment, open_segment, segment_path, uses_names
+from .segments import Segment, bytes_of, open_segment, segment_path, uses_names
 
 
 class Provider(Protocol):
@@ -59,7 +58,7 @@ class SharedSegments:
                 raise PeerError(f"rank {rank} is gone, and its memory with it: {path}") from error
             except PermissionError as error:
                 raise WorldError(f"rank {self.rank} may not map the memory of rank {rank}: {error}") from error
-            found[rank] = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))[: own.numel()]
+            found[rank] = bytes_of(mapped)[: own.numel()]
         return found
 
 

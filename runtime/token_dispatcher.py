@@ -14,6 +14,7 @@ from .in_process import InProcessWorld, run_all
 from .pending import Turn
 from .routed_tokens import RoutedTokens
 from .statistics import stats
+from .streams import order_on
 from .token_checks import check_combine, check_dispatch
 from .token_engine import TokenEngine, placed
 from .token_fixed_slabs import slab_rank
@@ -64,7 +65,7 @@ class TokenDispatcher(TokenEngine):
             each dispatch. `explain` has the bytes of either. Worlds whose ranks write into each other's memory need no
             slabs, and drop nothing by this.
         device: default: the CPU.
-        world: "shared_memory" or "collective"; default: by what the ranks share, as for `redistribute`.
+        world: "shared_memory", "collective" or "mixed"; default: by what the ranks share, as for `redistribute`.
 
     Raises:
         ArgumentError: a number or name that is not allowed.
@@ -121,14 +122,17 @@ class TokenDispatcher(TokenEngine):
         self._ranks = ranks
         self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
         part = PushingRank if self._world.one_sided else slab_rank(agreed)
+        self._order = order_on(device)
         me, token = ranks.index(rank), agreed.token(number)
         super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name)
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         world, (run,) = self._world, runs
+        if self._order is not None:
+            self._order.join(self)
         if isinstance(world, InProcessWorld):
             return [run_all({self._ranks[0]: run})[self._ranks[0]]]
-        if world.pending is not None:
+        while world.pending is not None:
             world.pending.finish()
         if world.error is not None:
             raise world.error

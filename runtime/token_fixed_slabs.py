@@ -3,6 +3,9 @@
 A slab has room for `slab_capacity` rows of a sender for an owner. Who has which row, and which have no room, follows
 from the counts of all ranks, on the device of each alike. So sizes are known ahead, slabs travel whole, and what is
 behind the last row of one is never read.
+
+Ranks that run different dispatchers are told on gloo; on other backends only where one of them runs for the first time:
+with sizes that are alike, nothing else shows it to the host.
 """
 
 from __future__ import annotations

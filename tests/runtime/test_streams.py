@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardweave.runtime import calls
 from shardweave.runtime.calls import Call
 from shardweave.runtime.pending import Pending
-from shardweave.runtime.streams import StreamOrder, order_on, own_stream
+from shardweave.runtime.streams import StreamOrder, captured, order_on, own_stream
 
 pytestmark = pytest.mark.plan
 
@@ -42,7 +41,7 @@ class Cuda:
 class Stream:
     def __init__(self, cuda: Cuda, name: str) -> None:
         self.cuda, self.name = cuda, name
-        self.raw = cuda.names.setdefault(name, len(cuda.names))
+        self.raw = self.cuda_stream = cuda.names.setdefault(name, len(cuda.names))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.name == self.name
@@ -61,12 +60,18 @@ class Stream:
 def test_calls_of_other_streams_wait_for_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, order = Cuda(monkeypatch), StreamOrder(torch.device("cuda", 0))
     for cuda.current in "aabbca":
-        assert order.join() is False
+        order.join()
     assert cuda.said == ["b waits for a", "c waits for b", "a waits for c"]
     cuda.current, cuda.capturing = "captured", True
-    assert order.join() is True
+    order.join(owner := object())
     cuda.current, cuda.capturing = "a", False
-    assert order.join() is False and len(cuda.said) == 3
+    order.join(object())
+    assert len(cuda.said) == 3 and owner in captured
+    captured.discard(owner)
+    # What ran beside is the last, wherever it was asked for.
+    order.went_on(Stream(cuda, "side"))
+    order.join()
+    assert cuda.said[3:] == ["a waits for side"]
 
 
 def test_cpus_have_no_streams() -> None:
@@ -121,5 +126,5 @@ def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> No
     call = Call(bound, world, (0, 1))
     for cuda.capturing in (False, True):
         call(torch.ones(1))
-        assert (call in calls._captured) == cuda.capturing
-    calls._captured.discard(call)
+        assert (call in captured) == cuda.capturing
+    captured.discard(call)

@@ -339,10 +339,42 @@ def other_ways(rank: int) -> None:
     shardweave.redistribute(made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu"), [Replicate()], world="symmetric")
 
 
-def test_ranks_that_go_other_ways_are_told() -> None:
-    ends = end_ranks(other_ways, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
+def other_ways_in_a_batch(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    world_of("cpu").windows.direction = "push" if rank else "pull"
+    xs = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
+    shardweave.redistribute_batch(xs, [[Replicate()]] * 3, world="symmetric")
+
+
+@pytest.mark.parametrize("function", [other_ways, other_ways_in_a_batch])
+def test_ranks_that_go_other_ways_are_told(function: Callable) -> None:
+    ends = end_ranks(function, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
     assert "DisagreementError" in {end.error for end in ends}
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
+def prepared_in_between(rank: int) -> None:
+    """In inference mode, behind a call that is waited for later; what was bound before is bound anew on all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(24.0).view(4, 6)
+    x = made(whole, mesh, [Shard(0)], {}, "cpu")
+    later = shardweave.redistribute(x, [Shard(1)], async_op=True, world="symmetric")
+    with torch.inference_mode():
+        shardweave.prepare(mesh, 1 << 12, world="symmetric")
+    world = world_of("cpu")
+    world.windows.rates[0, 1] = Rates(push=1e9, pull=4e9, local=1e12)
+    # The same request with other strides on one rank, which it has not bound yet.
+    local = x.to_local() if rank else x.to_local().mT.contiguous().mT
+    y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+    for got in (later, shardweave.redistribute(y, [Shard(1)], world="symmetric")):
+        assert equal(got.to_local(), held_by(whole, [Shard(1)], mesh, {}))
+    world.fail(shardweave.WorldError("done"))
+    with pytest.raises(shardweave.WorldError, match="done"):
+        shardweave.prepare(mesh, 1 << 12, world="symmetric")
+
+
+def test_what_is_prepared_is_prepared_for_all_that_comes() -> None:
+    run_ranks(prepared_in_between, 2)
 
 
 def later_and_backward(rank: int, direction: str) -> None:
