@@ -200,6 +200,7 @@ def test_measured_topologies_are_planned_with(
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_the_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "topology.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

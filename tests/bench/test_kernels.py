@@ -200,6 +200,7 @@ def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", folder / "tests")
 
 
+@pytest.mark.long
 def test_gpu_tests_run_in_parts_and_failures_are_kept(tmp_path: Path) -> None:
     bodies = {"kernels/test_a": ("assert False", "pass"), "runtime/test_b": ("raise KeyError(1)", "pytest.skip('no')")}
     folder_of_tests(tmp_path, bodies)

@@ -36,6 +36,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_replay_of_every_kind(tmp_path: Path) -> None:
     trace, out = tmp_path / "trace.json", tmp_path / "out.json"
     trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES, {"symbolic shapes": 2}).to_json())

@@ -1,7 +1,8 @@
 """Runs the `interp` tests where the Triton interpreter is, and the others where it is not.
 
 Triton chooses when a kernel is decorated, so one process has one of the two. In a process without TRITON_INTERPRET=1
-all selected interp tests run in one child process that has it, and each reports here what it did there.
+all selected interp tests run in one child process that has it, beside the tests that come before them here, and each
+reports here what it did there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,31 @@ REPORT = "SHARDWEAVE_INTERP_REPORT"
 HERE = Path(__file__).parent
 _outcomes = pytest.StashKey[dict[str, tuple[str, str]]]()
 _selected = pytest.StashKey[list[str]]()
+_child = pytest.StashKey["Child"]()
+
+
+class Child:
+    """The process with the interpreter, on its way."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.selected = config.stash[_selected]
+        self.folder = tempfile.TemporaryDirectory(prefix="shardweave-interp-")
+        self.report, self.log = (Path(self.folder.name) / name for name in ("report.jsonl", "log"))
+        environment = {**os.environ, "TRITON_INTERPRET": "1", REPORT: str(self.report)}
+        command = ["nice", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.selected]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=config.rootpath, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def outcomes(self) -> dict[str, tuple[str, str]]:
+        """Outcome and text of every selected interp test, by node id."""
+        code = self.process.wait(3600)
+        lines = self.report.read_text().splitlines() if self.report.exists() else []
+        found = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
+        for nodeid in self.selected:
+            found.setdefault(nodeid, ("failed", f"exit status {code}\n{self.log.read_text()}"))
+        return found
 
 
 def _is_interp(item: pytest.Item) -> bool:
@@ -41,7 +68,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     outcomes = pyfuncitem.config.stash.get(_outcomes, None)
     if outcomes is None:
-        outcomes = pyfuncitem.config.stash[_outcomes] = _run_interpreted(pyfuncitem.config)
+        outcomes = pyfuncitem.config.stash[_outcomes] = pyfuncitem.config.stash[_child].outcomes()
     outcome, text = outcomes.get(pyfuncitem.nodeid, ("failed", "the interpreter's process did not report this test"))
     if outcome == "failed":
         pytest.fail(f"under TRITON_INTERPRET=1:\n{text}", pytrace=False)
@@ -50,22 +77,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run_interpreted(config: pytest.Config) -> dict[str, tuple[str, str]]:
-    """Outcome and text of every selected interp test, by node id."""
-    report = Path(os.environ.get("TMPDIR", "/tmp")) / f"shardweave-interp-{os.getpid()}.jsonl"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", REPORT: str(report)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *config.stash[_selected]]
-    try:
-        child = subprocess.run(
-            command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=3600
-        )
-        lines = report.read_text().splitlines() if report.exists() else []
-    finally:
-        report.unlink(missing_ok=True)
-    outcomes = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
-    for nodeid in config.stash[_selected]:
-        outcomes.setdefault(nodeid, ("failed", f"exit status {child.returncode}\n{child.stdout}\n{child.stderr}"))
-    return outcomes
+def pytest_collection_finish(session: pytest.Session) -> None:
+    config = session.config
+    if config.stash.get(_selected, None) and not INTERPRETED and not config.option.collectonly:
+        config.stash[_child] = Child(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    child = config.stash.get(_child, None)
+    if child is not None:
+        child.process.kill()
+        child.process.wait()
+        child.folder.cleanup()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
