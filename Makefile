@@ -1,4 +1,4 @@
-# make demo | test | test-long | test-nightly | test-torch | check | gpu: each sets up what it needs.
+# make demo | bench | test | test-long | test-nightly | test-torch | check | docs | gpu: each sets up what it needs.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -12,14 +12,20 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo test test-long test-nightly test-torch check gpu
+.PHONY: demo bench test test-long test-nightly test-torch check docs gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	"$(BIN)/python" -m shardweave demo $(ARGS)
 
+# The suites, quickly, against what is committed of the same kind of machine; says so where nothing is.
+bench: $(READY)
+	"$(BIN)/python" -m shardweave bench --quick --check $(ARGS)
+
+# Files of tests are shared out to so many processes; most tests start processes of their own as well.
+WORKERS ?= 2
 test: $(READY)
-	"$(BIN)/pytest" -m "not long" $(ARGS)
+	"$(BIN)/pytest" -n $(WORKERS) --dist loadfile -m "not long" $(ARGS)
 
 # Ten times as many random requests against the oracle as test-long has.
 test-nightly: $(READY)
@@ -43,6 +49,11 @@ check: $(READY)
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
 	    MYPYPATH="$$links" "$(BIN)/mypy" -p shardweave
 	"$(BIN)/lint-imports"
+
+# docs/api.md from the docstrings, and docs/pictures: the tests hold that they are up to date.
+docs: $(READY)
+	"$(BIN)/python" docs/api_reference.py
+	"$(BIN)/python" docs/pictures.py
 
 # For a machine with a GPU and no network: the python on PATH has torch, triton and pytest; nothing is installed. The
 # tests, then what the kernels reach: one JSON and one Markdown file, in $OUT where it is set. 8 minutes at most.

@@ -1,4 +1,5 @@
-"""The command line: `python -m shardweave plan …`; `dispatch`, `demo`, `calibrate`, `doctor`, `record`, `replay`."""
+"""The command line: `python -m shardweave plan …`; `dispatch`, `demo`, `calibrate`, `doctor`, `record`, `replay`,
+`bench`, `compare`, `report`."""
 
 from __future__ import annotations
 
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     dispatch.add_argument("--layout", default="grouped", help="grouped or batched (default: %(default)s)")
     dispatch.add_argument("--save", default="lease", help="lease, redispatch or copy (default: %(default)s)")
     dispatch.add_argument("--slab-capacity", metavar="ROWS|FACTOR", help="of ranks that send (default: an even share)")
+    dispatch.add_argument("--splits", help="of ranks that send: host or slabs (default: by slab-capacity)")
     dispatch.add_argument("--json", dest="as_json", action="store_true", help="the same as JSON")
     dispatch.set_defaults(run=_dispatch)
 
@@ -163,6 +165,34 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--most", type=_ranks, default=64, metavar="N", help="the heaviest N (default: %(default)s)")
     replay.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     replay.set_defaults(run=_replay)
+
+    bench = commands.add_parser("bench", help="measure ours beside others, checked first and in turns")
+    bench.add_argument(
+        "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"
+    )
+    bench.add_argument("--quick", action="store_true", help="fewer cases and rounds, in minutes")
+    bench.add_argument("--match", default="", metavar="TEXT", help="only the cases with this in their name")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="also write JSON and Markdown to DIR/<kind of machine>/")
+    bench.add_argument(
+        "--check", action="store_true", help="compare with the committed results of this kind of machine, if any"
+    )
+    bench.set_defaults(run=_bench)
+
+    compare = commands.add_parser("compare", help="two result files of bench: what got slower or faster beyond noise")
+    compare.add_argument("before", type=Path, metavar="A.json")
+    compare.add_argument("after", type=Path, metavar="B.json")
+    compare.add_argument(
+        "--threshold", type=float, default=0.1, metavar="PART", help="slower by less is none (default: %(default)s)"
+    )
+    compare.set_defaults(run=_compare)
+
+    report = commands.add_parser("report", help="result files of bench as one HTML page, with pictures")
+    report.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="files that bench --json has written")
+    report.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="(default: %(default)s)")
+    report.add_argument("--scale", type=Path, metavar="FILE", help="what python -m shardweave.bench.scale has written")
+    report.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
+    report.set_defaults(run=_report)
 
     doctor = commands.add_parser("doctor", help="what this machine has, which worlds ranks would use, what is off")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
@@ -280,6 +310,29 @@ def _replay(arguments: argparse.Namespace) -> int:
         return run(arguments.traces, arguments.world, arguments.scaled, arguments.only, arguments.most, arguments.json)
     except KeyboardInterrupt:
         return 130
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from shardweave.bench.compare_results import THRESHOLD
+    from shardweave.bench.run import run
+
+    scale = "quick" if arguments.quick else "full"
+    try:
+        return run(arguments.suites, scale, arguments.match, arguments.json, arguments.out, arguments.check, THRESHOLD)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from shardweave.bench.compare_results import run
+
+    return run(arguments.before, arguments.after, arguments.threshold)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from shardweave.bench.html_report import run
+
+    return run(arguments.results, arguments.out, arguments.scale, arguments.markdown)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

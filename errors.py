@@ -12,7 +12,11 @@ class ArgumentError(ShardweaveError, ValueError):
 
 
 class LayoutSyntaxError(ArgumentError):
-    """A layout's text form does not parse. The message shows the text with a caret under the spot."""
+    """A layout's text form does not parse. The message shows the text with a caret under the spot.
+
+    Attributes:
+        text, position, reason: what was read, where in it, from 0 on, and what is wrong there.
+    """
 
     def __init__(self, text: str, position: int, reason: str) -> None:
         self.text, self.position, self.reason = text, position, reason

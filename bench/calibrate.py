@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Link, Topology
-from ..runtime.worlds import NAMES
+from ..runtime.choosing import NAMES
 from .link_fit import Fit, Sample, fit_link, fit_memory
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds

@@ -17,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..errors import ArgumentError
 from ..runtime.worlds import pretended_node_size
-from .compare import KEPT, ROUNDS, mesh_for, rank_main
+from .against_stock import ROUNDS, mesh_for, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .report import Result, summary, summary_line, table
+from .turns import KEPT
 from .workloads import SCALE, SMALLEST_SCALED, load_workloads
 
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds

@@ -7,13 +7,15 @@ from typing import Any
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels.rows import PAYLOADS
-from shardweave.runtime.token_fixed_slabs import FixedSlabRank
+from shardweave.runtime.token_fixed_slabs import FixedSlabRank, with_splits
 from shardweave.runtime.token_layout import DispatchLayout
 from shardweave.runtime.token_pushes import PushingRank
 from shardweave.runtime.token_report import explain, to_dict
 from shardweave.runtime.token_slabs import SlabRank
+from shardweave.runtime.token_windows import WindowRank
 
-WAYS = (PushingRank, SlabRank, FixedSlabRank)
+GPUS_OF_A_NODE = 8
+WAYS = (PushingRank, WindowRank, SlabRank, FixedSlabRank)
 
 
 def text(
@@ -30,6 +32,7 @@ def text(
     layout: str = "grouped",
     save: str = "lease",
     slab_capacity: str | None = None,
+    splits: str | None = None,
     as_json: bool = False,
 ) -> str:
     """Settings, memory and bytes on the wire, of ranks that reach each other and of ranks that send and receive.
@@ -42,10 +45,18 @@ def text(
         ArgumentError: a setting that a dispatcher refuses.
     """
     agreed = DispatchLayout.of(
-        ranks, experts, top_k, hidden, tokens, _dtype(dtype), _capacity("capacity", capacity), expert_capacity, align,
-        overflow, layout, None, save, _capacity("slab_capacity", slab_capacity),
+        ranks, num_experts=experts, top_k=top_k, hidden=hidden, max_tokens=tokens, dtype=_dtype(dtype),
+        capacity=_capacity("capacity", capacity), expert_capacity=expert_capacity, align=align, overflow=overflow,
+        layout=layout, save=save, slab_capacity=_capacity("slab_capacity", slab_capacity),
+        splits=splits,
     )  # fmt: skip
-    return json.dumps(to_dict(agreed, WAYS), indent=1) if as_json else explain(agreed, WAYS)
+    if as_json:
+        return json.dumps(to_dict(agreed, WAYS), indent=1)
+    said = [explain(agreed, WAYS)]
+    if splits is None and agreed.slab_capacity is None:
+        _, why = with_splits(agreed, [rank // GPUS_OF_A_NODE for rank in range(ranks)])
+        said.append(f"  on GPUs that send, {GPUS_OF_A_NODE} to a node: {why}")
+    return "\n".join(said)
 
 
 def _dtype(name: str) -> Any:

@@ -12,7 +12,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,13 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..planner.explanation import format_bytes
 from ..runtime import segments
+from ..runtime.choosing import check_name, choose_world
 from ..runtime.shared_memory import why_not_here
-from ..runtime.worlds import NAMES, pretended_node_size, timeout_asked_for
+from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
 from .self_test import self_test
 
 TESTED_TORCH = ((2, 11), (2, 13))
@@ -67,7 +69,7 @@ def _version_of(name: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> F
         return Finding("software", name, "not installed", f"pip install {name}, {least} to {most}")
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
     fits = tested[0] <= numbers <= tested[1]
-    return Finding("software", name, found, None if fits else f"not tested; versions {least} to {most} are")
+    return Finding("software", name, found, None if fits else f"not tested: pip install {name}, {least} to {most}")
 
 
 def settings() -> Iterator[Finding]:
@@ -77,8 +79,7 @@ def settings() -> Iterator[Finding]:
         timeout_asked_for()
 
     def world() -> None:
-        if os.environ["SHARDWEAVE_WORLD"] not in NAMES:
-            raise ArgumentError(f"allowed: {', '.join(NAMES)}")
+        check_name(os.environ["SHARDWEAVE_WORLD"])
 
     def kind() -> None:
         segments.uses_names()
@@ -124,8 +125,7 @@ def gpus() -> Iterator[Finding]:
     ]
     if count > 1:
         found = f"{count * (count - 1) - len(apart)} of {count * (count - 1)} pairs"
-        off = f"GPUs {apart[0][0]} and {apart[0][1]} do not reach each other: symmetric memory cannot join them"
-        yield Finding("GPUs", "peer access", found, off if apart else None)
+        yield Finding("GPUs", "peer access", found, _without_peers(*apart[0]) if apart else None)
     has_nccl = dist.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"  # type: ignore[attr-defined]
     yield Finding("GPUs", "NCCL", nccl, None if has_nccl else "GPU ranks cannot exchange: a torch with NCCL is needed")
@@ -133,11 +133,22 @@ def gpus() -> Iterator[Finding]:
     yield Finding("GPUs", "symmetric memory", "in this torch" if symmetric else "not in this torch")
 
 
+def _without_peers(i: int, j: int) -> str:
+    return (
+        f"GPUs {i} and {j} do not reach each other, so world symmetric cannot join them: name GPUs that do in "
+        "CUDA_VISIBLE_DEVICES (`nvidia-smi topo -p2p r` shows them), or leave SHARDWEAVE_WORLD unset: they exchange by "
+        "NCCL then"
+    )
+
+
 def memory() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("ranks on this machine", "cores", str(cores))
     if obstacle := why_not_here():
-        off = "CPU ranks exchange through torch.distributed, which is several times slower"
+        off = (
+            "CPU ranks exchange through torch.distributed, which is several times slower: for shared memory start them "
+            "on Linux and x86-64"
+        )
         yield Finding("ranks on this machine", "shared memory", obstacle, off)
         return
     try:
@@ -178,29 +189,75 @@ def _named_folder(named: bool) -> Iterator[Finding]:
 
 
 def worlds() -> Iterator[Finding]:
-    """Where ranks would meet, by the rule of `worlds.Worlds.choose`."""
+    """Where ranks would meet, by the rule that they go by themselves."""
     gloo = dist.is_available() and dist.is_gloo_available()
     if not gloo:
-        off = "CPU ranks have no process group to start from: a torch with gloo is needed"
-        yield Finding("worlds", "gloo", "missing", off)
-    asked = os.environ.get("SHARDWEAVE_WORLD")
-    obstacle = "asked for" if asked == "collective" else why_not_here()
-    if not gloo:
-        here = across = "nowhere: no gloo"
-    else:
-        here = f"collective on gloo: {obstacle}" if obstacle else "shared_memory: all ranks are on this machine"
-        across = f"collective on gloo: {obstacle}" if obstacle else "mixed: shared memory inside, gloo between machines"
-    yield Finding("worlds", "CPU ranks of this machine", here)
-    yield Finding("worlds", "CPU ranks of several machines", across)
+        needed = "CPU ranks have no process group to start from: a torch with gloo is needed"
+        yield Finding("worlds", "gloo", "missing", needed)
+    asked = os.environ.get("SHARDWEAVE_WORLD") or None
+    try:
+        node_size = pretended_node_size()
+    except ArgumentError:  # which settings() tells, and any rank
+        yield Finding("worlds", "ranks", "nowhere: SHARDWEAVE_NODE_SIZE is not allowed")
+        return
+    devices = [("CPU", torch.device("cpu"), "gloo", gloo)]
     if torch.cuda.is_available():
-        found = "collective on nccl: tensors are on cuda" if dist.is_nccl_available() else "nowhere: no NCCL"
-        yield Finding("worlds", "GPU ranks", found)
+        devices.append(("GPU", torch.device("cuda"), "nccl", dist.is_nccl_available()))
+    of_machine = max(4, min(2 * (node_size or 0), 128))
+    for kind, device, backend, has_backend in devices:
+        for machines, where in ((1, "of this machine"), (2, f"on 2 machines, {of_machine} on each")):
+            ranks = range(of_machine * machines)
+            found, off = meeting(ranks, of_machine, asked, node_size, device, backend, has_backend)
+            # What this machine cannot do is off; what ranks elsewhere could not is said.
+            told = off if kind == "CPU" and machines == 1 else None
+            yield Finding("worlds", f"{len(ranks)} {kind} ranks {where}", found, told)
+
+
+def meeting(
+    ranks: Sequence[int],
+    of_machine: int,
+    asked: str | None,
+    node_size: int | None,
+    device: torch.device,
+    backend: str,
+    has_backend: bool,
+) -> tuple[str, str | None]:
+    """The world of ranks with why, and what is off about it.
+
+    Args:
+        of_machine: consecutive ranks that are on one machine.
+        backend: that carries messages of the device; `has_backend`: whether this torch has it.
+    """
+
+    def node_of(rank: int) -> tuple[int, int]:
+        return rank // of_machine, rank // node_size if node_size else 0
+
+    if not has_backend and device.type == "cpu":  # they have nothing to start from, whatever they would meet in
+        return f"nowhere: no {backend}", None
+    try:
+        name, why = choose_world(
+            asked, ranks, ranks[0], node_of, no_memory=why_no_memory(device, asked),
+            no_messages=None if has_backend else f"no {backend}", node_size=node_size,
+        )  # fmt: skip
+    except (ArgumentError, UnsupportedError) as error:
+        return f"refused: {error}", "name another in SHARDWEAVE_WORLD, or unset it: they raise this error"
+    if not has_backend and name == "collective":
+        return f"nowhere: no {backend}", None
+    if name == "collective":
+        return f"collective on {backend}: {why}", None
+    return (f"{name}, {backend} between machines: {why}" if name.startswith("mixed") else f"{name}: {why}"), None
 
 
 def _tested(outcomes: list[tuple[str, float, str | None]]) -> Iterator[Finding]:
+    right = [name.split()[-1] for name, _, error in outcomes if error is None]
     for name, seconds, error in outcomes:
         found = "wrong, or not at all" if error else f"right, {seconds:.1f} s"
-        yield Finding("self-test", name, found, error)
+        fix = (
+            f"have ranks meet elsewhere: SHARDWEAVE_WORLD={' or '.join(right)}"
+            if right
+            else "no two ranks met: mend what else is off first, gloo and the settings before all"
+        )
+        yield Finding("self-test", name, found, f"{error}. What to do: {fix}" if error else None)
 
 
 def examine() -> list[Finding]:
@@ -223,11 +280,12 @@ def run(as_json: Path | None = None) -> int:
         if finding.section != section:
             table.add_row(f"[bold]{finding.section}[/bold]")
             section = finding.section
-        table.add_row(f"  {finding.what}", finding.found, "[red]off[/red]" if finding.off else "")
+        table.add_row(f"  {escape(finding.what)}", escape(finding.found), "[red]off[/red]" if finding.off else "")
     console.print(table)
     off = [finding for finding in findings if finding.off]
     for finding in off:
-        console.print(f"[red]{finding.what}[/red]: {finding.off}", markup=True)
+        # Ranks' own words may have brackets, "[rank0]" among them, which are no markup.
+        console.print(f"[red]{escape(finding.what)}[/red]: {escape(finding.off or '')}")
     console.print("Nothing is off." if not off else f"{len(off)} of {len(findings)} things are off.")
     if as_json is not None:
         written: list[dict[str, Any]] = [asdict(finding) for finding in findings]

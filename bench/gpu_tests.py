@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reports, until = Path(folder), began + given.seconds
         found = run([*marked, "tests/kernels"], given.root, given.parts, reports, began + 0.6 * given.seconds)
         # Ranks that wait for each other have the GPU for themselves.
-        found += run([*marked, "tests/runtime"], given.root, 1, reports, until)
+        others = [name for name in ("tests/runtime", "tests/bench") if (given.root / name).is_dir()]
+        found += run([*marked, *others], given.root, 1, reports, until)
     total = {**merged(found), "seconds": round(time.monotonic() - began, 1)}
     given.report.write_text(json.dumps(total), encoding="utf-8")
     print(f"GPU tests: {json.dumps(total)}", file=sys.stderr, flush=True)

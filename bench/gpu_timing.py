@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,22 @@ class GraphTimer:
 
     def time(self, calls: Sequence[Call]) -> Times:
         """What one of `calls` takes; they do the same on buffers of their own, in turns."""
-        graph = self._captured(calls, 1)
-        once = self._replayed(graph, 2)
-        repeats = min(max(round(_LEAST_SECONDS / max(min(once), 1e-7)), 1), _MOST_REPEATS)
-        if repeats > 1:
-            graph = self._captured(calls, repeats)
-        return Times(tuple(t / (repeats * len(calls)) for t in self._replayed(graph, self.rounds)))
+        (found,) = self.time_in_turns({"": calls}).values()
+        return found
+
+    def time_in_turns(self, sides: Mapping[str, Sequence[Call]]) -> dict[str, Times]:
+        """The same of several sides, whose rounds take turns."""
+        made = {}
+        for side, calls in sides.items():
+            graph = self._captured(calls, 1)
+            once = self._replayed(graph, 2)
+            repeats = min(max(round(_LEAST_SECONDS / max(min(once), 1e-7)), 1), _MOST_REPEATS)
+            made[side] = (self._captured(calls, repeats) if repeats > 1 else graph, repeats * len(calls))
+        found: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(self.rounds):
+            for side, (graph, calls_in_graph) in made.items():
+                found[side] += [t / calls_in_graph for t in self._replayed(graph, 1)]
+        return {side: Times(tuple(rounds)) for side, rounds in found.items()}
 
     def _captured(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
@@ -75,19 +86,38 @@ class GraphTimer:
 
 
 class HostTimer:
-    """The same interface by the host's clock, for runs without a GPU: what it says is no figure of a kernel."""
+    """The same interface by the host's clock: for what the CPU does, and for runs that have no figures.
 
-    def __init__(self, rounds: int = 1) -> None:
-        self.rounds = rounds
+    Args:
+        least_seconds: of a round, which has as many calls; 0: one of each.
+    """
+
+    def __init__(self, rounds: int = 1, least_seconds: float = 0.0) -> None:
+        self.rounds, self.least_seconds = rounds, least_seconds
 
     def time(self, calls: Sequence[Call]) -> Times:
-        found = []
+        (found,) = self.time_in_turns({"": calls}).values()
+        return found
+
+    def time_in_turns(self, sides: Mapping[str, Sequence[Call]]) -> dict[str, Times]:
+        repeats = dict.fromkeys(sides, 1)
+        if self.least_seconds:
+            for side, calls in sides.items():
+                self._once(calls, 1)  # a first call touches fresh pages
+                once = self._once(calls, 1) * len(calls)
+                repeats[side] = max(1, math.ceil(self.least_seconds / max(once, 1e-7)))
+        found: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(self.rounds):
-            began = time.perf_counter()
+            for side, calls in sides.items():
+                found[side].append(self._once(calls, repeats[side]))
+        return {side: Times(tuple(rounds)) for side, rounds in found.items()}
+
+    def _once(self, calls: Sequence[Call], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
             for call in calls:
                 call()
-            found.append((time.perf_counter() - began) / len(calls))
-        return Times(tuple(found))
+        return (time.perf_counter() - began) / (repeats * len(calls))
 
 
 def kernel_seconds(call: Call) -> tuple[float, int]:

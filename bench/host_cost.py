@@ -16,6 +16,7 @@ import os
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -162,17 +163,26 @@ def measure(rounds: int, number: int = CALLS, device: str = "cpu") -> list[Cost]
 def _measured(
     mesh: DeviceMesh, name: str, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
 ) -> Cost:
+    found = sampled(mesh, shape, source, target, rounds, number)
+    return Cost(name, *map(statistics.median, found.values()))  # type: ignore[call-arg]
+
+
+def sampled(
+    mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
+) -> dict[str, list[float]]:
+    """Microseconds of a call by round: "stock", "ours" and "inner_stock", as `Cost` has their medians."""
     device = mesh.device_type
     local, specs = given(mesh, shape, source, target)
     x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
     call = partial(x.redistribute, placements=[target])
     inner_stock = partial(stock_inner, local, *specs)
-    times: list[tuple[float, float, float]] = []
+    times: dict[str, list[float]] = {"stock": [], "ours": [], "inner_stock": []}
     for _ in range(rounds):
-        by_stock = microseconds(call, number, device), microseconds(inner_stock, number, device)
+        times["stock"].append(microseconds(call, number, device))
+        times["inner_stock"].append(microseconds(inner_stock, number, device))
         with shardweave.installed():
-            times.append((by_stock[0], microseconds(call, number, device), by_stock[1]))
-    return Cost(name, *map(statistics.median, zip(*times, strict=True)))  # type: ignore[call-arg]
+            times["ours"].append(microseconds(call, number, device))
+    return times
 
 
 class DeviceCost(NamedTuple):
@@ -197,15 +207,35 @@ class DeviceCost(NamedTuple):
 def measure_on_device_worlds(rounds: int, number: int = CALLS, device: str = "cpu") -> list[DeviceCost]:
     """What ranks on GPUs run; without a GPU the same but for launches, which cannot be made."""
     mesh = init_device_mesh(device, (RANKS,))
+    with worlds_of_gpus(device):
+        return [_measured_on_device_worlds(mesh, *kind, rounds=rounds, number=number) for kind in KINDS]
+
+
+@contextmanager
+def worlds_of_gpus(device: str) -> Iterator[None]:
+    """In this block programs find the worlds that ranks on GPUs use, with nobody else in them."""
     here = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
     with as_on_a_gpu(here), nothing_is_sent():
         NullWorlds.named = {"symmetric": MirrorWorld(RANKS, here), "collective": SilentWorld(RANKS)}
-        return [_measured_on_device_worlds(mesh, *kind, rounds=rounds, number=number) for kind in KINDS]
+        yield
 
 
 def _measured_on_device_worlds(
     mesh: DeviceMesh, name: str, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
 ) -> DeviceCost:
+    times, counts, sent = sampled_on_device_worlds(mesh, shape, source, target, rounds, number)
+    median = {side: statistics.median(of_side) for side, of_side in times.items()}
+    return DeviceCost(
+        name, median["windows"], median.get("launched"), counts["PreparedLaunch"], counts["PreparedSignal"],
+        median["messages"], median["untold"], sum(sent.values()),
+    )  # fmt: skip
+
+
+def sampled_on_device_worlds(
+    mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
+) -> tuple[dict[str, list[float]], Counter[str], Counter[str]]:
+    """Microseconds of a call by round: "windows", "messages", "untold" and, on a GPU, "launched"; and what is launched
+    through windows and by messages."""
     device, silent = mesh.device_type, NullWorlds.named["collective"]
     assert isinstance(silent, SilentWorld)
     local, specs = given(mesh, shape, source, target)
@@ -219,11 +249,7 @@ def _measured_on_device_worlds(
                 times.setdefault(side, []).append(microseconds(messages, number, device))
         if device == "cuda":
             times.setdefault("launched", []).append(microseconds(windows, number, device))
-    median = {side: statistics.median(of_side) for side, of_side in times.items()}
-    return DeviceCost(
-        name, median["windows"], median.get("launched"), counts["PreparedLaunch"], counts["PreparedSignal"],
-        median["messages"], median["untold"], sum(sent.values()),
-    )  # fmt: skip
+    return times, counts, sent
 
 
 def given(

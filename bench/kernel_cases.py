@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 
 from shardweave.kernels import (
     Boxes,
+    CopyTable,
+    ReduceTable,
     copy_boxes,
     copy_boxes_reference,
     copy_table,
@@ -22,6 +24,7 @@ from shardweave.kernels import (
 )
 
 MIB = 1 << 20
+Made = tuple[Callable[[], object], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,15 @@ class Case:
     Attributes:
         share: the part of the copy ceiling that it has to reach.
         moved: bytes read and written in one call.
-        make: new poisoned buffers, and the call on them.
-        check: whether a call's targets are right.
+        make: new poisoned buffers: the kernel's call on them, and whether its targets are right.
+        make_reference: the same by the torch reference.
     """
 
     name: str
     share: float
     moved: int
-    make: Callable[[], tuple[Callable[[], object], Callable[[], bool]]]
+    make: Callable[[], Made]
+    make_reference: Callable[[], Made] | None = None
 
 
 def copy_case(
@@ -49,16 +53,14 @@ def copy_case(
     columns, gap, first = (n // dtype.itemsize for n in (run, pad, skip))
     rows = max(payload // run, 1)
     boxes = _one_box([0], (rows, columns), (columns + gap, 1), (columns, 1))
-    table = copy_table(boxes, dtype, device)
     sizes = rows * (columns + gap) + first, rows * columns + first
-    return Case(name, share, 2 * rows * run, partial(_copy, table, boxes, sizes, first, dtype, device))
+    return Case(name, share, 2 * rows * run, *_copies(boxes, sizes, first, dtype, device))
 
 
 def transposition_case(name: str, share: float, device: torch.device, side: int, dtype: torch.dtype) -> Case:
     boxes = _one_box([0], (side, side), (1, side), (side, 1))
-    table = copy_table(boxes, dtype, device)
     sizes = side * side, side * side
-    return Case(name, share, 2 * side * side * dtype.itemsize, partial(_copy, table, boxes, sizes, 0, dtype, device))
+    return Case(name, share, 2 * side * side * dtype.itemsize, *_copies(boxes, sizes, 0, dtype, device))
 
 
 def _one_box(
@@ -77,17 +79,38 @@ def _one_box(
     )
 
 
-def _copy(
-    table: Any, boxes: Boxes, sizes: Sequence[int], first: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[], object], Callable[[], bool]]:
-    source, target = random_buffer(sizes[0], dtype, device)[first:], poisoned(sizes[1], dtype, device)[first:]
+def _copies(
+    boxes: Boxes, sizes: Sequence[int], first: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], Made], Callable[[], Made]]:
+    @cache
+    def table() -> CopyTable:
+        return copy_table(boxes, dtype, device)
 
-    def right() -> bool:
-        expected = poisoned(sizes[1], dtype, device)[first:]
-        copy_boxes_reference(boxes, [source], [expected])
-        return bool(target.view(torch.uint8).equal(expected.view(torch.uint8)))
+    def make(by_kernel: bool) -> Made:
+        source, target = random_buffer(sizes[0], dtype, device)[first:], poisoned(sizes[1], dtype, device)[first:]
+        call = partial(copy_boxes, table()) if by_kernel else partial(copy_boxes_reference, boxes)
+        return partial(call, [source], [target]), partial(_right, boxes, source, target)
 
-    return partial(copy_boxes, table, [source], [target]), right
+    return partial(make, True), partial(make, False)
+
+
+def _right(boxes: Boxes, source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the target has the sum of the one box's sources, element by element, and is poison otherwise."""
+    expected = torch.full_like(target.view(torch.uint8), 255).view(target.dtype)
+    at = _places(boxes.extent[0], boxes.target_stride[0], target.device)
+    total = torch.zeros(at.shape, dtype=torch.float32, device=target.device)
+    for k, offset in enumerate(boxes.source_offset[0].tolist()):
+        total += source[_places(boxes.extent[0], boxes.source_stride[0, k], source.device) + offset]
+    expected[at] = total.to(target.dtype)
+    return bool(target.view(torch.uint8).equal(expected.view(torch.uint8)))
+
+
+def _places(extent: Any, stride: Any, device: torch.device) -> torch.Tensor:
+    """int64: where each element of a box lies."""
+    at = torch.zeros((), dtype=torch.int64, device=device)
+    for n, step in zip(extent.tolist(), stride.tolist(), strict=True):
+        at = at[..., None] + torch.arange(n, device=device) * step
+    return at.reshape(-1)
 
 
 def reduction_case(
@@ -95,20 +118,21 @@ def reduction_case(
 ) -> Case:
     """The sum of `terms` contiguous slabs of one buffer: what a rank does with what its peers pushed."""
     boxes = _one_box([k * elements for k in range(terms)], (elements,), (1,), (1,))
-    table = reduce_table(boxes, dtype, "sum", device=device)
 
-    def make() -> tuple[Callable[[], object], Callable[[], bool]]:
-        source = random_buffer(terms * elements, dtype, device)
-        target = poisoned(elements, dtype, device)
+    @cache
+    def table() -> ReduceTable:
+        return reduce_table(boxes, dtype, "sum", device=device)
 
-        def right() -> bool:
-            expected = poisoned(elements, dtype, device)
-            reduce_boxes_reference(boxes, [source], [expected], "sum")
-            return bool(target.view(torch.uint8).equal(expected.view(torch.uint8)))
+    def make(by_kernel: bool) -> Made:
+        source, target = random_buffer(terms * elements, dtype, device), poisoned(elements, dtype, device)
+        if by_kernel:
+            call = partial(reduce_boxes, table(), [source], [target])
+        else:
+            call = partial(reduce_boxes_reference, boxes, [source], [target], "sum")
+        return call, partial(_right, boxes, source, target)
 
-        return partial(reduce_boxes, table, [source], [target]), right
-
-    return Case(name, share, (terms + 1) * elements * dtype.itemsize, make)
+    moved = (terms + 1) * elements * dtype.itemsize
+    return Case(name, share, moved, partial(make, True), partial(make, False))
 
 
 def random_buffer(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -123,8 +147,11 @@ def poisoned(elements: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 def cases(device: torch.device, dry: bool) -> list[Case]:
     """Those of the targets; dry ones are as many, but tiny."""
-    payload = 1 << 13 if dry else 256 * MIB
-    side = 64 if dry else 4096
+    return cases_of(device, 1 << 13 if dry else 256 * MIB, 64 if dry else 4096)
+
+
+def cases_of(device: torch.device, payload: int, side: int) -> list[Case]:
+    """On `payload` bytes each; matrices of `side` and of twice as many rows. Nothing is allocated yet."""
     bf16, words = torch.bfloat16, torch.int32
     return [
         copy_case("copy, one run of everything", 0.92, device, payload, payload, 16, 0, bf16),

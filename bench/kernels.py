@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.gpu_machine import machine, slug
+from shardweave.bench.gpu_machine import clocks, gpu_machine
 from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times
 from shardweave.bench.kernel_cases import Case, cases, rotation
+from shardweave.bench.machine import slug
 from shardweave.bench.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.token_cases import token_rows
 from shardweave.kernels.signal import SHORTEST_POLL, SLOT, Channel, Failure, pack, signal
@@ -253,9 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: no GPU: torch.cuda.is_available() is False; allowed: --dry", file=sys.stderr)
         return 2
     device = torch.device("cpu") if arguments.dry else torch.device("cuda", torch.cuda.current_device())
-    about = machine(device)
+    about = gpu_machine(device)
     bench = run(device, arguments.dry, arguments.seconds)
-    about["clocks_after"] = machine(device)["clocks"]
+    about["clocks_after"] = clocks(device)
     if arguments.tests is not None:
         about["tests"] = json.loads(arguments.tests.read_text(encoding="utf-8"))
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])

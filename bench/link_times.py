@@ -120,7 +120,7 @@ def _link(
         for nbytes in sizes:
             swap = _Swap(mesh, nbytes, name, device)
             copied = swap.kept_bytes + (0 if chosen.one_sided else 2 * swap.nbytes)
-            samples.append(Sample(group - 1, swap.nbytes, copied, _microseconds(swap, device)))
+            samples.append(Sample(group - 1, swap.nbytes, copied, microseconds(swap, device)))
     return name, samples
 
 
@@ -167,7 +167,7 @@ def _copies(largest: int, device: torch.device) -> list[Sample]:
     samples = []
     for nbytes in (largest // 64, largest // 16, largest // 4, largest):
         pairs = cycle(list(zip(target.split(nbytes), source.split(nbytes), strict=True)))
-        samples.append(Sample(0, 0, nbytes, _microseconds(partial(_copy_next, pairs), device)))
+        samples.append(Sample(0, 0, nbytes, microseconds(partial(_copy_next, pairs), device)))
     return samples
 
 
@@ -176,7 +176,7 @@ def _copy_next(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
     target.copy_(source)
 
 
-def _microseconds(call: Callable[[], Any], device: torch.device) -> float:
+def microseconds(call: Callable[[], Any], device: torch.device) -> float:
     """Of a call: the median over rounds of the slowest rank."""
     kept: deque[Any] = deque(maxlen=_KEPT)
 

@@ -1,7 +1,9 @@
 """`python -m shardweave.bench.moe`: a small mixture-of-experts transformer, its experts shared out to the ranks.
 
 All ranks train one model, its mixtures under ExpertParallel and data-parallel otherwise, each on its own sequences of
-the text; rank 0 also trains the same model alone on all of them, in plain torch, and the losses are compared.
+the text; rank 0 also trains the same model alone on all of them, in plain torch, and the losses are compared. With
+`--fsdp 2` experts are shared out to so many groups of ranks alike, and FSDP2 shards them once more over the groups, and
+all else over all ranks; its collectives are shardweave's.
 
 What has to be equal. Both compute in float32 the same products and sum them in other orders: a token's experts, the
 tokens of a weight's gradient, the ranks of an averaged one. Losses therefore differ by float32 roundings, which
@@ -29,9 +31,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import shardweave
+
 from ..errors import ArgumentError
 from . import moe_against
-from .moe_model import Experts, ExpertSizes, build_moe, share_experts
+from .moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
 from .ranks import RankMain, Ranks, RanksFailed, Send
 from .training import LENGTH, SEQUENCES, batch, text
 from .transformer import Sizes
@@ -47,9 +51,12 @@ _ROWS = 8  # steps shown
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     """A rank: sends a message a step, rank 0's with the loss of one process; then one about the dispatcher."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    fsdp = config["fsdp"]
+    mesh = init_device_mesh("cpu", (fsdp, size // fsdp), mesh_dim_names=("fsdp", "ep"))
     model = build_moe(SIZES, EXPERT_SIZES, seed=0)
     share_experts(model, mesh["ep"], EXPERT_SIZES, SEQUENCES * LENGTH)
+    if fsdp > 1:
+        shard_fully(model, mesh["fsdp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     alone = build_moe(SIZES, EXPERT_SIZES, seed=0) if rank == 0 else None
     alone_optimizer = None if alone is None else torch.optim.AdamW(alone.parameters(), lr=LEARNING_RATE)
@@ -60,7 +67,10 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            # The loss is the mean of the ranks' losses. An expert's gradient has all ranks' tokens in it already.
+            # The loss is the mean of the ranks' losses, which FSDP makes. An expert's gradient has all ranks' tokens in
+            # it already.
+            if fsdp > 1:
+                continue
             if not isinstance(parameter, DTensor):
                 dist.all_reduce(parameter.grad)
             parameter.grad /= size
@@ -77,10 +87,19 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     dispatchers: list[Any] = [m.token_dispatcher for m in model.modules() if isinstance(m, Experts)]
     for dispatcher in dispatchers:
         dispatcher.check()
-    send({"explain": dispatchers[0].explain(), "parameters": sum(p.numel() for p in model.parameters())})
+    weight: Any = next(m for m in model.modules() if isinstance(m, Experts)).w1
+    send(
+        {
+            "explain": dispatchers[0].explain(),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "placements": str(weight.placements),
+            "calls": dict(shardweave.stats().calls),
+            "delegations": dict(shardweave.stats().delegations),
+        }
+    )
 
 
-def outcome_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def outcome_of(by_rank: list[list[dict[str, Any]]], fsdp: int) -> dict[str, Any]:
     """What the ranks' messages come to; `faults` has what is not as the head of this file says it has to be."""
     *steps, last = zip(*by_rank, strict=True)
     ours = [statistics.fmean(found["loss"] for found in step) for step in steps]
@@ -88,6 +107,7 @@ def outcome_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
     differences = [abs(a - b) / abs(b) for a, b in zip(ours, alone, strict=True)]
     return {
         "ranks": len(by_rank),
+        "mesh": f"fsdp{fsdp} ep{len(by_rank) // fsdp}",
         "steps": len(steps),
         "losses": {"ranks": ours, "one process": alone},
         "largest_difference": max(differences),
@@ -98,7 +118,7 @@ def outcome_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
             for step, difference in enumerate(differences)
             if not difference <= TOLERANCE
         ],
-        "parameters": last[0]["parameters"],
+        **{name: last[0][name] for name in ("parameters", "placements", "calls", "delegations")},
         "explain": last[0]["explain"],
     }
 
@@ -106,12 +126,14 @@ def outcome_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
 def show(outcome: dict[str, Any]) -> None:
     ours, alone = outcome["losses"].values()
     print(
-        f"{outcome['ranks']} ranks on {os.cpu_count()} cores, expert parallel, torch {torch.__version__}, one thread "
+        f"{outcome['ranks']} ranks on {os.cpu_count()} cores, {outcome['mesh']}, torch {torch.__version__}, one thread "
         f"each.\n{SIZES.blocks} blocks of width {SIZES.width}, {EXPERT_SIZES.experts} experts of hidden "
         f"{EXPERT_SIZES.hidden} in each, top {EXPERT_SIZES.top_k}; {outcome['parameters'] / 1e6:.2f} million float32 "
         f"parameters; {outcome['ranks'] * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
     )
     print(outcome["explain"])
+    print(f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by world: {outcome['calls']}; ", end="")
+    print(f"left to torch: {outcome['delegations'] or 'none'}.")
     print(f"\n{'step':>6}  {'loss, ranks':>12}  {'one process':>12}  difference")
     last = outcome["steps"] - 1
     for step in sorted({round(row * last / (_ROWS - 1)) for row in range(_ROWS)}):
@@ -121,7 +143,7 @@ def show(outcome: dict[str, Any]) -> None:
         print(f"  fault: {fault}")
 
 
-def run(ranks: int, steps: int, against: str | None, json_path: Path | None) -> int:
+def run(ranks: int, steps: int, fsdp: int, against: str | None, json_path: Path | None) -> int:
     """Train or compare, show what was found, write the JSON; 1 if a rank died or a result is not as it has to be.
 
     Raises:
@@ -131,6 +153,10 @@ def run(ranks: int, steps: int, against: str | None, json_path: Path | None) -> 
         raise ArgumentError(f"--ranks: {ranks}; allowed: 2 to 64")
     if steps < 1:
         raise ArgumentError(f"--steps: {steps}; allowed: 1 or more")
+    if fsdp < 1 or ranks % fsdp:
+        raise ArgumentError(f"--fsdp: {fsdp}; allowed: divisors of {ranks} ranks")
+    if against is not None and fsdp > 1:
+        raise ArgumentError(f"--fsdp: {fsdp}; allowed with --against: 1")
     if against is not None and importlib.util.find_spec(against) is None:
         raise ArgumentError(f"--against: {against} is not installed; allowed: where it is (pip install torchtitan)")
     if against is not None and moe_against.EXPERTS % ranks:
@@ -145,12 +171,12 @@ def run(ranks: int, steps: int, against: str | None, json_path: Path | None) -> 
 
     main_of_rank: RankMain = rank_main if against is None else moe_against.rank_main
     try:
-        with Ranks(main_of_rank, ranks, {"steps": steps}) as children:
+        with Ranks(main_of_rank, ranks, {"steps": steps, "fsdp": fsdp}) as children:
             children.supervise(lambda rank, found: by_rank[rank].append(found), output)
     except RanksFailed as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    outcome = outcome_of(by_rank) if against is None else moe_against.outcome_of(by_rank)
+    outcome = outcome_of(by_rank, fsdp) if against is None else moe_against.outcome_of(by_rank)
     (show if against is None else moe_against.show)(outcome)
     if json_path is not None:
         json_path.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
@@ -164,11 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: %(default)s)")
+    parser.add_argument(
+        "--fsdp", type=int, default=1, help="groups that experts are sharded over (default: %(default)s)"
+    )
     parser.add_argument("--against", choices=["torchtitan"], help="hold dispatch and combine against its own, timed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     arguments = parser.parse_args(argv)
     try:
-        return run(arguments.ranks, arguments.steps, arguments.against, arguments.json)
+        return run(arguments.ranks, arguments.steps, arguments.fsdp, arguments.against, arguments.json)
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..runtime import TokenDispatcher
-from .compare import ROUNDS, time_in_turns
+from .against_stock import ROUNDS, time_in_turns
 from .ranks import Send
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 1024, 1024, 4, 32
@@ -28,19 +28,18 @@ Scale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scale | None], torch.Tensor]
 
 
-def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """A rank: sends what was wrong, or seconds."""
-    del config
+def torchtitan_layer(mesh: DeviceMesh) -> Layer:
+    """Its dispatcher on a mesh of one dim, for `EXPERTS` and `TOP_K`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     from torchtitan.distributed.utils import set_spmd_backend  # type: ignore[import-not-found]
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # type: ignore[import-not-found]
 
     set_spmd_backend("full_dtensor")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     theirs = AllToAllTokenDispatcher(AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K))
-    theirs.wire_meshes(ep_mesh=mesh["ep"])
-    ours = TokenDispatcher(
-        mesh["ep"], num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=TOKENS, dtype=torch.float32
-    )
+    theirs.wire_meshes(ep_mesh=mesh)
 
     def by_torchtitan(
         x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: Scale | None = None
@@ -48,28 +47,41 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         rows, counts, metadata = theirs.dispatch(x, weights, ids, ids.flatten().bincount(minlength=EXPERTS))
         return theirs.combine(rows if scale is None else scale(rows, counts), metadata, x)
 
+    return by_torchtitan
+
+
+def shardweave_layer(mesh: DeviceMesh, hidden: int, tokens: int, world: str | None = None) -> Layer:
+    ours = TokenDispatcher(
+        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=tokens, dtype=torch.float32, world=world
+    )
+
     def by_shardweave(
         x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: Scale | None = None
     ) -> torch.Tensor:
         routed = ours.dispatch(x, ids, weights)
         return ours.combine(routed.x if scale is None else scale(routed.x, routed.counts), routed)
 
+    return by_shardweave
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    """A rank: sends what was wrong, or seconds."""
+    del config
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    layers: dict[str, Layer] = {
+        "torchtitan": torchtitan_layer(mesh["ep"]),
+        "shardweave": shardweave_layer(mesh["ep"], HIDDEN, TOKENS),
+    }
     g = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, HIDDEN, generator=g).requires_grad_()
     ids = torch.rand(TOKENS, EXPERTS, generator=g).topk(TOP_K).indices
     weights = torch.rand(TOKENS, TOP_K, generator=g).requires_grad_()
     gradient = torch.randn(TOKENS, HIDDEN, generator=g)
-    layers: dict[str, Layer] = {"torchtitan": by_torchtitan, "shardweave": by_shardweave}
-    first = rank * EXPERTS // size
-
-    def scale(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        factors = _factor(torch.arange(first, first + len(counts))).float().repeat_interleave(counts)
-        return torch.cat((rows[: len(factors)] * factors[:, None], rows[len(factors) :]))
-
+    scale = expert_scale(rank, size)
     faults = [
         f"{side}: {fault}"
         for side, layer in layers.items()
-        for fault in _faults(layer, scale, x, ids, weights, gradient)
+        for fault in faults_of(layer, scale, x, ids, weights, gradient)
     ]
     send({"faults": faults})
 
@@ -89,12 +101,23 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         send({"what": name, "torchtitan": seconds["stock"], "shardweave": seconds["ours"]})
 
 
+def expert_scale(rank: int, size: int) -> Scale:
+    """What a rank's experts do to their rows in a check."""
+    first = rank * EXPERTS // size
+
+    def scale(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        factors = _factor(torch.arange(first, first + len(counts))).float().repeat_interleave(counts)
+        return torch.cat((rows[: len(factors)] * factors[:, None], rows[len(factors) :]))
+
+    return scale
+
+
 def _factor(ids: torch.Tensor) -> torch.Tensor:
     """What an expert multiplies by: another number each."""
     return (ids.double() + 1) / EXPERTS
 
 
-def _faults(
+def faults_of(
     layer: Layer,
     scale: Scale,
     x: torch.Tensor,
@@ -102,6 +125,7 @@ def _faults(
     weights: torch.Tensor,
     gradient: torch.Tensor,
 ) -> list[str]:
+    """What is wrong with a layer's result and gradients, by float64, where an expert multiplies by its own factor."""
     y = layer(x, ids, weights, scale)
     found = dict(zip(("dx", "dweights"), torch.autograd.grad(y, (x, weights), gradient), strict=True))
     found["y"] = y.detach()

@@ -6,15 +6,19 @@ On one process a mixture is plain torch: what a sharded one has to equal.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..runtime.expert_parallel import ExpertParallel
+from ..runtime.fsdp import adapt_fsdp
 from .transformer import Sizes, Transformer
 
 
@@ -87,3 +91,19 @@ def share_experts(model: Transformer, mesh: DeviceMesh, sizes: ExpertSizes, max_
     """Shard the experts of every block over a 1-D mesh; a collective."""
     style = ExpertParallel(top_k=sizes.top_k, hidden=model.sizes.width, max_tokens=max_tokens, dtype=torch.float32)
     parallelize_module(model, mesh, {"blocks.*.feed_forward.experts": style})
+
+
+def shard_fully(model: Transformer, mesh: DeviceMesh) -> None:
+    """FSDP2 over a 1-D mesh for experts that are shared out beside it, over all ranks for the rest; a collective.
+
+    Gradients are those of the mean of all ranks' losses. FSDP's own collectives become shardweave's.
+    """
+    size = dist.get_world_size()
+    whole = init_device_mesh(mesh.device_type, (size,))
+    for block in model.blocks:
+        mixture: Any = block.feed_forward
+        experts = fully_shard(mixture.experts, mesh=mesh)
+        experts.set_gradient_divide_factor(size)
+        fully_shard(block, mesh=whole)
+    fully_shard(model, mesh=whole)
+    adapt_fsdp(model)

@@ -211,7 +211,7 @@ def _section(which: tuple[str, Any]) -> list[str]:
     return list(compare_prices(argument, EVEN + UNEVEN, kind == "sums"))
 
 
-def _join() -> None:
+def join() -> None:
     """torch plans on a process group; this one moves nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -226,7 +226,7 @@ def report() -> str:
         *(("prices", t) for t in TOPOLOGIES),
         *(("sums", t) for t in TOPOLOGIES),
     ]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_join) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=join) as pool:
         even, uneven, *priced = pool.map(_section, sections)
     without, sums = priced[: len(TOPOLOGIES)], priced[len(TOPOLOGIES) :]
     head = "| topology | planner | pairs | median | mean | p90 | max | min | as cheap | cheaper than shardweave's |"
@@ -282,7 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the report there instead of printing it")
     arguments = parser.parse_args()
-    _join()
+    join()
     text = report()
     if arguments.out is None:
         print(text)

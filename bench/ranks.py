@@ -142,13 +142,18 @@ class Ranks:
             os.close(child.output)
 
     def supervise(
-        self, on_message: Callable[[int, dict[str, Any]], None], on_output: Callable[[int, str], None]
+        self,
+        on_message: Callable[[int, dict[str, Any]], None],
+        on_output: Callable[[int, str], None],
+        within: float | None = None,
     ) -> None:
-        """Let them run. `on_message` gets what a rank sends, `on_output` the lines it prints.
+        """Let them run. `on_message` gets what a rank sends, `on_output` the lines it prints; `within` is seconds.
 
         Raises:
-            RanksFailed: a rank died or failed; at once, but for the seconds that the others get to say so.
+            RanksFailed: a rank died or failed; at once, but for the seconds that the others get to say so. Or they are
+                not done within the seconds given.
         """
+        limit = None if within is None else time.monotonic() + within
         self._start()
         children, deadline = self._children, None
         with selectors.DefaultSelector() as selector:
@@ -156,6 +161,8 @@ class Ranks:
                 selector.register(child.messages, selectors.EVENT_READ, child)
                 selector.register(child.output, selectors.EVENT_READ, child)
             while selector.get_map() and (deadline is None or time.monotonic() < deadline):
+                if deadline is None and limit is not None and time.monotonic() >= limit:
+                    raise RanksFailed(f"not done within {within:.0f} s")
                 for key, _ in selector.select(timeout=0.2):
                     child = key.data
                     if key.fd == child.output:
@@ -181,8 +188,9 @@ class Ranks:
                 if deadline is None and (dead := self._dead()):
                     deadline = time.monotonic() + GRACE
                     on_output(dead[0].rank, f"error: {dead[0].epitaph()}; stopping the others")
+        end = limit if deadline is None else deadline
         for child in children:
-            child.process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            child.process.join(None if end is None else max(0.0, end - time.monotonic()))
         if dead := self._dead():
             raise RanksFailed(dead[0].epitaph())
 

@@ -1,7 +1,8 @@
 """`python -m shardweave replay TRACE …`: a program's redistributions once more, by torch and by shardweave, in turns.
 
-Each distinct one is made in the ranks of this machine, checked against slices of the whole tensor where nothing is
-summed, and against each other where something is; then timed in turns.
+Each distinct one is made in the ranks of this machine and both sides are checked, to the bit: elements and ranks' terms
+of them differ (`replay_values`), and what a rank is to end with is made without either side. Where the target is
+partial nothing is checked, since its terms may be any, and the notes say so. Then both are timed in turns.
 """
 
 from __future__ import annotations
@@ -26,31 +27,82 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from ..errors import ArgumentError
-from ..planner import Layout, Mesh, Partial, Replicate
+from ..planner import Layout, Mesh, plan
+from ..planner.dtypes import ITEMSIZE
 from ..planner.explanation import format_bytes
+from ..planner.index_sets import held_sizes
 from ..runtime.drop_in import stock_redistribute_local_tensor
 from ..runtime.redistribution import How, run_redistribution
 from ..runtime.specs import spec_of_layout
 from ..runtime.trace import Cost, Entry, Trace, merged
-from .compare import ROUNDS, time_in_turns
+from .against_stock import ROUNDS, time_in_turns
+from .machine import available_memory
 from .ranks import Ranks, RanksFailed, Send
+from .replay_values import Values
+from .turns import KEPT
 from .workloads import scale
 
 MOST_RANKS = 16
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds
+_MOST_EXPENSIVE = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One distinct redistribution, from however many places.
+
+    Attributes:
+        entries: one, or one for each of several meshes that are alike and have no rank in common, as those along a dim
+            of a larger mesh: in the program their ranks do it at the same time, and so they do here.
+        cost: calls of a rank, and the bytes that it receives in each, as they were recorded.
+        shape, bytes_received: as they are here: the recorded ones, or scaled.
+    """
+
+    entries: tuple[Entry, ...]
+    cost: Cost
+    wheres: tuple[str, ...]
+    shape: tuple[int, ...]
+    bytes_received: int
+
+    def of_rank(self, rank: int) -> Entry:
+        """The entry of the mesh that a rank is in; any where it is in none."""
+        return next((entry for entry in self.entries if rank in entry.mesh.rank_array), self.entries[0])
+
+    def scaled(self) -> Case:
+        """With an eighth of every size of 64 and more, and the bytes that the rank that gets most of those receives."""
+        entry, shape = self.entries[0], tuple(map(scale, self.shape))
+        other = entry.target_mesh or entry.mesh
+        program = plan(entry.mesh, shape, entry.dtype, entry.source, entry.target, target_mesh=other)
+        return replace(self, shape=shape, bytes_received=max(program.bytes_received))
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One distinct redistribution, from however many places. Times are seconds of the slowest rank, None: not run."""
+    """A case, and seconds of the slowest rank; None: not run."""
 
-    entry: Entry
-    cost: Cost
-    wheres: tuple[str, ...]
+    case: Case
     stock: float | None
     ours: float | None
     notes: tuple[str, ...]
     faults: tuple[str, ...]
+
+    @property
+    def entry(self) -> Entry:
+        """The first of them."""
+        return self.case.entries[0]
+
+    @property
+    def cost(self) -> Cost:
+        return self.case.cost
+
+    @property
+    def wheres(self) -> tuple[str, ...]:
+        return self.case.wheres
+
+    @property
+    def seconds(self) -> float:
+        """Of all calls of the program as it is: by torch, or by shardweave where torch refuses."""
+        return ((self.ours if self.stock is None else self.stock) or 0.0) * self.cost.calls
 
     @property
     def saved(self) -> float:
@@ -60,8 +112,11 @@ class Replayed:
     def to_dict(self) -> dict[str, Any]:
         return {
             **self.entry.to_dict(),
+            "meshes": len(self.case.entries),
             "calls": self.cost.calls,
             "bytes_received": self.cost.bytes_received,
+            "replayed_shape": list(self.case.shape),
+            "replayed_bytes_received": self.case.bytes_received,
             "where": list(self.wheres),
             "torch_s": self.stock,
             "shardweave_s": self.ours,
@@ -70,51 +125,92 @@ class Replayed:
         }
 
 
-def distinct(trace: Trace) -> list[tuple[Entry, Cost, tuple[str, ...]]]:
-    """The redistributions, wherever they were asked for; what moves most bytes first."""
-    places: dict[Entry, list[tuple[str, Cost]]] = {}
+def distinct(trace: Trace) -> list[Case]:
+    """The redistributions, wherever they were asked for, and by whichever of several meshes alike; what moves most
+    bytes first."""
+    families: dict[Entry, dict[Entry, list[tuple[str, Cost]]]] = {}
     for entry, cost in trace.heaviest_first():
-        places.setdefault(replace(entry, where="", traced=False), []).append((entry.where, cost))
-    found = [
-        (entry, Cost(sum(cost.calls for _, cost in at), at[0][1].bytes_received), tuple(where for where, _ in at))
-        for entry, at in places.items()
-    ]
-    return sorted(found, key=lambda item: -item[1].bytes_in_all)
+        one = replace(entry, where="", traced=False)
+        alike = one if one.target_mesh else replace(one, mesh=Mesh(one.mesh.shape, one.mesh.names))
+        families.setdefault(alike, {}).setdefault(one, []).append((entry.where, cost))
+    found = []
+    for family in families.values():
+        ranks = [rank for one in family for rank in one.mesh.rank_array.tolist()]
+        together = len(ranks) == len(set(ranks))
+        found += [_case(family)] if together else [_case({one: at}) for one, at in family.items()]
+    return sorted(found, key=lambda case: -case.cost.bytes_in_all)
+
+
+def _case(family: dict[Entry, list[tuple[str, Cost]]]) -> Case:
+    costs = [[cost for _, cost in at] for at in family.values()]
+    calls = max(sum(cost.calls for cost in of_mesh) for of_mesh in costs)
+    wheres = dict.fromkeys(where for at in family.values() for where, _ in at)
+    received = max(cost.bytes_received for of_mesh in costs for cost in of_mesh)
+    return Case(tuple(family), Cost(calls, received), tuple(wheres), next(iter(family)).shape, received)
+
+
+def check_memory(cases: Sequence[Case]) -> None:
+    """Refuse what would have ranks killed; cases come one after the other, so each counts alone.
+
+    Raises:
+        ArgumentError: a case needs more than there is.
+    """
+    there = available_memory()
+    needed, case = max(((_bytes_needed(case), case) for case in cases), key=lambda pair: pair[0])
+    if needed > there:
+        one = case.entries[0]
+        raise ArgumentError(
+            f"TRACE: {one.source} → {one.target} of {one.dtype}{list(case.shape)}, {case.wheres[0]}, takes some "
+            f"{format_bytes(needed)} of memory on all ranks together; allowed: up to {format_bytes(there)}, what is "
+            f"free here. --scaled takes an eighth of the sizes, --only TEXT and --most N leave cases out"
+        )
+
+
+def _bytes_needed(case: Case) -> int:
+    """Of all ranks together, with what is alive while they are timed: the source and a copy of it for peers; of either
+    side `KEPT` outputs, one that is being made, and what it is made of."""
+    needed = 0
+    for entry in case.entries:
+        for mesh, text, copies in (
+            (entry.mesh, entry.source, 2),
+            (entry.target_mesh or entry.mesh, entry.target, 2 * KEPT + 2),
+        ):
+            shard = held_sizes(case.shape, Layout.parse(text, mesh.shape), mesh.shape, (0,) * mesh.ndim)
+            needed += mesh.size * math.prod(shard) * ITEMSIZE[entry.dtype] * copies
+    return needed
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     """A rank of the replay."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     meshes: dict[Mesh, DeviceMesh] = {}
-    for number, (entry, _, _) in enumerate(config["cases"]):
-        for mesh in (entry.mesh, entry.target_mesh or entry.mesh):
+    for number, case in enumerate(config["cases"]):
+        for mesh in (mesh for entry in case.entries for mesh in (entry.mesh, entry.target_mesh or entry.mesh)):
             if mesh not in meshes:  # made by all ranks alike, members or not
                 meshes[mesh] = DeviceMesh("cpu", mesh.rank_array.reshape(mesh.shape), mesh_dim_names=mesh.names)
-        send({"number": number, **_replay(entry, meshes, config)})
+        send({"number": number, **_replay(case.of_rank(rank), case.shape, meshes, config)})
 
 
-def _replay(entry: Entry, meshes: dict[Mesh, DeviceMesh], config: dict[str, Any]) -> dict[str, Any]:
+def _replay(
+    entry: Entry, shape: tuple[int, ...], meshes: dict[Mesh, DeviceMesh], config: dict[str, Any]
+) -> dict[str, Any]:
     """What this rank found: faults, notes, and seconds of each side by round."""
     how = How(world=config["world"])
-    shape = tuple(map(scale, entry.shape)) if config["scaled"] else entry.shape
-    whole = _whole(shape, getattr(torch, entry.dtype))
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    dtype = getattr(torch, entry.dtype)
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
     other = entry.target_mesh or entry.mesh
     layouts = Layout.parse(entry.source, entry.mesh.shape), Layout.parse(entry.target, other.shape)
     source, target = (
         spec_of_layout(layout, meshes[mesh], meta) for layout, mesh in zip(layouts, (entry.mesh, other), strict=True)
     )
     crosses = entry.mesh != other
-    takes_part = any(meshes[mesh].get_coordinate() is not None for mesh in (entry.mesh, other))
-    mine = _part(whole, layouts[0], entry.mesh, meta, meshes, how)
-    terms = math.prod(
-        n
-        for n, p in zip(entry.mesh.shape, layouts[0].placements, strict=True)
-        if isinstance(p, Partial) and p.op == "sum" and entry.dtype != "bool"
-    )
-    wanted = _part(whole * terms if terms > 1 else whole, layouts[1], other, meta, meshes, how)
-    # Terms are all alike, and what becomes partial may be any terms.
-    checked = not layouts[1].has_partial and not any(getattr(p, "op", "") == "prod" for p in layouts[0].placements)
+    at, ends_at = (meshes[mesh].get_coordinate() for mesh in (entry.mesh, other))
+    takes_part = at is not None or ends_at is not None
+    values = Values.of(shape, dtype, entry.source, entry.mesh.shape)
+    mine = values.source(entry.source, at)
+    unchecked = "what becomes partial may be any terms" if layouts[1].has_partial else None
+    if unchecked is None and not values.exact:
+        unchecked = f"what becomes of {values.terms} terms is not exact in {entry.dtype}"
 
     def ours() -> torch.Tensor:
         return run_redistribution(mine, source, target, how) if takes_part else mine
@@ -122,11 +218,15 @@ def _replay(entry: Entry, meshes: dict[Mesh, DeviceMesh], config: dict[str, Any]
     def stock() -> torch.Tensor:
         return stock_redistribute_local_tensor(mine, source, target) if takes_part else mine
 
-    found, notes = ours(), []
-    fault = _fault(found, wanted) if checked else None
+    def fault_of(found: torch.Tensor) -> str | None:
+        # Made anew each time: nothing but the source is there while it is timed.
+        return None if unchecked else _fault(found, values.target(entry.target, other.shape, ends_at))
+
+    fault = fault_of(ours())
+    notes = [f"not checked: {unchecked}"] if unchecked else []
     refused = "another mesh" if crosses else None
     try:
-        if not crosses and checked and (theirs := _fault(stock(), wanted)):
+        if not crosses and (theirs := fault_of(stock())):
             notes.append(f"torch is wrong: {theirs}")
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -143,23 +243,6 @@ def _replay(entry: Entry, meshes: dict[Mesh, DeviceMesh], config: dict[str, Any]
     }
 
 
-def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Powers of two: sums of as many equal ones as there are ranks are exact in every dtype, if those are one too."""
-    values = torch.arange(math.prod(shape)).remainder_(4).reshape(shape)
-    return values.bool() if dtype is torch.bool else (2.0**values if dtype.is_floating_point else values).to(dtype)
-
-
-def _part(
-    whole: torch.Tensor, layout: Layout, mesh: Mesh, meta: TensorMeta, meshes: dict[Mesh, DeviceMesh], how: How
-) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has whole; all of it where the layout is partial."""
-    if meshes[mesh].get_coordinate() is None:
-        return whole.new_empty((0,) * max(whole.ndim, 1))
-    cut = Layout([Replicate() if isinstance(p, Partial) else p for p in layout.placements], layout.orders)
-    replicated = spec_of_layout(Layout([Replicate()] * mesh.ndim), meshes[mesh], meta)
-    return run_redistribution(whole, replicated, spec_of_layout(cut, meshes[mesh], meta), how).clone()
-
-
 def _fault(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"has {found.dtype}{list(found.shape)}, not {wanted.dtype}{list(wanted.shape)}"
@@ -173,10 +256,15 @@ def run(paths: Sequence[Path], world: str | None, scaled: bool, only: str, most:
     """Replay traces of one program's ranks, show the table; 1 where shardweave is wrong or a rank died.
 
     Raises:
-        ArgumentError: traces that cannot be read, of too many ranks, or with nothing to replay.
+        ArgumentError: traces that cannot be read, of too many ranks, with nothing to replay, or with what takes more
+            memory than is free.
     """
     trace = merged([Trace.read(path) for path in paths])
-    cases = [case for case in distinct(trace) if only in " ".join((*case[2], case[0].source, case[0].target))][:most]
+    cases = [
+        case
+        for case in distinct(trace)
+        if only in " ".join((*case.wheres, case.entries[0].source, case.entries[0].target))
+    ][:most]
     if not cases:
         raise ArgumentError(
             f"TRACE, --only: {len(trace.found)} redistributions, none with {only!r}; allowed: one or more"
@@ -187,9 +275,12 @@ def run(paths: Sequence[Path], world: str | None, scaled: bool, only: str, most:
         )
     if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):
         raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
+    if scaled:
+        cases = [case.scaled() for case in cases]
+    check_memory(cases)
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     gathered: list[dict[int, dict[str, Any]]] = [{} for _ in cases]
-    config = {"cases": cases, "world": world, "scaled": scaled, "rounds": ROUNDS}
+    config = {"cases": cases, "world": world, "rounds": ROUNDS}
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
@@ -211,9 +302,7 @@ def run(paths: Sequence[Path], world: str | None, scaled: bool, only: str, most:
     except RanksFailed as failure:
         print(f"error: the replay ends: {failure}", file=sys.stderr)
         return 1
-    replayed = [
-        _together(*case, [found[r] for r in sorted(found)]) for case, found in zip(cases, gathered, strict=True)
-    ]
+    replayed = [_together(case, [found[r] for r in sorted(found)]) for case, found in zip(cases, gathered, strict=True)]
     _show(console, trace, replayed, scaled)
     if json_path is not None:
         report = {
@@ -228,7 +317,7 @@ def run(paths: Sequence[Path], world: str | None, scaled: bool, only: str, most:
     return int(any(one.faults for one in replayed))
 
 
-def _together(entry: Entry, cost: Cost, wheres: tuple[str, ...], by_rank: list[dict[str, Any]]) -> Replayed:
+def _together(case: Case, by_rank: list[dict[str, Any]]) -> Replayed:
     def slowest(side: str) -> float | None:
         if any(found[side] is None for found in by_rank):
             return None
@@ -236,25 +325,29 @@ def _together(entry: Entry, cost: Cost, wheres: tuple[str, ...], by_rank: list[d
 
     faults = tuple(f"rank {r}: {text}" for r, found in enumerate(by_rank) for text in found["faults"])
     notes = tuple(dict.fromkeys(text for found in by_rank for text in found["notes"]))
-    return Replayed(entry, cost, wheres, slowest("stock"), slowest("ours"), notes, faults)
+    return Replayed(case, slowest("stock"), slowest("ours"), notes, faults)
 
 
 def _show(console: Console, trace: Trace, replayed: list[Replayed], scaled: bool) -> None:
-    table = Table(title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    size = " (sizes an eighth)" if scaled else ""
+    title = f"{len(replayed)} redistribution{'' if len(replayed) == 1 else 's'}{size}"
+    table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
     for name in ("where", "mesh", "tensor", "layouts"):
         table.add_column(name, overflow="fold")
     for name in ("calls", "received", "torch\nms", "shardweave\nms", "ratio", "saved\nms"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in sorted(replayed, key=lambda one: -(one.stock or 0.0) * one.cost.calls):
+    for one in sorted(replayed, key=lambda one: -one.seconds):
         ratio = f"{one.stock / one.ours:.1f}" if one.stock and one.ours else "-"
         mesh = str(one.entry.mesh) if one.entry.target_mesh is None else f"{one.entry.mesh} to {one.entry.target_mesh}"
+        if len(one.case.entries) > 1:
+            mesh += f", {len(one.case.entries)} at once"
         table.add_row(
             "\n".join(one.wheres[:3]) + (f"\nand {len(one.wheres) - 3} more" if len(one.wheres) > 3 else ""),
             mesh,
-            f"{one.entry.dtype}{list(one.entry.shape)}",
+            f"{one.entry.dtype}{list(one.case.shape)}",
             f"{one.entry.source} → {one.entry.target}",
             str(one.cost.calls),
-            format_bytes(one.cost.bytes_received),
+            format_bytes(one.case.bytes_received),
             "-" if one.stock is None else f"{one.stock * 1e3:.3f}",
             "-" if one.ours is None else f"{one.ours * 1e3:.3f}",
             ratio,
@@ -263,13 +356,36 @@ def _show(console: Console, trace: Trace, replayed: list[Replayed], scaled: bool
     console.print(table)
     stock = sum((one.stock or 0.0) * one.cost.calls for one in replayed)
     ours = sum((one.ours or 0.0) * one.cost.calls for one in replayed if one.stock is not None)
-    size = ", shapes an eighth" if scaled else ""
     console.print(
-        f"All calls of a rank, on {trace.world_size} ranks of this machine ({os.cpu_count()} cores{size}): "
+        f"All calls of a rank, on {trace.world_size} ranks of this machine ({os.cpu_count()} cores){size}: "
         f"torch {stock * 1e3:.1f} ms, shardweave {ours * 1e3:.1f} ms."
     )
+    if any(where.startswith("FSDP") for one in replayed for where in one.wheres):
+        console.print(
+            "What FSDP2 issues itself is a redistribution of its flat tensor here, on torch's side by DTensor."
+        )
     for one in replayed:
         for text in (*one.notes, *(f"shardweave is wrong: {fault}" for fault in one.faults)):
-            console.print(f"{one.entry.source} → {one.entry.target} of {list(one.entry.shape)}: {text}", markup=False)
+            console.print(f"{one.entry.source} → {one.entry.target} of {list(one.case.shape)}: {text}", markup=False)
     for why, calls in trace.left_out.items():
         console.print(f"not in the trace: {calls} calls: {why}", markup=False)
+    for line in _most_expensive(replayed, size):
+        console.print(line, markup=False)
+
+
+def _most_expensive(replayed: list[Replayed], size: str = "") -> list[str]:
+    """What a program is to look at first: place, request, and what all calls cost by either."""
+    shown = sorted(replayed, key=lambda one: -one.seconds)[:_MOST_EXPENSIVE]
+    number = f"{len(shown)} most expensive redistributions" if len(shown) > 1 else "most expensive redistribution"
+    lines = [f"\nThe {number} of a rank, all calls together{size}:"]
+    for place, one in enumerate(shown, 1):
+        entry, calls = one.entry, one.cost.calls
+        more = f" and {len(one.wheres) - 1} more" if len(one.wheres) > 1 else ""
+        stock = "torch refuses" if one.stock is None else f"torch {one.stock * calls * 1e3:.2f} ms"
+        ours = "not run" if one.ours is None else f"{one.ours * calls * 1e3:.2f} ms"
+        lines += [
+            f" {place}. {entry.source} → {entry.target} of {entry.dtype}{list(one.case.shape)}, {one.wheres[0]}{more}",
+            f"    {calls} call{'' if calls == 1 else 's'} of {format_bytes(one.case.bytes_received)}: {stock}, "
+            f"shardweave {ours}",
+        ]
+    return lines

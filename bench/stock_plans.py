@@ -9,14 +9,16 @@ from functools import cache
 from itertools import pairwise
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
 
 import shardweave
 from shardweave import Layout, Mesh
+from shardweave.planner import Placement
 from shardweave.planner.index_sets import held_box
+from shardweave.runtime.specs import spec_of_layout
 
 
 @dataclass(frozen=True)
@@ -29,37 +31,39 @@ class Counted:
     stops: tuple[Layout, ...]
 
 
-_STOCK = {shardweave.Shard: Shard, shardweave.Replicate: Replicate, shardweave.Partial: Partial}
-
-
-def _stock_placements(layout: Layout) -> tuple:
-    return tuple(Shard(p.dim) if isinstance(p, shardweave.Shard) else _STOCK[type(p)]() for p in layout.placements)
-
-
 class Stock:
-    """torch's planner on a mesh that nobody else is in."""
+    """torch's planner on a mesh that has no process group, and so may be of any size: it asks for sizes alone."""
 
     def __init__(self, shape: tuple[int, ...], graph: bool) -> None:
-        self.mesh, self.graph = init_device_mesh("cpu", shape), graph
+        self.graph = graph
+        table = torch.arange(math.prod(shape)).reshape(shape)
+        self.mesh = DeviceMesh("cpu", table, _init_backend=False, _rank=0)
 
     @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
     def stops(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
-        """The layouts that its collectives lead through."""
+        """The layouts that its collectives lead through. Where an order is not the default one torch plans by its
+        graph, whatever it was asked for."""
         meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
-        before, after = (
-            DTensorSpec(self.mesh, _stock_placements(layout), tensor_meta=meta) for layout in (source, target)
-        )
+        before, after = (spec_of_layout(layout, self.mesh, meta) for layout in (source, target))
         found = [source]
         for step in _gen_transform_infos_non_cached(before, after, use_graph_based_transform=self.graph):
             m, (_, placed) = step.mesh_dim, step.src_dst_placements
             placements = list(found[-1].placements)
             orders = {d: tuple(x for x in order if x != m) for d, order in found[-1].orders}
-            assert isinstance(placed, Shard | Replicate), "torch makes nothing partial"
-            placements[m] = shardweave.Shard(placed.dim) if isinstance(placed, Shard) else shardweave.Replicate()
+            placements[m] = _placement(placed)
             if isinstance(placed, Shard):
                 orders[placed.dim] = (*orders.get(placed.dim, ()), m)
             found.append(Layout(placements, {d: order for d, order in orders.items() if order}))
         return found
+
+
+def _placement(placed: object) -> Placement:
+    if type(placed) is Shard:
+        return shardweave.Shard(placed.dim)
+    if type(placed) is Partial:
+        return shardweave.Partial(placed.reduce_op)
+    assert type(placed) is Replicate, f"torch plans a step to {placed}"
+    return shardweave.Replicate()
 
 
 @cache

@@ -58,11 +58,13 @@ class Layer:
     odd: bool = False
     experts_twice: bool = False
     slab_capacity: float | None = None  # of ranks that send and receive
+    save: str = "lease"
 
     def __str__(self) -> str:
         said = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
         said += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
         said += ["slabs of one size"] * (self.slab_capacity is not None)
+        said += [f"save {self.save}"] * (self.save != "lease")
         return ", ".join(said + ["replicated experts"] * self.experts_twice)
 
 
@@ -81,12 +83,13 @@ def layers() -> Iterator[Layer]:
         yield replace(layer, experts_twice=True)
         yield replace(layer, experts_twice=True, tokens=128)
         yield replace(layer, odd=True)
+        yield replace(layer, save="copy")
         for align, dtype in product((1, 8, 128), (torch.bfloat16, torch.float32)):
             yield replace(layer, align=align, dtype=dtype, slab_capacity=1.25)
         yield replace(layer, layout="batched", expert_capacity=512, slab_capacity=1.25)
     for hidden, top_k, experts in ((4097, 3, 60), (2500, 1, 3), (20, 6, 300)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype)
+            yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, save="copy")
 
 
 class TokenSpecialisation(Specialisation):
@@ -107,6 +110,7 @@ class TokenSpecialisation(Specialisation):
             "push_rows": (1, k + 1),
             "combine_rows": (k + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
+            "copy_rows": (1, 1),
             "silu_and_mul": (2, 1),
             "silu_and_mul_backward": (3, 4),
         }
@@ -217,7 +221,7 @@ def _train(layer: Layer) -> None:
         layer.ranks, num_experts=layer.experts, top_k=layer.top_k, hidden=layer.hidden, max_tokens=layer.tokens,
         dtype=layer.dtype, align=layer.align, expert_capacity=layer.expert_capacity, layout=layer.layout,
         expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None, device=NOWHERE,
-        slab_capacity=layer.slab_capacity, one_sided=layer.slab_capacity is None,
+        slab_capacity=layer.slab_capacity, one_sided=layer.slab_capacity is None, save=layer.save,
     )  # fmt: skip
 
     def of_all(*shape: int, dtype: torch.dtype, wanted: bool = False) -> list[torch.Tensor]:

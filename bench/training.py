@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardweave
 
 from ..errors import ArgumentError
-from .compare import mesh_for
+from .against_stock import mesh_for
 from .ranks import Ranks, RanksFailed, Send
 from .training_report import SIDES, Outcome, show
 from .transformer import Sizes, Transformer, build

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .compare import mesh_for
+from .against_stock import mesh_for
 
 SIDES = ("torch", "shardweave")
 # Of a loss, where sums have more than two terms. 60 steps of 8 ranks, tp4, came to 2.3e-7, about two float32

@@ -1,4 +1,5 @@
-"""A small Llama-like transformer over bytes, and how it lies on a mesh of data and tensor parallelism."""
+"""A Llama-like transformer, small and over bytes unless told otherwise, and how it lies on a mesh of data and tensor
+parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,17 +20,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-BYTES = 256  # the vocabulary
+BYTES = 256  # the vocabulary of the small one
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model. Each rank along tp holds `heads / tp` heads."""
+    """Of a model. Each rank along tp holds `heads / tp` heads, and as many keys and values, or `kv_heads / tp` if those
+    are fewer."""
 
     blocks: int = 4
     width: int = 128
     heads: int = 8
+    kv_heads: int | None = None
     hidden: int = 352
+    vocabulary: int = BYTES
     rope_base: float = 10_000.0
 
 
@@ -39,9 +43,11 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.head = sizes.width // sizes.heads
+        kv_width = self.head * (sizes.kv_heads or sizes.heads)
+        self.grouped = kv_width < sizes.width
         self.wq = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.wk = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.wv = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.wk = nn.Linear(sizes.width, kv_width, bias=False)
+        self.wv = nn.Linear(sizes.width, kv_width, bias=False)
         self.wo = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -49,7 +55,8 @@ class Attention(nn.Module):
             linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2)  # [B, heads/tp, T, head]
             for linear in (self.wq, self.wk, self.wv)
         )
-        out = F.scaled_dot_product_attention(_rotated(q, angles), _rotated(k, angles), v, is_causal=True)
+        q, k = rotated(q, angles), rotated(k, angles)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -80,49 +87,64 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The mean cross-entropy, a scalar, of the bytes [B, T] that follow `tokens` [B, T]."""
+    """The mean cross-entropy, a scalar, of the tokens [B, T] that follow `tokens` [B, T]."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.embedding = nn.Embedding(BYTES, sizes.width)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.blocks))
         self.norm = nn.RMSNorm(sizes.width)
-        self.output = nn.Linear(sizes.width, BYTES, bias=False)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        angles = _angles(tokens.shape[1], self.sizes)
+        angles = angles_of(tokens.shape[1], self.sizes.width // self.sizes.heads, self.sizes.rope_base)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
-        logits = self.output(self.norm(x))  # [B, T, 256], whole on every rank along tp
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+        logits = self.output(self.norm(x))  # [B, T, vocabulary], whole on every rank along tp
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
-def _angles(length: int, sizes: Sizes) -> torch.Tensor:
+FEED_FORWARD: dict[str, ParallelStyle] = {
+    "feed_forward_norm": SequenceParallel(),
+    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w3": ColwiseParallel(),
+}
+
+
+def angles_of(length: int, head: int, base: float) -> torch.Tensor:
     """Rotary angles [T, head / 2]."""
-    head = sizes.width // sizes.heads
-    rates = sizes.rope_base ** -(torch.arange(0, head, 2) / head)
+    rates = base ** -(torch.arange(0, head, 2) / head)
     return torch.outer(torch.arange(length), rates)
 
 
-def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 def build(sizes: Sizes, mesh: DeviceMesh, seed: int) -> Transformer:
-    """The model of a seed, on `mesh["dp"]` and `mesh["tp"]`; a collective.
-
-    Along tp heads, the SwiGLU's columns and the vocabulary are sharded, and activations between them by sequence; along
-    dp every parameter is, by FSDP2.
-    """
+    """The model of a seed, on `mesh["dp"]` and `mesh["tp"]`; a collective."""
     torch.manual_seed(seed)
     model = Transformer(sizes)
+    share(model, mesh["dp"], mesh["tp"])
+    return model
+
+
+def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Put a model on a mesh of data and one of tensor parallelism; a collective, but for parameters on "meta".
+
+    Along `tensor` heads, the SwiGLU's columns and the vocabulary are sharded, and activations between them by sequence;
+    along `data` every parameter is, by FSDP2 (of a mesh of two dims replicas are, along the first).
+    """
+    policy = policy or MixedPrecisionPolicy()
     parallelize_module(
         model,
-        mesh["tp"],
+        tensor,
         {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
@@ -137,14 +159,9 @@ def build(sizes: Sizes, mesh: DeviceMesh, seed: int) -> Transformer:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "feed_forward_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        "feed_forward.w3": ColwiseParallel(),
+        **FEED_FORWARD,
     }
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], styles)
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return model
+        parallelize_module(block, tensor, styles)
+        fully_shard(block, mesh=data, mp_policy=policy)
+    fully_shard(model, mesh=data, mp_policy=policy)

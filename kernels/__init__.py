@@ -5,6 +5,7 @@ from __future__ import annotations
 from .boxes import Boxes, source_views, target_views
 from .combine_rows import combine_rows
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_reference, copy_launches, copy_table
+from .copy_rows import copy_rows
 from .gather_values import gather_values
 from .group_rows import Groups, Slots, group_rows
 from .locate_rows import locate_rows
@@ -34,6 +35,7 @@ __all__ = [
     "copy_boxes",
     "copy_boxes_reference",
     "copy_launches",
+    "copy_rows",
     "copy_table",
     "gather_values",
     "group_rows",

@@ -143,14 +143,17 @@ def combine_rows_reference(
     """The same in torch operations, some tokens at a time: nothing but the rows and the sums leaves the cache."""
     hidden, dtype = buffers.shape[1], buffers.dtype
     entries, most = entries_of(rows, len(buffers)), max(1, CHUNK // max(hidden, 1))
+    # One piece of memory for all: the allocator gives large ones back to the system, which makes them anew, zeroed.
+    scratch = torch.empty((most * rows.key.shape[1], hidden), dtype=dtype, device=out.device)
     for i, sums in enumerate(entries.sums(most)):
         first, these = i * most, slice(i * most, (i + 1) * most)
-        total = torch.zeros((len(out[these]), hidden), dtype=torch.float32, device=out.device)
-        for owner, which, rounds in sums:
-            token, row = entries.token[which], entries.row[which]
-            value = buffers.tensors[owner].index_select(0, row).float()
+        # Sums begin in the result itself where it has their dtype and nobody reads it any more.
+        here = dtype is torch.float32 and add is None
+        total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
+        for owner, token, kth, row, rounds in sums:
+            value = torch.index_select(buffers.tensors[owner], 0, row, out=scratch[: len(row)]).float()
             if weights is not None:
-                value.mul_(weights[token, entries.kth[which]].unsqueeze(1))
+                value.mul_(weights[token, kth].unsqueeze(1))
             parts = value.split(rounds)
             for part in parts[1:]:
                 parts[0][: len(part)].add_(part)
@@ -159,4 +162,5 @@ def combine_rows_reference(
             total.index_add_(0, token[: rounds[0]] - first, partial)
         if add is not None:
             total.add_(add[these])
-        out[these].copy_(total)
+        if not here:
+            out[these].copy_(total)

@@ -28,8 +28,10 @@ class Sum(NamedTuple):
     """
 
     owner: int
-    entries: torch.Tensor
-    """int64 [n]: which entries, round by round."""
+    token: torch.Tensor
+    """int64 [n], of each entry, round by round; as `kth` and `row`."""
+    kth: torch.Tensor
+    row: torch.Tensor
     rounds: list[int]
 
 
@@ -89,9 +91,11 @@ class Entries:
         sorting = torch.argsort(sort)
         order, place, nth = order[sorting], place[sorting], nth[sorting]
         sizes = torch.bincount(place * deepest + nth, minlength=chunks * owners * deepest).view(-1, deepest).tolist()
-        for i, (entries, rounds) in enumerate(zip(order.split([sum(s) for s in sizes]), sizes, strict=True)):
-            if len(entries):
-                found[i // owners].append(Sum(i % owners, entries, [n for n in rounds if n]))
+        lengths = [sum(rounds) for rounds in sizes]
+        of_each = (of[order].split(lengths) for of in (self.token, self.kth, self.row))
+        for i, (rounds, token, kth, row) in enumerate(zip(sizes, *of_each, strict=True)):
+            if lengths[i]:
+                found[i // owners].append(Sum(i % owners, token, kth, row, [n for n in rounds if n]))
         return found
 
 

@@ -94,10 +94,13 @@ def weigh_rows_reference(
 ) -> None:
     """The same in torch operations, some rows at a time; the dot products are summed in torch's order."""
     number, hidden = int(num_rows), out.shape[1]
-    for first in range(0, number, max(1, CHUNK // max(hidden, 1))):
-        these = slice(first, min(number, first + max(1, CHUNK // max(hidden, 1))))
+    most = max(1, CHUNK // max(hidden, 1))
+    products = torch.empty((min(most, number), hidden), dtype=torch.float32, device=out.device)  # one for all pieces
+    for first in range(0, number, most):
+        these = slice(first, min(number, first + most))
         given = gradient[these].float()
-        torch.sum(given * values[these], 1, out=weight_gradient[these])
+        product = torch.mul(given, values[these], out=products[: len(given)])
+        torch.sum(product, 1, out=weight_gradient[these])
         if out.dtype is torch.float32:
             torch.mul(given, weights[these, None], out=out[these])
         else:

@@ -74,6 +74,17 @@ def _overlaps(at: Ranks, changes: Sequence[Change]) -> np.ndarray:
     return found
 
 
+def _senders(at: Ranks, changes: Sequence[Change]) -> np.ndarray:
+    """[k, r] ranks that receiver r takes something from, itself counted, where shards are even: the shards that its own
+    meets, of each as many as there are terms."""
+    found = np.array([[change.contributors] for change in changes]) * np.ones(len(at.receivers))
+    by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
+    for d, extent in enumerate(changes[0].shape):
+        wanted, held = (_rows([x[i].get(d, ()) for x in by_dim], partial(lengths, at, extent)) for i in (0, 1))
+        found *= np.ceil(wanted[:, at.receivers] / np.maximum(held.max(axis=1, keepdims=True), 1))
+    return found
+
+
 def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
     """[keys, …] the row [1, …] that `make` gives for each key, or [1, …] where all are the same; most keys repeat."""
     places: dict[K, int] = {}
@@ -115,7 +126,8 @@ def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, unbounded:
             near_in = near_out = near_in + missing
         else:
             far_in = far_out = missing
-            far_peers = np.ceil(missing / np.maximum(before, 1))
+            others = _senders(at, changes) - (near > 0).sum(axis=2)
+            far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
     over_network = network.us(np.maximum(far_in, far_out), far_peers)

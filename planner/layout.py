@@ -15,12 +15,20 @@ from .mesh import whole_numbers
 
 @dataclass(frozen=True)
 class Replicate:
+    """The mesh dim's ranks hold the same: `R`."""
+
     def __str__(self) -> str:
         return "R"
 
 
 @dataclass(frozen=True)
 class Shard:
+    """The mesh dim cuts a tensor dim, as `torch.chunk` does: `S0`. Later ranks may have less, or nothing.
+
+    Args:
+        dim: the tensor dim, from 0 on.
+    """
+
     dim: int
 
     def __str__(self) -> str:
@@ -34,7 +42,11 @@ class StridedShard(Shard):
     Where a shard order says the same it is that order, as soon as the mesh is known (`Layout.decoded`); otherwise an
     index set of its own: mesh dims then cut the tensor dim from left to right.
 
+    In text `S0/2`, and with `own` `S0//2`.
+
     Args:
+        dim: the tensor dim, from 0 on.
+        split: pieces, 1 or more.
         own: an index set of its own although an order would have these split factors. For uneven sizes that is not
             the same; torch means it so where a view made the shard. Mesh dims then cut from left to right, or in the
             layout's order.
@@ -49,6 +61,12 @@ class StridedShard(Shard):
 
 @dataclass(frozen=True)
 class Partial:
+    """The mesh dim's ranks hold terms, of which the value is made: `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`.
+
+    Args:
+        op: "sum", "avg", "max", "min" or "prod". In one layout only sum and avg mix.
+    """
+
     op: str = "sum"
 
     def __str__(self) -> str:
@@ -82,12 +100,17 @@ class Layout:
     """One placement per mesh dim, and for each sharded tensor dim the mesh dims that cut it, the first cut first.
 
     `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order
-    of mesh dims.
+    of mesh dims. `str` gives the text form that `parse` reads.
+
+    Args:
+        placements: one per mesh dim: `Replicate`, `Shard`, `StridedShard`, `Partial`.
+        orders: tensor dim -> the mesh dims that cut it, the first cut first.
 
     Attributes:
         all_cuts: (tensor dim, what cuts it), sorted by tensor dim.
         prefixes: for each mesh dim what it does: (tensor dim, mesh dims that cut it before), (partial op,) or (). Equal
             for two layouts exactly if the mesh dim cuts the same tensor dim after the same earlier cuts, or never.
+        partial_dims: the mesh dims that hold terms.
 
     Raises:
         ArgumentError: an unknown op, a negative tensor dim, an order that is no permutation of the mesh dims that cut.
@@ -201,6 +224,7 @@ class Layout:
 
     @property
     def has_partial(self) -> bool:
+        """Whether a mesh dim holds terms."""
         return bool(self.partial_dims)
 
     def check(self, mesh_shape: Sequence[int], ndim: int, name: str = "layout") -> None:

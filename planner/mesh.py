@@ -40,6 +40,8 @@ class Mesh:
     the runtime turns them into ranks. Meshes are equal if they are described alike.
 
     Args:
+        shape: the size of each mesh dim, or of the only one.
+        names: one per mesh dim, all different; needed for `mesh["tp"]`, which is the mesh along these dims.
         ranks: the rank at each row-major position; None means `arange`.
 
     Raises:
@@ -259,10 +261,12 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
+        """Mesh dims."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Ranks."""
         return math.prod(self.shape)
 
     def coordinate(self, position: int) -> Coordinate:

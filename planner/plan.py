@@ -20,7 +20,7 @@ from .layout import Layout, Replicate, Shard
 from .mesh import Mesh, whole_numbers
 from .program import Program
 from .ranks import PRICED_WHOLE
-from .refinement import refined
+from .refinement import narrowed, refined
 from .search import Route, Search
 from .stages import staged
 from .steps import step_of
@@ -48,9 +48,10 @@ def plan(
         target_mesh: the mesh that `dst` is on, if it is another: of the same ranks, of some of them, of none. Positions
             are then counted over everyone, the ranks of `mesh` first (`Program.mesh`).
         rank: a mesh position: only its own program, in time proportional to its peers. None: the program of all ranks.
-        topology: what the ranks are linked by; the steps are those that take least time on it. A mesh dim that runs
-            through several nodes is two in the program, between nodes and inside them, at the same positions. None: all
-            ranks reach each other alike, and bytes alone decide.
+        topology: what the ranks are linked by; the steps are those that are found to take least time on it. A mesh
+            dim that runs through several nodes is two in the program, between nodes and inside them, at the same
+            positions (as is one along which over 512 terms are summed). None: all ranks reach each other alike, and
+            bytes alone decide.
         max_bytes: what a rank may hold at most at any time: input, output, and what lies between. Above 128 ranks as
             the prices of 16 of them say.
 
@@ -110,9 +111,11 @@ def _plan(mesh: Mesh, asked: Asked) -> Program:
     shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     if topology is None and asked.max_bytes is None:
         stops = checked(mesh, shape, dtype, asked.src, asked.dst)
+        src, dst = asked.src, asked.dst
         if len(stops) == 2:
-            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *stops))
-        return _program(mesh, shape, dtype, asked.src, asked.dst, Route(stops, 0.0, 0), asked.rank, None)
+            mesh, src, dst = narrowed(mesh, shape, src, dst)
+            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, shape, dtype, src, dst)))
+        return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)
     topology = topology or NVLINK_NODE
     found = _routed(mesh, shape, dtype, asked.src, asked.dst, topology, asked.max_bytes)
     return _program(found.mesh, shape, dtype, found.src, found.dst, found.route, asked.rank, topology)
@@ -147,6 +150,7 @@ def _routed(
 ) -> _Routed:
     checked(mesh, shape, dtype, src, dst)
     mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
+    mesh, src, dst = narrowed(mesh, shape, src, dst)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     if source == target:
         held = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]

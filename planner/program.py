@@ -115,6 +115,10 @@ class Program:
     None where a layout is partial.
 
     Attributes:
+        shape, dtype: of the whole tensor; the dtype by name.
+        src, dst: layouts on `source_mesh` and `target_mesh`.
+        steps: `Local` and `Exchange` steps, in order; none where nothing is to be done.
+        rank: a mesh position, or None; `ranks` are the positions it is the program of.
         mesh: what positions are counted on. Between two meshes one mesh dim of everyone: the ranks of the source's mesh
             in its order, then those that only the target's has.
         topology: what it was planned for; None where bytes alone decided.
@@ -143,6 +147,7 @@ class Program:
 
     @property
     def exchanges(self) -> int:
+        """Steps in which ranks meet."""
         return sum(isinstance(step, Exchange) for step in self.steps)
 
     @property
@@ -213,12 +218,15 @@ class Program:
         return self.local_shape(self.dst, position, self.target_mesh)
 
     def shape_before(self, step: Step, position: int) -> tuple[int, ...]:
+        """The shape of what a position holds when a step begins."""
         return self.local_shape(step.source, position, step.source_mesh)
 
     def shape_after(self, step: Step, position: int) -> tuple[int, ...]:
+        """The shape of what a position holds when a step is done."""
         return self.local_shape(step.target, position, step.target_mesh)
 
     def local_bytes(self, layout: Layout, position: int) -> int:
+        """Bytes of the shard that a position holds under `layout`."""
         return self._bytes(self.local_shape(layout, position))
 
     def _bytes(self, shape: Sequence[int]) -> int:
@@ -226,6 +234,7 @@ class Program:
 
     @cached_property
     def bytes_received(self) -> list[int]:
+        """What comes from other ranks in all steps together."""
         size = ITEMSIZE[self.dtype]
         return [sum(step.boxes.elements_received(r) for step in self.steps) * size for r in self.ranks]
 
@@ -251,6 +260,7 @@ class Program:
         ]
 
     def traffic(self, step: Step, position: int) -> Traffic:
+        """Elements that a position receives and sends in a step, inside its node and beyond."""
         nodes = None
         if self.topology is not None and self.topology.node_size is not None:
             nodes = self.mesh.rank_array // self.topology.node_size
@@ -347,10 +357,16 @@ class Program:
             raise ArgumentError(f"program: not what to_dict makes: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> str:
+        """`to_dict` as JSON."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Program:
+        """The program that `to_json` was called on.
+
+        Raises:
+            ArgumentError: no JSON, or not what `to_json` makes.
+        """
         try:
             data = json.loads(text)
         except (TypeError, ValueError) as error:

@@ -1,10 +1,12 @@
-"""Mesh dims that run through several nodes, split into one between nodes and one inside them."""
+"""Mesh dims split in two: those that run through several nodes, between nodes and inside them, and those along which
+too many terms are reduced."""
 
 from __future__ import annotations
 
 import math
 
-from .layout import Layout, Placement, pairs_of
+from . import stages
+from .layout import Layout, Partial, Placement, pairs_of
 from .mesh import Mesh
 from .ranks import ranks_of
 from .topology import Topology
@@ -28,6 +30,27 @@ def refined(
             layouts = tuple(_split(layout, m) for layout in layouts)
             mesh = mesh.unflatten(m, (mesh.shape[m] // block, block), names)
     return mesh, layouts
+
+
+def narrowed(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Mesh, Layout, Layout]:
+    """The same ranks at the same positions, and the same shards, with mesh dims of more than `MOST_TERMS` terms split,
+    so that sums are reduced in stages. Left whole where `refined` would, and where the number of terms is prime."""
+    for m in reversed(range(mesh.ndim)):
+        while mesh.shape[m] > stages.MOST_TERMS and isinstance(source.placements[m], Partial):
+            if source.placements[m] == target.placements[m] or not _even(mesh, shape, target, m):
+                break
+            inner = _divisor(mesh.shape[m])
+            if inner == 1:
+                break
+            names = None if mesh.names is None else (f"{mesh.names[m]} groups", f"{mesh.names[m]} of a group")
+            source, target = _split(source, m), _split(target, m)
+            mesh = mesh.unflatten(m, (mesh.shape[m] // inner, inner), names)
+    return mesh, source, target
+
+
+def _divisor(n: int) -> int:
+    """The largest that is no larger than the other factor, nor than `MOST_TERMS`."""
+    return next(k for k in range(min(math.isqrt(n), stages.MOST_TERMS), 0, -1) if n % k == 0)
 
 
 def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:

@@ -45,8 +45,10 @@ class Topology:
     """Nodes of `node_size` consecutive ranks each, the links inside and between them, and each rank's memory.
 
     Attributes:
+        name: for people.
+        node, network: the links inside a node, and between nodes.
         node_size: ranks r and s share a node if r // node_size == s // node_size; None: all ranks do.
-        memory_gigabytes_per_s: bytes read and bytes written together.
+        memory_gigabytes_per_s: 1e9 bytes a second, read and written together.
 
     Raises:
         ArgumentError: a figure that is not a positive number.
@@ -65,6 +67,7 @@ class Topology:
         _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
 
     def node_of(self, rank: int) -> int:
+        """The number of a rank's node."""
         return 0 if self.node_size is None else rank // self.node_size
 
     def copy_us(self, nbytes: Any) -> Any:
@@ -72,6 +75,7 @@ class Topology:
         return 2 * nbytes / (self.memory_gigabytes_per_s * 1e3)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
         return asdict(self)
 
     @classmethod
@@ -87,10 +91,16 @@ class Topology:
         return cls(**values)
 
     def to_json(self) -> str:
+        """`to_dict` as JSON, of several lines."""
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
+        """The topology of what `to_json` made, or `python -m shardweave calibrate --out FILE`.
+
+        Raises:
+            ArgumentError: no JSON, or as for `from_dict`.
+        """
         try:
             data = json.loads(text)
         except (TypeError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -152,9 +152,9 @@ class TwoSidedRound(_Round):
             step.finish([xs[i], received.view(step.dtype)], [out])
             xs[i] = out
 
-    @property
+    @cached_property
     def group(self) -> tuple[int, ...] | None:
-        """Of all its steps, if it is one."""
+        """The process group of all its steps, if it is one."""
         groups = {step.of_group for step in self.steps.values()}
         return next(iter(groups)) if len(groups) == 1 else None
 

@@ -101,6 +101,15 @@ def redistribute_local_tensor(
     `async_op` the result is an `AsyncCollectiveTensor` wherever an exchange is left to wait for. A plan is chosen by
     shardweave: `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.
 
+    Args:
+        local_tensor: this rank's shard, of the shape that `current_spec` gives it; any strides.
+        current_spec, target_spec: with `tensor_meta`; of one dtype, the tensor's.
+        async_op: the last exchange has begun when this returns, and is waited for when the result is first used.
+        use_graph_based_transform, is_explicit: torch's.
+
+    Returns:
+        This rank's shard under `target_spec`. Below autograd: it records no gradients.
+
     Raises:
         ArgumentError: the local tensor does not fit its spec.
         WorldError: the ranks could not meet.

@@ -147,6 +147,9 @@ def explain(
 
     Every rank of the mesh calls, or has redistributed before: which world it is follows from what each has posted.
 
+    Args:
+        dtensor, placements, device_mesh, shard_order, world, topology, reduction: as for `redistribute`.
+
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
     """
@@ -173,6 +176,9 @@ def bind(
 
     It holds for DTensors of the same layout, shape, dtype, strides and alignment. Where ranks meet on the device and
     `prepare` has made no window that is large enough, it is collective.
+
+    Args:
+        dtensor, placements, device_mesh, shard_order, forward_dtype, world, topology, reduction: as for `redistribute`.
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,13 @@ from ..errors import ArgumentError
 from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
 from .token_dispatcher import TokenDispatcher
+from .token_layout import DispatchSettings, spelled_out
 from .token_shares import share_of_tokens, whole_of_shares
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_OF_MODULE = "num_experts", "expert_map", "layout"
 
 
 class ExpertParallel(ParallelStyle):
@@ -32,38 +38,33 @@ class ExpertParallel(ParallelStyle):
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        top_k, hidden, max_tokens, dtype, capacity, expert_capacity, overflow, align, save, slab_capacity, world: as of
-            TokenDispatcher. The module's forward is within `routed.kept()`.
+        world, settings: as of TokenDispatcher, `top_k`, `hidden` and `max_tokens` at least; not `num_experts`,
+            `expert_map` and `layout`, which the module says. Its forward is within `routed.kept()`.
         replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with the same tokens. Each dispatches its
             share, and has all results; `max_tokens` is of the share. Where the experts' mesh is not over these ranks as
             well, gradients of parameters are of the share's tokens: to be summed over them.
+
+    Raises, by `parallelize_module`:
+        ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
+        UnsupportedError: as of TokenDispatcher.
     """
 
+    @spelled_out(*_OF_MODULE)
     def __init__(
         self,
         *,
-        top_k: int,
-        hidden: int,
-        max_tokens: int,
-        dtype: torch.dtype = torch.bfloat16,
-        capacity: int | float | None = None,
-        expert_capacity: int | None = None,
-        overflow: str = "raise",
-        align: int = 1,
-        save: str = "lease",
-        slab_capacity: int | float | None = None,
         world: str | None = None,
         replicated_over: DeviceMesh | None = None,
+        **settings: Unpack[DispatchSettings],
     ) -> None:
         super().__init__()
         if replicated_over is not None and not (isinstance(replicated_over, DeviceMesh) and replicated_over.ndim == 1):
             raise ArgumentError(f"replicated_over: {replicated_over!r}; allowed: a 1-D DeviceMesh, or None")
         self._replicated_over = replicated_over
-        self._settings: dict[str, Any] = {
-            "top_k": top_k, "hidden": hidden, "max_tokens": max_tokens, "dtype": dtype, "capacity": capacity,
-            "expert_capacity": expert_capacity, "overflow": overflow, "align": align, "save": save,
-            "slab_capacity": slab_capacity, "world": world,
-        }  # fmt: skip
+        refused = settings.keys() & set(_OF_MODULE)
+        if refused:
+            raise ArgumentError(f"{', '.join(sorted(refused))}: given; allowed: what the module's parameters say")
+        self._world, self._settings = world, settings
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """
@@ -77,13 +78,13 @@ class ExpertParallel(ParallelStyle):
             raise ArgumentError(f"module: parameters of {sizes} experts; allowed: all with the experts along dim 0")
         (experts,) = numbers
         assert experts is not None
-        kind = device_mesh.device_type
+        kind, expert_map = device_mesh.device_type, experts_of_shards(experts, device_mesh.size())
+        settings: DispatchSettings = {**self._settings, "num_experts": experts, "expert_map": expert_map}
         dispatcher = TokenDispatcher(
             device_mesh,
-            num_experts=experts,
-            expert_map=experts_of_shards(experts, device_mesh.size()),
             device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind,
-            **self._settings,
+            world=self._world,
+            **settings,
         )
         flow = _Flow(dispatcher, self._replicated_over)
         module.token_dispatcher = dispatcher  # type: ignore[assignment]

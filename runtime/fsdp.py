@@ -92,6 +92,9 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
     Every rank must do it, at the same point of the program. Parameters and gradients keep their meaning; the all-reduce
     of hybrid sharding stays with torch, which has no place for another.
 
+    Args:
+        module: after `fully_shard` of it, or of modules in it.
+
     Raises:
         ArgumentError: nothing in `module` is sharded by FSDP2.
         UnsupportedError: the process group cannot carry programs on the devices of the parameters; a module has

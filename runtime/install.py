@@ -15,6 +15,7 @@ from ..planner import NVLINK_NODE, Topology
 from . import drop_in
 from .costs import price_on, priced_on
 from .drop_in import Policy, carry_out_under, policy, policy_asked
+from .fsdp_recording import note_fsdp
 from .lowering import Reduction
 from .recording import Recording, active, noting, write_down
 from .redistribution import How, default, how_asked, run_by_default
@@ -44,6 +45,7 @@ def _bind(ours: bool) -> None:
 
 
 def is_installed() -> bool:
+    """Whether DTensor's redistributions run on shardweave in this process."""
     return all(getattr(import_module(seam), name) is getattr(drop_in, name) for seam, name in _stock)
 
 
@@ -67,8 +69,8 @@ def install(
         topology: what the ranks are linked by: programs are planned for it, and `costs` are prices on it. None: bytes
             alone decide, and prices are those of `NVLINK_NODE`, on which all ranks share one node.
         reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats in float32, so that replicas
-            are bitwise equal; "fast": where the ranks exchange through torch.distributed, its backend reduces as it
-            likes.
+            are bitwise equal; "fast": where the ranks exchange through torch.distributed, its backend adds up and
+            multiplies as it likes (max and min, of which it may lose NaN, go the ordered way).
         min_bytes: tensors of fewer bytes, over all ranks, are left to torch and counted.
         only: the meshes whose tensors shardweave carries over; those of others are left to torch and counted. None: of
             all meshes.
@@ -101,7 +103,14 @@ def installed(
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
 ) -> Iterator[None]:
-    """`install(...)` inside the block; afterwards as it was before."""
+    """`install(...)` inside the block; afterwards as it was before.
+
+    Args:
+        costs, topology, reduction, min_bytes, only: as for `install`.
+
+    Raises:
+        ArgumentError: as for `install`.
+    """
     before, how_before, policy_before, prices_before = is_installed(), default(), policy(), priced_on()
     install(costs=costs, topology=topology, reduction=reduction, min_bytes=min_bytes, only=only)
     try:
@@ -119,6 +128,9 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     redistribution with its mesh, shape, dtype and layouts, how often and from where it was asked for, those that move
     most bytes first. `python -m shardweave replay` carries them out again, by torch and by shardweave.
 
+    The gathers and reductions that FSDP2 issues itself are among them, as the flat tensors that it moves; where they
+    come from begins with "FSDP".
+
     Args:
         path: of the trace, JSON of at most a few megabytes, written when the block ends, also by an exception. Where
             the program has several ranks each writes its own, with `.rank<n>` before the suffix.
@@ -134,11 +146,13 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     recording = Recording()
     write_down(recording)
     _bind(is_installed())
+    note_fsdp(True)
     try:
         yield recording
     finally:
         write_down(None)
         _bind(is_installed())
+        note_fsdp(False)
         trace = recording.trace()
         if trace.world_size > 1:
             path = path.with_name(f"{path.stem}.rank{trace.ranks[0]}{path.suffix}")

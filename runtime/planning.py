@@ -35,14 +35,15 @@ def plan(
 
     Args:
         mesh: a shape, a `Mesh` or a `DeviceMesh`.
+        shape: of the whole tensor, over all ranks.
         dtype: a torch dtype or its name.
         src, dst: layouts, their text form such as "S0 S1" (`Layout.parse`), or torch's placements, one per mesh dim; a
             `_StridedShard` among these is read as an order where there is one.
         target_mesh: the mesh that `dst` is on, if it is another: of the same ranks, of some of them, of none. Positions
             are then counted over everyone, the ranks of `mesh` first (`Program.mesh`).
         rank: a row-major position in the mesh: only its own program. None: the program of all ranks.
-        topology: what the ranks are linked by; the steps are those that take least time on it. None: all ranks reach
-            each other alike, and bytes alone decide.
+        topology: what the ranks are linked by; the steps are those that are found to take least time on it. None: all
+            ranks reach each other alike, and bytes alone decide.
         max_bytes: what a rank may hold at most at any time: input, output, and what lies between.
 
     Raises:

@@ -33,6 +33,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
     graph.
 
     Args:
+        mesh: of the DTensors that will be redistributed.
         max_bytes: what one window holds: of a rank's largest shard, input or output of a step, times the ranks whose
             contributions are reduced where they push. `explain` shows what a request needs; one that needs more makes
             its own, which is collective.

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, ShardweaveError
-from ..planner import plan, position_of
+from ..planner import Mesh, plan, position_of
 from .dtypes import dtype_name
 from .specs import layout_of_spec, mesh_of
 from .trace import MOST_ENTRIES, Cost, Entry, Trace
@@ -30,6 +31,8 @@ _NOT_THE_CALLER = (
     str(Path(torch.__file__).parent) + os.sep,
     "<",  # frozen and generated code
 )
+T = TypeVar("T")
+
 _LARGEST_PLANNED_WHOLE = 64  # ranks; of larger meshes the bytes are this rank's
 
 
@@ -43,36 +46,49 @@ class _Key:
 
 
 class Recording:
-    """Counts until it is written.
+    """What `record` gives its block: it counts until it is written.
 
     Attributes:
-        left_out: redistributions that no trace holds, by why.
+        left_out: calls of redistributions that no trace holds, by why.
     """
 
     def __init__(self) -> None:
         self._calls: Counter[_Key] = Counter()
+        self._entries: Counter[Entry] = Counter()
+        self._meshes: dict[DeviceMesh, Mesh] = {}
         self._rank, self._size = 0, 1
         self.left_out: Counter[str] = Counter()
 
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None:
-        if dist.is_initialized():  # and may be no more when the trace is made
-            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        for spec in (current, target):
+            if spec.mesh not in self._meshes:  # a part of a mesh knows its ranks while there is a process group
+                self._meshes[spec.mesh] = mesh_of(spec.mesh)
         try:
-            key = _Key(current, target, dtype, _caller(), torch.compiler.is_compiling())
-            if key not in self._calls and len(self._calls) >= MOST_ENTRIES:
-                self.left_out[f"beyond the first {MOST_ENTRIES} distinct ones"] += 1
-                return
-            self._calls[key] += 1
+            self._count(self._calls, _Key(current, target, dtype, _caller(), torch.compiler.is_compiling()))
         except TypeError:  # cannot be hashed
             self.left_out["symbolic shapes"] += 1
+
+    def note_entry(self, entry: Entry) -> None:
+        """What no `redistribute` is called for."""
+        self._count(self._entries, entry)
+
+    def _count(self, calls: Counter[T], key: T) -> None:
+        if dist.is_initialized():  # and may be no more when the trace is made
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        if key not in calls and len(self._calls) + len(self._entries) >= MOST_ENTRIES:
+            self.left_out[f"beyond the first {MOST_ENTRIES} distinct ones"] += 1
+            return
+        calls[key] += 1
 
     def trace(self) -> Trace:
         """What has been counted so far; what takes most bytes first."""
         found: dict[Entry, Cost] = {}
         left_out = self.left_out.copy()
-        for key, calls in self._calls.items():
+        noted: list[tuple[_Key | Entry, int]] = [*self._calls.items(), *self._entries.items()]
+        for key, calls in noted:
             try:
-                entry, bytes_received = _entry(key, self._rank)
+                entry = key if isinstance(key, Entry) else _entry(key, self._meshes)
+                bytes_received = _bytes_received(entry, self._rank)
                 # Specs that differ in what no trace says, as in strides.
                 before = found[entry].calls if entry in found else 0
                 found[entry] = Cost(before + calls, bytes_received)
@@ -81,9 +97,8 @@ class Recording:
         return Trace(torch.__version__, self._size, (self._rank,), found, dict(left_out))
 
 
-def _entry(key: _Key, rank: int) -> tuple[Entry, int]:
-    """The entry, and the bytes that the rank that gets most receives; of large meshes, those that this rank does.
-
+def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
+    """
     Raises:
         ShardweaveError: a redistribution that programs do not carry.
     """
@@ -92,15 +107,24 @@ def _entry(key: _Key, rank: int) -> tuple[Entry, int]:
         current, target = plain.current, plain.target
     if current.tensor_meta is None:
         raise ArgumentError("a spec without tensor_meta")
-    mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
+    mesh, other = meshes[current.mesh], meshes[target.mesh]
     source, goal = layout_of_spec(current), layout_of_spec(target)
     shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
+    target_mesh = None if mesh == other else other
+    return Entry(mesh, target_mesh, shape, dtype, str(source), str(goal), key.where, key.traced)
+
+
+def _bytes_received(entry: Entry, rank: int) -> int:
+    """What the rank that gets most receives; of large meshes, what this rank does.
+
+    Raises:
+        ShardweaveError: a redistribution that programs do not carry.
+    """
+    mesh, other = entry.mesh, entry.target_mesh or entry.mesh
     whole = max(mesh.size, other.size) <= _LARGEST_PLANNED_WHOLE
     at = None if whole else position_of(rank, mesh, other)
-    program = plan(mesh, shape, dtype, source, goal, target_mesh=other, rank=at)
-    target_mesh = None if mesh == other else other
-    entry = Entry(mesh, target_mesh, shape, dtype, str(source), str(goal), key.where, key.traced)
-    return entry, max(program.bytes_received)
+    program = plan(mesh, entry.shape, entry.dtype, entry.source, entry.target, target_mesh=other, rank=at)
+    return max(program.bytes_received)
 
 
 def _caller() -> str:
@@ -112,12 +136,12 @@ def _caller() -> str:
             break
         frame = frame.f_back
     if frame is None:
-        return "autograd" if _in_backward() else "torch"
+        return "autograd" if in_backward() else "torch"
     at = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
-    return f"{at}, backward" if _in_backward() else at
+    return f"{at}, backward" if in_backward() else at
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
 
 

@@ -34,12 +34,14 @@ class Statistics:
         calls: programs carried out, by world.
         delegations: calls left to torch's own redistribution, by reason.
         ignored: arguments of torch's that say nothing here, by name.
+        host_reads: waits of the host for a device, by what it read.
         worlds: by the ranks of a mesh, the world they use and why; `reset` keeps it.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     delegations: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    host_reads: Counter[str] = field(default_factory=Counter)
     worlds: dict[tuple[int, ...], str] = field(default_factory=dict)
     _kinds: dict[tuple[str, str], Redistribution] = field(default_factory=dict, repr=False)
 
@@ -55,7 +57,8 @@ class Statistics:
         return self._kinds.setdefault(key, Redistribution(bytes_received, bytes_bound))
 
     def reset(self) -> None:
-        for counters in (self.calls, self.delegations, self.ignored):
+        """From here on count from 0."""
+        for counters in (self.calls, self.delegations, self.ignored, self.host_reads):
             counters.clear()
         for kind in self._kinds.values():  # which calls hold on to
             kind.calls, kind.milliseconds = 0, 0.0
@@ -65,5 +68,5 @@ _statistics = Statistics()
 
 
 def stats() -> Statistics:
-    """The live counters of this process."""
+    """The counters of this process: a `Statistics`, live, so that what it says changes with every call."""
     return _statistics

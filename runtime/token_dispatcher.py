@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,15 @@ from .statistics import stats
 from .streams import order_on
 from .token_checks import check_combine, check_dispatch
 from .token_engine import TokenEngine, placed
-from .token_fixed_slabs import slab_rank
-from .token_layout import DispatchLayout
+from .token_fixed_slabs import slab_rank, with_splits
+from .token_layout import DispatchLayout, DispatchSettings, spelled_out
 from .token_pushes import PushingRank
+from .token_rank import TokenRank
+from .token_windows import WindowRank
 from .worlds import AnyWorld, current_worlds, why_not_backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TokenDispatcher(TokenEngine):
@@ -54,43 +59,39 @@ class TokenDispatcher(TokenEngine):
         expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
             copy, else to copy r mod n of n.
         save: what backward keeps of `routed.x`. "lease": the buffer that peers wrote, which other dispatches cannot
-            have until backward is done with it. "copy": a copy of it; the buffer itself is free at once. "redispatch":
+            have until backward is done with it; where rows come through windows a copy of theirs. "copy": a copy of it;
+            the buffer itself is free at once. "redispatch":
             nothing of what experts do within `with routed.kept():`, but x, [T, H], which backward of combine sends once
             more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
             with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
         slab_capacity: of worlds whose ranks send: rows that a rank sends to another at most, or, a float, a factor of
             max_tokens * top_k / W. Slabs of so many rows travel whole, and the host reads nothing; of the rows of a
             rank for another those after so many, in order of slot, token and k, have no room, as with the other
-            capacities, and before them. Default: slabs of exact size, for which the host reads the counts once for
-            each dispatch. `explain` has the bytes of either. Worlds whose ranks write into each other's memory need no
-            slabs, and drop nothing by this.
+            capacities, and before them. `explain` has the bytes of either. Worlds whose ranks write into each other's
+            memory need no slabs, and drop nothing by this.
+        splits: of worlds whose ranks send. "host": slabs of exact size, for which the host reads the counts once for
+            each dispatch. "slabs": of one size, `slab_capacity`, or with room for all rows of a rank. Default: slabs of
+            one size with `slab_capacity`; else on CPUs "host", on GPUs the cheaper by a topology's prices, which
+            `explain` states: slabs for a few tokens.
         device: default: the CPU.
-        world: "shared_memory", "collective" or "mixed"; default: by what the ranks share, as for `redistribute`.
+        world: "shared_memory", "collective", "mixed" or "symmetric"; default: by what the ranks share, as for
+            `redistribute`. "symmetric" has ranks push into windows of each other's memory, which they copy what came
+            from, and meet on the device, so that the host waits for no peer and calls like one before may be captured
+            in a CUDA graph; where the ranks are on several nodes, slabs go between all of them as in "collective".
 
     Raises:
         ArgumentError: a number or name that is not allowed.
         UnsupportedError: the process group cannot carry tensors of the device.
     """
 
+    @spelled_out()
     def __init__(
         self,
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        max_tokens: int,
-        dtype: torch.dtype = torch.bfloat16,
-        capacity: int | float | None = None,
-        expert_capacity: int | None = None,
-        align: int = 1,
-        overflow: str = "raise",
-        layout: str = "grouped",
-        expert_map: Sequence[Sequence[int]] | None = None,
-        save: str = "lease",
-        slab_capacity: int | float | None = None,
         device: torch.device | str = "cpu",
         world: str | None = None,
+        **settings: Unpack[DispatchSettings],
     ) -> None:
         group = group_or_mesh
         if isinstance(group, DeviceMesh):
@@ -101,30 +102,32 @@ class TokenDispatcher(TokenEngine):
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: one that has this rank, {rank}")
-        agreed = DispatchLayout.of(
-            len(ranks), num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow,
-            layout, expert_map, save, slab_capacity,
-        )  # fmt: skip
+        agreed = DispatchLayout.of(len(ranks), **settings)
         device = placed(device)
         self._world: AnyWorld | InProcessWorld = InProcessWorld()
-        name, number = "alone", 0
+        name, number, why = "alone", 0, ""
         if len(ranks) > 1:
-            obstacle = why_not_backend(device)
+            obstacle = why_not_backend(device, world)
             if obstacle is not None:
                 raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
             chosen, _ = current_worlds().choose(ranks, device, world)
-            if chosen.windows is not None:
-                raise UnsupportedError(
-                    f"world: {chosen.name} has no token dispatch; allowed: shared_memory, collective, mixed"
-                )
             self._world, name = chosen, chosen.name
             number = current_worlds().number_dispatcher(ranks)
+            asked = settings.get("splits") is not None or agreed.slab_capacity is not None
+            if device.type == "cuda" and not chosen.one_sided and not asked:
+                agreed, why = with_splits(agreed, current_worlds().nodes_of(ranks))
         self._ranks = ranks
-        self._kind = stats().kind(f"token dispatch, {num_experts} experts, hidden {hidden}", name, 0, None)
-        part = PushingRank if self._world.one_sided else slab_rank(agreed)
+        self._kind = stats().kind(
+            f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}", name, 0, None
+        )
+        part: type[TokenRank] = PushingRank if self._world.one_sided else slab_rank(agreed)
+        if self._world.one_sided and self._world.windows is not None:
+            part = WindowRank
         self._order = order_on(device)
         me, token = ranks.index(rank), agreed.token(number)
-        super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name)
+        super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name, why)
+        if self._order is not None:
+            self._order.join()  # what was uploaded is read by calls on other streams
 
     def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         world, (run,) = self._world, runs
@@ -160,7 +163,7 @@ class TokenDispatcher(TokenEngine):
             topk_weights: floats [T, K].
 
         Raises:
-            ArgumentError: a shape or dtype that is not allowed; the peers are told.
+            ArgumentError: a shape or dtype that is not allowed; peers are told, but where ranks meet on the device.
             CapacityError: an earlier dispatch lost tokens, with overflow="raise".
             WorldError: a peer died, did not come, or asked for something else.
         """
@@ -199,6 +202,17 @@ class TokenDispatcher(TokenEngine):
             part = self.parts[0]
             check_combine(self.layout, part.device, (self.handle, part.me), expert_output, routed, out, add)
         return self._combine([expert_output], [routed], [out], [add], weighted)[0]
+
+    def check(self) -> None:
+        """Wait for the dispatches so far.
+
+        Raises:
+            CapacityError: with overflow="raise", one of them dropped rows or had bad ids. Each is raised once.
+            WorldError: a peer did not come, or asked for something else.
+        """
+        super().check()
+        if not isinstance(self._world, InProcessWorld) and self._world.error is not None:
+            raise self._world.error
 
     def _telling(self) -> _Telling:
         return _Telling(self._world, self._ranks)

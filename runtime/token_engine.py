@@ -23,9 +23,9 @@ from .token_routing import Sent
 class TokenEngine:
     """Everything is a list: one for each rank in this process."""
 
-    def __init__(self, layout: DispatchLayout, parts: Sequence[TokenRank], name: str) -> None:
-        self.layout, self.parts, self.name = layout, parts, name
-        self._losses = Losses(layout)
+    def __init__(self, layout: DispatchLayout, parts: Sequence[TokenRank], name: str, why: str = "") -> None:
+        self.layout, self.parts, self.name, self.why = layout, parts, name, why
+        self._losses = Losses(layout, parts[0].device)
         self.handle, self.state = register(self), state_of(parts[0].world, parts[0].device)
         layout.experts_on(parts[0].device)  # for `load`, which may be captured in a graph
 
@@ -48,7 +48,7 @@ class TokenEngine:
 
     def explain(self) -> str:
         """The settings, and the memory and bytes on the wire that they take, of each rank."""
-        return explain(self.layout, ways_of(self.parts[0]), self.name)
+        return "\n".join([explain(self.layout, ways_of(self.parts[0]), self.name), *[f"  {self.why}"] * bool(self.why)])
 
     def _dispatch(
         self, xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]

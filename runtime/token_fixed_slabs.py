@@ -10,7 +10,8 @@ with sizes that are alike, nothing else shows it to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from ..kernels.locate_rows import locate_rows
 from ..kernels.push_rows import push_rows
 from ..kernels.route_tokens import Routed
 from ..kernels.rows import Buffers, TokenRows
+from ..planner import NVLINK_INFINIBAND
+from ..planner.splits import price_splits
 from .meeting import Agree, Ask
 from .token_layout import DispatchLayout
-from .token_rank import WEIGHED, TokenRank
+from .token_rank import WEIGHED, Read, TokenRank
 from .token_routing import Sent, Slabs
 from .token_slabs import SlabRank
 
@@ -105,8 +108,8 @@ class FixedSlabRank(SlabRank):
                   most_padding=self.layout.most_padding)  # fmt: skip
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Callable[[Sequence[Buffers]], Any]
-    ) -> Generator[Ask, Any, Any]:
+        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
+    ) -> Generator[Ask, Any, list[torch.Tensor]]:
         if what != WEIGHED:
             yield Agree(self.peers, self.token + what)
         assert sent.slabs is not None
@@ -123,6 +126,23 @@ class FixedSlabRank(SlabRank):
 def ways_of(rank: TokenRank) -> list[TokenRank | type[TokenRank]]:
     """How rows travel, and how they might among the same ranks, as it would be asked for."""
     return [rank, SlabRank if rank.one_size else FixedSlabRank] if rank.in_slabs else [rank]
+
+
+def with_splits(layout: DispatchLayout, nodes: Sequence[Hashable]) -> tuple[DispatchLayout, str]:
+    """The layout with the splits that are cheaper on devices, where none were asked for, and why; alike on all ranks.
+
+    Args:
+        nodes: of each rank.
+    """
+    most, row = layout.max_tokens * layout.top_k, layout.hidden * layout.dtype.itemsize
+    prices = price_splits(nodes, most, most, row, NVLINK_INFINIBAND, True)
+    if prices.cheaper == "slabs":
+        layout = replace(layout, slab_capacity=most)
+    why = (
+        f"splits: {prices.cheaper}, the cheaper on {len(set(nodes))} nodes by the links of {NVLINK_INFINIBAND.name}: "
+        f"{prices.host:.0f} us with sizes that the host reads, {prices.slabs:.0f} us in slabs with room for all rows"
+    )
+    return layout, why
 
 
 def slab_rank(layout: DispatchLayout) -> type[SlabRank]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,29 @@ from ..kernels.locate_rows import MOST_K
 from ..kernels.pointers import uploaded
 from ..kernels.route_tokens import MOST_SLOTS
 from ..kernels.rows import PAYLOADS
+from ..planner.splits import SPLITS
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class DispatchSettings(TypedDict, total=False):
+    """What ranks of a token dispatcher agree on, as callers say it; defaults are those of `DispatchLayout.of`."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    dtype: torch.dtype
+    capacity: int | float | None
+    expert_capacity: int | None
+    align: int
+    overflow: str
+    layout: str
+    expert_map: Sequence[Sequence[int]] | None
+    save: str
+    slab_capacity: int | float | None
+    splits: str | None
+
 
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
@@ -55,19 +80,21 @@ class DispatchLayout:
     def of(
         cls,
         ranks: int,
+        *,
         num_experts: int,
         top_k: int,
         hidden: int,
         max_tokens: int,
-        dtype: torch.dtype,
-        capacity: int | float | None,
-        expert_capacity: int | None,
-        align: int,
-        overflow: str,
-        layout: str,
-        expert_map: Sequence[Sequence[int]] | None,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: int | float | None = None,
+        expert_capacity: int | None = None,
+        align: int = 1,
+        overflow: str = "raise",
+        layout: str = "grouped",
+        expert_map: Sequence[Sequence[int]] | None = None,
         save: str = "lease",
         slab_capacity: int | float | None = None,
+        splits: str | None = None,
     ) -> DispatchLayout:
         """
         Raises:
@@ -84,6 +111,7 @@ class DispatchLayout:
             ("overflow", overflow, OVERFLOWS),
             ("layout", layout, LAYOUTS),
             ("save", save, SAVES),
+            ("splits", splits, (None, *SPLITS)),
         ):
             if text not in allowed:
                 raise ArgumentError(f"{name}: {text!r}; allowed: {', '.join(map(repr, allowed))}")
@@ -104,6 +132,12 @@ class DispatchLayout:
                 rows = min(rows, most_slots * _up(expert_capacity, align))
         else:
             rows = _up(_capacity_rows("capacity", capacity, max_tokens * top_k), align)
+        if splits == "host" and slab_capacity is not None:
+            raise ArgumentError(
+                f"slab_capacity: {slab_capacity!r} with splits='host'; allowed: None, slabs of exact size"
+            )
+        if splits == "slabs" and slab_capacity is None:
+            slab_capacity = max_tokens * top_k
         if slab_capacity is not None:
             share = max_tokens * top_k / ranks
             slab_capacity = min(_capacity_rows("slab_capacity", slab_capacity, share), max_tokens * top_k)
@@ -206,3 +240,28 @@ def _slots(
         own = {expert: slot for slot, (r, expert) in reversed(list(enumerate(held))) if r == rank}
         table.append(tuple(own.get(e, slots[rank % len(slots)]) for e, slots in enumerate(copies)))
     return tuple(bounds), tuple(table), tuple(expert for _, expert in held)
+
+
+def spelled_out(*without: str) -> Callable[[Function], Function]:
+    """Has a function's signature name each of its `**settings`, with the default, as `help` and references show it, and
+    as calls are held to."""
+
+    def spell(function: Function) -> Function:
+        signature = inspect.signature(function)
+        *named, settings = signature.parameters.values()
+        assert settings.kind is settings.VAR_KEYWORD, f"{function.__name__}: its last parameter is {settings}"
+        taken = [p for p in inspect.signature(DispatchLayout.of).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        taken = [p for p in taken if p.name not in without]
+        first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
+        parameters = [*first, *taken, *named[len(first) :]]
+        spelled = signature.replace(parameters=parameters)
+
+        @wraps(function)
+        def called(*args: Any, **given: Any) -> Any:
+            spelled.bind(*args, **given)
+            return function(*args, **given)
+
+        called.__signature__ = spelled  # type: ignore[attr-defined]
+        return called  # type: ignore[return-value]
+
+    return spell

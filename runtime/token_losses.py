@@ -16,13 +16,13 @@ LATEST = 2
 class Losses:
     """Lost tokens of the dispatches so far, on their way to the host; read once the device has passed them."""
 
-    def __init__(self, layout: DispatchLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: DispatchLayout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
         self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._calls = 0
 
     def add(self, lost: torch.Tensor) -> None:
-        if self._layout.overflow != "raise" or capturing(lost.device):
+        if self._layout.overflow != "raise" or capturing(self._device):
             return
         event = None
         if lost.device.type == "cuda":
@@ -37,7 +37,7 @@ class Losses:
 
     def check(self, later: int) -> None:
         """Raise for dispatches that are at least `later` calls ago."""
-        if self._waiting and capturing(self._waiting[0][1].device):
+        if capturing(self._device):
             return
         while self._waiting and self._waiting[0][0] + later <= self._calls:
             call, lost, event = self._waiting.popleft()

@@ -8,15 +8,6 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from ..kernels.pointers import runs_on
-
-
-def copy_rows(out: torch.Tensor, rows: torch.Tensor, num_rows: torch.Tensor) -> None:
-    """Copy rows below `num_rows`, int32 [1]; where kernels run, whose number the host does not know, all of them."""
-    if not runs_on(rows.device):
-        number = int(num_rows)
-        out, rows = out[:number], rows[:number]
-    out.copy_(rows)
 
 
 class RowsAgain:

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ArgumentError
+from ..kernels.copy_rows import copy_rows
 from .bound_step import World
 from .token_layout import DispatchLayout
-from .token_memory import copy_rows
 from .token_rank import TokenRank
 from .token_routing import Sent, specs_of_sent
 
@@ -131,9 +131,11 @@ def combine(
 
 
 def new_combined(engine: Engine, values: Tensors, routing: Tensors) -> Tensors:
-    """Memory for what `combine` writes."""
-    keys = [s.rows.key for s in _sents(engine, routing)]
-    return [v.new_empty(k.shape[0], engine.layout.hidden) for v, k in zip(values, keys, strict=True)]
+    """Memory for what `combine` writes; eager, of the world, which recycles it."""
+    shapes = [(s.rows.key.shape[0], engine.layout.hidden) for s in _sents(engine, routing)]
+    if torch.compiler.is_compiling():
+        return [v.new_empty(shape) for v, shape in zip(values, shapes, strict=True)]
+    return [p.world.empty(shape, v.dtype, v.device) for p, v, shape in zip(engine.parts, values, shapes, strict=True)]
 
 
 def dispatch_backward(engine: Engine, gradients: Tensors, weight_gradients: Tensors, routing: Tensors) -> Tensors:
@@ -206,7 +208,7 @@ def _dispatch_into(engine: Engine, outs: Tensors, *given: Any) -> None:
     for into, (rows, *sent) in zip(by_rank(outs, each), by_rank(dispatch(engine, *given), each), strict=True):
         num_rows = Sent.of(sent).groups.num_rows
         for out, found in zip(into[:2], (rows, sent[0]), strict=True):
-            copy_rows(out, found, num_rows)
+            copy_rows(found, out, num_rows)
         for out, found in zip(into[2:], sent[1:], strict=True):
             out.copy_(found)
 
@@ -221,7 +223,7 @@ def _combine_backward_into(
 ) -> None:
     found, n = combine_backward(engine, gradients, values, weights, routing), len(gradients)
     for out, rows, sent in zip(outs[:n], found[:n], _sents(engine, routing), strict=True):
-        copy_rows(out, rows, sent.groups.num_rows)
+        copy_rows(rows, out, sent.groups.num_rows)
     for out, numbers in zip(outs[n:], found[n:], strict=True):
         out.copy_(numbers)
 

@@ -8,7 +8,7 @@ after that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from ..kernels.push_rows import push_rows
 from ..kernels.rows import Buffers
 from ..kernels.share_counts import share_counts
 from .meeting import Address, Ask, Meet
-from .token_rank import TokenRank
+from .token_rank import Read, TokenRank
 from .token_routing import Sent
 
-# Meetings of one run, added to what it is for.
-_FIRST, _LAST, _OPENED = 0, 1, 2
+# Meetings of one run after its first, added to what it is for.
+_LAST, _OPENED = 1, 2
 
 
 class PushingRank(TokenRank):
@@ -54,8 +54,8 @@ class PushingRank(TokenRank):
         yield self._meet(what + _LAST)
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Callable[[Sequence[Buffers]], Any]
-    ) -> Generator[Ask, Any, Any]:
+        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
+    ) -> Generator[Ask, Any, list[torch.Tensor]]:
         found = read((yield from self._offer(what, *[self._addressable(x, sent) for x in given])))
         yield self._meet(what + _LAST)
         return found

@@ -24,6 +24,8 @@ from .meeting import Ask
 from .token_layout import DispatchLayout
 from .token_routing import Sent
 
+Read = Callable[[Sequence[Buffers]], list[torch.Tensor]]
+"""From owners' buffers to tensors of this rank's entries."""
 # Added to the dispatcher's token: what a run is for. Its meetings are numbered from there on.
 DISPATCH, COMBINE, BACKWARD, WEIGHED = 0, 8, 16, 24
 
@@ -36,12 +38,14 @@ class TokenRank:
 
     Attributes:
         in_slabs: rows travel in slabs, and `Sent` has them.
+        in_windows: rows travel through windows, which dispatchers share.
         one_size: all slabs have room for as many rows.
         way: how rows travel, in words.
         peers: the others, beginning with the rank after this one.
     """
 
     in_slabs = False
+    in_windows = False
     one_size = False
     way = ""
 
@@ -80,12 +84,13 @@ class TokenRank:
     ) -> Generator[Ask, Any, torch.Tensor | None]:
         """Each token's sum into `out`. With `numbers`, float32 [rows] of each owner, those of each entry: [T, K]."""
 
-        def read(buffers: Sequence[Buffers]) -> torch.Tensor | None:
+        def read(buffers: Sequence[Buffers]) -> list[torch.Tensor]:
             combine_rows(sent.rows, buffers[0], out, weights, add)
-            return gather_values(sent.rows, buffers[1]) if len(buffers) > 1 else None
+            return [out, *[gather_values(sent.rows, numbers) for numbers in buffers[1:]]]
 
         given = (values,) if numbers is None else (values, numbers)
-        return (yield from self._fetch(COMBINE, sent, given, read))
+        _, *of_entries = yield from self._fetch(COMBINE, sent, given, read)
+        return of_entries[0] if of_entries else None
 
     def combine_backward(
         self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None
@@ -98,7 +103,9 @@ class TokenRank:
             return received, None
         numbers = self._new_numbers()
         weigh_rows(received, values, sent.weights, sent.groups.num_rows, received, numbers)
-        found = yield from self._fetch(WEIGHED, sent, (numbers,), lambda buffers: gather_values(sent.rows, buffers[0]))
+        (found,) = yield from self._fetch(
+            WEIGHED, sent, (numbers,), lambda buffers: [gather_values(sent.rows, buffers[0])]
+        )
         return received, found
 
     def _share(
@@ -116,8 +123,8 @@ class TokenRank:
         raise NotImplementedError
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Callable[[Sequence[Buffers]], Any]
-    ) -> Generator[Ask, Any, Any]:
+        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
+    ) -> Generator[Ask, Any, list[torch.Tensor]]:
         """What `read` makes of all owners' `given`, which `sent.rows` index."""
         raise NotImplementedError
 

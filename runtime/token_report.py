@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from .token_layout import DispatchLayout
 from .token_rank import TokenRank
+from .token_windows import window_nbytes
+from .windows import window_size
 
 Way = TokenRank | type[TokenRank]
 """How rows travel: a rank, or what ranks are made of."""
@@ -30,7 +31,7 @@ def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = Non
     ]
     for way in ways:
         capacity = _slab_capacity(layout, way)
-        memory, wire = nbytes(layout, way.in_slabs, capacity), on_wire(layout, way.in_slabs, capacity)
+        memory, wire = nbytes(layout, way, capacity), on_wire(layout, way.in_slabs, capacity)
         lines += [
             f"  {way.way}" + ("" if capacity is None else f" (slab_capacity={capacity})"),
             "    memory of a rank, bytes at most:",
@@ -42,11 +43,10 @@ def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = Non
 
 
 def _slab_capacity(layout: DispatchLayout, way: Way) -> int | None:
-    """Rows of a slab, where all are of one size: the dispatcher's, else an even share of a rank's rows."""
+    """Rows of a slab, where all are of one size: the dispatcher's, else all of a rank's."""
     if not way.one_size:
         return None
-    even = math.ceil(layout.max_tokens * layout.top_k / layout.ranks)
-    return even if layout.slab_capacity is None else layout.slab_capacity
+    return layout.max_tokens * layout.top_k if layout.slab_capacity is None else layout.slab_capacity
 
 
 def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
             {
                 "way": way.way,
                 "slab_capacity": capacity,
-                "memory": nbytes(layout, way.in_slabs, capacity),
+                "memory": nbytes(layout, way, capacity),
                 "wire": {
                     what: {"even": even, "most": top}
                     for what, (even, top) in on_wire(layout, way.in_slabs, capacity).items()
@@ -80,9 +80,9 @@ def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
     }
 
 
-def nbytes(layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = None) -> dict[str, int]:
-    """Bytes of memory of one rank, at most, by what they are for; `in_slabs`: of ranks that send and receive, slabs of
-    exact size or of so many rows."""
+def nbytes(layout: DispatchLayout, way: Way, slab_capacity: int | None = None) -> dict[str, int]:
+    """Bytes of memory of one rank, at most, by what they are for; where ranks send and receive, of slabs of exact size
+    or of so many rows."""
     row = layout.hidden * layout.dtype.itemsize
     most = layout.max_tokens * layout.top_k
     received = {
@@ -97,7 +97,10 @@ def nbytes(layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = N
         # Slots, places and rows of entries, and counts of all ranks.
         routing: most * 16 + layout.ranks * (layout.bounds[-1] + 1) * 8,
     }
-    if not in_slabs:
+    if way.in_windows:
+        window = "window, which dispatches and redistributions among these ranks share"
+        return {**found, window: window_size(window_nbytes(layout))}
+    if not way.in_slabs:
         return {**found, "expert output that peers read, during combine": layout.rows * row}
     # Rows that come are sorted into their groups; those that go were sorted out of them.
     sent, came = most, layout.rows

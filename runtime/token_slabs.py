@@ -9,7 +9,7 @@ Each run begins with all ranks saying what it is, so that none takes a slab for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,15 @@ from ..kernels.push_rows import padding_rows, push_rows
 from ..kernels.route_tokens import Routed
 from ..kernels.rows import Buffers
 from .meeting import Agree, Ask, Transfer
-from .token_rank import WEIGHED, TokenRank
+from .statistics import stats
+from .token_rank import WEIGHED, Read, TokenRank
 from .token_routing import Sent, Slabs
 
 _HOST = torch.device("cpu")
 
 
 class SlabRank(TokenRank):
-    """Ranks send and receive.
-
-    Attributes:
-        host_reads: how often the host waited for the counts.
-    """
+    """Ranks that send and receive."""
 
     in_slabs = True
     way = "one slab of exact size for each pair of ranks; the host reads the counts once for each dispatch"
@@ -43,7 +40,6 @@ class SlabRank(TokenRank):
         # Told with counts: worlds of which each run is not compared before tell here that ranks disagree.
         low, high = self.token & 0x7FFFFFFF, self.token >> 31
         self._words = torch.tensor([low, high], dtype=torch.int32, device=self.device)
-        self.host_reads = 0
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
@@ -115,8 +111,8 @@ class SlabRank(TokenRank):
             buffer.index_fill_(0, padding, 0)
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Callable[[Sequence[Buffers]], Any]
-    ) -> Generator[Ask, Any, Any]:
+        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
+    ) -> Generator[Ask, Any, list[torch.Tensor]]:
         if what != WEIGHED:  # which is part of a run that has begun
             yield Agree(self.peers, self.token + what)
         slabs = sent.slabs
@@ -143,7 +139,7 @@ class SlabRank(TokenRank):
 
     def _read(self, counted: torch.Tensor) -> torch.Tensor:
         """On the host, which waits for it."""
-        self.host_reads += 1
+        stats().host_reads["counts of a token dispatch"] += 1
         if counted.device.type != "cuda":
             return counted
         host = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)

@@ -10,7 +10,6 @@ A layer takes it by its config, or, once built, by assignment before `paralleliz
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +18,7 @@ from ..errors import ArgumentError
 from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
 from .token_dispatcher import TokenDispatcher
+from .token_layout import DispatchSettings
 from .virtual_dispatcher import VirtualTokenDispatcher
 
 
@@ -33,13 +33,14 @@ class TorchtitanDispatcher:
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """
+        """The settings; `build` makes the dispatcher, as torchtitan's layers do.
+
         Attributes:
             num_experts, top_k, hidden_dim: E, K, D.
             num_max_tokens_per_rank: the largest T of any rank; each rank's may differ at every dispatch.
             dtype: of tokens: float32, bfloat16 or float16.
             device: default: that of the mesh's type, and the current one of it; without a mesh the CPU.
-            capacity, expert_capacity, overflow: as of TokenDispatcher.
+            capacity, expert_capacity, overflow, slab_capacity, splits: as of TokenDispatcher.
             save: "lease" or "copy", as of TokenDispatcher.
             world: as of TokenDispatcher; without a mesh there is none.
             pad_multiple: rows that each expert's group is padded to a multiple of: 16 for fp8, 32 for mxfp8.
@@ -56,9 +57,12 @@ class TorchtitanDispatcher:
         overflow: str = "raise"
         pad_multiple: int = 1
         save: str = "lease"
+        slab_capacity: int | float | None = None
+        splits: str | None = None
         world: str | None = None
 
         def build(self) -> TorchtitanDispatcher:
+            """The dispatcher, whose meshes are wired later."""
             return TorchtitanDispatcher(self)
 
     def __init__(self, config: Config) -> None:
@@ -91,17 +95,17 @@ class TorchtitanDispatcher:
             raise ArgumentError(
                 'save: "redispatch"; allowed here: "lease", "copy": experts run where nothing can be kept'
             )
-        settings: dict[str, Any] = {
+        settings: DispatchSettings = {
             "num_experts": config.num_experts, "top_k": config.top_k, "hidden": config.hidden_dim,
             "max_tokens": config.num_max_tokens_per_rank, "dtype": config.dtype, "capacity": config.capacity,
             "expert_capacity": config.expert_capacity, "overflow": config.overflow, "align": config.pad_multiple,
-            "save": config.save, "device": device,
+            "save": config.save, "slab_capacity": config.slab_capacity, "splits": config.splits,
         }  # fmt: skip
         if mesh is None:
-            self.dispatcher = VirtualTokenDispatcher(1, **settings)
+            self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)
         else:
             settings["expert_map"] = experts_of_shards(config.num_experts, mesh.size())
-            self.dispatcher = TokenDispatcher(mesh, **settings, world=config.world)
+            self.dispatcher = TokenDispatcher(mesh, **settings, device=device, world=config.world)
 
     def dispatch(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,43 +13,41 @@ from .routed_tokens import RoutedTokens
 from .token_checks import check_combine, check_dispatch
 from .token_engine import TokenEngine, placed
 from .token_fixed_slabs import slab_rank
-from .token_layout import DispatchLayout
+from .token_layout import DispatchLayout, DispatchSettings, spelled_out
 from .token_pushes import PushingRank
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class VirtualTokenDispatcher(TokenEngine):
     """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
 
     Its methods take and return lists, one item for each of `size` ranks; otherwise they are TokenDispatcher's, and so
-    are the results, bit for bit. With `one_sided=False` ranks send and receive, as over a network.
+    are the results, bit for bit.
+
+    Args:
+        size: W, ranks from 1 on.
+        num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
+            save, slab_capacity, device: as of TokenDispatcher.
+        one_sided: ranks write into each other's buffers; False: they send and receive, as over a network.
+
+    Raises:
+        ArgumentError: a number or name that is not allowed.
     """
 
+    @spelled_out()
     def __init__(
         self,
         size: int,
         *,
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        max_tokens: int,
-        dtype: torch.dtype = torch.bfloat16,
-        capacity: int | float | None = None,
-        expert_capacity: int | None = None,
-        align: int = 1,
-        overflow: str = "raise",
-        layout: str = "grouped",
-        expert_map: Sequence[Sequence[int]] | None = None,
-        save: str = "lease",
-        slab_capacity: int | float | None = None,
         device: torch.device | str = "cpu",
         one_sided: bool = True,
+        **settings: Unpack[DispatchSettings],
     ) -> None:
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
-        agreed = DispatchLayout.of(
-            size, num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout,
-            expert_map, save, slab_capacity,
-        )  # fmt: skip
+        agreed = DispatchLayout.of(size, **settings)
         world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), placed(device)
         part = PushingRank if one_sided else slab_rank(agreed)
         parts = [part(agreed, world, ranks, r, device, agreed.token(0)) for r in ranks]
@@ -65,7 +63,15 @@ class VirtualTokenDispatcher(TokenEngine):
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
     ) -> list[RoutedTokens]:
-        """TokenDispatcher.dispatch of all ranks."""
+        """TokenDispatcher.dispatch of all ranks.
+
+        Args:
+            xs, topk_ids, topk_weights: of each rank, [T, H], [T, K] and [T, K]; T may differ.
+
+        Raises:
+            ArgumentError: not one of each for every rank; a shape or dtype that is not allowed, with its rank.
+            CapacityError: as of TokenDispatcher.
+        """
         self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
         for rank, (x, ids, weights) in enumerate(zip(xs, topk_ids, topk_weights, strict=True)):
             check_dispatch(self.layout, self.parts[rank].device, x, ids, weights, f"[{rank}]")
@@ -80,7 +86,11 @@ class VirtualTokenDispatcher(TokenEngine):
         add: Sequence[torch.Tensor] | None = None,
         weighted: bool = True,
     ) -> list[torch.Tensor]:
-        """TokenDispatcher.combine of all ranks."""
+        """TokenDispatcher.combine of all ranks: [T, H] for each.
+
+        Raises:
+            ArgumentError: not one of each for every rank; a shape or dtype that is not allowed, with its rank.
+        """
         outs: Sequence[Any] = [None] * self.layout.ranks if out is None else out
         adds: Sequence[Any] = [None] * self.layout.ranks if add is None else add
         self._check_lists(expert_output=expert_outputs, routed=routed, out=outs, add=adds)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, UnsupportedError
+from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
 from .lowering import BACKENDS
 from .mixed import InsideNodes, MixedWorld
@@ -20,7 +21,6 @@ from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symme
 from .symmetric_world import SymmetricWorld
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld | MixedWorld | SymmetricWorld
-NAMES = ("shared_memory", "collective", "mixed", "symmetric")
 _LONGEST_TIMEOUT = 366 * 86400.0
 
 
@@ -83,37 +83,21 @@ class Worlds:
             UnsupportedError: the world asked for cannot carry these ranks.
         """
         asked = asked or _asked_by_environment()
-        if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
-            raise ArgumentError(f"world: {asked!r} is not known; allowed: {', '.join(NAMES)}")
-        if asked == "symmetric":
-            # Asked for only. On GPUs that reach each other it is meant to be the default, once a GPU has proved it; on
-            # CPUs pushing into the outputs themselves copies less.
-            return self._choose_symmetric(ranks, device), "asked for"
-        key = (ranks, device.type, asked)
+        check_name(asked)
+        key = (ranks, str(device) if asked == "symmetric" else device.type, asked)
         found = self._chosen.get(key)
         if found is None:
-            name, why = ("collective", "") if asked == "collective" else self._find(ranks, device)
-            if asked is not None and asked != name and (why_not := self._why_not(asked, ranks, device)):
-                raise UnsupportedError(f"world: {asked} cannot carry ranks {ranks}: {why_not}; allowed: {name}")
-            found = self._world(asked or name, device.type), "asked for" if asked else why
-            self._chosen[key] = found
-            stats().worlds[ranks] = f"{found[0].name}: {found[1]}"
+            name, why = choose_world(
+                asked, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, asked),
+                no_messages=self._find_obstacle(device.type), node_size=self._node_size,
+            )  # fmt: skip
+            found = self._chosen[key] = self._world(name, device), why
+            stats().worlds[ranks] = f"{name}: {why}"
         return found
 
-    def _choose_symmetric(self, ranks: tuple[int, ...], device: torch.device) -> SymmetricWorld | MixedWorld:
-        key = (ranks, str(device), "symmetric")
-        if key in self._chosen:
-            return self._chosen[key][0]  # type: ignore[return-value]
-        on_cpu = device.type == "cpu"
-        obstacle = self._why_no_memory(device) if on_cpu else why_no_symmetric_memory(device)
-        if obstacle:
-            raise UnsupportedError(f"world: symmetric cannot carry ranks {ranks}: {obstacle}; allowed: collective")
-        inside = self._symmetric_on(device)
-        nodes = {self._node_of(rank) for rank in ranks}
-        found = inside if len(nodes) == 1 else self._mixing(inside, device.type)
-        self._chosen[key] = found, "asked for"
-        stats().worlds[ranks] = f"{found.name}: asked for"
-        return found
+    def nodes_of(self, ranks: Sequence[int]) -> list[Hashable]:
+        """The node of each rank. All of `ranks` ask."""
+        return [self._node_of(rank) for rank in ranks]
 
     def _symmetric_on(self, device: torch.device) -> SymmetricWorld:
         found = self._symmetric.get(device.type)
@@ -131,49 +115,20 @@ class Worlds:
         return found
 
     def _mixing(self, inside: InsideNodes, device_type: str) -> MixedWorld:
-        if obstacle := self._find_obstacle(device_type):
-            raise UnsupportedError(f"world: {inside.name} is of several nodes, and between them: {obstacle}")
         across = self._collective(device_type)
         key = inside, across.backend
         if key not in self._mixed:
             self._mixed[key] = MixedWorld(inside, across, self._nodes)
         return self._mixed[key]
 
-    def _find(self, ranks: Sequence[int], device: torch.device) -> tuple[str, str]:
-        """The world for some ranks by what they share, and why."""
-        if obstacle := self._why_no_memory(device):
-            return "collective", obstacle
-        nodes = {self._node_of(rank) for rank in ranks}
-        if len(nodes) == 1:
-            return "shared_memory", f"all ranks are on this {self._machine}"
-        if len(nodes) < len(ranks):
-            return "mixed", f"{len(ranks)} ranks are on {len(nodes)} machines{self._pretended}"
-        return "collective", f"each rank is on another {self._machine}"
-
-    def _why_not(self, asked: str, ranks: Sequence[int], device: torch.device) -> str | None:
-        """Why a world cannot carry ranks, or None."""
-        if obstacle := self._why_no_memory(device):
-            return obstacle
-        here = self._node_of(self.rank)
-        elsewhere = [rank for rank in ranks if self._node_of(rank) != here]
-        if asked == "shared_memory" and elsewhere:
-            return f"rank {elsewhere[0]} is on another {self._machine}"
-        return None
-
-    @property
-    def _machine(self) -> str:
-        return f"machine{self._pretended}"
-
-    @property
-    def _pretended(self) -> str:
-        return f", by SHARDWEAVE_NODE_SIZE={self._node_size}" if self._node_size else ""
-
-    def _world(self, name: str, device_type: str) -> AnyWorld:
+    def _world(self, name: str, device: torch.device) -> AnyWorld:
         if name == "shared_memory":
             return self._shared_memory()
         if name == "collective":
-            return self._collective(device_type)
-        return self._mixing(self._shared_memory(), device_type)
+            return self._collective(device.type)
+        if name == "symmetric":
+            return self._symmetric_on(device)
+        return self._mixing(self._shared_memory() if name == "mixed" else self._symmetric_on(device), device.type)
 
     def _shared_memory(self) -> SharedMemoryWorld:
         if self._shared is None:
@@ -185,10 +140,6 @@ class Worlds:
         if backend not in self._collectives:
             self._collectives[backend] = CollectiveWorld(self._store, self.rank, self.size, self.timeout, backend)
         return self._collectives[backend]
-
-    def _why_no_memory(self, device: torch.device) -> str | None:
-        """Why no ranks at all can write into each other's memory, or None."""
-        return f"tensors are on {device.type}" if device.type != "cpu" else why_not_here()
 
     def _node_of(self, rank: int) -> Hashable:
         """
@@ -206,6 +157,13 @@ class Worlds:
                 )
             self._nodes[rank] = machine, rank // self._node_size if self._node_size else 0
         return self._nodes[rank]
+
+
+def why_no_memory(device: torch.device, asked: str | None) -> str | None:
+    """Why no ranks at all reach each other's memory for tensors on `device`, in the world asked for, or None."""
+    if device.type == "cpu":
+        return why_not_here()
+    return why_no_symmetric_memory(device) if asked == "symmetric" else f"tensors are on {device.type}"
 
 
 def _asked_by_environment() -> str | None:

@@ -1,8 +1,13 @@
-"""Redistributions of real models, as data.
+"""Redistributions of tensors of real models' sizes, placed as a sharding solver places them, as data.
+
+FSDP2's own program, on the same weights, issues single collectives, where torch's plans and shardweave's are the same.
 
 Each JSON file is one model; each case fixes mesh, source and target layout (text form), dtype, full shape and the shape
 it is run at on CPU. The scaled shape follows from the full one by one rule, `scale`, and nothing else about a case
 changes: `load_workloads` refuses a file that strays from it.
+
+`recorded/` has traces of whole models at full shapes, made by `python -m shardweave.bench.record_workloads`; a test
+holds that the solver's program among them does each case here: the shape, the dtype, and both layouts.
 """
 
 from __future__ import annotations

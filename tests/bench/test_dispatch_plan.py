@@ -9,7 +9,11 @@ import torch
 
 from shardweave.__main__ import main
 from shardweave.runtime import token_slabs
+from shardweave.runtime.token_fixed_slabs import FixedSlabRank
+from shardweave.runtime.token_pushes import PushingRank
 from shardweave.runtime.token_report import nbytes, on_wire
+from shardweave.runtime.token_slabs import SlabRank
+from shardweave.runtime.token_windows import WindowRank
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
 ASKED = ["dispatch", "--ranks", "8", "--experts", "256", "--top-k", "8", "--hidden", "7168", "--tokens", "4096"]
@@ -23,7 +27,7 @@ def test_both_ways_are_stated(capsys):
     rows = 4096 * 8 * 5 // 4
     assert f"{rows} rows for each rank (all tokens of all ranks: 262144), aligned to 128, grouped" in said
     assert "256 experts in 256 slots, 32 for each rank; top 8, hidden 7168, bfloat16" in said
-    assert said.count(f"{rows * (7168 * 2 + 4):,}  rows received, twice while they are copied") == 3
+    assert said.count(f"{rows * (7168 * 2 + 4):,}  rows received, twice while they are copied") == 4
     assert said.index("rows pushed straight") < said.index("one slab of exact size")
     # Seven eighths of the rows, each with a weight; counts of 256 slots and of bad ids, with or without two words.
     entries = 4096 * 8 * 7 // 8
@@ -43,10 +47,12 @@ def test_json_says_what_a_dispatcher_does(capsys):
     d = VirtualTokenDispatcher(
         4, **given, dtype=torch.float32, expert_capacity=5, layout="batched", overflow="drop", one_sided=False
     )
-    for way, form in zip(said["ways"], ((False,), (True,), (True, 5)), strict=True):  # 5: an even share
-        assert way["memory"] == nbytes(d.layout, *form)
-        assert {what: (n["even"], n["most"]) for what, n in way["wire"].items()} == on_wire(d.layout, *form)
-    assert all(f"{n:,}" in d.explain() for n in said["ways"][1]["wire"]["dispatch"].values())
+    forms = (PushingRank, None), (WindowRank, None), (SlabRank, None), (FixedSlabRank, 20)  # room for all
+    for way, (kind, capacity) in zip(said["ways"], forms, strict=True):
+        assert way["memory"] == nbytes(d.layout, kind, capacity)
+        wire = {what: (n["even"], n["most"]) for what, n in way["wire"].items()}
+        assert wire == on_wire(d.layout, kind.in_slabs, capacity)
+    assert all(f"{n:,}" in d.explain() for n in said["ways"][2]["wire"]["dispatch"].values())
 
 
 @pytest.mark.parametrize(

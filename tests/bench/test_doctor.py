@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -13,33 +14,62 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardweave import stats
+from shardweave.__main__ import main
 from shardweave.bench import doctor, self_test
-from shardweave.errors import ArgumentError
-from shardweave.runtime import segments
+from shardweave.bench.ranks import Ranks, Send
+from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.runtime import segments, worlds
+from shardweave.runtime.choosing import NAMES
+from shardweave.runtime.worlds import current_worlds
 
 SHM = segments.NAMED_FOLDER
 Usage = namedtuple("Usage", "total used free")
 
 
-def told(path: Path, **environment: str) -> tuple[int, dict[str, dict]]:
-    command = [sys.executable, "-m", "shardweave", "doctor", "--json", str(path)]
+def told(path: Path, before: tuple[str, ...] = (), **environment: str) -> tuple[int, dict[str, dict]]:
+    """The command's status and findings, in a process of its own that `before` starts."""
+    command = [*before, sys.executable, "-m", "shardweave", "doctor", "--json", str(path)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWEAVE_")}
     done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=120)
-    assert path.exists(), done.stdout + done.stderr
-    return done.returncode, {finding["what"]: finding for finding in json.loads(path.read_text())}
+    return done.returncode, checked(path, done.returncode, done.stdout, done.stderr)
+
+
+def told_here(path: Path, capsys: pytest.CaptureFixture) -> tuple[int, dict[str, dict]]:
+    """The command's status and findings, in this process."""
+    status = main(["doctor", "--json", str(path)])
+    return status, checked(path, status, *capsys.readouterr())
+
+
+def checked(path: Path, status: int, out: str, err: str) -> dict[str, dict]:
+    """By what was looked at. Whatever is off, the command says what is, and what to do, and does not fail."""
+    assert path.exists() and "Traceback" not in err, out + err
+    findings = json.loads(path.read_text())
+    off = [finding for finding in findings if finding["off"]]
+    assert status == int(bool(off)), out + err
+    shown = "".join(out.split())
+    for finding in off:
+        assert "".join(finding["off"].split()) in shown, (finding, out)
+    return {finding["what"]: finding for finding in findings}
+
+
+def on(monkeypatch: pytest.MonkeyPatch, world: str | None = None, node_size: int | None = None) -> None:
+    for name, value in (("SHARDWEAVE_WORLD", world), ("SHARDWEAVE_NODE_SIZE", node_size)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.multi
 def test_this_machine(tmp_path: Path) -> None:
-    status, found = told(tmp_path / "found.json")
-    off = {what: finding["off"] for what, finding in found.items() if finding["off"]}
-    assert status == (1 if off else 0)
+    _, found = told(tmp_path / "found.json")
     assert found["torch"]["found"] == torch.__version__
-    for world in ("shared_memory", "collective"):
+    for world in NAMES:
         assert found[f"two ranks on {world}"]["found"].startswith("right")
-    assert found["CPU ranks of this machine"]["found"].startswith("shared_memory")
+    assert found["4 CPU ranks of this machine"]["found"] == "shared_memory: all ranks are on this machine"
     if not torch.cuda.is_available():
-        assert found["GPUs"]["found"].startswith("none") and "GPU ranks" not in found
+        assert found["GPUs"]["found"].startswith("none") and "4 GPU ranks of this machine" not in found
 
 
 @pytest.mark.multi
@@ -47,7 +77,8 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     status, found = told(tmp_path / "found.json", SHARDWEAVE_TIMEOUT="soon", SHARDWEAVE_WORLD="pigeons")
     assert status == 1
     assert "a number of seconds above 0" in found["SHARDWEAVE_TIMEOUT"]["off"]
-    assert found["SHARDWEAVE_WORLD"]["off"].startswith("allowed: shared_memory, collective")
+    assert "'pigeons' is not known; allowed: shared_memory, collective" in found["SHARDWEAVE_WORLD"]["off"]
+    assert found["4 CPU ranks of this machine"]["off"] and "SHARDWEAVE_TIMEOUT" in found["two ranks"]["off"]
 
 
 @pytest.mark.plan
@@ -74,32 +105,168 @@ def test_a_machine_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert self_test.self_test() == [("two ranks", 0.0, "no gloo to start them with")]
     found = {finding.what: finding for finding in doctor.worlds()}
     assert "gloo is needed" in found["gloo"].off
-    assert found["CPU ranks of this machine"].found == "nowhere: no gloo"
+    assert found["4 CPU ranks of this machine"].found == "nowhere: no gloo"
 
 
 @pytest.mark.plan
 def test_versions_that_were_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", {"torch": "2.9.1+cu128", "triton": "3.7.1"}.__getitem__)
     torchs, triton = (f for f in doctor.software() if f.what in ("torch", "triton"))
-    assert torchs.off == "not tested; versions 2.11 to 2.13 are" and triton.off is None
+    assert torchs.off == "not tested: pip install torch, 2.11 to 2.13" and triton.off is None
 
 
-@pytest.mark.plan
-def test_a_machine_whose_stores_are_not_seen_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.multi
+def test_a_machine_whose_stores_are_not_seen_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Every world but messages is refused there, and not called wrong."""
+    on(monkeypatch)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    memory = {finding.what: finding for finding in doctor.memory()}
-    assert "x86-64" in memory["shared memory"].found and memory["shared memory"].off
-    found = {finding.what: finding.found for finding in doctor.worlds()}
-    assert found["CPU ranks of this machine"].startswith("collective on gloo: the barrier needs")
+    status, found = told_here(tmp_path / "found.json", capsys)
+    assert status == 1
+    assert "x86-64" in found["shared memory"]["found"]
+    assert "start them on Linux and x86-64" in found["shared memory"]["off"]
+    assert found["4 CPU ranks of this machine"]["found"].startswith("collective on gloo: the barrier needs")
+    assert [what for what in found if what.startswith("two ranks")] == ["two ranks on collective"]
+    assert found["two ranks on collective"]["off"] is None
 
 
 @pytest.mark.multi
 def test_a_world_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_SEGMENTS", "named")
     monkeypatch.setattr(segments, "NAMED_FOLDER", str(tmp_path / "missing"))
-    outcomes = {name: error for name, _, error in self_test.self_test()}
-    assert "missing" in outcomes["two ranks on shared_memory"]
-    assert outcomes["two ranks on collective"] is None
+    outcomes = self_test.self_test()
+    errors = {name: error for name, _, error in outcomes}
+    assert "missing" in errors["two ranks on shared_memory"] and errors["two ranks on collective"] is None
+    findings = {finding.what: finding for finding in doctor._tested(outcomes)}
+    assert "What to do: have ranks meet elsewhere: SHARDWEAVE_WORLD=" in findings["two ranks on shared_memory"].off
+
+
+def sleeps(rank: int, size: int, config: dict, send: object) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.multi
+def test_worlds_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "_rank", sleeps)
+    monkeypatch.setattr(self_test, "_TIMEOUT", 1.0)
+    monkeypatch.setattr(self_test, "_ALL", 1.5)
+    errors = [error for _, _, error in self_test.self_test()]
+    assert errors[0] == "not done within 1 s" and errors[-1] == "not tried: the others took 2 s"
+    assert all(finding.off and "mend what else is off" in finding.off for finding in doctor._tested(
+        [("two ranks on mixed", 1.0, error) for error in errors]
+    ))  # fmt: skip
+
+
+@pytest.mark.plan
+def test_the_command_without_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A torch that was built without it has this flag down, and no process group of that name."""
+    on(monkeypatch)
+    monkeypatch.setattr(dist.distributed_c10d, "_GLOO_AVAILABLE", False)
+    status, found = told_here(tmp_path / "found.json", capsys)
+    assert status == 1
+    assert found["gloo"]["off"].endswith("a torch with gloo is needed")
+    assert found["4 CPU ranks of this machine"]["found"] == "nowhere: no gloo"
+    assert found["two ranks"]["found"] == "wrong, or not at all" and "no gloo" in found["two ranks"]["off"]
+
+
+SMALL_SHM = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+MOUNTED = f'mount -t tmpfs -o size=64k tmpfs {SHM} && exec "$@"'
+
+
+@pytest.mark.multi
+def test_the_command_with_hardly_any_shared_memory(tmp_path: Path) -> None:
+    """A tmpfs of 64 KiB: a container's default is small as well."""
+    before = (*SMALL_SHM, MOUNTED, "sh")
+    try:
+        tried = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=20)
+    except OSError as error:
+        pytest.skip(f"no unshare: {error}")
+    if tried.returncode:
+        pytest.skip(f"nothing may be mounted here: {tried.stderr.strip()}")
+    status, found = told(tmp_path / "found.json", before=before, SHARDWEAVE_SEGMENTS="named")
+    assert status == 1
+    assert found[SHM]["found"].endswith("free of 64 KiB") and "--shm-size" in found[SHM]["off"]
+    said = found["two ranks on shared_memory"]["off"]
+    assert "No space left" in said and "raise " not in said
+    assert "What to do: have ranks meet elsewhere: SHARDWEAVE_WORLD=collective" in said
+    assert found["two ranks on collective"]["off"] is None
+
+
+@pytest.mark.plan
+def test_a_world_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = "4 CPU ranks of this machine", "8 CPU ranks on 2 machines, 4 on each"
+
+    def found(world: str | None, node_size: int | None = None) -> dict[str, doctor.Finding]:
+        on(monkeypatch, world, node_size)
+        return {finding.what: finding for finding in doctor.worlds()}
+
+    assert found(None)[there].found == "mixed, gloo between machines: 8 ranks are on 2 machines"
+    assert found("shared_memory")[here].found == "shared_memory: asked for"
+    refused = found("shared_memory")[there]
+    assert "rank 4 is on another machine; allowed: mixed" in refused.found and refused.off is None
+    assert found("symmetric")[here].found == "symmetric: asked for"
+    assert found("symmetric")[there].found == "mixed symmetric, gloo between machines: asked for"
+    assert (
+        found(None, 1)[here].found == "collective on gloo: each rank is on another machine, by SHARDWEAVE_NODE_SIZE=1"
+    )
+    refused = found("shared_memory", 1)[here]
+    assert refused.found.startswith("refused: ") and "unset it" in (refused.off or "")
+    with_four = found(None, 4)["8 CPU ranks of this machine"].found
+    assert with_four == "mixed, gloo between machines: 8 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=4"
+
+
+@pytest.mark.plan
+def test_ranks_of_gpus_are_told_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(worlds, "why_no_symmetric_memory", lambda device: None)
+    for asked, one, two in (
+        (None, "collective on nccl: tensors are on cuda", "collective on nccl: tensors are on cuda"),
+        ("symmetric", "symmetric: asked for", "mixed symmetric, nccl between machines: asked for"),
+        ("shared_memory", "refused: world: shared_memory", "refused: world: shared_memory"),
+    ):
+        on(monkeypatch, asked)
+        found = {finding.what: finding.found for finding in doctor.worlds()}
+        assert found["4 GPU ranks of this machine"].startswith(one)
+        assert found["8 GPU ranks on 2 machines, 4 on each"].startswith(two)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    on(monkeypatch)
+    found = {finding.what: finding.found for finding in doctor.worlds()}
+    assert found["4 GPU ranks of this machine"] == "nowhere: no nccl"
+
+
+@pytest.mark.plan
+def test_gpus_that_do_not_reach_each_other() -> None:
+    text = doctor._without_peers(0, 3)
+    assert "GPUs 0 and 3" in text and "CUDA_VISIBLE_DEVICES" in text
+
+
+def choose_each(rank: int, size: int, config: dict, send: Send) -> None:
+    """What ranks themselves find, of every name."""
+    ranks = tuple(range(size))
+    for asked in (None, *NAMES):
+        try:
+            current_worlds().choose(ranks, torch.device("cpu"), asked)
+            send({"asked": asked, "found": stats().worlds[ranks]})
+        except UnsupportedError as error:
+            send({"asked": asked, "found": f"refused: {error}"})
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("node_size", [None, 1, 2, 3, 4])
+def test_the_doctor_says_what_ranks_find(monkeypatch: pytest.MonkeyPatch, node_size: int | None) -> None:
+    on(monkeypatch, None, node_size)
+    found: list[dict] = []
+    with Ranks(choose_each, 4, {}, 30.0) as ranks:
+        ranks.supervise(lambda rank, message: found.append(message) if rank == 0 else None, lambda rank, line: None)
+    assert [one["asked"] for one in found] == [None, *NAMES]
+    for one in found:
+        told, _ = doctor.meeting(range(4), 4, one["asked"], node_size, torch.device("cpu"), "gloo", True)
+        plain = told.replace(" on gloo: ", ": ").replace(", gloo between machines: ", ": ")
+        assert plain == one["found"], (one["asked"], node_size)
 
 
 @pytest.mark.plan

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels, outcomes
+from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels, machine, outcomes
 from shardweave.bench.kernel_cases import cases, rotation
 from shardweave.bench.kernels import Bench, Row, as_markdown
 
@@ -141,6 +141,29 @@ def test_a_call_is_timed_in_a_graph(cuda: SimpleNamespace) -> None:
     assert len(outside) == 4 and cuda.synchronized == 7  # two sets, before either graph; a short one, then the rounds
 
 
+def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
+    order: list[str] = []
+
+    def call(name: str, calls: int) -> Callable[[], None]:
+        def one() -> None:
+            order.append(name)
+            if cuda.capturing is not None:
+                cuda.capturing.calls += calls
+
+        return one
+
+    sides = {"one": [call("one", 1)], "three": [call("three", 3)] * 2}
+    times = gpu_timing.GraphTimer(rounds=5).time_in_turns(sides)
+    assert times["one"].seconds == pytest.approx(1e-6) and times["three"].seconds == pytest.approx(3e-6)
+    assert all(len(found.rounds) == 5 for found in times.values())
+    order.clear()
+    host = gpu_timing.HostTimer(rounds=2).time_in_turns(sides)
+    assert order == ["one", "three", "three"] * 2 and len(host["one"].rounds) == 2
+    order.clear()
+    gpu_timing.HostTimer(rounds=1, least_seconds=1e-3).time_in_turns({"one": sides["one"]})
+    assert len(order) > 10  # a round is as long as it has to be
+
+
 def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(
         name="NVIDIA H200", multi_processor_count=132, total_memory=150 << 30, L2_cache_size=60 << 20
@@ -149,17 +172,18 @@ def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
-        gpu_machine, "_said", lambda *command: said["driver" if "driver" in " ".join(command) else "clocks"]
+        gpu_machine, "said", lambda *command: said["driver" if "driver" in " ".join(command) else "clocks"]
     )
-    about = gpu_machine.machine(torch.device("cuda", 0))
-    assert about["sms"] == 132 and about["l2_mib"] == 60 and about["driver"] == "580.1"
+    about = gpu_machine.gpu_machine(torch.device("cuda", 0))
+    assert (about["sms"], about["l2_mib"], about["device_memory_gib"], about["driver"]) == (132, 60, 150, "580.1")
     assert about["clocks"]["clocks.max.sm"] == "1980 MHz" and about["clocks"]["power.limit"] == "700.00 W"
-    assert gpu_machine.slug(about["device"]) == "nvidia-h200"
+    assert about.items() >= machine.machine().items(), "and all that is said of any machine"
+    assert machine.slug(about["device"]) == "nvidia-h200"
 
 
 def test_what_cannot_be_asked_is_unknown() -> None:
-    assert gpu_machine._said("no-such-command-anywhere") == "unknown"
-    assert gpu_machine._said(sys.executable, "-c", "raise SystemExit(1)") == "unknown"
+    assert machine.said("no-such-command-anywhere") == "unknown"
+    assert machine.said(sys.executable, "-c", "raise SystemExit(1)") == "unknown"
 
 
 def test_a_report_says_what_is_met() -> None:

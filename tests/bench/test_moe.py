@@ -47,6 +47,14 @@ def test_ranks_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
+def test_experts_under_fsdp_train_as_one_process_does(tmp_path: Path) -> None:
+    found, shown = _run(tmp_path, "--fsdp", "2", "--steps", "3")
+    assert found["losses"]["ranks"] == pytest.approx(found["losses"]["one process"], rel=2e-6) and not found["faults"]
+    assert "fsdp2 ep2" in shown and found["placements"].startswith("(_StridedShard(dim=0, sf=2), Shard(dim=0))")
+    assert found["delegations"] == {} and set(found["calls"]) == {"shared_memory"}
+
+
+@pytest.mark.multi
 @needs_torchtitan
 def test_against_torchtitan(tmp_path: Path) -> None:
     found, shown = _run(tmp_path, "--against", "torchtitan")
@@ -89,11 +97,11 @@ def test_experts_read_their_groups_and_nothing_else() -> None:
 @pytest.mark.parametrize("loss", [5.002, math.nan])
 def test_a_loss_that_differs_is_a_fault(loss: float) -> None:
     steps = [[{"loss": 5.0, "alone": 5.0}, {"loss": 4.0, "alone": loss}], [{"loss": 5.0}, {"loss": 6.0}]]
-    by_rank = [[*own, {"explain": "", "parameters": 1}] for own in steps]
-    found = moe.outcome_of(by_rank)
+    by_rank = [[*own, dict.fromkeys(("explain", "parameters", "placements", "calls", "delegations"))] for own in steps]
+    found = moe.outcome_of(by_rank, 1)
     assert found["losses"]["ranks"] == [5.0, 5.0] and len(found["faults"]) == 1
     by_rank[0][1]["alone"] = 5.0001
-    assert not moe.outcome_of(by_rank)["faults"]
+    assert not moe.outcome_of(by_rank, 1)["faults"]
 
 
 @pytest.mark.plan
@@ -110,8 +118,8 @@ def test_a_layer_that_is_wrong_is_a_fault() -> None:
         return x * (weights * moe_against._factor(ids + shift).float()).sum(1, keepdim=True)
 
     given = (lambda rows, counts: rows), x, ids, weights, gradient
-    assert not moe_against._faults(lambda *a: layer(0, *a), *given)
-    assert [f.split()[0] for f in moe_against._faults(lambda *a: layer(1, *a), *given)] == ["y", "dx", "dweights"]
+    assert not moe_against.faults_of(lambda *a: layer(0, *a), *given)
+    assert [f.split()[0] for f in moe_against.faults_of(lambda *a: layer(1, *a), *given)] == ["y", "dx", "dweights"]
 
 
 @pytest.mark.plan

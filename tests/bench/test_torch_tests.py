@@ -89,7 +89,8 @@ def folder(tmp_path: Path) -> Path:
     return path.parent
 
 
-@pytest.mark.parametrize(("options", "stock"), [pytest.param((), "4", marks=pytest.mark.long), (("--quick",), "2")])
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "stock"), [((), "4"), (("--quick",), "2")])
 def test_both_columns(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...], stock: str
 ) -> None:

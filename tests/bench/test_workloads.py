@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardweave.bench.compare import Unsuitable, held, mesh_for, placements, respell
+from shardweave.bench.against_stock import Unsuitable, held, mesh_for, placements, respell
 from shardweave.bench.workloads import load_workloads, scale
 
 pytestmark = pytest.mark.plan

@@ -1,7 +1,7 @@
 """Runs the `interp` tests where the Triton interpreter is, and the others where it is not.
 
 Triton chooses when a kernel is decorated, so one process has one of the two. In a process without TRITON_INTERPRET=1
-all selected interp tests run in one child process that has it, beside the tests that come before them here, and each
+the selected interp tests of a file run in one child process that has it, which the first of them starts, and each
 reports here what it did there.
 """
 
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -19,33 +20,25 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REPORT = "SHARDWEAVE_INTERP_REPORT"
 HERE = Path(__file__).parent
-_outcomes = pytest.StashKey[dict[str, tuple[str, str]]]()
-_selected = pytest.StashKey[list[str]]()
-_child = pytest.StashKey["Child"]()
+_outcomes = pytest.StashKey[dict[Path, dict[str, tuple[str, str]]]]()
+_selected = pytest.StashKey[dict[Path, list[str]]]()
 
 
-class Child:
-    """The process with the interpreter, on its way."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.selected = config.stash[_selected]
-        self.folder = tempfile.TemporaryDirectory(prefix="shardweave-interp-")
-        self.report, self.log = (Path(self.folder.name) / name for name in ("report.jsonl", "log"))
-        environment = {**os.environ, "TRITON_INTERPRET": "1", REPORT: str(self.report)}
-        command = ["nice", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.selected]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=config.rootpath, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def outcomes(self) -> dict[str, tuple[str, str]]:
-        """Outcome and text of every selected interp test, by node id."""
-        code = self.process.wait(3600)
-        lines = self.report.read_text().splitlines() if self.report.exists() else []
-        found = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
-        for nodeid in self.selected:
-            found.setdefault(nodeid, ("failed", f"exit status {code}\n{self.log.read_text()}"))
-        return found
+def outcomes_in_the_interpreter(selected: list[str], config: pytest.Config) -> dict[str, tuple[str, str]]:
+    """Outcome and text of every one of these tests, by node id."""
+    with tempfile.TemporaryDirectory(prefix="shardweave-interp-") as folder:
+        report = Path(folder) / "report.jsonl"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected],
+            cwd=config.rootpath, env={**kept, "TRITON_INTERPRET": "1", REPORT: str(report)}, capture_output=True,
+            text=True, timeout=3600,
+        )  # fmt: skip
+        lines = report.read_text().splitlines() if report.exists() else []
+    found = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
+    for nodeid in selected:
+        found.setdefault(nodeid, ("failed", f"exit status {done.returncode}\n{done.stdout}{done.stderr}"))
+    return found
 
 
 def _is_interp(item: pytest.Item) -> bool:
@@ -54,7 +47,11 @@ def _is_interp(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[_selected] = [item.nodeid for item in items if _is_interp(item)]
+    selected: dict[Path, list[str]] = defaultdict(list)
+    for item in items:
+        if _is_interp(item):
+            selected[item.path].append(item.nodeid)
+    config.stash[_selected], config.stash[_outcomes] = selected, {}
     if INTERPRETED:
         skip = pytest.mark.skip(reason="TRITON_INTERPRET=1: no kernel is compiled in this process")
         for item in items:
@@ -66,29 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if INTERPRETED or not _is_interp(pyfuncitem):
         return None
-    outcomes = pyfuncitem.config.stash.get(_outcomes, None)
-    if outcomes is None:
-        outcomes = pyfuncitem.config.stash[_outcomes] = pyfuncitem.config.stash[_child].outcomes()
-    outcome, text = outcomes.get(pyfuncitem.nodeid, ("failed", "the interpreter's process did not report this test"))
+    config, path = pyfuncitem.config, pyfuncitem.path
+    outcomes = config.stash[_outcomes]
+    if path not in outcomes:
+        outcomes[path] = outcomes_in_the_interpreter(config.stash[_selected][path], config)
+    outcome, text = outcomes[path][pyfuncitem.nodeid]
     if outcome == "failed":
         pytest.fail(f"under TRITON_INTERPRET=1:\n{text}", pytrace=False)
     if outcome == "skipped":
         pytest.skip(text)
     return True
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    config = session.config
-    if config.stash.get(_selected, None) and not INTERPRETED and not config.option.collectonly:
-        config.stash[_child] = Child(config)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    child = config.stash.get(_child, None)
-    if child is not None:
-        child.process.kill()
-        child.process.wait()
-        child.folder.cleanup()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -60,23 +60,24 @@ def check_runs(entries: Entries, want: list) -> None:
 def check_sums(entries: Entries, want: list, most: int, chunks: int) -> None:
     """Token by token the entries of an owner in order of k, whatever the rounds; each chunk's owners ascending."""
     seen = 0
-    found = list(entries.sums(most))
+    found, known = list(entries.sums(most)), {tuple(entry) for entry in want}
     assert len(found) == chunks
     for chunk, sums in enumerate(found):
         assert [s.owner for s in sums] == sorted({o for o, _, t, _ in want if t // most == chunk})
         for s in sums:
             by_token: dict[int, list[int]] = {}
-            rounds = s.entries.split(s.rounds)
-            first = entries.token[rounds[0]].tolist()
+            entries_of_sum = torch.stack((s.token, s.kth, s.row), 1)
+            rounds = [of_round.tolist() for of_round in entries_of_sum.split(s.rounds)]
+            first = [t for t, *_ in rounds[0]]
             assert len(set(first)) == len(first)
             for of_round in rounds:
-                assert entries.token[of_round].tolist() == first[: len(of_round)]
-                for e in of_round.tolist():
-                    assert want[e][0] == s.owner and want[e][2] // most == chunk
-                    by_token.setdefault(want[e][2], []).append(want[e][3])
+                assert [t for t, *_ in of_round] == first[: len(of_round)]
+                for t, k, row in of_round:
+                    assert (s.owner, row, t, k) in known and t // most == chunk
+                    by_token.setdefault(t, []).append(k)
             for t, ks in by_token.items():
                 assert ks == sorted(i for o, _, at, i in want if (o, at) == (s.owner, t))
-            seen += len(s.entries)
+            seen += len(s.token)
     assert seen == len(want)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 
@@ -12,6 +13,7 @@ from token_cases import POISON, Case, combined, even_bounds, routing
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels.combine_rows import combine_rows
+from shardweave.kernels.copy_rows import copy_rows
 from shardweave.kernels.gather_values import gather_values
 from shardweave.kernels.group_rows import Groups, Slots, group_rows
 from shardweave.kernels.locate_rows import locate_rows
@@ -320,6 +322,34 @@ def test_weigh_rows(device, dtype, hidden):
         assert (out[n:] == POISON).all() and (dot[n:] == POISON).all()
 
 
+ROWS_TO_COPY = [
+    (torch.bfloat16, (20, 64)),
+    (torch.float32, (20, 3)),
+    (torch.float16, (900, 7)),
+    (torch.float32, (2100,)),
+    (torch.bfloat16, (20, 0)),
+]
+
+
+@pytest.mark.parametrize("dtype, shape", ROWS_TO_COPY, ids=str)
+def test_copy_rows(device, dtype, shape):
+    for n in (0, 1, 13, shape[0]):
+        source = torch.arange(math.prod(shape), device=device).remainder(251).view(shape).to(dtype)
+        target = torch.full(shape, POISON, dtype=dtype, device=device)
+        copy_rows(source, target, i32([n], device))
+        same(target[:n], source[:n])
+        assert (target[n:] == POISON).all()
+
+
+@plan
+def test_copy_rows_refuses():
+    whole, n = torch.zeros(4, 6), i32([2])
+    refused = (whole[:, :3], whole[:, 3:]), (whole, whole[:3]), (whole, whole.half()), (whole.long(), whole.long())
+    for source, target in refused:
+        with pytest.raises(ArgumentError, match="source|target"):
+            copy_rows(source, target, n)
+
+
 @each_case
 def test_gather_values(device, kind, given):
     case = random_case(np.random.default_rng(13), kind, **given)
@@ -347,7 +377,7 @@ def test_gather_values(device, kind, given):
         (lambda: Buffers([torch.zeros(2, 3), torch.zeros(2, 4)]), r"buffers\[1\]"),
         (lambda: locate_rows(*[torch.zeros(1, 33).int()] * 2, None, slots_2()), "top_k: 33"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_what_does_not_fit_is_refused(call, text):
     with pytest.raises(ArgumentError, match=text):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +115,17 @@ def end_ranks(
             process.join()
         end.exit_code = process.exitcode
     return ends
+
+
+def interpreted(module: str, expression: str) -> str:
+    """What an expression over a module of tests, imported as t, prints where kernels are interpreted: Triton chooses
+    when a kernel is decorated, so that this takes a process tree of its own."""
+    ours = (*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(Path(__file__).parent))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, ours))}
+    code = f"import {module} as t; print({expression})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.rstrip("\n").split("\n")[-1]
 
 
 def run_ranks(function: Callable, size: int, *args: Any, **options: Any) -> list[Any]:

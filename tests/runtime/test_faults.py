@@ -80,7 +80,7 @@ def die_or_wait(rank: int, how: str, world: str = "shared_memory") -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "exit":
                 os._exit(0)
-            time.sleep(10)
+            time.sleep(5)
         shardweave.redistribute(d, [Shard(1)], world=world)
 
 

@@ -17,7 +17,7 @@ from shardweave.runtime.shared_memory import SharedMemoryWorld
 from shardweave.runtime.token_dispatcher import TokenDispatcher
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
-WORLDS = ("shared_memory", "collective", "mixed")
+WORLDS = ("shared_memory", "collective", "mixed", "symmetric")
 E, K, H, ROUNDS = 5, 3, 24, 3
 SETTINGS = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 12, "dtype": torch.bfloat16, "align": 4}
 
@@ -27,12 +27,18 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 def raw(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def given(rank: int, i: int):
     """T differs from rank to rank and from round to round, and may be 0."""
     return tokens_of(rank, (5 * rank + 3 * i) % 13, K, E, H, torch.bfloat16, "holes", i)
+
+
+def to(tokens, device: str):
+    """`tokens`, without what is added, on a device."""
+    moved = (getattr(tokens, name).to(device) for name in ("x", "ids", "weights", "gradient"))
+    return type(tokens)(*moved)
 
 
 def poisoned() -> None:
@@ -45,17 +51,18 @@ def poisoned() -> None:
     SharedMemoryWorld.empty = empty  # type: ignore[method-assign]
 
 
-def rounds_of(rank: int, world: str, **more: int) -> list[bytes]:
+def rounds_of(rank: int, world: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
     """A rank's results and gradients, after a first dispatch that was inference."""
-    dispatcher = TokenDispatcher(**SETTINGS, **more, world=world)
+    dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, world=world)
     low, high = dispatcher.layout.bounds[rank : rank + 2]
     with torch.inference_mode():
-        t = given(rank, 0)
+        t = to(given(rank, 0), device)
         routed = dispatcher.dispatch(t.x, t.ids, t.weights)
         found = [raw(dispatcher.combine(routed.x.clone(), routed))]
-    for i in range(ROUNDS):
-        t = given(rank, i)
-        x, weights, experts = leaf(t.x), leaf(t.weights), leaf(matrices_of(E, H, torch.bfloat16)[low:high])
+    for i in range(rounds):
+        t = to(given(rank, i), device)
+        matrices = matrices_of(E, H, torch.bfloat16)[low:high].to(device)
+        x, weights, experts = leaf(t.x), leaf(t.weights), leaf(matrices)
         routed = dispatcher.dispatch(x, t.ids, weights)
         y = dispatcher.combine(run_experts(routed, list(experts), True), routed)
         y.backward(t.gradient)
@@ -65,14 +72,15 @@ def rounds_of(rank: int, world: str, **more: int) -> list[bytes]:
     return found
 
 
-def virtual_rounds(size: int) -> list[list[bytes]]:
+def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list[list[bytes]]:
     """The same of all ranks."""
-    d = VirtualTokenDispatcher(size, **SETTINGS)
+    d = VirtualTokenDispatcher(size, **SETTINGS, device=device)
     found: list[list[bytes]] = [[] for _ in range(size)]
-    for i in (None, *range(ROUNDS)):
-        tokens = [given(rank, i or 0) for rank in range(size)]
+    for i in (None, *range(rounds)):
+        tokens = [to(given(rank, i or 0), device) for rank in range(size)]
         xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
-        experts = [leaf(matrices_of(E, H, torch.bfloat16)[a:b]) for a, b in pairwise(d.layout.bounds)]
+        matrices = matrices_of(E, H, torch.bfloat16).to(device)
+        experts = [leaf(matrices[a:b]) for a, b in pairwise(d.layout.bounds)]
         routed = d.dispatch(xs, [t.ids for t in tokens], weights)
         if i is None:
             for of_rank, y in zip(found, d.combine([r.x for r in routed], routed), strict=True):

@@ -10,6 +10,7 @@ import torch
 from moe_reference import tokens_of
 
 from shardweave.errors import ArgumentError
+from shardweave.runtime.token_fixed_slabs import with_splits
 from shardweave.runtime.token_layout import DispatchLayout
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 
@@ -17,8 +18,6 @@ from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
 def one(**given) -> DispatchLayout:
     settings = {
         "ranks": 2, "num_experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": torch.float32,
-        "capacity": None, "expert_capacity": None, "align": 1, "overflow": "raise", "layout": "grouped",
-        "expert_map": None,
     }  # fmt: skip
     return DispatchLayout.of(**{**settings, **given})
 
@@ -34,6 +33,8 @@ def one(**given) -> DispatchLayout:
         ({"dtype": torch.float64}, "dtype: torch.float64"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
+        ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'slabs'"),
+        ({"splits": "host", "slab_capacity": 3}, "slab_capacity: 3 with splits='host'; allowed: None"),
         ({"save": "all"}, "save: 'all'; allowed: 'lease', 'redispatch', 'copy'"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
@@ -153,3 +154,15 @@ def test_explain_states_memory():
     text = d.explain()
     assert "5 experts in 5 slots, 2 to 3 for each rank" in text and "12 rows for each rank" in text
     assert f"{12 * (32 + 4):,}  rows received, held until backward" in text and "save: lease" in text
+
+
+@pytest.mark.plan
+def test_splits_are_chosen_by_price_and_told() -> None:
+    nodes = [rank // 8 for rank in range(16)]
+    decode, train = (one(ranks=16, num_experts=64, hidden=7168, max_tokens=t) for t in (1, 4096))
+    chosen, why = with_splits(decode, nodes)
+    assert chosen.slab_capacity == 2 and why.startswith("splits: slabs, the cheaper on 2 nodes by the links of NVLink")
+    chosen, why = with_splits(train, nodes)
+    assert chosen == train and why.startswith("splits: host, the cheaper")
+    assert one(splits="slabs").slab_capacity == 4 * 2 and one(splits="host") == one()
+    assert one(splits="slabs", slab_capacity=3).slab_capacity == 3

@@ -10,14 +10,11 @@ import hashlib
 import logging
 import math
 import re
-import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -26,12 +23,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import shardweave
 
 from .ranks import Send
+from .turns import time_sides
 from .workloads import Workload, load_workloads
 
-KEPT = 4  # calls for which a caller keeps each output
 ROUNDS = 7
-TURN_SECONDS = 0.03  # a turn has as many calls as take this long, so that leaving the barrier before it does not count
-MOST_CALLS = 400
 
 _TOKEN = re.compile(r"(?P<kind>R|P|S(?P<dim>\d+)(/(?P<factor>\d+))?)")
 Call = Callable[[], DTensor]
@@ -75,15 +70,23 @@ def placements(text: str) -> list[Placement]:
     return result
 
 
-def held(text: str, mesh: tuple[int, ...], coordinate: Sequence[int], shape: tuple[int, ...]) -> list[slice]:
+def held(
+    text: str,
+    mesh: tuple[int, ...],
+    coordinate: Sequence[int],
+    shape: tuple[int, ...],
+    order: Sequence[int] | None = None,
+) -> list[slice]:
     """The oracle: which part of each tensor dim the rank at `coordinate` holds.
 
-    A strided token stands for an order: the mesh dims to its right cut first.
+    A strided token stands for an order: the mesh dims to its right cut first. `order`: all mesh dims, the first to cut
+    first, where the text has no strided token and they do not cut from left to right.
     """
     tokens = text.split()
     ranges = [slice(0, size) for size in shape]
-    order = [m for m, token in enumerate(tokens) if "/" not in token]
-    order += [m for m in reversed(range(len(tokens))) if "/" in tokens[m]]
+    if order is None:
+        order = [m for m, token in enumerate(tokens) if "/" not in token]
+        order += [m for m in reversed(range(len(tokens))) if "/" in tokens[m]]
     for m in order:
         if tokens[m][0] == "S":
             dim = int(tokens[m][1:].partition("/")[0])
@@ -226,26 +229,5 @@ def time_in_turns(
     """Seconds a call on this rank, one figure a round: stock, ours, and a bare copy of the bytes that must move."""
     source = torch.ones(most_received, dtype=torch.uint8)
     target = torch.zeros(most_received, dtype=torch.uint8)
-    kept: dict[str, deque[Any]] = {"stock": deque(maxlen=KEPT), "ours": deque(maxlen=KEPT), "copy": deque(maxlen=1)}
-    sides: dict[str, Callable[[], Any]] = {"stock": stock, "ours": ours, "copy": lambda: target.copy_(source)}
-
-    def turn(side: str, calls: int) -> float:
-        call, keep = sides[side], kept[side]
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            keep.append(call())
-        return (time.perf_counter() - start) / calls
-
-    # Twice as many calls as outputs are alive while it counts: the first bind programs and touch fresh pages, the next
-    # say how many make a turn, the same on all ranks.
-    for side in sides:
-        turn(side, 2 * KEPT)
-    warm = torch.tensor([turn(side, 2 * KEPT) for side in sides])
-    dist.all_reduce(warm, op=dist.ReduceOp.MAX)
-    calls = {s: max(1, min(MOST_CALLS, math.ceil(TURN_SECONDS / t))) for s, t in zip(sides, warm.tolist(), strict=True)}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side in sides:
-            seconds[side].append(turn(side, calls[side]))
-    return seconds
+    sides = {"stock": stock, "ours": ours, "copy": lambda: target.copy_(source)}
+    return time_sides(sides, rounds, {"copy": 1})

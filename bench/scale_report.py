@@ -1,0 +1,194 @@
+"""What a simulation at scale says: a table, a picture, and where plans differ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..planner import Topology
+from . import validation
+from .growth import GROWTHS
+from .record_workloads import WORKLOADS
+from .scale_rows import Row, totals
+
+_MATTERS_US, _ROUNDING_US = 5.0, 0.01
+SAID = {"cpu", "cores", "system", "torch"}  # of a machine
+_COLOURS = ("#2a9d8f", "#e76f51", "#8d6ae8")
+
+
+@dataclass
+class Slowest:
+    """The program of one rank that took longest to make."""
+
+    seconds: float = 0.0
+    what: str = ""
+
+    def timed(self, what: str, make: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        found = make()
+        took = time.perf_counter() - start
+        if took > self.seconds:
+            self.seconds, self.what = took, what
+        return found
+
+
+def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologies: Sequence[Topology]) -> str:
+    """Markdown. `data`: "command", "machine", and "validation", which may be None."""
+    found = totals(rows)
+    sizes = sorted({ranks for _, _, ranks in found})
+    lines = [
+        "# Cost at scale, by simulation",
+        "",
+        f"`{data['command']}`, {_said(data['machine'])}. Prices, not times.",
+        "",
+        "All redistributions of one step of each workload (`bench/workloads/recorded`), one after another, on the rank",
+        "that takes longest, in milliseconds: shardweave's plans / torch's. torch's are the steps of its own planner,",
+        "each priced as the cheapest program that does it: where torch issues one collective, both cost the same. Of",
+        "memory nothing is said: a model may not fit on so few ranks.",
+        "",
+        f"| workload | topology | {' | '.join(f'{n:,}' for n in sizes)} |",
+        f"|---|---|{'---|' * len(sizes)}",
+    ]
+    for workload, topology in dict.fromkeys((workload, topology) for workload, topology, _ in found):
+        cells = [
+            "{:.1f} / {:.1f}".format(*found[workload, topology, n]) if (workload, topology, n) in found else "-"
+            for n in sizes
+        ]
+        lines.append(f"| {workload} | {topology} | {' | '.join(cells)} |")
+    lines += ["", "![cost against ranks](scale.svg)", "", "Where one line hides another, both cost the same."]
+    shown = {row.topology for row in rows}
+    lines += ["", "Links are assumed, not measured. Memory is as it was measured on an H200.", ""]
+    lines += _links([topology for topology in topologies if topology.name in shown])
+    lines += ["", "Meshes grow so:", ""]
+    names = dict.fromkeys(row.workload for row in rows)
+    lines += [f"- {name} ({WORKLOADS[name].about}): {GROWTHS[name].about}." for name in names]
+    lines += ["", "## Where plans differ", ""]
+    lines += [*_differences(rows, topologies[0]), "", _cheaper(rows)]
+    lines += [
+        "",
+        "## Planning",
+        "",
+        "Of each redistribution and mesh the programs of up to five single ranks were made, which bytes are those of.",
+        f"The slowest five took {slowest.seconds:.2f} s: {slowest.what}.",
+    ]
+    if data["validation"]:
+        lines += [
+            "",
+            "## Predicted against measured",
+            "",
+            f"`{data['validation']['command']}`, {_said(data['validation']['machine'])}. Redistributions of",
+            "`bench/workloads` between ranks of this machine, in the worlds that it has: the price on a topology that",
+            "was fitted to the same ranks just before, against the median time of the slowest rank. An error of 100%",
+            "is twice as much, or half.",
+            "",
+            *validation.rows(data["validation"]["runs"]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _links(topologies: Sequence[Topology]) -> list[str]:
+    """Rows of a table: the links of each topology over which anything goes."""
+    lines = [
+        "| topology | link | latency µs | GB/s of a rank, each way | beside, a message | memory, GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for topology in topologies:
+        links = [("inside a node", topology.node)] if topology.node_size != 1 else []
+        links += [("between nodes", topology.network)] if topology.node_size is not None else []
+        for where, link in links:
+            message = "none: one-sided" if link.one_sided else f"{link.message_us:g} µs"
+            figures = (
+                f"{link.latency_us:g} | {link.gigabytes_per_s:g} | {message} | {topology.memory_gigabytes_per_s:g}"
+            )
+            lines.append(f"| {topology.name} | {where}, assumed, not measured | {figures} |")
+    return lines
+
+
+def _cheaper(rows: Sequence[Row]) -> str:
+    """What is said of rows in which torch's steps cost less."""
+    known = [(row, row.stock_us) for row in rows if row.stock_us is not None]
+    ratios = [row.ours_us / us for row, us in known if us < row.ours_us - _ROUNDING_US]
+    if not ratios:
+        return f"In none of {len(known)} rows of scale.json is torch's plan cheaper."
+    return (
+        f"In {len(ratios)} of {len(known)} rows of scale.json torch's steps, each done as well as can be, cost less "
+        f"than the plan that was found, at most by a factor of {max(ratios):.2f}: the search is not exhaustive."
+    )
+
+
+def _said(about: dict[str, Any]) -> str:
+    return f"{about['cpu']}, {about['cores']} cores, {about['system']}, torch {about['torch']}"
+
+
+def _differences(rows: Sequence[Row], topology: Topology) -> list[str]:
+    """Rows of a table, at each workload's largest size: where torch's plan costs more, most first."""
+    first = [row for row in rows if row.topology == topology.name]
+    lines = [
+        f"On {topology.name}, at each workload's largest size, where torch's plan costs over 5% and",
+        f"{_MATTERS_US:.0f} µs more, in µs and bytes of a call.",
+        "",
+        "| workload | ranks | redistribution | shardweave µs | torch µs | ratio | shardweave bytes | torch bytes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row.workload for row in first):
+        largest = max(row.ranks for row in first if row.workload == name)
+        of = [row for row in first if row.workload == name and row.ranks == largest]
+        worse = [(us / max(row.ours_us, 0.001), us, row) for row in of if (us := row.stock_us) is not None]
+        for ratio, us, row in sorted(worse, key=lambda found: -found[0]):
+            if ratio > 1.05 and us > row.ours_us + _MATTERS_US:
+                lines.append(
+                    f"| {name} | {row.ranks:,} | {row.case} | {row.ours_us:,.0f} | {us:,.0f} | {ratio:.1f} | "
+                    f"{row.ours_bytes:,} | {row.stock_bytes:,} |"
+                )
+        lines += [
+            f"| {name} | {row.ranks:,} | {row.case} | {row.ours_us:,.0f} | no plan | - | {row.ours_bytes:,} | - |"
+            for row in of
+            if row.stock_us is None
+        ]
+    return lines
+
+
+def draw(rows: Sequence[Row], topologies: Sequence[Topology], path: Path) -> None:
+    """Milliseconds of a step against ranks, a panel for each workload; legible on light and on dark."""
+    import_module("matplotlib").use("Agg")
+    plt = import_module("matplotlib.pyplot")
+    found, grey = totals(rows), "#808080"
+    sizes = sorted({n for _, _, n in found})
+    names = list(dict.fromkeys(row.workload for row in rows))
+    styles: dict[str, Any] = {
+        "text.color": grey,
+        "axes.labelcolor": grey,
+        "axes.edgecolor": grey,
+        "svg.fonttype": "none",
+    }
+    styles |= {"xtick.color": grey, "ytick.color": grey, "svg.hashsalt": "scale", "font.size": 9}
+    with plt.rc_context(styles):
+        columns = min(2, len(names))
+        figure, axes = plt.subplots(-(-len(names) // columns), columns, figsize=(10, 7), squeeze=False, sharex=True)
+        for axis, name in zip(axes.flat, names, strict=False):
+            for colour, topology in zip(_COLOURS, topologies, strict=True):
+                at = sorted(n for workload, t, n in found if (workload, t) == (name, topology.name))
+                for side, line in enumerate(("-", "--")):
+                    label = f"{topology.name}, {('shardweave', 'torch')[side]}"
+                    ms = [found[name, topology.name, n][side] for n in at]
+                    axis.plot(at, ms, line, color=colour, marker="o" if not side else None, ms=3, lw=1.4, label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(sizes, [f"{n:,}" for n in sizes], rotation=30)
+            axis.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.yaxis.set_major_formatter("{x:,.10g}")
+            axis.yaxis.set_minor_formatter("")
+            axis.set_title(name, color=grey)
+            axis.grid(True, color=grey, alpha=0.25, lw=0.5)
+        for axis in axes[-1]:
+            axis.set_xlabel("ranks")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("ms of a step, priced")
+        figure.legend(*axes.flat[0].get_legend_handles_labels(), ncols=3, loc="lower center", frameon=False)
+        figure.tight_layout(rect=(0, 0.07, 1, 1))
+        figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)

@@ -1,0 +1,151 @@
+"""Dispatch and combine of a layer's tokens, on ranks of this machine, with experts that do nothing: the way there and
+back, by shardweave, by torch.distributed's all-to-alls, and by torchtitan where it is installed.
+
+Checked first, results and gradients, with experts that each multiply by a number of their own. Inputs rotate past the
+last-level cache. Bytes are those of rows that cross between ranks, there and back, for the rank that sends and receives
+most: one row an entry; the bound sends a token once to a rank that has several of its experts, and gets one sum back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardweave.bench.gathering import run_ranks
+from shardweave.bench.measuring import Sink
+from shardweave.bench.moe_against import (
+    EXPERTS,
+    TOP_K,
+    Layer,
+    expert_scale,
+    faults_of,
+    shardweave_layer,
+    torchtitan_layer,
+)
+from shardweave.bench.plain_dispatch import dispatch_and_combine
+from shardweave.bench.ranks import Send
+from shardweave.bench.turns import Rotation, copies, rotating, slowest, time_sides
+
+RANKS = 4
+SUITE = "dispatch"
+CONTENDERS = ("ours", "ours, on gloo", "torch.distributed", "torchtitan", "copy")
+ROUNDS = {"full": 15, "quick": 9, "dry": 1}
+_TURN_SECONDS = {"full": 0.1, "quick": 0.03, "dry": 0.0}
+_BYTES_ARE = "rows of entries that cross between ranks, there and back, of the rank with most"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    tokens: int
+    hidden: int
+    backward: bool
+
+    def __str__(self) -> str:
+        way = "forward and backward" if self.backward else "forward"
+        return f"T {self.tokens}, H {self.hidden}, K {TOP_K}, E {EXPERTS}, float32, {way}"
+
+
+def shapes(scale: str) -> list[Tokens]:
+    sizes = {"full": ((16, 1024), (128, 1024), (1024, 1024), (4096, 1024)), "quick": ((16, 1024), (512, 1024))}
+    return [
+        Tokens(tokens, hidden, backward)
+        for tokens, hidden in sizes.get(scale, ((5, 8),))
+        for backward in (False, True)
+        if tokens != 16 or not backward  # a decoder has no gradients
+    ]
+
+
+def cases(scale: str) -> dict[str, tuple[str, ...]]:
+    return {str(shape): CONTENDERS for shape in shapes(scale)}
+
+
+def test_dispatch(record: Callable[[], None]) -> None:
+    record()
+
+
+def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
+    wanted = [shape for shape in shapes(scale) if str(shape) in names]
+    run_ranks(rank_main, RANKS, {"shapes": wanted, "scale": scale}, partial(put, sink))
+
+
+def put(sink: Sink, case: str, by_rank: list[dict[str, Any]]) -> None:
+    sink.begin(case)
+    seconds = [found["seconds"] for found in by_rank]
+    moved, bound = (max(found[name] for found in by_rank) for name in ("bytes", "bound"))
+    copied = median(slowest(seconds, "copy"))
+    for contender in CONTENDERS:
+        if contender in by_rank[0]["absent"]:
+            sink.absent(case, contender, by_rank[0]["absent"][contender])
+            continue
+        faults = [f"rank {r}: {text}" for r, found in enumerate(by_rank) for text in found["faults"].get(contender, [])]
+        if faults:
+            sink.fault(case, contender, "; ".join(faults))
+            continue
+        samples = slowest(seconds, contender)
+        sink.row(
+            case, contender, "µs", [one * 1e6 for one in samples],
+            bytes=None if contender.startswith("ours") else bound if contender == "copy" else moved,
+            bound_bytes=bound,
+            share_of_ceiling=copied / median(samples) if bound else None,
+            detail={**by_rank[0]["detail"], "bytes are": _BYTES_ARE},
+        )  # fmt: skip
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))["ep"]
+    for shape in config["shapes"]:
+        layers: dict[str, Layer] = {
+            "ours": shardweave_layer(mesh, shape.hidden, shape.tokens),
+            "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "collective"),
+            "torch.distributed": lambda x, ids, weights, scale: dispatch_and_combine(x, ids, weights, EXPERTS, scale),
+        }
+        absent = {}
+        try:
+            layers["torchtitan"] = torchtitan_layer(mesh)
+        except ImportError as error:
+            absent["torchtitan"] = f"not installed: {error}"
+        send({"case": str(shape), "absent": absent, **_measured(shape, layers, rank, size, config["scale"])})
+
+
+def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, scale: str) -> dict[str, Any]:
+    rotation = Rotation.of(shape.tokens * shape.hidden * 4, size, 1 if scale == "dry" else None)
+    inputs = [_inputs(shape, rank * rotation.sets + i) for i in range(rotation.sets)]
+    faults = {name: faults_of(layer, expert_scale(rank, size), *inputs[0]) for name, layer in layers.items()}
+
+    def call(layer: Layer, given: tuple[torch.Tensor, ...]) -> Any:
+        x, ids, weights, gradient = given
+        if shape.backward:
+            return torch.autograd.grad(layer(x, ids, weights, None), (x, weights), gradient)
+        with torch.no_grad():
+            return layer(x, ids, weights, None)
+
+    owner = inputs[0][1] // (EXPERTS // size)
+    away = owner != rank
+    # Of each token, the other ranks that have an expert of it.
+    once = sum(int(((owner == other).any(1)).sum()) for other in range(size) if other != rank)
+    passes = 4 if shape.backward else 2
+    moved, bound = (rows * shape.hidden * 4 * passes for rows in (int(away.sum()), once))
+    sides = {name: rotating(partial(call, layer), inputs) for name, layer in layers.items()}
+    sides["copy"] = copies(bound, Rotation.of(bound, size, 1 if scale == "dry" else None))
+    return {
+        "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
+        "faults": faults,
+        "bytes": moved,
+        "bound": bound,
+        "detail": {"ranks": size, "tokens": shape.tokens, "hidden": shape.hidden, "rotation": rotation.to_dict()},
+    }
+
+
+def _inputs(shape: Tokens, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, ids, weights, and the gradient of the result."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape.tokens, shape.hidden, generator=g).requires_grad_()
+    ids = torch.rand(shape.tokens, EXPERTS, generator=g).topk(TOP_K).indices
+    weights = torch.rand(shape.tokens, TOP_K, generator=g).requires_grad_()
+    return x, ids, weights, torch.randn(shape.tokens, shape.hidden, generator=g)

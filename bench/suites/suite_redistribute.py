@@ -1,0 +1,224 @@
+"""Redistributions on ranks of this machine: by shardweave, stock DTensor, and calls of torch.distributed.
+
+The demo's (weights and activations of real models' sizes, scaled, placed as a sharding solver places them; FSDP2's own
+program issues single collectives, where both plans are the same), and sweeps over sizes. Every result is checked
+before it is timed. Sources rotate past the last-level cache; outputs are new tensors, kept for some calls. Bytes are
+those that the rank receives that receives most; the ceiling is a bare copy of the bytes that it has to receive, by all
+ranks at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardweave
+from shardweave.bench.against_stock import Case, Unsuitable, digest, mesh_for
+from shardweave.bench.gathering import run_ranks
+from shardweave.bench.measuring import Sink
+from shardweave.bench.ranks import Send
+from shardweave.bench.stock_plans import Stock, count_stock
+from shardweave.bench.turns import KEPT, Rotation, copies, rotated, rotating, slowest, time_sides
+from shardweave.bench.workloads import Workload, load_workloads
+
+RANKS = 4
+SUITE = "redistribute"
+SWEEPS = {"all-gather": ("S0", "R"), "re-shard": ("S0", "S1"), "reduce-scatter": ("P", "S0")}
+SIDES = {"full": (64, 128, 256, 512, 1024, 2048, 4096), "quick": (128, 512, 2048), "dry": (12,)}
+ROUNDS = {"full": 15, "quick": 9, "dry": 1}
+_TURN_SECONDS = {"full": 0.03, "quick": 0.02, "dry": 0.0}
+_BYTES_ARE = "received, by the rank that receives most"
+
+
+def sweep(scale: str) -> list[Workload]:
+    found = []
+    for name, (source, target) in SWEEPS.items():
+        for n in SIDES[scale]:
+            title = f"{name} {n}×{n} float32"
+            found.append(
+                Workload(title, name, (RANKS,), ("x",), source, target, "float32", (n, n), (n, n)),
+            )
+    return found
+
+
+def workloads(scale: str) -> list[Workload]:
+    models = load_workloads()
+    if scale == "quick":
+        # One in six of each kind, and always the same ones.
+        models = models[::6]
+    return (models[:1] if scale == "dry" else models) + sweep(scale)
+
+
+def cases(scale: str) -> dict[str, tuple[str, ...]]:
+    swept = {one.name for one in sweep(scale)}
+    return {
+        one.name: ("ours", "ours, on gloo", "stock", *(["torch.distributed"] if one.name in swept else []), "copy")
+        for one in workloads(scale)
+    }
+
+
+def test_redistribute(record: Callable[[], None]) -> None:
+    record()
+
+
+def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
+    wanted = [one for one in workloads(scale) if one.name in names]
+    contenders = cases(scale)
+
+    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
+        sink.begin(case)
+        first = by_rank[0]
+        if "unsuitable" in first:
+            for contender in contenders[case]:
+                sink.absent(case, contender, first["unsuitable"])
+            return
+        put(case, by_rank, sink)
+
+    run_ranks(rank_main, RANKS, {"workloads": wanted, "scale": scale}, together)
+
+
+def put(case: str, by_rank: list[dict[str, Any]], sink: Sink) -> None:
+    """Rows of one case, or what is wrong with it. Stock's faults are no reason not to time it: they are said."""
+    first = by_rank[0]
+    faults: dict[str, list[str]] = {}
+    for rank, found in enumerate(by_rank):
+        for contender, fault in found["faults"].items():
+            faults.setdefault(contender, []).append(f"rank {rank}: {fault}")
+    for contender in first["digests"]:
+        by_box: dict[str, set[str]] = {}
+        for found in by_rank:
+            by_box.setdefault(found["box"], set()).add(found["digests"][contender])
+        if any(len(digests) > 1 for digests in by_box.values()):
+            faults.setdefault(contender, []).append("replicas differ")
+    copied = median(slowest([found["seconds"] for found in by_rank], "copy"))
+    for contender in first["seconds"]:
+        samples = [seconds * 1e6 for seconds in slowest([found["seconds"] for found in by_rank], contender)]
+        wrong = faults.get(contender)
+        if wrong and contender != "stock":
+            sink.fault(case, contender, "; ".join(wrong))
+            continue
+        sink.row(
+            case, contender, "µs", samples,
+            bytes=first["bytes"].get(contender),
+            bound_bytes=first["bound"],
+            share_of_ceiling=copied / median(samples) * 1e6 if first["must_move"] else None,
+            note=f"its result is wrong: {'; '.join(wrong)}" if wrong else "",
+            detail=first["detail"],
+        )  # fmt: skip
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
+    meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+    planners: dict[tuple[int, ...], Stock] = {}
+    for workload in config["workloads"]:
+        sizes = (size,) if len(workload.mesh) == 1 else mesh_for(size)
+        key = (sizes, workload.mesh_names)
+        if key not in meshes:
+            meshes[key] = init_device_mesh("cpu", sizes, mesh_dim_names=workload.mesh_names)
+            planners.setdefault(sizes, Stock(sizes, graph=False))
+        try:
+            case = Case(workload, meshes[key])
+        except Unsuitable as reason:
+            send({"case": workload.name, "unsuitable": str(reason)})
+            continue
+        send({"case": workload.name, **measure_case(case, meshes[key], planners[sizes], config["scale"])})
+
+
+def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> dict[str, Any]:
+    program = shardweave.plan(
+        mesh, case.shape, str(case.dtype).removeprefix("torch."), case.source_text, case.target_text
+    )
+    ways: dict[str, Callable[[DTensor], Any]] = {
+        "ours": lambda x: shardweave.redistribute(x, case.placements),
+        "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, world="collective"),
+        "stock": lambda x: x.redistribute(placements=case.placements),
+    }
+    plain = _plain(case, mesh)
+    if plain is not None:
+        ways["torch.distributed"] = lambda x: plain(x.to_local())
+    faults, digests = {}, {}
+    for contender, way in ways.items():
+        found = way(case.source)
+        local = found.to_local() if isinstance(found, DTensor) else found
+        fault = case.fault(local, pairwise=contender in ("stock", "torch.distributed"))
+        if fault:
+            faults[contender] = fault
+        if contender.startswith("ours"):
+            digests[contender] = digest(local)
+        del found, local
+    received = max(program.bytes_received)
+    sets, rotation = rotated(case.source, 1 if scale == "dry" else None)
+    sides = {contender: rotating(way, sets) for contender, way in ways.items()}
+    sides["copy"] = copies(received, Rotation.of(received, mesh.size(), 1 if scale == "dry" else None))
+    return {
+        "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
+        "faults": faults,
+        "digests": digests,
+        "box": str([(part.start, part.stop) for part in case.box]),
+        "bytes": _bytes(case, mesh, planner, program),
+        "bound": None if program.bytes_bound is None else max(program.bytes_bound),
+        "must_move": received > 0,
+        "detail": {
+            "mesh": list(mesh.shape),
+            "source": case.source_text,
+            "target": case.target_text,
+            "shape": list(case.shape),
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "tensor_bytes": math.prod(case.shape) * case.dtype.itemsize,
+            "sweep": next((name for name in SWEEPS if case.name.startswith(f"{name} ")), None),
+            "bytes are": _BYTES_ARE,
+            "rotation": rotation.to_dict(),
+            "kept outputs": KEPT,
+        },
+    }
+
+
+def _bytes(case: Case, mesh: DeviceMesh, planner: Stock, program: shardweave.Program) -> Mapping[str, int]:
+    """What the rank receives that receives most. Of stock where its layouts say all: shard orders they do not."""
+    received = max(program.bytes_received)
+    found = {"ours": received, "ours, on gloo": received, "torch.distributed": received, "copy": received}
+    if "/" not in case.source_text + case.target_text:
+        layouts = shardweave.Layout.parse(case.source_text), shardweave.Layout.parse(case.target_text)
+        counted = count_stock(program.mesh, case.shape, planner.stops(case.shape, *layouts))
+        found["stock"] = counted.received // 4 * case.dtype.itemsize
+    return found
+
+
+def _plain(case: Case, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The one call of torch.distributed that is meant for it, where shards are even."""
+    group, n = mesh.get_group(0) if mesh.ndim == 1 else None, mesh.size()
+    if group is None or any(size % n for size in case.shape):
+        return None
+    rows, columns = case.shape
+    # Newer versions of torch have other names for both.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(rows, columns)
+        gather(out, x, group=group)
+        return out
+
+    def re_shard(x: torch.Tensor) -> torch.Tensor:
+        packed = x.view(rows // n, n, columns // n).transpose(0, 1).contiguous()
+        out = torch.empty_like(packed)
+        dist.all_to_all_single(out, packed, group=group)
+        return out.view(rows, columns // n)
+
+    def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(rows // n, columns)
+        reduce(out, x, group=group)
+        return out
+
+    return {("S0", "R"): all_gather, ("S0", "S1"): re_shard, ("P", "S0"): reduce_scatter}.get(
+        (case.source_text, case.target_text)
+    )

@@ -1,0 +1,134 @@
+"""Predicted against measured: the planner's prices, on a topology fitted in the same run, of redistributions timed in
+the same ranks of this machine."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardweave
+from shardweave import Topology
+
+from . import link_times
+from .against_stock import Case, Unsuitable, mesh_for
+from .calibrate import LARGEST, topology_of
+from .link_times import microseconds
+from .ranks import Ranks, Send
+from .turns import rotated, rotating
+from .workloads import load_workloads
+
+_CPU = torch.device("cpu")
+_FEWEST_US = 1e-3
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    """Fit the links of these ranks, then time each case in each world; rank 0 sends."""
+    found: list[dict[str, Any]] = []
+    link_times.rank_main(rank, size, config, found.append)
+    made = [topologies(found) if rank == 0 else None]
+    dist.broadcast_object_list(made)
+    meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    for world, topology in (made[0] or {}).items():
+        cases = []
+        for workload in load_workloads():
+            if config["only"] not in workload.name:
+                continue
+            if workload.mesh_names not in meshes:
+                meshes[workload.mesh_names] = init_device_mesh(
+                    "cpu", mesh_for(size), mesh_dim_names=workload.mesh_names
+                )
+            try:
+                case = Case(workload, meshes[workload.mesh_names])
+            except Unsuitable:
+                continue
+            cases.append(_measured(case, meshes[workload.mesh_names], world, topology))
+        if rank == 0:
+            kept = [case for case in cases if case["predicted_us"] > _FEWEST_US]
+            send({"ranks": size, "world": world, "topology": topology.to_dict(), "cases": kept})
+
+
+def topologies(found: Sequence[dict[str, Any]]) -> dict[str, Topology]:
+    """Of one node, by the world that its ranks meet in: what rank 0 measured of each."""
+    topology, _ = topology_of(found, None)
+    inside = next(measured["world"] for measured in found if measured["kind"] == "node")
+    by_world = {inside: replace(topology, name=f"measured, {inside}")}
+    by_world["collective"] = replace(topology, name="measured, collective", node=topology.network)
+    return by_world
+
+
+def _measured(case: Case, mesh: DeviceMesh, world: str, topology: Topology) -> dict[str, Any]:
+    """Checked first, then timed, on sources that take turns and are in no cache, as what links were fitted to. The
+    program is the one that is priced: planned for the topology."""
+    call = partial(shardweave.redistribute, placements=case.placements, world=world, topology=topology)
+    fault = case.fault(call(case.source).to_local(), pairwise=False)
+    assert fault is None, f"{case.name} on {world}: {fault}"
+    dtype = str(case.dtype).removeprefix("torch.")
+    predicted = shardweave.redistribute_cost(mesh, case.shape, dtype, case.source_text, case.target_text, topology)
+    sources, _ = rotated(case.source)
+    measured = microseconds(rotating(call, sources), _CPU)
+    return {"name": case.name, "predicted_us": predicted, "measured_us": measured}
+
+
+def measure(sizes: Sequence[int], only: str = "", largest: int = LARGEST) -> list[dict[str, Any]]:
+    """A run for each number of ranks and each world: topology, and the cases with both figures.
+
+    Raises:
+        RanksFailed: a rank died, or an output was wrong.
+    """
+    runs: list[dict[str, Any]] = []
+    config = {"device": "cpu", "world": None, "node_size": None, "largest": largest, "only": only}
+
+    def message(rank: int, found: dict[str, Any]) -> None:
+        runs.append(found)
+
+    def output(rank: int, line: str) -> None:
+        if line.strip() and not line.startswith("[Gloo]"):
+            print(f"rank {rank}: {line}", file=sys.stderr)
+
+    for size in sizes:
+        with Ranks(rank_main, size, config) as children:
+            children.supervise(message, output)
+    return runs
+
+
+def is_run(given: Any) -> bool:
+    """Whether it has what `rows` reads."""
+    cases = given.get("cases") if isinstance(given, dict) and {"ranks", "world"} <= given.keys() else None
+    return isinstance(cases, list) and all(
+        isinstance(case, dict)
+        and isinstance(case.get("name"), str)
+        and all(isinstance(case.get(n), int | float) and case[n] > 0 for n in ("predicted_us", "measured_us"))
+        for case in cases
+    )
+
+
+def errors(cases: Sequence[dict[str, Any]]) -> list[float]:
+    """Of each case, how many times too high or too low the prediction is, less 1; ascending."""
+    ratios = [case["predicted_us"] / case["measured_us"] for case in cases]
+    return sorted(max(ratio, 1 / ratio) - 1 for ratio in ratios)
+
+
+def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Of a Markdown table: the error of each run, then of all."""
+    lines = ["| ranks | world | cases | median error | worst | worst case |", "|---|---|---|---|---|---|"]
+    for run in runs:
+        if not run["cases"]:
+            continue
+        found = errors(run["cases"])
+        worst = max(run["cases"], key=lambda case: errors([case])[0])
+        said = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
+        lines.append(
+            f"| {run['ranks']} | {run['world']} | {len(found)} | {statistics.median(found):.0%} | {found[-1]:.0%} | "
+            f"{said} |"
+        )
+    whole = errors([case for run in runs for case in run["cases"]]) or [0.0]
+    lines.append(f"| all | all | {len(whole)} | {statistics.median(whole):.0%} | {whole[-1]:.0%} | |")
+    return lines

@@ -1,0 +1,236 @@
+"""`python docs/api_reference.py` writes `docs/api.md`: everything public, from its docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import shardweave
+from shardweave.runtime.recording import Recording
+from shardweave.runtime.statistics import Redistribution, Statistics
+
+FILE = Path(__file__).with_name("api.md")
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Plans": ("plan", "plan_batch", "redistribute_cost", "Program", "Batch", "draw", "simulate"),
+    "Meshes and layouts": ("Mesh", "Layout", "Replicate", "Shard", "StridedShard", "Partial"),
+    "Topologies": ("Topology", "Link", "NVLINK_NODE", "NVLINK_INFINIBAND"),
+    "DTensors": (
+        "redistribute", "redistribute_batch", "redistribute_local_tensor", "ordered_redistribute_local_tensor",
+        "explain", "prepare", "bind",
+    ),
+    "Under DTensor, FSDP2 and checkpoints": (
+        "install", "installed", "uninstall", "is_installed", "adapt_fsdp", "FSDPAllGather", "FSDPReduceScatter",
+        "SavePlanner", "LoadPlanner",
+    ),
+    "Token dispatch": (
+        "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "ExpertParallel", "share_of_tokens",
+        "whole_of_shares", "VirtualTokenDispatcher", "TorchtitanDispatcher", "generate_permute_indices",
+    ),
+    "Measuring": ("stats", "Statistics", "Redistribution", "record", "Recording"),
+    "Errors": (
+        "ShardweaveError", "ArgumentError", "LayoutSyntaxError", "UnsupportedError", "CapacityError", "WorldError",
+        "DisagreementError", "PeerError", "MeetingTimeoutError",
+    ),
+}  # fmt: skip
+RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recording)}
+"""What functions return, which is asked for by no name."""
+
+_OF_THE_ROOMS = {
+    "TokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
+    "VirtualTokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
+    "Layout": ("unchecked", "cuts"),
+    "Recording": ("note", "trace"),
+    "Statistics": ("kind",),
+}
+"""Public between the rooms of the package, and no promise to anyone else."""
+_WIDTH = 100
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises)\b(.*):$")
+
+
+def reference() -> str:
+    """The page.
+
+    Raises:
+        ValueError: something public is in no group or in two, or says nothing of itself.
+    """
+    listed = [name for names in GROUPS.values() for name in names]
+    if sorted(listed) != sorted({*shardweave.__all__, *RESULTS}):
+        raise ValueError(f"listed once, or to be: {sorted(set(listed) ^ {*shardweave.__all__, *RESULTS})}, {listed}")
+    parts = [
+        "# API reference\n",
+        "Made from the docstrings by `python docs/api_reference.py`. Every name is one of the package's, "
+        "`shardweave.plan` and so on; those of [Measuring](#measuring) that begin with a capital are what functions "
+        "return. What a page of the documentation says at length, its docstring says in short.\n",
+    ]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}\n")
+        parts.append(" · ".join(f"[`{name}`](#{name.lower()})" for name in names) + "\n")
+        for name in names:
+            parts += _entry(name, RESULTS.get(name) or getattr(shardweave, name))
+    return re.sub("\n{3,}", "\n\n", "\n".join(parts))
+
+
+def _entry(name: str, thing: Any) -> Iterator[str]:
+    yield f"### `{name}`\n"
+    if inspect.isclass(thing):
+        yield from _class(name, thing)
+    elif callable(thing):
+        yield from _function(name, thing)
+    else:
+        yield f"A `{type(thing).__name__}`. {_said_of_constant(name, thing)}\n"
+
+
+def _class(name: str, kind: type) -> Iterator[str]:
+    bases = [base.__name__ for base in kind.__bases__ if base is not object and not base.__name__.startswith("_")]
+    if issubclass(kind, Exception):
+        yield f"An exception: {', '.join(f'`{base}`' for base in bases)}.\n"
+    # A constructor that torch wrote differs between its versions.
+    owner = next(k for k in kind.__mro__ if "__init__" in vars(k))
+    if _is_ours(owner):
+        yield _signature(name, kind) + "\n"
+    yield _text(name, kind) + "\n"
+    for member, (what, function) in sorted(_members(kind).items(), key=lambda item: item[1][0] != "attribute"):
+        if what == "class":
+            yield f"#### `{name}.{member}`\n"
+            yield from _class(f"{name}.{member}", function)
+        elif what == "attribute":
+            kind_of = inspect.signature(function).return_annotation
+            yield f"#### `{name}.{member}`: {_code(kind_of)}\n"
+            yield _text(f"{name}.{member}", function) + "\n"
+        else:
+            yield f"#### `{name}.{member}`\n"
+            yield _signature(member, function, without_self=what == "method") + "\n"
+            yield _text(f"{name}.{member}", function) + "\n"
+
+
+def _members(kind: type) -> dict[str, tuple[str, Any]]:
+    """Those that shardweave defines, in their order: but for ones that torch calls, and that the rooms keep."""
+    theirs = {name for base in kind.__mro__ if not _is_ours(base) for name in vars(base)}
+    found: dict[str, tuple[str, Any]] = {}
+    for base in reversed([base for base in kind.__mro__ if _is_ours(base)]):
+        for name, value in vars(base).items():
+            hidden = name.startswith("_") or name in theirs
+            if (hidden and name != "__call__") or name in _OF_THE_ROOMS.get(kind.__name__, ()):
+                continue
+            if isinstance(value, property):
+                found[name] = "attribute", value.fget
+            elif isinstance(value, cached_property):
+                found[name] = "attribute", value.func
+            elif isinstance(value, classmethod | staticmethod):
+                found[name] = "class method", value.__func__
+            elif inspect.isfunction(value):
+                found[name] = "method", value
+            elif inspect.isclass(value):
+                found[name] = "class", value
+    return found
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("shardweave")
+
+
+def _function(name: str, function: Callable[..., Any]) -> Iterator[str]:
+    yield _signature(name, function) + "\n"
+    if inspect.isgeneratorfunction(inspect.unwrap(function)):
+        yield "A context manager.\n"
+    yield _text(name, function) + "\n"
+
+
+def _signature(name: str, function: Callable[..., Any], without_self: bool = True) -> str:
+    """As an indented block; on one line where there is room."""
+    signature = inspect.signature(function)
+    parts, star = [], False
+    for parameter in signature.parameters.values():
+        if parameter.name.startswith("_") or parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            parts.append("*")
+            star = True
+        text = parameter.name if parameter.annotation is parameter.empty else f"{parameter.name}: {_type(parameter)}"
+        if parameter.default is not parameter.empty:
+            text += f" = {_default(parameter.default)}"
+        parts.append(text)
+    returns = signature.return_annotation
+    end = "" if inspect.isclass(function) or returns in ("None", None) else f" -> {str(returns).strip(chr(39))}"
+    line = f"{name}({', '.join(parts)}){end}"
+    if len(line) > _WIDTH:
+        line = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){end}"
+    return textwrap.indent(line, "    ")
+
+
+def _type(parameter: inspect.Parameter) -> str:
+    return str(parameter.annotation).strip("'")
+
+
+def _default(value: object) -> str:
+    for name in ("NVLINK_NODE", "NVLINK_INFINIBAND"):
+        if value is getattr(shardweave, name):
+            return name
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _code(annotation: object) -> str:
+    return f"`{str(annotation).strip(chr(39))}`"
+
+
+def _said_of_constant(name: str, value: Any) -> str:
+    """The string after its assignment, in the module of its class."""
+    module = inspect.getmodule(type(value))
+    assert module is not None
+    body = ast.parse(inspect.getsource(module)).body
+    for at, node in enumerate(body[:-1]):
+        said = body[at + 1]
+        if (
+            isinstance(node, ast.Assign)
+            and [ast.unparse(target) for target in node.targets] == [name]
+            and isinstance(said, ast.Expr)
+            and isinstance(said.value, ast.Constant)
+        ):
+            return str(said.value.value)
+    raise ValueError(f"{name} says nothing of itself")
+
+
+def _text(name: str, thing: Any) -> str:
+    """A docstring as Markdown: its sections as lists."""
+    said = inspect.getdoc(thing) if "__doc__" in dir(thing) else None
+    if not said or (inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")):
+        raise ValueError(f"{name} says nothing of itself")
+    lines, out = said.split("\n"), []
+    at = 0
+    while at < len(lines):
+        heading = _SECTION.match(lines[at])
+        if heading is None:
+            out.append(lines[at])
+            at += 1
+            continue
+        end = next((i for i in range(at + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), len(lines))
+        out += [f"**{'Arguments' if heading[1] == 'Args' else heading[1]}**{heading[2]}", ""]
+        out += [*_items(lines[at + 1 : end]), ""]
+        at = end
+    return "\n".join(out).strip() + "\n"
+
+
+def _items(lines: list[str]) -> list[str]:
+    """A section's lines: one item for each name, or a paragraph where there are none."""
+    found: list[str] = []
+    for line in textwrap.dedent("\n".join(lines)).strip().split("\n"):
+        named = re.match(r"([A-Za-z_][\w, .]*): (.*)", line)
+        if named:
+            names = ", ".join(f"`{name}`" for name in named[1].split(", "))
+            found.append(f"- {names}: {named[2]}")
+        elif found:
+            found[-1] += f" {line.strip()}" if line.strip() else ""
+        else:
+            found.append(line)
+    return found
+
+
+if __name__ == "__main__":
+    FILE.write_text(reference(), encoding="utf-8")

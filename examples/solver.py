@@ -1,0 +1,62 @@
+"""A sharding solver's use: price every layout, take the cheapest, and carry plain local tensors there.
+
+    torchrun --standalone --nproc-per-node 4 examples/solver.py
+
+An op can take its input in several layouts, and a parameter lies in a shard order that placements alone do not say.
+`redistribute_cost` prices each way without making a plan, and `ordered_redistribute_local_tensor` moves this rank's
+shard into the layout that was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+import shardweave
+
+SHAPE = (24, 20)
+NODES = replace(shardweave.NVLINK_INFINIBAND, name="nodes of 2", node_size=2)
+HELD = "S0 S0 @ 0:1,0"  # rows cut by tp first, then by dp: as FSDP2 keeps what tensor parallelism cut
+ACCEPTED = {
+    "S0 S0": (Shard(0), Shard(0)),
+    "R S0": (Replicate(), Shard(0)),
+    "S1 S0": (Shard(1), Shard(0)),
+    "S0 R": (Shard(0), Replicate()),
+}
+
+
+def main() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    prices = {text: shardweave.redistribute_cost(mesh, SHAPE, torch.float32, HELD, text, NODES) for text in ACCEPTED}
+    chosen = min(prices, key=lambda text: prices[text])
+    if rank == 0:
+        for text, price in prices.items():
+            print(f"{HELD} → {text:<5} {price:5.1f} µs{' (chosen)' if text == chosen else ''}")
+
+    whole = torch.arange(480.0).reshape(SHAPE)
+    dp, tp = rank // 2, rank % 2
+    mine = whole.chunk(2)[tp].chunk(2)[dp].clone().requires_grad_()
+
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    source, target = (DTensorSpec(mesh, placements, meta) for placements in (ACCEPTED["S0 S0"], ACCEPTED[chosen]))
+    # A device order: of the source mesh dim 1 cuts first. The target's is its spec's own, the default one.
+    moved = shardweave.ordered_redistribute_local_tensor(mine, source, target, src_order=(1, 0), topology=NODES)
+
+    wanted = whole
+    for at, placement in zip((dp, tp), ACCEPTED[chosen], strict=True):
+        if isinstance(placement, Shard):
+            wanted = wanted.chunk(2, placement.dim)[at]
+    torch.testing.assert_close(moved, wanted)
+    moved.sum().backward()
+    torch.testing.assert_close(mine.grad, torch.ones_like(mine))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""The report: one well-formed page that loads nothing, with a picture for each thing that was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardweave.__main__ import main
+from shardweave.bench import html_report
+from shardweave.bench.result_file import Absent, Fault, Results, Row
+from shardweave.bench.scale_rows import Row as Simulated
+from shardweave.errors import ArgumentError
+
+pytest.importorskip("matplotlib", reason="the report's pictures are drawn by matplotlib")
+from matplotlib.figure import Figure
+
+from shardweave.bench import pictures
+
+pytestmark = pytest.mark.plan
+ABOUT = {"cpu": "A <CPU> & more", "cores": 2, "gpus": [], "torch": "2.13.0", "commit": "abc"}
+_EMPTY = {"meta", "br", "hr", "img", "link", "input"}
+
+
+def sweep(contender: str, factor: float) -> list[Row]:
+    return [
+        Row("redistribute", f"all-gather {n}×{n}", contender, "µs", (factor * n, factor * n * 1.1), n * n, n * n, 0.5,
+            detail={"sweep": "all-gather", "source": "S0", "target": "R", "tensor_bytes": 4 * n * n})
+        for n in (64, 256, 1024)
+    ]  # fmt: skip
+
+
+def everything() -> Results:
+    rows = [*sweep("ours", 1.0), *sweep("stock", 9.0), *sweep("copy", 0.3)]
+    rows += [Row("redistribute", "llama/<wq>", side, "µs", (t, t * 2)) for side, t in (("ours", 5.0), ("stock", 60.0))]
+    rows += [Row("kernels", "copy, 64 B", side, "µs", (t,), 1 << 20, 1 << 20, 1 / t) for side, t in
+             (("ours", 2.0), ("index_select", 3.0), ("copy", 1.0))]  # fmt: skip
+    rows += [Row("dispatch", "T 16", side, "µs", (t,)) for side, t in (("ours", 2.0), ("torch.distributed", 9.0))]
+    rows += [Row("host", "S0 → R", side, "µs", (t,)) for side, t in (("ours", 40.0), ("stock", 80.0))]
+    rows += [Row("plan", "bytes ÷ bound, even", side, "×", s, paired=True) for side, s in
+             (("ours", (1.0, 1.0)), ("stock, greedy", (2.0, 7.5)), ("stock, graph", (1.0, 3.0)))]  # fmt: skip
+    return Results(
+        "2026-01-02T03:04:05",
+        "bench --quick",
+        "quick",
+        ABOUT,
+        tuple(rows),
+        (Absent("kernels", "a", "torchao", "no <GPU>"),),
+    )
+
+
+def at_scale() -> dict[str, Any]:
+    rows = [
+        {"workload": "Llama", "case": case, "topology": topology, "ranks": n, "mesh": f"{n} (tp)", "calls": calls,
+         "ours_us": 1.0 * n, "stock_us": 3.0 * n, "ours_bytes": 1, "stock_bytes": 2}
+        for case, calls in (("a", 2), ("b", 5)) for topology in ("flat", "nodes of 8") for n in (8, 1024, 131072)
+    ]  # fmt: skip
+    return {"version": 1, "command": "python -m shardweave.bench.scale", "machine": {}, "rows": rows}
+
+
+def simulated() -> dict[str, Any]:
+    return {**at_scale(), "rows": [Simulated(**row) for row in at_scale()["rows"]]}
+
+
+class Page(HTMLParser):
+    """Elements opened and closed in order, ids, links and what would be loaded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in _EMPTY:
+            self.open.append(tag)
+        self._note(attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._note(attrs)
+
+    def _note(self, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given[n] for n in ("href", "src", "srcset", "data", "action", "xlink:href") if n in given]
+        self.links += re.findall(r"url\(([^)]*)\)", " ".join(given.values()))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
+    text = html_report.page([everything(), everything()], simulated())
+    page = Page(text)
+    assert page.tags.count("svg") == 2 * 6 + 1
+    assert len(set(page.ids)) == len(page.ids), "two pictures share a name"
+    assert page.links and all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert "http:" not in text and "https:" not in text and "@import" not in text and "<script" not in text
+    assert "A &lt;CPU&gt; &amp; more" in text and "llama/&lt;wq&gt;" in text and "no &lt;GPU&gt;" in text
+
+
+def test_what_went_wrong_is_on_the_page() -> None:
+    wrong = (Fault("kernels", "a <b>", "ours", "3 differ"), Fault("host", "", "", "ended with -9"))
+    text = html_report.page([replace(everything(), faults=wrong)])
+    Page(text)
+    assert "<li>kernels: a &lt;b&gt;: ours: 3 differ</li><li>host: ended with -9</li>" in text
+    assert 'class="wrong"' in text and 'class="wrong"' not in html_report.page([everything()])
+
+
+def test_pictures_are_coloured_by_the_style_sheet() -> None:
+    text = html_report.page([everything()], simulated())
+    style, body = text.split("</style>")
+    names = set(re.findall(r"var\(--(\w+)\)", body))
+    assert names >= {"ink", "muted", "grid", "ours", "stock", "ceiling"}
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for name in names | set(pictures.NAMES):
+        assert f"--{name}: #" in light and f"--{name}: #" in dark, name
+    # Nothing is left in a colour of its own: it would be lost on one of the backgrounds.
+    assert not re.findall(r"(?:fill|stroke)[:=]\s*[\"']?#[0-9a-f]{3,6}", body)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_colours_stand_out_on_both_backgrounds() -> None:
+    for theme in html_report._STYLE.split("@media (prefers-color-scheme: dark)"):
+        colours = dict(re.findall(r"--(\w+): #([0-9a-f]{6})", theme))
+        page = _luminance(colours["page"])
+        for name, least in {"ink": 7.0, "muted": 4.5, "ours": 4.5, "stock": 4.5, "other": 4.5, "other2": 4.5,
+                            "ceiling": 4.5, "ours2": 3.0}.items():  # fmt: skip
+            lighter, darker = sorted((_luminance(colours[name]), page), reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= least, name
+
+
+def test_what_was_not_measured_has_no_picture() -> None:
+    few = replace(everything(), rows=tuple(row for row in everything().rows if row.suite == "host"))
+    text = html_report.page([few])
+    page = Page(text)
+    assert page.tags.count("svg") == 1 and "No simulation was given" in text
+    assert Page(html_report.page([replace(few, rows=(), scale="dry")])).tags.count("svg") == 0
+    empty = html_report.page([few], {**at_scale(), "rows": []})
+    assert "None of its rows has both sides" in empty
+
+
+def drawn_by_ranks(rows: Sequence[Simulated], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[float, float]]]:
+    """The points of the picture's lines, by their labels."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+
+    def seen(figure: Figure, name: str, about: str) -> str:
+        for ax in figure.axes:
+            title = ax.get_title("left")
+            lines.update({f"{title}, {one.get_label()}": list(map(tuple, one.get_xydata())) for one in ax.lines})
+        return "<svg>"
+
+    monkeypatch.setattr(pictures, "themed", seen)
+    assert pictures.cost_against_ranks(rows) == "<svg>"
+    return lines
+
+
+def test_cost_over_ranks_is_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 calls of one case and 5 of the other, which is not there on the fewest ranks."""
+    rows = [row for row in simulated()["rows"] if row.case == "a" or row.ranks > 8]
+    lines = drawn_by_ranks(rows, monkeypatch)
+    assert len(lines) == 4
+    for topology in ("flat", "nodes of 8"):
+        for side, us in (("ours", 1), ("stock", 3)):
+            expected = [(n, calls * us * n / 1e3) for n, calls in ((8, 2), (1024, 7), (131072, 7))]
+            assert lines[f"Llama, {side}, {topology}"] == [pytest.approx(point) for point in expected]
+
+
+def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(pictures.__file__).with_name("results") / "scale"
+    lines = drawn_by_ranks(html_report.read_at_scale(folder / "scale.json")["rows"], monkeypatch)
+    table = (folder / "scale.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
+    compared = 0
+    for line in table.splitlines()[2:]:
+        workload, topology, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        pairs = [tuple(map(float, cell.split(" / "))) for cell in cells if cell != "-"]
+        for place, side in enumerate(("ours", "stock")):
+            ms = [y for _, y in lines[f"{workload}, {side}, {topology}"]]
+            assert ms == pytest.approx([pair[place] for pair in pairs], abs=0.051)
+            compared += len(ms)
+    assert compared > 100
+
+
+def test_files_in_and_out(tmp_path: Path) -> None:
+    given, scale, out = tmp_path / "r.json", tmp_path / "scale.json", tmp_path / "report.html"
+    everything().write(given, "--json")
+    scale.write_text(json.dumps(at_scale()))
+    options = ["-o", str(out), "--scale", str(scale), "--markdown", str(tmp_path / "r.md")]
+    assert main(["report", str(given), *options]) == 0
+    assert Page(out.read_text()).tags.count("svg") == 7 and "## plan" in (tmp_path / "r.md").read_text()
+    row = at_scale()["rows"][0]
+    for change, said in (
+        ({"version": 2}, "of version 2"),
+        ({"rows": [{n: v for n, v in row.items() if n != "calls"}]}, "lacks one of workload.*calls"),
+        ({"rows": [{**row, "calls": None}]}, "calls of a row .* is None"),
+    ):
+        scale.write_text(json.dumps({**at_scale(), **change}))
+        with pytest.raises(ArgumentError, match=f"--scale: .*{said}"):
+            html_report.read_at_scale(scale)
+    scale.write_text(json.dumps(at_scale())[:200])
+    with pytest.raises(ArgumentError, match="--scale: .*is cut short"):
+        html_report.read_at_scale(scale)
+    with pytest.raises(ArgumentError, match="--out: .*no/report.html' cannot be written"):
+        html_report.run([given], tmp_path / "no/report.html", None, None)
+    with pytest.raises(ArgumentError, match="--markdown: .*no/r.md' cannot be written"):
+        html_report.run([given], out, None, tmp_path / "no/r.md")
+
+
+@pytest.fixture
+def browser() -> list[str]:
+    """The beginning of a command; without a window."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium is installed")
+    return [found, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+
+
+@pytest.mark.long
+def test_nothing_is_wider_than_the_window(browser: list[str], tmp_path: Path) -> None:
+    """Tables scroll by themselves. An element that is too wide is put in to see that it would be seen."""
+    results = replace(everything(), command="bench " + "--json=" + "a" * 300, faults=(Fault("a", "b" * 300, "c", "d"),))
+    text = html_report.page([results], simulated())
+    page, tell = tmp_path / "report.html", "<script>document.title = document.documentElement.scrollWidth</script>"
+    for width in (1366, 600):
+        for more in ("", f'<div style="width: {width + 300}px">wide</div>'):
+            page.write_text(text.replace("</body>", f"{more}{tell}</body>"), encoding="utf-8")
+            command = [*browser, f"--window-size={width},2400", "--dump-dom", page.as_uri()]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+            said = re.search(r"<title>(\d+)</title>", done.stdout)
+            assert said is not None, done.stderr
+            assert (int(said[1]) > width) == bool(more), (said[1], width, more)
+
+
+@pytest.mark.long
+def test_it_renders_light_and_dark_in_a_browser(browser: list[str], tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    page = tmp_path / "report.html"
+    page.write_text(html_report.page([everything()], simulated()), encoding="utf-8")
+    shots = {}
+    for scheme, number in (("dark", 0), ("light", 1)):
+        shot = tmp_path / f"{scheme}.png"
+        command = [*browser, "--window-size=1366,2400", f"--blink-settings=preferredColorScheme={number}"]
+        command += ["--enable-logging=stderr", f"--screenshot={shot}"]
+        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr
+        shots[scheme] = imread(shot)[:, :, :3]
+    assert shots["light"].shape == shots["dark"].shape
+    assert shots["light"].mean() > 0.85 and shots["dark"].mean() < 0.25
+    # Ink and the colours of both sides are there on both.
+    for shot in shots.values():
+        background = shot[0, 0]
+        assert (abs(shot - background).sum(axis=2) > 1.0).mean() > 0.01

@@ -1,0 +1,110 @@
+"""The committed traces: that they load, that the programs still make them, and that hand-written cases are of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardweave import ArgumentError, Layout
+from shardweave.bench.deepseek import DeepSeekSizes
+from shardweave.bench.record_workloads import RECORDED, WORKLOADS, deep_seek, llama, main, mesh_sizes, recorded, solver
+from shardweave.bench.replay import distinct
+from shardweave.bench.solver_program import SolverSizes
+from shardweave.bench.transformer import Sizes
+from shardweave.bench.workloads import load_workloads
+from shardweave.runtime.trace import Entry, Trace
+
+pytestmark = pytest.mark.plan
+
+TRACES = {name: Trace.read(RECORDED / f"{name}.json") for name in WORKLOADS}
+_LLAMA = Sizes(2, 64, 8, 4, 96, 128, 10_000.0)
+_SMALL: dict[str, tuple[Callable[[DeviceMesh], None], dict[str, int]]] = {
+    "llama3_8b": (lambda mesh: llama(mesh, _LLAMA, 16), {"replicas": 2, "dp": 2, "tp": 2}),
+    "deepseek_v3": (
+        lambda mesh: deep_seek(mesh, DeepSeekSizes(2, 1, 64, 4, 32, 16, 8, 4, 8, 96, 8, 16, 2, 128), 16),
+        {"replicas": 2, "fsdp": 2, "ep": 2, "tp": 2},
+    ),
+    "solver": (
+        lambda mesh: solver(mesh, SolverSizes(32, 64, 8, 4, 96, 64, 8, 32, 16, 2, 64, 37, 7)),
+        {"dp": 2, "tp": 2},
+    ),
+}
+
+
+def kinds(trace: Trace) -> set[tuple]:
+    return {
+        (e.mesh.names, e.dtype, len(e.shape), e.source, e.target, e.where.split(" ")[0] == "FSDP") for e in trace.found
+    }
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_a_small_model_redistributes_alike(name: str) -> None:
+    small = recorded(*_SMALL[name])
+    assert kinds(small) == kinds(TRACES[name]) and not small.left_out
+
+
+def test_both_llamas_redistribute_alike() -> None:
+    assert kinds(TRACES["llama3_8b"]) == kinds(TRACES["llama3_70b"])
+
+
+def test_calls_and_sizes_are_of_whole_models() -> None:
+    """By what is known of the models."""
+    for name, layers, width, kv, hidden in (
+        ("llama3_8b", 32, 4096, 1024, 14336),
+        ("llama3_70b", 80, 8192, 1024, 28672),
+    ):
+        found = TRACES[name].found
+        weights = 2 * width * (width + kv) + 3 * width * hidden
+        block = weights // 8 + 2 * width  # norms are whole on every rank along tp
+        gathers = {e: c for e, c in found.items() if e.where.startswith("FSDP gathers blocks.*")}
+        assert {e.shape for e in gathers} == {(block,)} and sum(c.calls for c in gathers.values()) == 2 * layers
+        reduces = {e: c for e, c in found.items() if e.where.startswith("FSDP reduces blocks.*")}
+        assert [(e.shape, e.dtype, c.calls) for e, c in reduces.items()] == [((block,), "float32", layers)]
+        scattered = sum(c.calls for e, c in found.items() if (e.source, e.target) == ("P", "S1"))
+        # wo and w2 of each block and the embedding; backward what each block and the output gather.
+        assert scattered == 2 * (2 * layers + 1)
+    experts = [
+        c.calls for e, c in TRACES["deepseek_v3"].found.items() if ".experts " in e.where and "reduces" in e.where
+    ]
+    assert experts == [58]
+    # Experts as FSDP2 places them: cut by expert parallelism first.
+    whole = {
+        (e.shape, e.source, e.target) for e in TRACES["deepseek_v3"].found if e.shape[:1] == (256,) and e.mesh.ndim > 1
+    }
+    assert whole == {
+        ((256, 7168, 2048), "R S0 S0 S2 @ 0:2,1", "R R R R"),
+        ((256, 2048, 7168), "R S0 S0 S1 @ 0:2,1", "R R R R"),
+    }
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_are_whole(name: str) -> None:
+    trace = TRACES[name]
+    assert not trace.left_out and trace.found
+    assert all(entry.mesh.names for entry in trace.found) and len(distinct(trace)) <= 64
+    assert sum(cost.bytes_in_all for cost in trace.found.values()) > 1 << 30
+
+
+def key(entry: Entry) -> tuple:
+    return entry.shape, entry.dtype, entry.source, entry.target
+
+
+def test_every_case_of_the_demo_is_recorded() -> None:
+    """One source of truth: what the hand-written cases say is what the solver's program does, on a mesh of any size."""
+    found = {key(entry) for entry in TRACES["solver"].found}
+    missing = []
+    for case in load_workloads():
+        source, target = (str(Layout.parse(text, case.mesh)) for text in (case.source, case.target))
+        if (case.full_shape, case.dtype, source, target) not in found:
+            missing.append((case.name, case.full_shape, case.dtype, source, target))
+    assert not missing
+
+
+def test_what_it_is_asked(capsys: pytest.CaptureFixture) -> None:
+    assert mesh_sizes({"dp": 8, "tp": 8}, "tp=2") == {"dp": 8, "tp": 2}
+    for given in ("tp", "tp=0", "ep=2", "tp=x", ","):
+        with pytest.raises(ArgumentError, match="allowed: dp=N, tp=N"):
+            mesh_sizes({"dp": 8, "tp": 8}, given)
+    assert main(["nothing"]) == 2 and "allowed: llama3_8b" in capsys.readouterr().err

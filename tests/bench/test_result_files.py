@@ -1,0 +1,128 @@
+"""Result files: what is written is what is read, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardweave.bench import machine
+from shardweave.bench.markdown import as_markdown
+from shardweave.bench.result_file import VERSION, Absent, Fault, Results, Row, read
+from shardweave.errors import ArgumentError
+
+pytestmark = pytest.mark.plan
+ABOUT = {"cpu": "AMD EPYC", "cores": 2, "gpus": [], "memory_gib": 24.0, "torch": "2.13.0", "commit": "abc"}
+ROWS = (
+    Row("redistribute", "a | b", "ours", "µs", (1.0, 2.5, 4.0), 100, 100, 0.5, detail={"rotation": {"cold": True}}),
+    Row("redistribute", "a | b", "stock", "µs", (10.0, 30.0, 20.0), 300, 100, 0.05, note="its result is wrong: x"),
+    Row("plan", "bytes ÷ bound", "ours", "×", (1.0,), paired=True),
+)
+RESULTS = Results(
+    "2026-01-02T03:04:05+00:00",
+    "python -m shardweave bench",
+    "quick",
+    ABOUT,
+    ROWS,
+    (Absent("kernels", "a", "torchao", "none"),),
+    (Fault("redistribute", "a | b", "ours, windows", "3 elements\ndiffer"), Fault("host", "", "", "ended with -9")),
+    "a |",
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    RESULTS.write(tmp_path / "r.json", "--json")
+    assert read(tmp_path / "r.json", "A") == RESULTS
+    written = json.loads((tmp_path / "r.json").read_text())["rows"][0]
+    assert (written["median"], written["low"], written["high"]) == (2.5, 1.75, 3.25)
+    assert ROWS[2].quartiles == (1.0, 1.0)
+    with pytest.raises(ArgumentError, match="--json: .*no/where.json' cannot be written"):
+        RESULTS.write(tmp_path / "no/where.json", "--json")
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "r.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ArgumentError) as caught:
+        read(file, "A")
+    assert str(caught.value).startswith("A: ") and str(file) in str(caught.value) and "allowed: " in str(caught.value)
+    return str(caught.value)
+
+
+def test_files_that_are_something_else(tmp_path: Path) -> None:
+    text = RESULTS.to_json()
+    for end in (0, 1, 40, len(text) // 2, len(text) - 3):
+        assert "is cut short" in refused(tmp_path, text[:end]), end
+    assert "is no JSON" in refused(tmp_path, "a report\nof something")
+    assert "is something else" in refused(tmp_path, "[]") and "is something else" in refused(tmp_path, '{"rows": []}')
+    assert "is of version 1; allowed: 2" in refused(tmp_path, text.replace(f'"version": {VERSION}', '"version": 1', 1))
+    assert "no list of rows" in refused(tmp_path, '{"version": 2}')
+    for name, value, said in (("faults", [{"suite": "host"}], "absent or faults lack"), ("match", None, "match of")):
+        assert said in refused(tmp_path, json.dumps({**json.loads(text), name: value}))
+    without = {name: value for name, value in json.loads(text).items() if name != "faults"}
+    assert "absent or faults lack" in refused(tmp_path, json.dumps(without))
+    with pytest.raises(ArgumentError, match="A: .*none.json' cannot be read: No such file"):
+        read(tmp_path / "none.json", "A")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("samples", [], "samples"),
+        ("samples", [1.0, "2"], "samples"),
+        ("samples", [-1.0], "samples"),
+        ("unit", "GB/s", "unit 'GB/s'"),
+        ("case", None, "case is None"),
+        ("bytes", "many", "bytes 'many'"),
+        ("detail", 3, "detail 3"),
+    ],
+)
+def test_rows_that_are_not_as_they_have_to_be(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    given = json.loads(RESULTS.to_json())
+    given["rows"][1][name] = value
+    assert said in refused(tmp_path, json.dumps(given))
+
+
+def test_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        replace(RESULTS, rows=(replace(ROWS[0], samples=(float("nan"),)),)).to_json()
+    assert "NaN is no number" in refused(tmp_path, RESULTS.to_json().replace("2.5", "NaN"))
+    assert "more than once" in refused(tmp_path, replace(RESULTS, rows=(ROWS[0], ROWS[0])).to_json())
+
+
+def test_results_as_markdown() -> None:
+    text = as_markdown(RESULTS)
+    assert "| a | b | ours | 2.5 µs | 1.75 to 3.25 |  | 100 | 100 | 50% | cold |" in text
+    assert "| a | b | stock | 20 µs | 15 to 25 | 8.00 | 300 | 100 | 5% |  |" in text
+    assert (
+        "its result is wrong: x" in text and "- kernels: torchao (1 case): none" in text and "AMD EPYC, 2 cores" in text
+    )
+    wrong = "- redistribute: a | b: ours, windows: 3 elements differ\n- host: ended with -9\n"
+    assert f"**Wrong results, and what has none because it failed:**\n\n{wrong}" in text
+    assert "Wrong" not in as_markdown(replace(RESULTS, faults=()))
+    assert "no figure" not in text and "no figure" in as_markdown(replace(RESULTS, scale="dry"))
+
+
+def test_machines_of_one_kind(tmp_path: Path) -> None:
+    assert machine.kind(ABOUT) == "amd-epyc-2-cores"
+    assert machine.kind({**ABOUT, "gpus": ["NVIDIA H200"]}) == "nvidia-h200"
+    assert machine.kind({**ABOUT, "gpus": ["NVIDIA H100"] * 8}) == "nvidia-h100-x8"
+    here = machine.machine()
+    assert json.loads(json.dumps(here)) == here and here["cores"] >= 1 and here["memory_gib"] > 0
+    assert here["system"] in as_markdown(replace(RESULTS, machine=here))
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A CPU\nmodel name\t: A CPU\n")
+    assert machine.cpu_model(tmp_path / "cpuinfo") == "A CPU" and machine.cpu_model(tmp_path / "none")
+
+
+def test_caches_of_the_last_level_are_added_up(tmp_path: Path) -> None:
+    for cpu, caches in {0: ((1, "32K", "0"), (3, "16384K", "0-1")), 2: ((1, "32K", "2"), (3, "16M", "2-3"))}.items():
+        for i, (level, size, shared) in enumerate(caches):
+            folder = tmp_path / f"cpu{cpu}/cache/index{i}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(text + "\n")
+    assert machine.last_level_cache(tmp_path) == 32 << 20
+    assert machine.last_level_cache(tmp_path / "none") == 64 << 20

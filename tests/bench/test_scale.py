@@ -1,0 +1,239 @@
+"""Prices at scale: how meshes grow, bytes against brute counts, torch's plans against those on real meshes."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardweave
+from shardweave import ArgumentError, Layout, Mesh
+from shardweave.bench import machine, scale, scale_report, validation
+from shardweave.bench.growth import GROWTHS, Growth
+from shardweave.bench.record_workloads import WORKLOADS
+from shardweave.bench.scale import TOPOLOGIES, received, simulate, stock_received
+from shardweave.bench.scale_report import Slowest
+from shardweave.bench.scale_rows import Row, totals
+from shardweave.bench.stock_plans import Stock
+from shardweave.planner.index_sets import held_box
+from shardweave.runtime.specs import spec_of_layout
+from shardweave.runtime.trace import Entry, Trace
+
+pytestmark = pytest.mark.plan
+
+GROWTH = Growth(
+    "",
+    ("replicas", "fsdp", "ep", "tp"),
+    {"tp": 2},
+    (("fsdp", 4), ("ep", 2), ("replicas", None)),
+    {"dp": ("fsdp", "ep")},
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (2, (1, 1, 1, 2)),
+        (8, (1, 4, 1, 2)),
+        (16, (1, 4, 2, 2)),
+        (48, (3, 4, 2, 2)),
+        (1 << 17, (1 << 13, 4, 2, 2)),
+        (1, None),
+        (9, None),
+    ],
+)
+def test_meshes_grow(ranks: int, shape: tuple[int, ...] | None) -> None:
+    world = GROWTH.world(ranks)
+    assert (world.shape if world else None) == shape
+    if world:
+        both = GROWTH.mesh(world, ("replicas", "dp"))
+        assert both.shape == (shape[0], shape[1] * shape[2]) and both.rank_array[:3].tolist() == [0, 2, 4][: both.size]
+        assert GROWTH.mesh(world, ("tp",)).rank_array.tolist() == [0, 1]
+
+
+def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: str, where: str = "a.py:1 f") -> Entry:
+    return Entry(Mesh((2,) * len(names), names), None, shape, "float32", source, target, where)
+
+
+def test_what_becomes_of_a_redistribution() -> None:
+    world = GROWTH.world(48)
+    assert world is not None
+    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), world)
+    assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the ranks that there are"
+    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), world).shape == (10,)
+    solver = GROWTHS["solver"]
+    world = solver.world(2048)
+    assert world is not None
+    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), world)
+    assert weight.mesh.shape == (2, 128, 8) and (weight.source, weight.target) == ("P P S0", "R S0 S0 @ 0:2,1")
+    for kept in (entry(("dp", "tp"), (1, 64, 8), "P S2", "S1 S2"), entry(("dp", "tp"), (64, 8), "S0 P", "S0 R")):
+        assert solver.grown(kept, world).mesh.shape == (128, 8)
+    for wrong in (entry(("pp",), (4,), "S0", "R"), entry(("dp", "tp"), (12,), "S0/3 R", "R R")):
+        with pytest.raises(ArgumentError, match="allowed"):
+            solver.grown(wrong, world)
+
+
+def test_every_workload_grows() -> None:
+    for name, growth in GROWTHS.items():
+        assert name in WORKLOADS
+        for ranks in scale.RANKS[4:]:
+            world = growth.world(ranks)
+            assert world is not None and world.size == ranks
+            for found in scale.load(name).found:
+                growth.grown(found, world)
+
+
+def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> set[tuple[int, ...]]:
+    box = held_box(shape, layout, mesh.shape, mesh.coordinate(position))
+    return set(product(*(range(*span) for span in box)))
+
+
+@pytest.mark.parametrize(
+    "layouts", [("S0 S1", "S1 S0"), ("S0 S0", "R S0"), ("R S0", "S0 S0"), ("S0 S0", "S0 S0 @ 0:1,0")]
+)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.name)
+def test_bytes_are_those_of_a_brute_count(layouts: tuple[str, str], topology: shardweave.Topology) -> None:
+    """The ranks at both ends and in the middle: what each lacks, at each step, of what it ends with."""
+    mesh, shape = Mesh((4, 2), ("dp", "tp")), (22, 6)
+    program = shardweave.plan(mesh, shape, "float32", *layouts, topology=topology)
+    lacking = [
+        sum(len(held(shape, s.target, program.mesh, r) - held(shape, s.source, program.mesh, r)) for s in program.steps)
+        for r in scale.sampled(mesh)
+    ]
+    assert program.steps and max(lacking) > 0
+    assert received(Entry(mesh, None, shape, "float32", *layouts, ""), topology) == 4 * max(lacking)
+
+
+def test_bytes_of_torch() -> None:
+    """By what its collectives bring: (n - 1) parts, padded, of each."""
+    mesh, shape = Mesh((4, 2)), (16, 6)
+    gather = stock_received(mesh, shape, "bfloat16", Layout.parse("S0 S1"), Layout.parse("R S1"))
+    assert gather == 3 * 4 * 3 * 2
+    both = stock_received(mesh, shape, "float32", Layout.parse("S0 S1"), Layout.parse("R R"))
+    assert both == 4 * (4 * 3 + 3 * 4 * 6), "the inner mesh dim first"
+    assert stock_received(mesh, shape, "float32", Layout.parse("P R"), Layout.parse("S0 R")) == 4 * 3 * 4 * 6
+    assert stock_received(Mesh((1, 2)), shape, "float32", Layout.parse("S0 R"), Layout.parse("R R")) == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 2)], ids=str)
+def test_torchs_plans_need_no_process_group(shape: tuple[int, ...]) -> None:
+    """On a mesh without one they are those of a real mesh, in any order of shards."""
+    texts = ["S0 S0", "R S0", "S0 R", "P S0", "S0 S1", "S1 S0", "S0 S0 @ 0:1,0", "P R"]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", shape)
+        meta = TensorMeta(torch.Size((64, 32)), (32, 1), torch.float32)
+        for a, b, graph in product(texts, texts, (False, True)):
+            if a == b or "P" in b:
+                continue
+            extra = " R" * (len(shape) - 2)
+            a, b = (text.partition(" @")[0] + extra + "".join(text.partition(" @")[1:]) for text in (a, b))
+            source, target = Layout.parse(a), Layout.parse(b)
+            real = _gen_transform_infos_non_cached(
+                spec_of_layout(source, mesh, meta), spec_of_layout(target, mesh, meta), use_graph_based_transform=graph
+            )
+            stops = Stock(shape, graph).stops((64, 32), source, target)
+            assert stops[0] == source and stops[-1] == target and len(stops) == len(real) + 1
+            changed = [
+                [m for m in range(len(shape)) if x.placements[m] != y.placements[m]]
+                for x, y in zip(stops, stops[1:], strict=False)
+            ]
+            assert changed == [[step.mesh_dim] for step in real]
+    finally:
+        dist.destroy_process_group()
+
+
+def small_rows() -> list[Row]:
+    return list(simulate(["solver", "llama3_8b"], [8, 32], TOPOLOGIES, Slowest()))
+
+
+def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = small_rows()
+    assert {(row.workload, row.ranks) for row in rows} == set(product(["solver", "llama3_8b"], [8, 32]))
+    assert {row.topology for row in rows} == {t.name for t in TOPOLOGIES}
+    for row in rows:
+        assert row.ours_us > 0 or row.stock_us
+        # torch is priced by the same plans, step by step.
+        assert row.stock_us is not None and row.stock_us > 0.9 * row.ours_us, row
+    for (workload, topology, ranks), (ours, theirs) in totals(rows).items():
+        of = [row for row in rows if (row.workload, row.topology, row.ranks) == (workload, topology, ranks)]
+        assert ours == pytest.approx(sum(row.calls * row.ours_us for row in of) / 1e3) and theirs >= 0.99 * ours
+    runs = [{"ranks": 2, "world": "collective", "cases": [{"name": "a", "predicted_us": 2.0, "measured_us": 4.0}]}]
+    about = machine.machine()
+    data = {"command": "c", "machine": about, "validation": {"command": "v", "machine": about, "runs": runs}}
+    text = scale_report.report(data, rows, Slowest(), TOPOLOGIES)
+    links = [line.split(" | ") for line in text.splitlines() if "assumed, not measured |" in line]
+    assert [(cells[0].strip("| "), cells[1].partition(",")[0], *cells[2:4]) for cells in links] == [
+        ("NVLink nodes of 8 on InfiniBand", "inside a node", "5", "450"),
+        ("NVLink nodes of 8 on InfiniBand", "between nodes", "20", "50"),
+        ("flat InfiniBand", "between nodes", "20", "50"),
+        ("one NVLink domain", "inside a node", "5", "450"),
+    ]
+    few = scale_report.report(data, [r for r in rows if r.topology == "flat InfiniBand"], Slowest(), TOPOLOGIES[1:2])
+    assert few.count("assumed, not measured |") == 1
+    assert "| llama3_8b | flat InfiniBand |" in text and "| 2 | collective | 1 | 100% | 100% | a: 2 for 4 µs |" in text
+    data = {"version": 1, "command": "c", "machine": about, "rows": [vars(row) for row in rows]}
+    assert json.loads(scale._json(data)) == data
+
+
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "find_spec", lambda name: None)
+    assert scale.main(["--out", str(tmp_path)]) == 2 and "matplotlib, which is not here" in capsys.readouterr().err
+    monkeypatch.setattr(scale, "find_spec", lambda name: True)
+    assert scale.main(["--out", str(tmp_path / "no")]) == 2
+    assert "allowed: a folder that is there" in capsys.readouterr().err
+    assert scale.main(["--out", str(tmp_path), "--validate", "1"]) == 2
+    assert "numbers of ranks above 1" in capsys.readouterr().err
+
+
+def test_a_validation_that_is_something_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "validation.json"
+    text = (Path(scale.__file__).with_name("results") / "scale" / "validation.json").read_text(encoding="utf-8")
+    given = json.loads(text)
+    file.write_text(text, encoding="utf-8")
+    assert scale.read_validation(file) == given
+    runs = [{**given["runs"][0], "cases": [{"name": "a", "predicted_us": 1.0, "measured_us": 0.0}]}]
+    for wrong, said in (
+        (text[:3000], "is cut short"),
+        (json.dumps({**given, "version": 9}), "is of version 9; allowed: 1"),
+        (json.dumps({**given, "machine": {}}), "is something else"),
+        (json.dumps({**given, "runs": runs}), "is something else"),
+    ):
+        file.write_text(wrong, encoding="utf-8")
+        assert scale.main(["--out", str(tmp_path), "--only", "solver", "--largest", "8"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --out: {str(file)!r} ") and said in error
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_errors_are_factors() -> None:
+    cases = [{"predicted_us": p, "measured_us": 10.0} for p in (5.0, 10.0, 30.0)]
+    assert validation.errors(cases) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.multi
+def test_prices_are_held_against_ranks_of_this_machine() -> None:
+    """Outputs are checked there before they are timed."""
+    runs = validation.measure([2], "llama/sequence", 1 << 14)
+    assert [(run["ranks"], run["world"]) for run in runs] == [(2, "shared_memory"), (2, "collective")]
+    for run in runs:
+        assert {case["name"] for case in run["cases"]} >= {"llama/sequence gather", "llama/sequence to heads"}
+        topology = shardweave.Topology.from_dict(run["topology"])
+        assert topology.node.one_sided == (run["world"] == "shared_memory")
+        for case in run["cases"]:
+            assert case["predicted_us"] > 0 and case["measured_us"] > 0
+    assert len(validation.rows(runs)) == 2 + len(runs) + 1
+
+
+def test_traces_say_what_they_are_of() -> None:
+    for name, workload in WORKLOADS.items():
+        trace: Trace = scale.load(name)
+        assert trace.world_size == len(Mesh(tuple(workload.mesh.values())).rank_array)

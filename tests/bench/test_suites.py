@@ -1,0 +1,296 @@
+"""The suites, dry: every line of them runs on tiny sizes, through pytest-benchmark and the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardweave.__main__ import main
+from shardweave.bench import measuring, run
+from shardweave.bench.measuring import Found, Sink, measured, suite
+from shardweave.bench.result_file import Fault, read
+from shardweave.bench.suites import SCALES, SUITES
+from shardweave.bench.suites.suite_redistribute import put
+from shardweave.bench.turns import Rotation, rotating, slowest
+from shardweave.errors import ArgumentError
+
+ROOT = Path(__file__).parents[2]
+# Who need not be here.
+OPTIONAL = {"torchtitan", "torchao", "torch.compile", "ours, windows, launched"}
+
+
+def here(name: str, cases: list[str], scale: str = "dry") -> Found:
+    """Of suites that leave a process as it was, but for what is put back here: without the start of another."""
+    out, threads = io.StringIO(), torch.get_num_threads()
+    try:
+        suite(name).measure(cases, scale, Sink(name, out))
+    finally:
+        torch.set_num_threads(threads)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return Found.of(out.getvalue().splitlines())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "name",
+    # `test_pytest_finds_them …` runs the first, `test_host_cost.py` what the other consists of.
+    [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "host") else ()) for s in SUITES],
+)
+def test_every_case_of_a_suite_is_measured(name: str) -> None:
+    cases = suite(name).cases("dry")
+    found = here(name, list(cases)) if name in ("kernels", "plan") else measured(name, list(cases), "dry")
+    assert found.failed is None and not found.faults
+    wanted = {(case, contender) for case, contenders in cases.items() for contender in contenders}
+    assert found.rows.keys() | found.absent.keys() == wanted
+    assert {contender for _, contender in found.absent} <= OPTIONAL
+    for row in found.rows.values():
+        assert row.median >= 0 and row.suite == name
+        if row.bytes and row.bound_bytes and row.is_ours:
+            assert row.bytes >= row.bound_bytes
+
+
+@pytest.mark.gpu
+def test_kernels_are_measured_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    starts = (
+        "copy, 16-byte aligned, runs of 512 B",
+        "reduction, 8 contributors, bf16",
+        "transposition",
+        "route_tokens",
+    )
+    cases = {c: of for c, of in suite("kernels").cases("quick").items() if c.startswith(starts)}
+    found = here("kernels", list(cases), "quick")
+    assert not found.faults and not found.absent and len(cases) == 6
+    assert found.rows.keys() == {(case, contender) for case, contenders in cases.items() for contender in contenders}
+    for (case, contender), row in found.rows.items():
+        assert contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
+        assert row.detail["rotation"].get("cold", True), case
+        assert (row.share_of_ceiling is None) == case.startswith("route_tokens")
+
+
+_AS_ON_A_GPU = """
+import json, sys, torch
+from shardweave.bench.measuring import Sink
+from shardweave.bench.suites import suite_kernels as s
+s.has_gpu, s.here = lambda: True, lambda: torch.device("cpu")
+cases = s.cases("dry")
+s.measure(list(cases), "dry", Sink("kernels", sys.stdout))
+print(json.dumps([[c, list(of)] for c, of in cases.items()]))
+"""
+
+
+@pytest.mark.interp
+@pytest.mark.long
+def test_kernels_are_measured_as_on_a_gpu() -> None:
+    """Interpreted: what is timed is nothing, and all results are checked."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *lines, cases = done.stdout.splitlines()
+    found = Found.of(lines)
+    wanted = {(case, contender) for case, contenders in json.loads(cases) for contender in contenders}
+    assert not found.faults and found.rows.keys() | found.absent.keys() == wanted
+    assert {contender for _, contender in found.absent} <= {"torchtitan", "torchao"}
+
+
+@pytest.mark.plan
+def test_scales_are_of_one_kind() -> None:
+    for name in SUITES:
+        full, quick, dry = (suite(name).cases(scale) for scale in SCALES)
+        assert len(full) >= len(quick) >= 1 and dry
+        assert all(any(c.startswith("ours") for c in contenders) for contenders in full.values())
+
+
+@pytest.mark.multi
+def test_pytest_finds_them_and_plays_what_was_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", "--scale", "dry"]
+    command += ["-k", "test_redistribute", "--results", str(tmp_path / "r.json")]
+    command += ["--benchmark-json", str(tmp_path / "b.json")]
+    # A worker of pytest-xdist measures nothing.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = read(tmp_path / "r.json", "A")
+    cases = suite("redistribute").cases("dry")
+    wanted = {("redistribute", case, contender) for case, contenders in cases.items() for contender in contenders}
+    assert {row.key for row in results.rows} == wanted
+    assert results.scale == "dry" and results.command.startswith("pytest bench/")
+    played = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
+    assert len(played) == len(results.rows)
+    for row in results.rows:
+        (one,) = (b for b in played if b["params"] == {"case": row.case, "contender": row.contender})
+        assert one["stats"]["median"] == pytest.approx(row.median * 1e-6) and one["extra_info"]["bytes"] == row.bytes
+        assert one["stats"]["rounds"] == len(row.samples) and one["group"] == f"redistribute: {row.case}"
+
+
+@pytest.fixture
+def dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured at once, without processes: each contender of each case takes a microsecond, but one."""
+
+    def found(name: str, cases: list[str], scale: str) -> Found:
+        out = io.StringIO()
+        sink = Sink(name, out)
+        for case in cases:
+            if ONCE:
+                ONCE[0] -= 1
+            factors = FACTOR if not ONCE or ONCE[0] >= 0 else {}
+            for contender in suite(name).cases(scale)[case]:
+                if contender == "torchtitan":
+                    sink.absent(case, contender, "not installed")
+                elif case == WRONG.get("case") and contender == "ours":
+                    if "silent" in WRONG:
+                        continue
+                    sink.fault(case, contender, "3 elements differ")
+                else:
+                    sink.row(case, contender, "µs", [factors.get(contender, 1.0)] * 3)
+        return Found.of(out.getvalue().splitlines())
+
+    monkeypatch.setattr(measuring, "measured", found)
+    monkeypatch.setattr(sys, "argv", ["shardweave"])
+
+
+WRONG: dict[str, str] = {}
+FACTOR: dict[str, float] = {}
+ONCE: list[int] = []  # how many cases more FACTOR is for, if not for all
+
+
+@pytest.mark.plan
+def test_the_command_line_writes_compares_and_fails(
+    dry: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = tmp_path / "committed"
+
+    def bench(*names: str, match: str = "", check: bool = False, out: Path | None = None) -> int:
+        return run.run(names, "quick", match, tmp_path / "r.json", out, check, 0.1, committed)
+
+    # The files of an earlier import of conftest hold the real `measured`.
+    monkeypatch.delitem(sys.modules, "shardweave.bench.conftest", raising=False)
+    assert bench("dispatch", check=True) == 0
+    assert "there are no committed results of this kind of machine" in capsys.readouterr().out
+    results = read(tmp_path / "r.json", "A")
+    assert results.command == "python -m shardweave bench dispatch --quick" and results.absent
+    assert bench("dispatch", out=committed) == 0
+    (folder,) = committed.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["quick.json", "quick.md"]
+    assert bench("dispatch", check=True, match="T 16") == 0
+    assert "No regression beyond noise" in capsys.readouterr().out
+    FACTOR["ours"] = 2.0
+    try:
+        assert bench("dispatch", check=True) == 1
+        said = capsys.readouterr().out
+        assert "REGRESSED: dispatch: T 16" in said and "REGRESSED, twice: dispatch: T 16" in said
+        # What is slow once is not slow.
+        ONCE[:] = [3]
+        assert bench("dispatch", check=True) == 0
+        said = capsys.readouterr().out
+        assert "REGRESSED: dispatch: T 16" in said and "None of them is slower beyond noise once more" in said
+    finally:
+        FACTOR.clear()
+        ONCE.clear()
+    WRONG["case"] = next(iter(suite("dispatch").cases("quick")))
+    try:
+        assert bench("dispatch") == 1
+        assert "3 elements differ" in capsys.readouterr().out
+        found = read(tmp_path / "r.json", "A")
+        assert found.faults == (Fault("dispatch", WRONG["case"], "ours", "3 elements differ"),)
+        keys = {row.key for row in found.rows}
+        assert ("dispatch", WRONG["case"], "ours") not in keys and ("dispatch", WRONG["case"], "copy") in keys
+        assert main(["compare", str(folder / "quick.json"), str(tmp_path / "r.json")]) == 1
+        assert f"WRONG in B: dispatch: {WRONG['case']}: ours: 3 elements differ" in capsys.readouterr().out
+        WRONG["silent"] = "yes"  # nothing is said of it at all
+        assert bench("dispatch", match=WRONG["case"]) == 1
+        found = read(tmp_path / "r.json", "A")
+        assert found.faults == (Fault("dispatch", WRONG["case"], "ours", "nothing was measured"),)
+        assert found.match == WRONG["case"]
+    finally:
+        WRONG.clear()
+
+
+@pytest.mark.plan
+def test_how_a_process_ended_is_written() -> None:
+    found = Found(faults={("a", "ours"): "3 differ"}, failed="ended with -9")
+    results = run.written({"plan": found, "host": Found()}, "quick", "bench", "")
+    assert results.faults == (Fault("plan", "", "", "ended with -9"), Fault("plan", "a", "ours", "3 differ"))
+
+
+@pytest.mark.plan
+def test_bad_arguments_are_one_error_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (("bench", "everything"), "suite: 'everything'; allowed: redistribute, kernels"),
+        (("bench", "plan", "--match", "nonsense"), "--match: 'nonsense' is in no case's name"),
+        (("bench", "plan", "--json", "/no/where.json"), "--json: '/no/where.json' cannot be written"),
+        (("report", "/no/where.json"), "RESULTS: '/no/where.json' cannot be read"),
+    ):
+        assert main(arguments) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("error: ") and said in shown
+    with pytest.raises(ArgumentError, match="--out: .* cannot be made"):
+        run.run(["plan"], "quick", "", None, Path("/proc/none"), False, 0.1)
+
+
+@pytest.mark.plan
+def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
+    def rank(**changed: Any) -> dict[str, Any]:
+        given = {
+            "seconds": {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]},
+            "faults": {},
+            "digests": {"ours": "x"},
+            "box": "b",
+            "bytes": {"ours": 8, "copy": 8},
+            "bound": 8,
+            "must_move": True,
+            "detail": {},
+        }
+        return given | changed
+
+    def found(*by_rank: dict[str, Any]) -> Found:
+        out = io.StringIO()
+        put("case", list(by_rank), Sink("redistribute", out))
+        return Found.of(out.getvalue().splitlines())
+
+    right = found(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
+    assert not right.faults
+    assert right.rows["case", "ours"].samples == pytest.approx((40, 20))  # of each round the slowest rank's
+    assert right.rows["case", "ours"].share_of_ceiling == pytest.approx(1.5 / 30)
+    assert "replicas differ" in found(rank(), rank(digests={"ours": "y"})).faults["case", "ours"]
+    assert not found(rank(), rank(digests={"ours": "y"}, box="c")).faults
+    wrong = found(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
+    assert wrong.faults == {("case", "ours"): "rank 1: 3 differ"}
+    assert wrong.rows["case", "stock"].note == "its result is wrong: rank 1: 4 differ"
+
+
+@pytest.mark.plan
+def test_buffers_rotate_past_the_cache() -> None:
+    for rank_bytes in (1 << 16, 1 << 20, 1 << 24, 1 << 28):
+        rotation = Rotation.of(rank_bytes, 4, cache_bytes=32 << 20)
+        assert rotation.sets >= 2 and rotation.cold == ((rotation.sets - 1) * 4 * rank_bytes > 32 << 20)
+        assert rotation.cold
+    tiny = Rotation.of(16, 4, cache_bytes=32 << 20)
+    assert tiny.sets == 1024 and not tiny.cold  # and it is said
+    seen: list[int] = []
+    call = rotating(seen.append, [1, 2, 3])
+    for _ in range(7):
+        call()
+    assert seen == [1, 2, 3, 1, 2, 3, 1]
+    assert slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}], "a") == [2.0, 5.0]
+
+
+@pytest.mark.plan
+def test_what_was_found_before_a_process_was_ended_is_kept() -> None:
+    out = io.StringIO()
+    Sink("plan", out).row("a", "ours", "ms", [1.0])
+    lines = [*out.getvalue().splitlines(), '{"row": {"sui']
+    assert list(Found.of(lines).rows) == [("a", "ours")]

@@ -1,0 +1,249 @@
+"""Blocks of a page, run: in processes forked from one that has torch, ranks as torchrun would start them."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import io
+import itertools
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from pages import ROOT, Block, Command, Page, commands
+
+_LIMIT = 120.0  # seconds that the ranks of a page may take
+_NOT_RUN = ("git", "cd", "pip", "source", "make", "export")
+
+
+def run_page(page: Page, folder: Path, in_a_shell: bool = False) -> list[str]:
+    """Run all blocks, with `folder` as the current one; what is wrong, as text.
+
+    Args:
+        in_a_shell: commands are run by a shell, the long ones too; otherwise in processes that have torch already.
+    """
+    faults = list(page.faults)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for block in page.blocks:
+        if block.file:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+    python = [block for block in page.blocks if block.language == "python" and not block.file]
+    for ranks in sorted({block.ranks for block in python}):
+        mine = [block for block in python if block.ranks == ranks]
+        faults += _run_blocks(page.name, mine, ranks, folder)
+    for block in page.blocks:
+        if block.language == "bash":
+            run = _run_in_a_shell if in_a_shell else look_at if block.long else run_commands
+            faults += run(block, folder)
+    return [f"{page.name}, {fault}" for fault in faults]
+
+
+def _run_blocks(name: str, blocks: list[Block], ranks: int, folder: Path) -> list[str]:
+    printed, error = started(_execute, ranks, folder, name, [(b.line, b.text) for b in blocks])
+    faults = [
+        fault for block, text in zip(blocks, printed or [], strict=False) if (fault := block.fault_of_output(text))
+    ]
+    return faults + ([error] if error else [])
+
+
+def _execute(name: str, blocks: list[tuple[int, str]]) -> list[str]:
+    """What each block prints."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    for line, text in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile("\n" * (line - 1) + text, name, "exec", dont_inherit=True), namespace)
+        printed.append(out.getvalue())
+    return printed
+
+
+def run_commands(block: Block, folder: Path) -> list[str]:
+    """Run the commands of a shell block, in processes that have torch already."""
+    printed = ""
+    for command in commands(block):
+        words = [path for word in command.words for path in (_expanded(word, folder) if "*" in word else [word])]
+        if words[0] in _NOT_RUN or words[:3] == ["python", "-m", "venv"]:
+            continue
+        ranks, argv = _torchrun(words) if words[0] == "torchrun" else (0, words[1:] if words[0] == "python" else [])
+        if not argv:
+            return [f"line {command.line}: {' '.join(words)}: nobody checks such a command"]
+        out, error = started(_main, ranks, folder, argv, dict(command.environment))
+        if error:
+            return [f"line {command.line}: {' '.join(words)}:\n{error}"]
+        printed += out
+    fault = block.fault_of_output(printed)
+    return [fault] if fault else []
+
+
+def _main(argv: list[str], environment: dict[str, str]) -> str:
+    """`python …`; what it prints."""
+    os.environ.update(environment)
+    if argv[:3] == ["-m", "shardweave", "replay"]:
+        _do_not_time()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            if argv[0] == "-m":
+                sys.argv = argv[1:]
+                runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = argv
+                sys.path.insert(0, str(Path(argv[0]).absolute().parent))
+                runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"ended with status {end.code}: {out.getvalue()}") from end
+    return out.getvalue()
+
+
+def _do_not_time() -> None:
+    """No figure of a page is held against what is printed, and what comes first must not hang on a busy machine: each
+    case costs a tenth of the one before it, which moves more bytes. Both sides are run and checked all the same."""
+    from shardweave.bench import replay
+
+    made_up = (10.0**-place for place in itertools.count())
+
+    def time_in_turns(*_: Any) -> dict[str, list[float]]:
+        seconds = next(made_up)
+        return {"stock": [seconds], "ours": [seconds / 2]}
+
+    replay.time_in_turns = time_in_turns
+
+
+def look_at(block: Block, _: Path | None = None) -> list[str]:
+    """What is wrong with commands that are not run: files, modules, options and targets that are not there."""
+    faults = []
+    for command in commands(block):
+        fault = _unknown(command)
+        if fault:
+            faults.append(f"line {command.line}: {' '.join(command.words)}: {fault}")
+    return faults
+
+
+def _unknown(command: Command) -> str | None:
+    words = list(command.words)
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        wrong = [w for w in words[1:] if "=" not in w and w not in targets]
+        return f"no target {wrong}" if wrong else None
+    if words[0] in _NOT_RUN:
+        return None
+    argv = _torchrun(words)[1] if words[0] == "torchrun" else words[1:] if words[0] == "python" else []
+    if argv[:2] == ["-m", "shardweave"]:
+        from shardweave.__main__ import _parser
+
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                _parser().parse_args(argv[2:])
+            except SystemExit:
+                return said.getvalue()
+        return None
+    if argv[:1] == ["-m"]:
+        found = importlib.util.find_spec(argv[1])
+        if found is None or found.origin is None:
+            return "no such module"
+        source = Path(found.origin).read_text(encoding="utf-8")
+        wrong = [word for word in argv[2:] if word.startswith("--") and f'"{word}"' not in source]
+        return f"no options {wrong}" if wrong else None
+    if argv:
+        return None if (ROOT / argv[0]).is_file() else "no such file"
+    return "nobody checks such a command"
+
+
+def _run_in_a_shell(block: Block, folder: Path) -> list[str]:
+    """All commands of a block but for those that need a network or the repository's Makefile."""
+    lines = [line for line in block.text.split("\n") if not line.startswith(_NOT_RUN)]
+    if not any(map(str.strip, lines)):
+        return []
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", "\n".join(lines)],
+        cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    if done.returncode and not ("doctor" in block.text and done.returncode == 1):  # it found something off
+        return [f"line {block.line}: status {done.returncode}\n{done.stdout}\n{done.stderr}"]
+    return []
+
+
+def _expanded(word: str, folder: Path) -> Iterable[str]:
+    return sorted(str(Path(found).relative_to(folder)) for found in glob.glob(str(folder / word))) or [word]
+
+
+def _torchrun(words: list[str]) -> tuple[int, list[str]]:
+    """The ranks of a torchrun command, and what it runs."""
+    at = words.index("--nproc-per-node")
+    ranks, rest = int(words[at + 1]), [w for w in words[1:at] + words[at + 2 :] if w != "--standalone"]
+    return ranks, rest
+
+
+def started(body: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> tuple[Any, str | None]:
+    """`body(*args)` on ranks as torchrun starts them, or with 0 of them in one plain process; in `folder`.
+
+    Returns:
+        What the first of them returned, and what went wrong, if anything did.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["shardweave", "torch.distributed.tensor"])
+    # The store lives here, as torchrun's does in its agent.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(max(ranks, 1)):
+        mine, theirs = context.Pipe(duplex=False)
+        given = theirs, str(folder), rank, ranks, store.port, body, args
+        processes.append(context.Process(target=_become, args=given))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(mine)
+    first, errors = None, []
+    waiting, deadline = {pipe: rank for rank, pipe in enumerate(pipes)}, time.monotonic() + _LIMIT
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            try:
+                value, error = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                value, error = None, "ended without a word"
+            first = value if rank == 0 else first
+            if error:
+                errors.append(f"rank {rank}: {error}")
+                # The others may wait for it; some have a word to say of why they do not any more.
+                deadline = min(deadline, time.monotonic() + 5.0)
+    errors += [f"rank {rank}: no end within {_LIMIT:g} s" for rank in waiting.values() if not errors]
+    for process in processes:
+        process.join(5.0 if not errors else 1.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return first, "\n".join(errors) or None
+
+
+def _become(pipe: Any, folder: str, rank: int, ranks: int, port: int, body: Callable[..., Any], args: tuple) -> None:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    if ranks:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
+        )  # fmt: skip
+    try:
+        value = body(*args)
+        if dist.is_initialized():
+            dist.barrier()  # who ends first must not end while others still wait for it
+            dist.destroy_process_group()
+        pipe.send((value, None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        pipe.close()
+        os._exit(1)

@@ -1,0 +1,92 @@
+"""Every code block of the documentation is run, and prints what the page says it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from page_runs import look_at, run_page
+from pages import PAGES, parse_page, read_page
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_blocks_of_a_page(path: Path, tmp_path: Path) -> None:
+    faults = run_page(read_page(path), tmp_path)
+    assert not faults, "\n\n".join(faults)
+
+
+@pytest.mark.multi
+@pytest.mark.long
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_commands_of_a_page_in_a_shell(path: Path, tmp_path: Path) -> None:
+    faults = run_page(read_page(path), tmp_path, in_a_shell=True)
+    assert not faults, "\n\n".join(faults)
+
+
+PAGE = """
+```python
+import shardweave
+print(shardweave.plan((2,), (4,), "int8", "S0", "R").exchanges, "exchange")
+```
+```text
+{shown}
+```
+```python ranks=2
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+mine = [None, None]
+dist.all_gather_object(mine, int(os.environ["RANK"]))
+print(mine)
+```
+
+```text
+{ranks}
+```
+```bash
+{command}
+```
+"""
+
+
+@pytest.mark.multi
+def test_what_is_wrong_with_a_page_is_told(tmp_path: Path) -> None:
+    def faults(name: str, **parts: str) -> str:
+        given = {"shown": "1 … exchange", "ranks": "[0, 1]", "command": "FOO=1 make test"} | parts
+        (tmp_path / name).mkdir()
+        return "\n".join(run_page(parse_page("page.md", PAGE.format(**given)), tmp_path / name))
+
+    assert not faults("right", shown="… exchange")
+    found = faults("output", shown="2 exchanges", ranks="[0, 2]")
+    assert "page.md, line 3: printed\n1 exchange\nthe page shows\n2 exchanges" in found
+    assert "line 10: printed\n[0, 1]" in found
+    assert "NameError: name 'unknown'" in faults("raises", shown="1 exchange\n```\n```python ranks=2\nunknown")
+    assert "status 2" in faults("command", shown="1 exchange", command="python -m shardweave plan --mesh 2")
+    assert "nobody checks" in faults("other", shown="1 exchange", command="rm -rf /nowhere")
+    assert "a fence '```ruby'" in faults("fence", shown="1 exchange\n```\n```ruby")
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        ("python -m shardweave plan --mesh 2,2 --shape 4 --world pigeons S0 R", "invalid choice: 'pigeons'"),
+        ("torchrun --nproc-per-node 2 -m shardweave calibrate --speed 3", "unrecognized arguments: --speed"),
+        ("python -m shardweave.bench.plans --nothing", "no options ['--nothing']"),
+        ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
+        ("make tset", "no target ['tset']"),
+        ("curl example.org", "nobody checks"),
+    ],
+)
+def test_what_is_wrong_with_a_command_that_is_not_run_is_told(command: str, fault: str) -> None:
+    (block,) = parse_page("page.md", f"```bash long\n{command}\n```").blocks
+    (found,) = look_at(block)
+    assert fault in found
+
+
+@pytest.mark.plan
+def test_figures_may_differ() -> None:
+    text = "```bash\nx\n```\n\n```text figures\nin  12.5 ms │  3\n…\nend\n```"
+    (block,) = parse_page("page.md", text).blocks
+    assert block.fault_of_output("in 3 ms │ 1,004\nmore\n  and more\nend\n") is None
+    assert block.fault_of_output("in 3 s │ 1,004\nend\n") and block.fault_of_output("in 3 ms │ 1\n")

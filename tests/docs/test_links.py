@@ -1,0 +1,64 @@
+"""What the documentation names is there: linked files and headings, paths, modules, variables, exceptions."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT
+
+import shardweave
+from shardweave import errors
+
+pytestmark = pytest.mark.plan
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_PATH = re.compile(r"`((?:bench|docs|examples|kernels|planner|runtime|tests)/[\w./*-]*)`")
+
+
+def prose(path: Path) -> str:
+    """The page without its code blocks and comments."""
+    return re.sub(r"^```.*?^```$|<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as they are linked to."""
+    headings = re.findall(r"^#+ (.*)$", prose(path), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)
+def test_what_a_page_names_is_there(path: Path) -> None:
+    text, dead = prose(path), []
+    for link in _LINK.findall(text):
+        if re.match(r"https?:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    dead += [found for found in _PATH.findall(text) if not any(ROOT.glob(found.rstrip("/")))]
+    modules = set(re.findall(r"python -m (shardweave[\w.]*)", text))
+    dead += [name for name in modules if importlib.util.find_spec(name) is None]
+    names = set(re.findall(r"`shardweave\.(\w+)", text)) - {"bench"}
+    dead += [f"shardweave.{name}" for name in names if not hasattr(shardweave, name)]
+    assert not dead, f"{path.name} names what is not there: {dead}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(_LINK.findall(prose(ROOT / "README.md")))
+    pages = {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"}
+    assert pages <= {link.partition("#")[0] for link in linked}
+
+
+def test_every_variable_and_exception_has_its_line() -> None:
+    rooms = (ROOT / room for room in ("planner", "kernels", "runtime"))
+    package = [*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]
+    read = set(re.findall(r"SHARDWEAVE_[A-Z_]+", "".join(file.read_text(encoding="utf-8") for file in package)))
+    said = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"^\| `(SHARDWEAVE_[A-Z_]+)` \|", said, re.M))
+    kinds = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    told = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    assert kinds == set(re.findall(r"^\| `(\w+)` \|", told, re.M))

@@ -1,0 +1,97 @@
+"""Sums over more ranks of one mesh dim than a step reduces: in stages, which take room by their own peers and terms."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from importlib import import_module
+
+import brute_force_oracle as oracle
+import pytest
+import torch
+from box_checks import assert_boxes_tile_the_target_and_lie_with_their_senders, assert_is_its_part_of_the_whole
+
+import shardweave
+from shardweave import NVLINK_INFINIBAND, Mesh, Topology
+from shardweave.planner import plan, search, stages
+
+pytestmark = pytest.mark.plan
+
+MODULE = import_module("shardweave.planner.plan")  # the package has the function by this name
+TERMS = 4
+
+
+@pytest.fixture
+def few_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Answers that are kept would be of other terms."""
+    kept = (MODULE._plan, MODULE._routed, MODULE._cost)
+    for answers in kept:
+        answers.cache_clear()
+    monkeypatch.setattr(stages, "MOST_TERMS", TERMS)
+    monkeypatch.setattr(search, "MOST_TERMS", TERMS)
+    yield
+    for answers in kept:
+        answers.cache_clear()
+
+
+@pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND], ids=["bytes", "nodes"])
+@pytest.mark.parametrize(
+    ("mesh", "source", "target"),
+    [
+        ((16,), "P", "S0"),
+        ((16,), "P", "R"),
+        ((16,), "Pavg", "S0"),
+        ((8,), "Pmax", "S0"),
+        ((12, 2), "P S0", "S0 S0 @ 0:1,0"),
+        ((12, 2), "P S0", "S0 S0"),
+        ((2, 8), "P P", "S1 S0"),
+        ((2, 8), "R P", "S1 R"),
+    ],
+)
+def test_in_stages_as_at_once(
+    few_terms: None, mesh: tuple[int, ...], source: str, target: str, topology: Topology | None
+) -> None:
+    shape, names = (48, 2), ("a", "b")[: len(mesh)]
+    asked = Mesh(mesh, names), shape, "float64", source, target
+    program = plan(*asked, topology=topology)
+    assert max(step.boxes.sender.shape[1] for step in program.steps) <= TERMS < max(mesh)
+    assert_boxes_tile_the_target_and_lie_with_their_senders(program)
+    assert_is_its_part_of_the_whole(plan(*asked, rank=5, topology=topology), program)
+    # Whole numbers, so that no order of summing rounds.
+    generator = torch.Generator().manual_seed(0)
+    contributed = torch.randint(-99, 99, oracle.contribution_shape(mesh, shape, source), generator=generator).double()
+    outputs = shardweave.simulate(program, oracle.local_shards(mesh, shape, source, contributed))
+    whole = oracle.whole_of(mesh, source, contributed)
+    for output, indices in zip(outputs, oracle.held_indices(mesh, shape, target), strict=True):
+        torch.testing.assert_close(output, whole.reshape(-1)[indices], rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "source", "target"),
+    [
+        ((7, 2), (56, 4), "P S0", "S0 S0"),  # 7 has no factors
+        ((8, 2), (20, 4), "P S0", "S0 S0"),  # shards would be others
+        ((8, 2), (48, 4), "P S0", "P S1"),  # nothing is reduced
+        ((4, 2), (48, 4), "P S0", "S0 S0"),
+    ],
+)
+def test_what_is_left_whole(
+    few_terms: None, mesh: tuple[int, ...], shape: tuple[int, ...], source: str, target: str
+) -> None:
+    program = plan(mesh, shape, "float32", source, target)
+    assert program.mesh.shape == mesh
+    assert_boxes_tile_the_target_and_lie_with_their_senders(program)
+
+
+@pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND], ids=["bytes", "nodes"])
+@pytest.mark.parametrize("target", ["S0 S0", "R S0"])
+def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
+    """Without stages what each of 16,384 peers is sent would name 16,384 senders: gigabytes."""
+    tracemalloc.start()
+    program = plan((16384, 8), (1 << 17, 64), "bfloat16", "P S0", target, rank=77777, topology=topology)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert program.mesh.size == 1 << 17 and most < 200e6
+    assert all(step.boxes.sender.shape[1] <= stages.MOST_TERMS for step in program.steps)
+    reduced = (1 << 17) // 8 * 64 * 2
+    assert reduced * (1 - 1 / 128) <= program.bytes_received[0] <= (2 if target == "S0 S0" else 4) * reduced
