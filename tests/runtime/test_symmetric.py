@@ -19,6 +19,7 @@ import pytest
 import test_redistribute
 import test_redistribute_meshes
 import torch
+import torch.distributed as dist
 from rank_processes import end_ranks, interpreted, run_ranks
 from test_redistribute import equal, held_by, orders_of, whole_tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -365,6 +366,7 @@ def prepared_in_between(rank: int) -> None:
     y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
     for got in (later, shardweave.redistribute(y, [Shard(1)], world="symmetric")):
         assert equal(got.to_local(), held_by(whole, [Shard(1)], mesh, {}))
+    dist.barrier()  # a rank that fails takes back what it told peers that have not read it yet
     world.fail(shardweave.WorldError("done"))
     with pytest.raises(shardweave.WorldError, match="done"):
         shardweave.prepare(mesh, 1 << 12, world="symmetric")
