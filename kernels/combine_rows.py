@@ -141,10 +141,11 @@ def combine_rows_reference(
     add: torch.Tensor | None,
 ) -> None:
     """The same in torch operations, some tokens at a time: nothing but the rows and the sums leaves the cache."""
-    hidden, dtype = buffers.shape[1], buffers.dtype
+    k, hidden, dtype = rows.key.shape[1], buffers.shape[1], buffers.dtype
+    numbers = None if weights is None else weights.reshape(-1)
     entries, most = entries_of(rows, len(buffers)), max(1, CHUNK // max(hidden, 1))
     # One piece of memory for all: the allocator gives large ones back to the system, which makes them anew, zeroed.
-    scratch = torch.empty((most * rows.key.shape[1], hidden), dtype=dtype, device=out.device)
+    scratch = torch.empty((most * k, hidden), dtype=dtype, device=out.device)
     for i, sums in enumerate(entries.sums(most)):
         first, these = i * most, slice(i * most, (i + 1) * most)
         # Sums begin in the result itself where it has their dtype and nobody reads it any more.
@@ -152,8 +153,8 @@ def combine_rows_reference(
         total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
         for owner, token, kth, row, rounds in sums:
             value = torch.index_select(buffers.tensors[owner], 0, row, out=scratch[: len(row)]).float()
-            if weights is not None:
-                value.mul_(weights[token, kth].unsqueeze(1))
+            if numbers is not None:
+                value.mul_(numbers.index_select(0, token * k + kth).unsqueeze(1))
             parts = value.split(rounds)
             for part in parts[1:]:
                 parts[0][: len(part)].add_(part)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .rows import TokenRows
@@ -48,7 +49,7 @@ class Entries:
         flat = torch.nonzero(rows.row.reshape(-1) >= 0).view(-1)
         key, row = rows.key.reshape(-1)[flat].long(), rows.row.reshape(-1)[flat].long()
         owner, most = key // k, int(row.amax()) + 1 if len(row) else 1
-        order = torch.argsort(owner * most + row)
+        order = _argsort(owner * most + row)
         self._owner, self._tokens = owner[order], len(rows.key)
         self.token, self.kth, self.row = flat[order] // k, key[order] % k, row[order]
         self.owners: list[int] = torch.bincount(owner, minlength=owners).tolist()
@@ -80,7 +81,7 @@ class Entries:
         owners = len(self.owners)
         # By owner and token, k ascending: which of the token's entries there each is, and how many these are.
         of = self._owner * self._tokens + self.token
-        order = torch.argsort(of * (int(self.kth.amax()) + 1) + self.kth)
+        order = _argsort(of * (int(self.kth.amax()) + 1) + self.kth)
         _, which, many = torch.unique_consecutive(of[order], return_inverse=True, return_counts=True)
         nth = torch.arange(len(order)) - (many.cumsum(0) - many)[which]
         many = many[which]
@@ -88,7 +89,7 @@ class Entries:
         deepest = int(many.amax()) + 1
         place = (self.token[order] // most) * owners + self._owner[order]  # [N], chunk and owner
         sort = ((place * deepest + nth) * deepest + (deepest - many)) * self._tokens + self.token[order]
-        sorting = torch.argsort(sort)
+        sorting = _argsort(sort)
         order, place, nth = order[sorting], place[sorting], nth[sorting]
         sizes = torch.bincount(place * deepest + nth, minlength=chunks * owners * deepest).view(-1, deepest).tolist()
         lengths = [sum(rounds) for rounds in sizes]
@@ -97,6 +98,11 @@ class Entries:
             if lengths[i]:
                 found[i // owners].append(Sum(i % owners, token, kth, row, [n for n in rounds if n]))
         return found
+
+
+def _argsort(keys: torch.Tensor) -> torch.Tensor:
+    """Of keys that are all different; numpy's sort takes a quarter of torch's time."""
+    return torch.from_numpy(np.argsort(keys.numpy()))
 
 
 _kept: weakref.WeakKeyDictionary[torch.UntypedStorage, Entries] = weakref.WeakKeyDictionary()

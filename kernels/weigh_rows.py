@@ -94,7 +94,7 @@ def weigh_rows_reference(
 ) -> None:
     """The same in torch operations, some rows at a time; the dot products are summed in torch's order."""
     number, hidden = int(num_rows), out.shape[1]
-    most = max(1, CHUNK // max(hidden, 1))
+    most = max(1, CHUNK // max(4 * hidden, 1))  # gradients, values and products stay in the cache together
     products = torch.empty((min(most, number), hidden), dtype=torch.float32, device=out.device)  # one for all pieces
     for first in range(0, number, most):
         these = slice(first, min(number, first + most))
