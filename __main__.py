@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     dispatch.add_argument("--overflow", default="raise", help="raise or drop (default: %(default)s)")
     dispatch.add_argument("--layout", default="grouped", help="grouped or batched (default: %(default)s)")
     dispatch.add_argument("--save", default="lease", help="lease, redispatch or copy (default: %(default)s)")
+    dispatch.add_argument("--leases", type=int, default=2, help="on a symmetric world (default: %(default)s)")
     dispatch.add_argument("--slab-capacity", metavar="ROWS|FACTOR", help="of ranks that send (default: an even share)")
     dispatch.add_argument("--splits", help="of ranks that send: host or slabs (default: by slab-capacity)")
     dispatch.add_argument("--json", dest="as_json", action="store_true", help="the same as JSON")

@@ -31,6 +31,7 @@ def text(
     overflow: str = "raise",
     layout: str = "grouped",
     save: str = "lease",
+    leases: int = 2,
     slab_capacity: str | None = None,
     splits: str | None = None,
     as_json: bool = False,
@@ -47,7 +48,7 @@ def text(
     agreed = DispatchLayout.of(
         ranks, num_experts=experts, top_k=top_k, hidden=hidden, max_tokens=tokens, dtype=_dtype(dtype),
         capacity=_capacity("capacity", capacity), expert_capacity=expert_capacity, align=align, overflow=overflow,
-        layout=layout, save=save, slab_capacity=_capacity("slab_capacity", slab_capacity),
+        layout=layout, save=save, leases=leases, slab_capacity=_capacity("slab_capacity", slab_capacity),
         splits=splits,
     )  # fmt: skip
     if as_json:

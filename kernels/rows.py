@@ -39,10 +39,10 @@ class Buffers:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], tables: AddressTables | None = None) -> None:
-        self.tensors = tuple(tensors)
-        first = self.tensors[0]
+        self._tensors = tuple(tensors)
+        first = self._tensors[0]
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
-        for i, tensor in enumerate(self.tensors):
+        for i, tensor in enumerate(self._tensors):
             if tensor.shape != first.shape or tensor.dtype is not first.dtype or not tensor.is_contiguous():
                 raise ArgumentError(
                     f"buffers[{i}]: {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
@@ -50,17 +50,45 @@ class Buffers:
                 )
         self._tables = tables
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self._tensors
+
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self._tensors)
 
     def table(self) -> tuple[torch.Tensor, int]:
         """Their addresses, int64 [W] on their device, and the bits that any of them has."""
         if self._tables is None:
             self._tables = AddressTables(self.device)
-        addresses, bits = tuple([tensor.data_ptr() for tensor in self.tensors]), 0
+        addresses, bits = tuple([tensor.data_ptr() for tensor in self._tensors]), 0
         for address in addresses:
             bits |= address
         return self._tables.of(addresses), bits
+
+
+class ChosenBuffers(Buffers):
+    """Of several buffers of each owner the one that it chose, which the device knows.
+
+    Args:
+        words: int32 [W], in the owners' order: the chosen ones' places among `buffers`.
+    """
+
+    def __init__(self, buffers: Buffers, words: torch.Tensor) -> None:
+        self._of, self._words = buffers, words
+        self.shape, self.dtype, self.device = buffers.shape, buffers.dtype, buffers.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The host waits for the device."""
+        return tuple([self._of.tensors[word] for word in self._words.tolist()])
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def table(self) -> tuple[torch.Tensor, int]:
+        addresses, bits = self._of.table()
+        return addresses.index_select(0, self._words), bits
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Statistics:
         delegations: calls left to torch's own redistribution, by reason.
         ignored: arguments of torch's that say nothing here, by name.
         host_reads: waits of the host for a device, by what it read.
+        copies: calls that copied what else stays where peers wrote it, by what, and why.
         worlds: by the ranks of a mesh, the world they use and why; `reset` keeps it.
     """
 
@@ -42,6 +43,7 @@ class Statistics:
     delegations: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     host_reads: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
     worlds: dict[tuple[int, ...], str] = field(default_factory=dict)
     _kinds: dict[tuple[str, str], Redistribution] = field(default_factory=dict, repr=False)
 
@@ -58,7 +60,7 @@ class Statistics:
 
     def reset(self) -> None:
         """From here on count from 0."""
-        for counters in (self.calls, self.delegations, self.ignored, self.host_reads):
+        for counters in (self.calls, self.delegations, self.ignored, self.host_reads, self.copies):
             counters.clear()
         for kind in self._kinds.values():  # which calls hold on to
             kind.calls, kind.milliseconds = 0, 0.0

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from ..kernels.signal import Code, Failure, polls_within
+from .leases import Leases
 from .lowering import WindowPolicy
 from .meeting import Ask, Meet
 from .sessions import agree_on_session
 from .shared_memory import read_when_posted
 from .streams import SideStream
 from .symmetric_memory import Provider
-from .windows import Use, Window, channel_name, pad_bytes, window_size
+from .windows import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
 
 if TYPE_CHECKING:
     from .pending import Pending
@@ -61,6 +62,7 @@ class SymmetricWorld:
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
         self._sessions: dict[tuple[int, ...], str] = {}
         self._all: list[Window] = []
+        self._lent: dict[tuple[int, ...], dict[tuple[int, int], Leases]] = {}
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
         self._error: WorldError | None = None
@@ -113,29 +115,45 @@ class SymmetricWorld:
         for window in windows:  # the smallest first
             if window.nbytes >= nbytes:
                 return window
+        memory = self._memory(ranks, pad_bytes(len(ranks)) + window_size(nbytes), f"windows/{len(windows)}")
+        windows.append(Window(self.rank, memory, len(self._all), self.failure))
+        self._all.append(windows[-1])
+        return windows[-1]
+
+    def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases:
+        """So many pieces of so many bytes that a group, of ascending ranks, lends. Collective where there are none yet.
+
+        Raises:
+            DisagreementError, MeetingTimeoutError: as for `window`.
+        """
+        of_group = self._lent.setdefault(ranks, {})
+        if (nbytes, number) not in of_group:
+            size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            memory = self._memory(ranks, size * number, f"leases/{len(of_group)}")
+            of_group[nbytes, number] = Leases(self.rank, memory, size, number)
+        return of_group[nbytes, number]
+
+    def _memory(self, ranks: tuple[int, ...], nbytes: int, where: str) -> dict[int, torch.Tensor]:
+        """By rank, zeros of each of a group, which all ask for them; `where` is new to the group."""
         self.check()
         try:
-            windows.append(self._made(ranks, window_size(nbytes), len(windows)))
+            return self._joined(ranks, nbytes, where)
         except WorldError as error:
             self.fail(error)
             raise
-        return windows[-1]
 
-    def _made(self, ranks: tuple[int, ...], nbytes: int, nth: int) -> Window:
-        own, text = self.provider.make(pad_bytes(len(ranks)) + nbytes)
-        told = self.told(f"windows/{nth}", ranks, f"{nbytes} {text}")
+    def _joined(self, ranks: tuple[int, ...], nbytes: int, where: str) -> dict[int, torch.Tensor]:
+        own, text = self.provider.make(nbytes)
+        told = self.told(where, ranks, f"{nbytes} {text}")
         for rank, said in told.items():
             theirs, _, told[rank] = said.partition(" ")
             if int(theirs) != nbytes:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout "
-                    f"or order of calls): windows of {nbytes} and {theirs} bytes among ranks {ranks}; no tensor of "
+                    f"or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; no tensor of "
                     f"yours was written"
                 )
-        memory = self.provider.join(own, told, f"{self.session(ranks)}/{nth}")
-        window = Window(self.rank, memory, len(self._all), self.failure)
-        self._all.append(window)
-        return window
+        return self.provider.join(own, told, f"{self.session(ranks)}/{where}")
 
     def session(self, ranks: tuple[int, ...]) -> str:
         """What a group's keys in the store begin with. The first time all its ranks call."""

@@ -59,11 +59,15 @@ class TokenDispatcher(TokenEngine):
         expert_map: the experts that each rank has, where some are on several or not in order. A rank sends to its own
             copy, else to copy r mod n of n.
         save: what backward keeps of `routed.x`. "lease": the buffer that peers wrote, which other dispatches cannot
-            have until backward is done with it; where rows come through windows a copy of theirs. "copy": a copy of it;
-            the buffer itself is free at once. "redispatch":
+            have until backward is done with it. "copy": a copy of it; the buffer itself is free at once. "redispatch":
             nothing of what experts do within `with routed.kept():`, but x, [T, H], which backward of combine sends once
             more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
             with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
+        leases: with world="symmetric", so many dispatches' `routed.x` may be buffers that peers wrote, each until the
+            last tensor on it is gone, as `explain` counts them; dispatchers of equal settings share them. While all are
+            lent, rows are copied out of a window (`shardweave.stats().copies`). A CUDA graph keeps those of its
+            dispatches. On a GPU such a buffer is for the stream of its dispatch, and streams that this one waits for
+            before the last tensor on it goes. Elsewhere buffers are as many as are needed.
         slab_capacity: of worlds whose ranks send: rows that a rank sends to another at most, or, a float, a factor of
             max_tokens * top_k / W. Slabs of so many rows travel whole, and the host reads nothing; of the rows of a
             rank for another those after so many, in order of slot, token and k, have no room, as with the other
@@ -75,9 +79,9 @@ class TokenDispatcher(TokenEngine):
             `explain` states: slabs for a few tokens.
         device: default: the CPU.
         world: "shared_memory", "collective", "mixed" or "symmetric"; default: by what the ranks share, as for
-            `redistribute`. "symmetric" has ranks push into windows of each other's memory, which they copy what came
-            from, and meet on the device, so that the host waits for no peer and calls like one before may be captured
-            in a CUDA graph; where the ranks are on several nodes, slabs go between all of them as in "collective".
+            `redistribute`. "symmetric" has ranks push into each other's memory and meet on the device, so that the host
+            waits for no peer and calls like one before may be captured in a CUDA graph; where the ranks are on several
+            nodes, slabs go between all of them as in "collective".
 
     Raises:
         ArgumentError: a number or name that is not allowed.

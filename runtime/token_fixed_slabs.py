@@ -25,7 +25,7 @@ from ..planner import NVLINK_INFINIBAND
 from ..planner.splits import price_splits
 from .meeting import Agree, Ask
 from .token_layout import DispatchLayout
-from .token_rank import WEIGHED, Read, TokenRank
+from .token_rank import WEIGHED, Read, Take, TokenRank
 from .token_routing import Sent, Slabs
 from .token_slabs import SlabRank
 
@@ -85,7 +85,13 @@ class FixedSlabRank(SlabRank):
         return torch.where(self._in_slab < ends[:, -1:], place, -1).view(-1)
 
     def _deliver(
-        self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
+        self,
+        what: int,
+        sent: Sent,
+        x: torch.Tensor,
+        into: Any,
+        weights: torch.Tensor | None = None,
+        take: Take | None = None,
     ) -> Generator[Ask, Any, None]:
         assert sent.slabs is not None
         owners, places = self.layout.ranks, sent.slabs.places
@@ -106,6 +112,8 @@ class FixedSlabRank(SlabRank):
         numbers = came[1][:, None] if weights is not None else None
         push_rows(came[0], rows, buffers[0], sent.groups, self.me, numbers, buffers[1] if weights is not None else None,
                   most_padding=self.layout.most_padding)  # fmt: skip
+        if take is not None:
+            take(into[0])
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read

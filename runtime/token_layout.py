@@ -39,6 +39,7 @@ class DispatchSettings(TypedDict, total=False):
     layout: str
     expert_map: Sequence[Sequence[int]] | None
     save: str
+    leases: int
     slab_capacity: int | float | None
     splits: str | None
 
@@ -46,6 +47,7 @@ class DispatchSettings(TypedDict, total=False):
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
 SAVES = ("lease", "redispatch", "copy")
+MOST_LEASES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class DispatchLayout:
     slot_of: tuple[tuple[int, ...], ...]
     expert_of: tuple[int, ...]
     save: str
+    leases: int
+    """Dispatches whose rows may stay where peers wrote them, of ranks that meet on the device."""
     slab_capacity: int | None
     """Rows of a rank for another, where they travel in slabs of one size."""
 
@@ -93,6 +97,7 @@ class DispatchLayout:
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
         save: str = "lease",
+        leases: int = 2,
         slab_capacity: int | float | None = None,
         splits: str | None = None,
     ) -> DispatchLayout:
@@ -104,6 +109,7 @@ class DispatchLayout:
         top_k = _whole("top_k", top_k, 1, MOST_K)
         hidden = _whole("hidden", hidden, 1, 1 << 24)
         align = _whole("align", align, 1, 1 << 16)
+        leases = _whole("leases", leases, 0, MOST_LEASES)
         max_tokens = _whole("max_tokens", max_tokens, 0, 1 << 24)
         if expert_capacity is not None:
             expert_capacity = _whole("expert_capacity", expert_capacity, 0, (1 << 31) - 1)
@@ -124,14 +130,14 @@ class DispatchLayout:
         if batched:
             if capacity is not None:
                 raise ArgumentError(f"capacity: {capacity!r}; batched buffers have expert_capacity rows for each slot")
-            expert_capacity = _up(entries if expert_capacity is None else expert_capacity, align)
+            expert_capacity = up(entries if expert_capacity is None else expert_capacity, align)
             rows = most_slots * expert_capacity
         elif capacity is None:
-            rows = _up(entries + most_slots * (align - 1), align)
+            rows = up(entries + most_slots * (align - 1), align)
             if expert_capacity is not None:
-                rows = min(rows, most_slots * _up(expert_capacity, align))
+                rows = min(rows, most_slots * up(expert_capacity, align))
         else:
-            rows = _up(_capacity_rows("capacity", capacity, max_tokens * top_k), align)
+            rows = up(_capacity_rows("capacity", capacity, max_tokens * top_k), align)
         if splits == "host" and slab_capacity is not None:
             raise ArgumentError(
                 f"slab_capacity: {slab_capacity!r} with splits='host'; allowed: None, slabs of exact size"
@@ -155,7 +161,7 @@ class DispatchLayout:
                 f"max_tokens: {max_tokens} with top_k {top_k} on {ranks} ranks; allowed: 2**31 rows in all"
             )
         return cls(ranks, num_experts, top_k, hidden, max_tokens, dtype, rows, expert_capacity, align, overflow,
-                   batched, bounds, slot_of, expert_of, save, slab_capacity)  # fmt: skip
+                   batched, bounds, slot_of, expert_of, save, leases, slab_capacity)  # fmt: skip
 
     @property
     def most_padding(self) -> int:
@@ -195,7 +201,8 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
     return found
 
 
-def _up(number: int, align: int) -> int:
+def up(number: int, align: int) -> int:
+    """The least multiple of `align` that is not below `number`."""
     return -(-number // align) * align
 
 

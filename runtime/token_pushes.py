@@ -17,7 +17,8 @@ from ..kernels.push_rows import push_rows
 from ..kernels.rows import Buffers
 from ..kernels.share_counts import share_counts
 from .meeting import Address, Ask, Meet
-from .token_rank import Read, TokenRank
+from .token_layout import DispatchLayout
+from .token_rank import Read, Take, TokenRank
 from .token_routing import Sent
 
 # Meetings of one run after its first, added to what it is for.
@@ -30,6 +31,11 @@ class PushingRank(TokenRank):
     way = "rows pushed straight to their group at the owner"
     _matrix: torch.Tensor | None = None
     _matrices: Buffers | None = None
+
+    @classmethod
+    def nbytes(cls, layout: DispatchLayout, slab_capacity: int | None) -> dict[str, int]:
+        read = layout.rows * layout.hidden * layout.dtype.itemsize
+        return {**super().nbytes(layout, slab_capacity), "expert output that peers read, during combine": read}
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
@@ -45,13 +51,21 @@ class PushingRank(TokenRank):
         return buffers, self._matrix.clone()
 
     def _deliver(
-        self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
+        self,
+        what: int,
+        sent: Sent,
+        x: torch.Tensor,
+        into: Any,
+        weights: torch.Tensor | None = None,
+        take: Take | None = None,
     ) -> Generator[Ask, Any, None]:
         rows, *numbers = into
         push_rows(
             x, sent.rows, rows, sent.groups, self.me, weights, numbers[0] if numbers else None, self.layout.most_padding
         )
         yield self._meet(what + _LAST)
+        if take is not None:
+            take(rows.tensors[self.me])
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read

@@ -26,8 +26,12 @@ from .token_routing import Sent
 
 Read = Callable[[Sequence[Buffers]], list[torch.Tensor]]
 """From owners' buffers to tensors of this rank's entries."""
+Take = Callable[[torch.Tensor], None]
+"""From the buffer where rows came to wherever it keeps its results; it may be that buffer."""
 # Added to the dispatcher's token: what a run is for. Its meetings are numbered from there on.
 DISPATCH, COMBINE, BACKWARD, WEIGHED = 0, 8, 16, 24
+ROUTING = "routing of one dispatch, held until backward"
+"""Of `TokenRank.nbytes`."""
 
 
 class TokenRank:
@@ -41,6 +45,7 @@ class TokenRank:
         in_windows: rows travel through windows, which dispatchers share.
         one_size: all slabs have room for as many rows.
         way: how rows travel, in words.
+        words_told: words that a rank tells each other one with its counts.
         peers: the others, beginning with the rank after this one.
     """
 
@@ -48,6 +53,28 @@ class TokenRank:
     in_windows = False
     one_size = False
     way = ""
+    words_told = 0
+
+    @classmethod
+    def nbytes(cls, layout: DispatchLayout, slab_capacity: int | None) -> dict[str, int]:
+        """Bytes of memory of one rank, at most, by what they are for.
+
+        Args:
+            slab_capacity: rows of a slab, where all are of one size.
+        """
+        row = layout.hidden * layout.dtype.itemsize + 4  # and its weight
+        received = {
+            "lease": "rows received, held until backward",
+            "copy": "rows received, twice while they are copied, then once until backward",
+            "redispatch": "rows received, held until the experts are done, and again during their backward",
+        }
+        # Slots, places and rows of entries, and counts of all ranks.
+        routing = layout.max_tokens * layout.top_k * 16 + layout.ranks * (layout.bounds[-1] + 1) * 8
+        return {
+            received[layout.save]: layout.rows * row,
+            "gradients received, in the backward of combine": layout.rows * row,
+            ROUTING: routing,
+        }
 
     def __init__(
         self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device, token: int
@@ -66,7 +93,7 @@ class TokenRank:
     ) -> Generator[Ask, Any, tuple[torch.Tensor, Sent]]:
         """The rows that this rank received, [rows, H], and what combine needs."""
         routed = route_tokens(ids, self.layout.num_experts, self.slot_of, self.slots.number)
-        own = self._new_rows(), self._new_numbers()
+        own = self._rows_to_receive(), self._new_numbers()
         into, counted = yield from self._share(DISPATCH, own, routed.counts)
         assert counted is not None
         sent = self._located(routed, counted, own[1])
@@ -98,11 +125,15 @@ class TokenRank:
         """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries."""
         received = self._new_rows()
         into, _ = yield from self._share(BACKWARD, (received,))
-        yield from self._deliver(BACKWARD, sent, gradient, into)
         if values is None:
+            yield from self._deliver(BACKWARD, sent, gradient, into)
             return received, None
         numbers = self._new_numbers()
-        weigh_rows(received, values, sent.weights, sent.groups.num_rows, received, numbers)
+
+        def weigh(came: torch.Tensor) -> None:
+            weigh_rows(came, values, sent.weights, sent.groups.num_rows, received, numbers)
+
+        yield from self._deliver(BACKWARD, sent, gradient, into, take=weigh)
         (found,) = yield from self._fetch(
             WEIGHED, sent, (numbers,), lambda buffers: [gather_values(sent.rows, buffers[0])]
         )
@@ -116,10 +147,16 @@ class TokenRank:
         raise NotImplementedError
 
     def _deliver(
-        self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
+        self,
+        what: int,
+        sent: Sent,
+        x: torch.Tensor,
+        into: Any,
+        weights: torch.Tensor | None = None,
+        take: Take | None = None,
     ) -> Generator[Ask, Any, None]:
         """Rows of tokens, [T, H], to their places at the owners, and weights, [T, K], if there are any; padding rows
-        zero."""
+        zero. Rows that came are this rank's own, or `take` makes those of them."""
         raise NotImplementedError
 
     def _fetch(
@@ -135,6 +172,10 @@ class TokenRank:
     def _grouped(self, matrix: torch.Tensor, slots: Slots) -> Groups:
         layout = self.layout
         return group_rows(matrix, slots, self.me, layout.rows, layout.align, layout.expert_capacity, layout.batched)
+
+    def _rows_to_receive(self) -> torch.Tensor:
+        """Memory for the rows of a dispatch, [rows, H]."""
+        return self._new_rows()
 
     def _new_rows(self) -> torch.Tensor:
         return self._empty((self.layout.rows, self.layout.hidden), self.layout.dtype)

@@ -7,8 +7,6 @@ from typing import Any
 
 from .token_layout import DispatchLayout
 from .token_rank import TokenRank
-from .token_windows import window_nbytes
-from .windows import window_size
 
 Way = TokenRank | type[TokenRank]
 """How rows travel: a rank, or what ranks are made of."""
@@ -27,11 +25,11 @@ def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = Non
         f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
         f"{'batched' if layout.batched else 'grouped'}",
         f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
-        f"overflow: {layout.overflow}; save: {layout.save}",
+        f"overflow: {layout.overflow}; save: {layout.save}; leases: {layout.leases}",
     ]
     for way in ways:
         capacity = _slab_capacity(layout, way)
-        memory, wire = nbytes(layout, way, capacity), on_wire(layout, way.in_slabs, capacity)
+        memory, wire = way.nbytes(layout, capacity), on_wire(layout, way, capacity)
         lines += [
             f"  {way.way}" + ("" if capacity is None else f" (slab_capacity={capacity})"),
             "    memory of a rank, bytes at most:",
@@ -64,14 +62,14 @@ def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
         "layout": "batched" if layout.batched else "grouped",
         "overflow": layout.overflow,
         "save": layout.save,
+        "leases": layout.leases,
         "ways": [
             {
                 "way": way.way,
                 "slab_capacity": capacity,
-                "memory": nbytes(layout, way, capacity),
+                "memory": way.nbytes(layout, capacity),
                 "wire": {
-                    what: {"even": even, "most": top}
-                    for what, (even, top) in on_wire(layout, way.in_slabs, capacity).items()
+                    what: {"even": even, "most": top} for what, (even, top) in on_wire(layout, way, capacity).items()
                 },
             }
             for way in ways
@@ -80,45 +78,13 @@ def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
     }
 
 
-def nbytes(layout: DispatchLayout, way: Way, slab_capacity: int | None = None) -> dict[str, int]:
-    """Bytes of memory of one rank, at most, by what they are for; where ranks send and receive, of slabs of exact size
-    or of so many rows."""
-    row = layout.hidden * layout.dtype.itemsize
-    most = layout.max_tokens * layout.top_k
-    received = {
-        "lease": "rows received, held until backward",
-        "copy": "rows received, twice while they are copied, then once until backward",
-        "redispatch": "rows received, held until the experts are done, and again during their backward",
-    }
-    routing = "routing of one dispatch, held until backward"
-    found = {
-        received[layout.save]: layout.rows * (row + 4),
-        "gradients received, in the backward of combine": layout.rows * (row + 4),
-        # Slots, places and rows of entries, and counts of all ranks.
-        routing: most * 16 + layout.ranks * (layout.bounds[-1] + 1) * 8,
-    }
-    if way.in_windows:
-        window = "window, which dispatches and redistributions among these ranks share"
-        return {**found, window: window_size(window_nbytes(layout))}
-    if not way.in_slabs:
-        return {**found, "expert output that peers read, during combine": layout.rows * row}
-    # Rows that come are sorted into their groups; those that go were sorted out of them.
-    sent, came = most, layout.rows
-    if slab_capacity is not None:
-        sent = came = layout.ranks * slab_capacity
-    found[routing] += came * 8
-    # Each of the four sends rows as slabs and receives such.
-    slabs = "slabs sent and received, during dispatch, combine and either's backward"
-    return {**found, slabs: (sent + came) * row}
-
-
-def on_wire(layout: DispatchLayout, in_slabs: bool, slab_capacity: int | None = None) -> dict[str, tuple[int, int]]:
+def on_wire(layout: DispatchLayout, way: Way, slab_capacity: int | None = None) -> dict[str, tuple[int, int]]:
     """Bytes that travel between ranks for the max_tokens tokens of one rank, by what for: where every slot gets as many
     as another, and at most. Rows, weights and counts; not the few bytes by which ranks meet. Slabs of `slab_capacity`
     rows travel whole."""
     row, others = layout.hidden * layout.dtype.itemsize, layout.ranks - 1
-    # Of each slot what this rank counted; in slabs also two words that say of which call.
-    counts = others * (layout.bounds[-1] + (3 if in_slabs else 1)) * 4
+    # Of each slot what this rank counted, and its bad ids.
+    counts = others * (layout.bounds[-1] + 1 + way.words_told) * 4
     # Tokens go once more for the experts' backward.
     again = row if layout.save == "redispatch" else 0
     per_entry = {

@@ -22,7 +22,8 @@ from ..kernels.route_tokens import Routed
 from ..kernels.rows import Buffers
 from .meeting import Agree, Ask, Transfer
 from .statistics import stats
-from .token_rank import WEIGHED, Read, TokenRank
+from .token_layout import DispatchLayout
+from .token_rank import ROUTING, WEIGHED, Read, Take, TokenRank
 from .token_routing import Sent, Slabs
 
 _HOST = torch.device("cpu")
@@ -32,7 +33,20 @@ class SlabRank(TokenRank):
     """Ranks that send and receive."""
 
     in_slabs = True
+    words_told = 2  # of which call they are
     way = "one slab of exact size for each pair of ranks; the host reads the counts once for each dispatch"
+
+    @classmethod
+    def nbytes(cls, layout: DispatchLayout, slab_capacity: int | None) -> dict[str, int]:
+        found = super().nbytes(layout, slab_capacity)
+        # Rows that come are sorted into their groups; those that go were sorted out of them.
+        sent, came = layout.max_tokens * layout.top_k, layout.rows
+        if slab_capacity is not None:
+            sent = came = layout.ranks * slab_capacity
+        found[ROUTING] += came * 8
+        # Each of the four sends rows as slabs and receives such.
+        slabs = "slabs sent and received, during dispatch, combine and either's backward"
+        return {**found, slabs: (sent + came) * layout.hidden * layout.dtype.itemsize}
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -91,7 +105,13 @@ class SlabRank(TokenRank):
         return Slabs(sends, came.sum(1), torch.tensor([len(padding)]), places), sent[:-1].int()
 
     def _deliver(
-        self, what: int, sent: Sent, x: torch.Tensor, into: Any, weights: torch.Tensor | None = None
+        self,
+        what: int,
+        sent: Sent,
+        x: torch.Tensor,
+        into: Any,
+        weights: torch.Tensor | None = None,
+        take: Take | None = None,
     ) -> Generator[Ask, Any, None]:
         slabs, owners = sent.slabs, self.layout.ranks
         assert slabs is not None
@@ -109,6 +129,8 @@ class SlabRank(TokenRank):
             yield from self._exchange(slab, sends, came, receives)
             buffer.index_copy_(0, places, came)
             buffer.index_fill_(0, padding, 0)
+        if take is not None:
+            take(into[0])
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read

@@ -40,7 +40,7 @@ class TorchtitanDispatcher:
             num_max_tokens_per_rank: the largest T of any rank; each rank's may differ at every dispatch.
             dtype: of tokens: float32, bfloat16 or float16.
             device: default: that of the mesh's type, and the current one of it; without a mesh the CPU.
-            capacity, expert_capacity, overflow, slab_capacity, splits: as of TokenDispatcher.
+            capacity, expert_capacity, overflow, leases, slab_capacity, splits: as of TokenDispatcher.
             save: "lease" or "copy", as of TokenDispatcher.
             world: as of TokenDispatcher; without a mesh there is none.
             pad_multiple: rows that each expert's group is padded to a multiple of: 16 for fp8, 32 for mxfp8.
@@ -57,6 +57,7 @@ class TorchtitanDispatcher:
         overflow: str = "raise"
         pad_multiple: int = 1
         save: str = "lease"
+        leases: int = 2
         slab_capacity: int | float | None = None
         splits: str | None = None
         world: str | None = None
@@ -99,7 +100,8 @@ class TorchtitanDispatcher:
             "num_experts": config.num_experts, "top_k": config.top_k, "hidden": config.hidden_dim,
             "max_tokens": config.num_max_tokens_per_rank, "dtype": config.dtype, "capacity": config.capacity,
             "expert_capacity": config.expert_capacity, "overflow": config.overflow, "align": config.pad_multiple,
-            "save": config.save, "slab_capacity": config.slab_capacity, "splits": config.splits,
+            "save": config.save, "leases": config.leases, "slab_capacity": config.slab_capacity,
+            "splits": config.splits,
         }  # fmt: skip
         if mesh is None:
             self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)

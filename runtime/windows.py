@@ -11,7 +11,7 @@ from ..kernels.signal import SLOT, Channel, Failure, build_signal, pack, signal
 
 Use = Literal["enter", "meet", "leave", "spoil"]
 _SMALLEST = 1 << 16
-_ALIGNMENT = 256
+ALIGNMENT = 256  # bytes, of what has a place in a window
 _CHANNELS = ("arrivals", "releases")
 
 
@@ -22,7 +22,7 @@ def window_size(nbytes: int) -> int:
 
 def pad_bytes(size: int) -> int:
     """What signals need before the data of a window, in a group of `size` ranks."""
-    return -(-len(_CHANNELS) * (size - 1) * SLOT * 8 // _ALIGNMENT) * _ALIGNMENT
+    return -(-len(_CHANNELS) * (size - 1) * SLOT * 8 // ALIGNMENT) * ALIGNMENT
 
 
 class Window:

@@ -11,7 +11,7 @@ from shardweave.__main__ import main
 from shardweave.runtime import token_slabs
 from shardweave.runtime.token_fixed_slabs import FixedSlabRank
 from shardweave.runtime.token_pushes import PushingRank
-from shardweave.runtime.token_report import nbytes, on_wire
+from shardweave.runtime.token_report import on_wire
 from shardweave.runtime.token_slabs import SlabRank
 from shardweave.runtime.token_windows import WindowRank
 from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
@@ -31,7 +31,7 @@ def test_both_ways_are_stated(capsys):
     assert said.index("rows pushed straight") < said.index("one slab of exact size")
     # Seven eighths of the rows, each with a weight; counts of 256 slots and of bad ids, with or without two words.
     entries = 4096 * 8 * 7 // 8
-    for words in (1, 3):
+    for words in (1, 2, 3):
         assert f"{entries * (7168 * 2 + 4) + 7 * (256 + words) * 4:,}  " in said
     assert f"{entries * 7168 * 2:,} " in said
 
@@ -49,9 +49,9 @@ def test_json_says_what_a_dispatcher_does(capsys):
     )
     forms = (PushingRank, None), (WindowRank, None), (SlabRank, None), (FixedSlabRank, 20)  # room for all
     for way, (kind, capacity) in zip(said["ways"], forms, strict=True):
-        assert way["memory"] == nbytes(d.layout, kind, capacity)
+        assert way["memory"] == kind.nbytes(d.layout, capacity)
         wire = {what: (n["even"], n["most"]) for what, n in way["wire"].items()}
-        assert wire == on_wire(d.layout, kind.in_slabs, capacity)
+        assert wire == on_wire(d.layout, kind, capacity)
     assert all(f"{n:,}" in d.explain() for n in said["ways"][2]["wire"]["dispatch"].values())
 
 
@@ -118,7 +118,7 @@ def test_as_many_bytes_are_sent(monkeypatch, save, top, limits):
     phase = "backward of dispatch"
     torch.autograd.backward([r.x for r in routed], gradients)
 
-    wire = on_wire(d.layout, True, d.layout.slab_capacity)
+    wire = on_wire(d.layout, d.parts[0], d.layout.slab_capacity)
     assert tuple(wire) == PHASES and all(even <= most for even, most in wire.values())
     # Counts are told by all, whoever has tokens.
     told = (ranks - 1) * (6 + 3) * 4

@@ -20,7 +20,7 @@ from shardweave.kernels.locate_rows import locate_rows
 from shardweave.kernels.pointers import KEPT_TABLES, AddressTables
 from shardweave.kernels.push_rows import push_rows
 from shardweave.kernels.route_tokens import route_tokens
-from shardweave.kernels.rows import Buffers, TokenRows
+from shardweave.kernels.rows import Buffers, ChosenBuffers, TokenRows
 from shardweave.kernels.share_counts import share_counts
 from shardweave.kernels.weigh_rows import weigh_rows
 
@@ -153,14 +153,27 @@ def rows_of(case: Case, rank: int, device: str, slots: Slots) -> tuple[TokenRows
     return locate_rows(i32(case.slot[rank], device), i32(case.place[rank], device), groups, slots), groups
 
 
-def test_share_counts(device):
+@pytest.mark.parametrize("words", [None, (5, 0, 2**31 - 1)], ids=str)
+def test_share_counts(device, words):
     rng = np.random.default_rng(0)
-    counts = [i32(rng.integers(0, 99, 7), device) for _ in range(3)]
-    matrices = [torch.full((3, 7), -1, dtype=torch.int32, device=device) for _ in range(3)]
+    counts = [i32(rng.integers(0, 99, 8), device) for _ in range(3)]
+    told = counts if words is None else [torch.cat((c, i32([w], device))) for c, w in zip(counts, words, strict=True)]
+    matrices = [torch.full((3, len(told[0])), -1, dtype=torch.int32, device=device) for _ in range(3)]
     for me, row in enumerate(counts):
-        share_counts(row, Buffers(matrices), me)
+        share_counts(row, Buffers(matrices), me, None if words is None else words[me])
     for matrix in matrices:
-        same(matrix, torch.stack(counts))
+        same(matrix, torch.stack(told))
+
+
+def test_buffers_that_owners_choose(device):
+    """By a column of a matrix, as owners tell it."""
+    buffers = Buffers([torch.zeros(2, 3, device=device) for _ in range(6)])
+    told = i32([[9, 5], [9, 0], [9, 2]], device)
+    chosen = ChosenBuffers(buffers, told[:, 1])
+    assert [t.data_ptr() for t in chosen.tensors] == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)]
+    table, bits = chosen.table()
+    assert table.tolist() == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)] and bits == buffers.table()[1]
+    assert (len(chosen), chosen.shape, chosen.dtype) == (3, (2, 3), torch.float32)
 
 
 def tokens_like(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:

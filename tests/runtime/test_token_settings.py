@@ -36,6 +36,7 @@ def one(**given) -> DispatchLayout:
         ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'slabs'"),
         ({"splits": "host", "slab_capacity": 3}, "slab_capacity: 3 with splits='host'; allowed: None"),
         ({"save": "all"}, "save: 'all'; allowed: 'lease', 'redispatch', 'copy'"),
+        ({"leases": -1}, "leases: -1; allowed: a whole number, 0 to 1024"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
         ({"layout": "batched", "capacity": 3}, "capacity: 3; batched"),

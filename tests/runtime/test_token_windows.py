@@ -4,6 +4,7 @@ interpreter, and on a GPU that several processes share. What it has in common wi
 from __future__ import annotations
 
 import hashlib
+import random
 
 import pytest
 import test_no_sync
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shardweave
 from shardweave.kernels import pointers
 from shardweave.kernels.signal import signal_kernel
+from shardweave.runtime.statistics import stats
 from shardweave.runtime.token_dispatcher import TokenDispatcher
 from shardweave.runtime.token_windows import window_nbytes
 from shardweave.runtime.windows import window_size
@@ -101,6 +103,59 @@ def test_ranks_of_several_nodes_send_slabs() -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
     found = run_ranks(combined, 4, "symmetric", "mixed symmetric", environment=nodes)
     assert found == run_ranks(combined, 4, "shared_memory", "shared_memory")
+
+
+def many_at_once(rank: int, leases: int) -> int:
+    """Dispatches whose rows are held for as long as each rank likes, and written by their experts; how many copied."""
+    d = TokenDispatcher(**SETTINGS, leases=leases, world="symmetric")
+    draw, held, want = random.Random(rank), {}, {}
+    before = stats().copies.total()
+    for i in range(24):
+        t = given(rank, i)
+        held[i] = d.dispatch(t.x, t.ids, t.weights)
+        kept = held[i].x[: int(held[i].num_rows)]
+        kept.neg_()
+        want[i] = kept.clone()
+        if i % 5 == 4:  # what a view holds is not free
+            held[i] = kept[1:]
+            want[i] = want[i][1:]
+        for j in draw.sample(sorted(held), draw.randrange(2)):
+            del held[j], want[j]
+        for j, of in held.items():
+            assert torch.equal(of if isinstance(of, torch.Tensor) else of.x[: len(want[j])], want[j]), (i, j)
+    return stats().copies.total() - before
+
+
+def lent_again(rank: int) -> None:
+    """Dispatch after dispatch, each result let go with the next: nothing is copied, and the same two places serve."""
+    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    others, before, seen = TokenDispatcher(**SETTINGS, world="symmetric"), stats().copies.total(), set()
+    for i in range(8):
+        t = given(rank, i)
+        routed = (others if i % 3 else d).dispatch(t.x, t.ids, t.weights)
+        seen.add(routed.x.data_ptr())
+    assert len(seen) == 2 and stats().copies.total() == before
+    routed = None
+    made = len(world_of("cpu")._lent)
+    TokenDispatcher(**SETTINGS, leases=0, world="symmetric").dispatch(t.x, t.ids, t.weights)
+    TokenDispatcher(**SETTINGS, save="copy", world="symmetric").dispatch(t.x, t.ids, t.weights)
+    assert len(world_of("cpu")._lent) == made and stats().copies.total() == before
+
+
+def test_rows_stay_where_peers_wrote_them() -> None:
+    run_ranks(lent_again, 3)
+    few = run_ranks(many_at_once, 3, 2)
+    assert all(0 < copied < 24 for copied in few), few
+    assert run_ranks(many_at_once, 3, 24) == [0, 0, 0]
+
+
+def leases_of_a_rank(rank: int) -> None:
+    TokenDispatcher(**SETTINGS, leases=2 + rank, world="symmetric")
+
+
+def test_ranks_that_lend_unlike_are_told() -> None:
+    ends = end_ranks(leases_of_a_rank, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
+    assert "DisagreementError" in {end.error for end in ends}, ends
 
 
 MAP = [[0, 1, 2], [3], [4, 0]]
@@ -276,11 +331,12 @@ def explained(rank: int) -> str:
 def test_explain_counts_the_window() -> None:
     d = shardweave.VirtualTokenDispatcher(2, **SETTINGS)
     (text, _) = run_ranks(explained, 2)
-    # Counts of 6 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
+    # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
     rows = d.layout.rows
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
     assert window_nbytes(d.layout) == want
     assert "symmetric" in text and f"{window_size(want):,}  window" in text, text
+    assert f"{2 * rows * H * 2:,}  lent to rows received, of 2 dispatches at a time" in text, text
 
 
 def on_a_gpu(rank: int) -> str:
