@@ -13,12 +13,20 @@ from shardweave.runtime.leases import Leases
 pytestmark = pytest.mark.plan
 
 
-def leases(number: int, nbytes: int = 64) -> Leases:
-    return Leases(1, {rank: torch.zeros(number * nbytes, dtype=torch.uint8) for rank in range(3)}, nbytes, number)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False")
+    return request.param
 
 
-def test_a_piece_is_free_when_the_last_tensor_on_it_is_gone():
-    of = leases(2)
+def leases(number: int, device: str = "cpu", nbytes: int = 64) -> Leases:
+    memory = {rank: torch.zeros(number * nbytes, dtype=torch.uint8, device=device) for rank in range(3)}
+    return Leases(1, memory, nbytes, number)
+
+
+def test_a_piece_is_free_when_the_last_tensor_on_it_is_gone(device):
+    of = leases(2, device)
     a, b = of.lend(), of.lend()
     assert a is not None and b is not None and of.lend() is None
     assert {of.number(a), of.number(b)} == {0, 1} and of.number(torch.zeros(3)) is None
@@ -34,10 +42,10 @@ def test_a_piece_is_free_when_the_last_tensor_on_it_is_gone():
     assert again is not None and of.number(again) == number
 
 
-def test_autograd_holds_what_it_saves():
-    of = leases(1)
+def test_autograd_holds_what_it_saves(device):
+    of = leases(1, device)
     x = of.lend().view(torch.float32).fill_(2.0)
-    weight = torch.ones(16, requires_grad=True)
+    weight = torch.ones(16, requires_grad=True, device=device)
     y = (x * weight).sum()
     del x
     assert of.lend() is None
@@ -60,9 +68,41 @@ def test_pieces_are_given_back_on_any_thread():
     assert None not in [of.lend() for _ in range(4)]
 
 
-def test_memory_outlives_who_lends_it():
-    of = leases(1)
+def test_memory_outlives_who_lends_it(device):
+    of = leases(1, device)
     lent = of.lend()
     del of
     gc.collect()
     assert lent.fill_(7).tolist() == [7] * 64
+
+
+@pytest.mark.gpu
+def test_what_a_graph_writes_is_lent_for_good(device):
+    if device == "cpu":
+        pytest.skip("graphs are of GPUs")
+    of = leases(2, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lent = of.lend()
+        lent.fill_(3)
+    number = of.number(lent)
+    del lent
+    other = of.lend()
+    assert other is not None and of.number(other) != number and of.lend() is None
+    graph.replay()
+    assert of.pieces[number][1].unique().tolist() == [3] and not other.any()
+
+
+@pytest.mark.gpu
+def test_another_stream_waits_for_the_last_one(device):
+    if device == "cpu":
+        pytest.skip("streams are of GPUs")
+    of, side = leases(1, device, 1 << 20), torch.cuda.Stream()
+    lent = of.lend()
+    torch.cuda._sleep(50_000_000)
+    read = lent.clone()
+    del lent
+    with torch.cuda.stream(side):
+        of.lend().fill_(9)
+    torch.cuda.synchronize()
+    assert not read.any()
