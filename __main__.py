@@ -50,6 +50,7 @@ def _bytes(text: str) -> int:
     return int(text)
 
 
+_WORLDS = ("shared_memory", "collective", "mixed", "symmetric")  # as runtime.choosing has them, without torch
 _TOPOLOGIES = {"nvlink": "NVLINK_NODE", "nvlink-infiniband": "NVLINK_INFINIBAND"}
 
 
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
     plan.add_argument(
         "--world",
-        choices=("shared_memory", "collective", "mixed", "symmetric"),
+        choices=_WORLDS,
         help="also say how ranks of such a world carry each step out, and why; mixed: on the topology's nodes",
     )
     plan.add_argument(
@@ -159,8 +160,15 @@ def _parser() -> argparse.ArgumentParser:
     record.set_defaults(run=_record)
 
     replay = commands.add_parser("replay", help="carry a trace out again, by torch and by shardweave, and time both")
-    replay.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="of the ranks of one program")
-    replay.add_argument("--world", choices=("shared_memory", "collective"), help="(default: as the library chooses)")
+    replay.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="of the ranks of one run of a program")
+    replay.add_argument("--device", choices=("cpu", "cuda"), help="that ranks have (default: cpu)")
+    replay.add_argument("--world", choices=_WORLDS, help="that ranks meet in (default: as the library chooses)")
+    replay.add_argument(
+        "--topology",
+        metavar="NAME|FILE",
+        help=f"price both sides on it, and run nothing: {', '.join(_TOPOLOGIES)}, or a JSON file (default: run; "
+        "programs of more ranks than start here: nvlink-infiniband)",
+    )
     replay.add_argument("--scaled", action="store_true", help="with an eighth of every size of 64 and more")
     replay.add_argument("--only", default="", metavar="TEXT", help="only those with this in place or layouts")
     replay.add_argument("--most", type=_ranks, default=64, metavar="N", help="the heaviest N (default: %(default)s)")
@@ -305,10 +313,19 @@ def _record(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     if not _has_rich("replay"):
         return 2
-    from shardweave.bench.replay import run
+    from shardweave.bench.replay import Options, run
 
+    options = Options(
+        arguments.device,
+        arguments.world,
+        _topology(arguments.topology),
+        arguments.scaled,
+        arguments.only,
+        arguments.most,
+        arguments.json,
+    )
     try:
-        return run(arguments.traces, arguments.world, arguments.scaled, arguments.only, arguments.most, arguments.json)
+        return run(arguments.traces, options)
     except KeyboardInterrupt:
         return 130
 

@@ -115,10 +115,22 @@ class Ranks:
     """`main` as ranks 0..size-1 in a gloo world of their own, forked from this process as it is.
 
     A context manager, to be entered before this process starts threads; leaving it ends whoever still runs.
+
+    Args:
+        device_type: "cuda": each rank has a GPU, as its current one, and NCCL for it; where there are fewer GPUs than
+            ranks, several ranks have the same one, and no NCCL, which would refuse them. This process may not have
+            used CUDA.
     """
 
-    def __init__(self, main: RankMain, size: int, config: dict[str, Any], timeout: float | None = None) -> None:
-        self._main, self._config, self._parent = main, config, os.getpid()
+    def __init__(
+        self,
+        main: RankMain,
+        size: int,
+        config: dict[str, Any],
+        timeout: float | None = None,
+        device_type: str = "cpu",
+    ) -> None:
+        self._main, self._config, self._parent, self._device_type = main, config, os.getpid(), device_type
         self._timeout = timeout or timeout_seconds()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -223,13 +235,25 @@ class Ranks:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         size, timeout = len(self._children), timedelta(seconds=self._timeout)
         store = dist.TCPStore("127.0.0.1", start["port"], is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        backend, device = ("gloo", None) if self._device_type == "cpu" else _gpu_of(rank, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
         self._main(rank, size, self._config, messages.send)
         dist.barrier()
         watch.stop()
         messages.send(None)
         messages.recv()
         dist.destroy_process_group()
+
+
+def _gpu_of(rank: int, size: int) -> tuple[str, torch.device | None]:
+    """Makes a GPU the current one of this rank; the backends of the process group, and the device that it is for."""
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    if size <= gpus:
+        return "cpu:gloo,cuda:nccl", device
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return "gloo", None
 
 
 class _Watch:

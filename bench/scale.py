@@ -33,7 +33,7 @@ from .growth import GROWTHS, Growth
 from .machine import machine
 from .ranks import RanksFailed
 from .record_workloads import RECORDED
-from .replay import distinct
+from .replay_cases import distinct
 from .result_file import read_versioned
 from .scale_report import SAID, Slowest, draw, report
 from .scale_rows import VERSION, Row

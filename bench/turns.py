@@ -55,12 +55,18 @@ def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Callable[[], An
     return lambda: call(next(turn))
 
 
+def rotation_of(local: torch.Tensor, ranks: int, cache_bytes: int | None = None) -> Rotation:
+    """How tensors like it take turns, alike on all ranks; `ranks` of them share the cache. All of the default group
+    call it together."""
+    most = torch.tensor(local.numel() * local.element_size())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return Rotation.of(int(most), ranks, cache_bytes)
+
+
 def rotated(x: DTensor, cache_bytes: int | None = None) -> tuple[list[DTensor], Rotation]:
     """`x` and copies of it, as many on all ranks of its mesh, and how they take turns. All ranks call it together."""
     local = x.to_local()
-    most = torch.tensor(local.numel() * local.element_size())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    rotation = Rotation.of(int(most), x.device_mesh.size(), cache_bytes)
+    rotation = rotation_of(local, x.device_mesh.size(), cache_bytes)
     again = (
         DTensor.from_local(
             local.clone(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
@@ -82,11 +88,13 @@ def time_sides(
     rounds: int,
     kept: Mapping[str, int] | None = None,
     turn_seconds: float = TURN_SECONDS,
+    finish: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds a call on this rank, one figure a round, of each side. All ranks of the default group call it together.
 
     Args:
         kept: outputs of a side that stay alive; `KEPT` where it is not named.
+        finish: waits for what calls have begun: once in each turn, within its time.
     """
     alive: dict[str, deque[Any]] = {side: deque(maxlen=(kept or {}).get(side, KEPT)) for side in sides}
 
@@ -96,6 +104,7 @@ def time_sides(
         start = time.perf_counter()
         for _ in range(calls):
             keep.append(call())
+        finish()
         return (time.perf_counter() - start) / calls
 
     # Twice as many calls as outputs are alive while it counts: the first bind programs and touch fresh pages, the next

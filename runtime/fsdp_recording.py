@@ -106,7 +106,7 @@ def _note(
     where: str,
 ) -> None:
     mesh = _mesh(parameters[0].mesh_info.mesh, groups)
-    recording.note_entry(Entry(mesh, None, (noted.sizes[0],), dtype_name(noted.dtype), *layouts, where))
+    recording.note_entry(Entry(mesh, None, (noted.sizes[0],), dtype_name(noted.dtype), *layouts, where, fsdp=True))
 
 
 def _mesh(mesh: Any, groups: Sequence[dist.ProcessGroup]) -> Mesh:

@@ -132,8 +132,9 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     come from begins with "FSDP".
 
     Args:
-        path: of the trace, JSON of at most a few megabytes, written when the block ends, also by an exception. Where
-            the program has several ranks each writes its own, with `.rank<n>` before the suffix.
+        path: of the trace, JSON of at most 4 MiB, written when the block ends, also by an exception. Where the program
+            has several ranks each writes its own, with `.rank<n>` before the suffix, and those of ranks that it does
+            not have, which an earlier run of more ranks left there, are removed.
 
     Raises:
         ArgumentError: the trace cannot be written; nothing is recorded inside of another `record`.
@@ -153,7 +154,4 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
         write_down(None)
         _bind(is_installed())
         note_fsdp(False)
-        trace = recording.trace()
-        if trace.world_size > 1:
-            path = path.with_name(f"{path.stem}.rank{trace.ranks[0]}{path.suffix}")
-        path.write_text(trace.to_json(), encoding="utf-8")
+        recording.trace().write(path)

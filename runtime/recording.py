@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ class Recording:
                 found[entry] = Cost(before + calls, bytes_received)
             except ShardweaveError as error:
                 left_out[str(error)] += calls
-        return Trace(torch.__version__, self._size, (self._rank,), found, dict(left_out))
+        alive = _process_began(), round(time.time(), 2)
+        return Trace(torch.__version__, self._size, (self._rank,), found, dict(left_out), alive)
 
 
 def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
@@ -125,6 +127,13 @@ def _bytes_received(entry: Entry, rank: int) -> int:
     at = None if whole else position_of(rank, mesh, other)
     program = plan(mesh, entry.shape, entry.dtype, entry.source, entry.target, target_mesh=other, rank=at)
     return max(program.bytes_received)
+
+
+def _process_began() -> float:
+    """Seconds since the epoch, to the hundredth."""
+    after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    since_boot = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)
 
 
 def _caller() -> str:

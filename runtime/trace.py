@@ -1,10 +1,13 @@
-"""Traces: the distinct redistributions of a program, as JSON that ranks merge and `replay` reads."""
+"""Traces: the distinct redistributions of a rank of a program, as JSON that `replay` reads."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,24 @@ from ..errors import ArgumentError, ShardweaveError
 from ..planner import Layout, Mesh
 from ..planner.serialisation import mesh_to_dict
 
-VERSION = 1
+VERSION = 2
 MOST_ENTRIES = 4096
-"""Distinct redistributions that a trace holds, some 400 bytes each."""
+"""Distinct redistributions that a rank counts."""
+MOST_BYTES = 4 << 20
+"""Of a trace as it is written; of what does not fit, what moves least bytes is left out."""
+_MOST_REASONS = 64  # for which calls are left out
+_LONGEST_REASON = 200
+_HEAD = '{"shardweave_trace"'
+FSDP_COLLECTIVES = {
+    ("S0", "R"): "all_gather",
+    ("P", "S0"): "reduce_scatter",
+    ("Pavg", "S0"): "reduce_scatter",
+    ("P S0", "R S0"): "all_reduce",
+    ("Pavg S0", "R S0"): "all_reduce",
+    ("P", "R"): "all_reduce",
+    ("Pavg", "R"): "all_reduce",
+}
+"""By source and target, what FSDP2 calls on its flat tensors. The last mesh dim has the shards."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,7 @@ class Entry:
         source, target: layouts in text form.
         where: file, line and function that asked for it, and whether a backward did.
         traced: while torch.compile traced: how often it runs then is not known.
+        fsdp: issued by FSDP2 as one of `FSDP_COLLECTIVES` on a flat tensor, with no `redistribute`.
     """
 
     mesh: Mesh
@@ -36,6 +55,7 @@ class Entry:
     target: str
     where: str
     traced: bool = False
+    fsdp: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         meshes = {
@@ -49,11 +69,14 @@ class Entry:
         other = data["target_mesh"]
         mesh, target_mesh = Mesh(**data["mesh"]), None if other is None else Mesh(**other)
         texts = {name: data[name] for name in ("dtype", "source", "target", "where")}
-        if not all(isinstance(text, str) for text in texts.values()) or not isinstance(data["traced"], bool):
-            raise TypeError(f"{texts}, traced {data['traced']!r}")
+        flags = {name: data[name] for name in ("traced", "fsdp")}
+        if not all(isinstance(text, str) for text in texts.values()) or {*map(type, flags.values())} != {bool}:
+            raise TypeError(f"{texts}, {flags}")
         for text in (data["source"], data["target"]):
             Layout.parse(text)
-        return cls(mesh, target_mesh, tuple(map(_whole, data["shape"])), traced=data["traced"], **texts)
+        if data["fsdp"] and ((data["source"], data["target"]) not in FSDP_COLLECTIVES or target_mesh is not None):
+            raise TypeError(f"{data['source']} -> {data['target']} is no collective of FSDP2's")
+        return cls(mesh, target_mesh, tuple(map(_whole, data["shape"])), **texts, **flags)
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,7 @@ class Trace:
         world_size: of the program's default process group.
         ranks: whose trace it is.
         left_out: calls that it does not hold, by why.
+        alive: seconds since the epoch at which the rank's process began, and at which this was written.
     """
 
     torch: str
@@ -84,25 +108,59 @@ class Trace:
     ranks: tuple[int, ...]
     found: Mapping[Entry, Cost]
     left_out: Mapping[str, int] = field(default_factory=dict)
+    alive: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks whose trace it is not."""
+        there = set(self.ranks)
+        return tuple(rank for rank in range(self.world_size) if rank not in there)
 
     def heaviest_first(self) -> list[tuple[Entry, Cost]]:
         """By bytes in all calls; what moves none by calls."""
         return sorted(self.found.items(), key=lambda item: (-item[1].bytes_in_all, -item[1].calls, str(item[0])))
 
-    def to_json(self) -> str:
+    def to_json(self, most_bytes: int = MOST_BYTES) -> str:
+        """At most so many bytes of ASCII: what no longer fits is counted in `left_out`."""
+        left_out = _most_often(self.left_out)
+        room = most_bytes - len(self._head(left_out)) - _LONGEST_REASON
+        lines, beyond = [], 0
+        for entry, cost in self.heaviest_first():
+            line = json.dumps({**entry.to_dict(), **{f.name: getattr(cost, f.name) for f in fields(cost)}})
+            room -= len(line) + len(",\n  ")
+            if room < 0:
+                beyond += cost.calls
+            else:
+                lines.append(line)
+        if beyond:
+            left_out[f"beyond the {most_bytes} bytes of a trace"] = beyond
+        separated = ",\n  ".join(lines)
+        return f'{self._head(left_out)[:-1]},\n "redistributions": [\n  {separated}\n ]}}\n'
+
+    def _head(self, left_out: Mapping[str, int]) -> str:
         head = {
             "shardweave_trace": VERSION,
             "torch": self.torch,
             "world_size": self.world_size,
             "ranks": self.ranks,
-            "left_out": dict(self.left_out),
+            "alive": self.alive,
+            "left_out": left_out,
         }
-        entries = [
-            {**entry.to_dict(), **{f.name: getattr(cost, f.name) for f in fields(cost)}}
-            for entry, cost in self.heaviest_first()
-        ]
-        lines = ",\n  ".join(json.dumps(entry) for entry in entries)
-        return f'{json.dumps(head)[:-1]},\n "redistributions": [\n  {lines}\n ]}}\n'
+        return json.dumps(head)
+
+    def write(self, path: Path) -> None:
+        """To `path`; where the program has several ranks, to this one's file, with `.rank<n>` before the suffix.
+
+        Files there of ranks that the program does not have are removed: an earlier run of more ranks has left them.
+        """
+        if self.world_size > 1:
+            files = path.parent.glob(f"{escape(path.stem)}.rank*{escape(path.suffix)}")
+            for file in files:
+                number = file.name[len(f"{path.stem}.rank") : len(file.name) - len(path.suffix)]
+                if number.isdecimal() and int(number) >= self.world_size and _is_trace(file):
+                    file.unlink(missing_ok=True)  # every rank may do it, some of them on another machine
+            path = path.with_name(f"{path.stem}.rank{self.ranks[0]}{path.suffix}")
+        path.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def from_json(cls, text: str, name: str = "trace") -> Trace:
@@ -117,17 +175,21 @@ class Trace:
         if not isinstance(data, dict) or "shardweave_trace" not in data:
             raise ArgumentError(f"{name}: JSON, but no trace; allowed: what `record` wrote")
         if data["shardweave_trace"] != VERSION:
-            raise ArgumentError(f"{name}: a trace of version {data['shardweave_trace']!r}; allowed: {VERSION}")
+            raise ArgumentError(
+                f"{name}: a trace of version {data['shardweave_trace']!r}; allowed: {VERSION}, which `record` writes"
+            )
         try:
             found = {
                 Entry.from_dict(entry): Cost(_whole(entry["calls"]), _whole(entry["bytes_received"]))
                 for entry in data["redistributions"]
             }
             left_out = {str(why): _whole(calls) for why, calls in data["left_out"].items()}
-            return cls(
-                str(data["torch"]), _whole(data["world_size"]), tuple(map(_whole, data["ranks"])), found, left_out
-            )
-        except (KeyError, TypeError, AttributeError, ShardweaveError) as error:
+            began, written = map(_seconds, data["alive"])
+            ranks = tuple(map(_whole, data["ranks"]))
+            if not ranks or max(ranks) >= _whole(data["world_size"]):
+                raise TypeError(f"ranks {list(ranks)} of {data['world_size']}")
+            return cls(str(data["torch"]), _whole(data["world_size"]), ranks, found, left_out, (began, written))
+        except (KeyError, TypeError, ValueError, AttributeError, ShardweaveError) as error:
             raise ArgumentError(f"{name}: not as `record` writes it: {type(error).__name__}: {error}") from None
 
     @classmethod
@@ -145,25 +207,25 @@ class Trace:
         return cls.from_json(text, repr(str(path)))
 
 
-def merged(traces: Sequence[Trace]) -> Trace:
-    """One trace of the ranks of several: of what more than one asked for, the most calls that one of them made.
+def _most_often(left_out: Mapping[str, int]) -> dict[str, int]:
+    """Reasons of a bounded length, and as many."""
+    ordered = sorted(left_out.items(), key=lambda item: -item[1])
+    kept: Counter[str] = Counter()
+    for place, (why, calls) in enumerate(ordered):
+        kept[why[:_LONGEST_REASON] if place < _MOST_REASONS else "other reasons"] += calls
+    return dict(kept)
 
-    Raises:
-        ArgumentError: none, or traces of programs of different sizes.
-    """
-    if not traces or len({trace.world_size for trace in traces}) > 1:
-        sizes = sorted({trace.world_size for trace in traces})
-        raise ArgumentError(f"traces: of programs of {sizes} ranks; allowed: one or more of one program")
-    found: dict[Entry, Cost] = {}
-    left_out: dict[str, int] = {}
-    for trace in traces:
-        for entry, cost in trace.found.items():
-            before = found.get(entry, cost)
-            found[entry] = Cost(max(before.calls, cost.calls), max(before.bytes_received, cost.bytes_received))
-        for why, calls in trace.left_out.items():
-            left_out[why] = max(calls, left_out.get(why, 0))
-    ranks = tuple(sorted({rank for trace in traces for rank in trace.ranks}))
-    return Trace(traces[0].torch, traces[0].world_size, ranks, found, left_out)
+
+def _is_trace(file: Path) -> bool:
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(_HEAD)) == _HEAD.encode()
+    return False
+
+
+def _seconds(number: object) -> float:
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < 1e11:
+        raise TypeError(f"{number!r} is no number of seconds since the epoch")
+    return float(number)
 
 
 def _whole(number: object) -> int:

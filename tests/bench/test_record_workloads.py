@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardweave import ArgumentError, Layout
 from shardweave.bench.deepseek import DeepSeekSizes
 from shardweave.bench.record_workloads import RECORDED, WORKLOADS, deep_seek, llama, main, mesh_sizes, recorded, solver
-from shardweave.bench.replay import distinct
+from shardweave.bench.replay_cases import distinct
 from shardweave.bench.solver_program import SolverSizes
 from shardweave.bench.transformer import Sizes
 from shardweave.bench.workloads import load_workloads

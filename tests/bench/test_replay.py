@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from shardweave.bench import replay, replay_values
-from shardweave.bench.machine import available_memory
-from shardweave.bench.replay_values import Values
+from shardweave.bench import replay
+from shardweave.bench.replay import Options, check_device
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
-from shardweave.runtime.trace import Cost, Entry, Trace
+from shardweave.runtime.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
 
 GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[3, 1])
 ENTRIES = {
@@ -28,7 +25,7 @@ ENTRIES = {
     Entry(GRID, None, (7, 3), "bfloat16", "Pavg P", "R R", "a.py:3 f"): Cost(1, 9),
     Entry(GRID, None, (6, 4), "bool", "S0 S0 @ 0:1,0", "R S1", "a.py:4 f"): Cost(1, 8),
     Entry(GRID, None, (12, 4), "float16", "S0/3 R", "S1 S0", "a.py:5 f"): Cost(1, 7),
-    Entry(PAIR, None, (9, 2), "float64", "S0", "R", "FSDP gathers x"): Cost(1, 6),
+    Entry(PAIR, None, (18,), "float64", "S0", "R", "FSDP gathers x", fsdp=True): Cost(1, 6),
     Entry(GRID, PAIR, (9, 2), "float64", "S0 S0", "S1", "a.py:7 f"): Cost(1, 5),
     Entry(GRID, None, (4, 4), "float32", "R R", "P R", "a.py:8 f", traced=True): Cost(1, 0),
     Entry(GRID, None, (4, 6), "float32", "S0 R", "P S1", "a.py:10 f"): Cost(1, 0),
@@ -77,9 +74,9 @@ PLANTED = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from shardweave.bench import replay
+from shardweave.bench import replay, replay_ranks
 
-carried_out = replay.run_redistribution
+carried_out = replay_ranks.run_redistribution
 
 def planted(x, source, target, how):
     if source.placements[0].is_partial():  # rank 0's term in the place of each
@@ -88,9 +85,10 @@ def planted(x, source, target, how):
     out = carried_out(x, source, target, how)
     return out[[1, 0, *range(2, len(out))]] if target.placements[0].is_shard(1) else out
 
-replay.run_redistribution = planted
+replay_ranks.run_redistribution = planted
 replay.ROUNDS = 1
-sys.exit(replay.run([Path(sys.argv[1])], None, False, "", 64, Path(sys.argv[2])))
+replay.last_level_cache = lambda: 1
+sys.exit(replay.run([Path(sys.argv[1])], replay.Options(json_path=Path(sys.argv[2]))))
 """
 
 
@@ -117,72 +115,47 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     assert "S0 → S1 of [8, 8]: shardweave is wrong: rank 0: " in done.stdout
 
 
-def _cut(
-    whole: torch.Tensor, order: list[tuple[int, int]], sizes: tuple[int, ...], at: tuple[int, ...]
-) -> torch.Tensor:
-    """The oracle: chunk after chunk, of (mesh dim, tensor dim) in this order."""
-    for m, dim in order:
-        chunks = whole.chunk(sizes[m], dim)
-        whole = chunks[at[m]] if at[m] < len(chunks) else whole.narrow(dim, 0, 0)
-    return whole
+WORLDS = """
+import os
+import sys
+from pathlib import Path
+from shardweave.bench import replay, replay_ranks
+
+def refused(*_):
+    raise RuntimeError("DTensor is asked")
+
+replay_ranks.stock_redistribute_local_tensor = refused
+replay.ROUNDS = 1
+replay.last_level_cache = lambda: 1
+trace, out = map(Path, sys.argv[1:])
+for world in ("shared_memory", "collective", "symmetric", "mixed"):
+    if world == "mixed":
+        os.environ["SHARDWEAVE_NODE_SIZE"] = "2"
+    path = out / f"{world}.json"
+    assert replay.run([trace], replay.Options(world=world, scaled=world == "mixed", json_path=path)) == 0
+"""
 
 
-@pytest.mark.plan
-@pytest.mark.parametrize(
-    ("text", "order"),
-    [
-        ("S0 S1 R", [(0, 0), (1, 1)]),
-        ("S1 S1 S1", [(0, 1), (1, 1), (2, 1)]),
-        ("S0/6 S0 S0", [(1, 0), (2, 0), (0, 0)]),  # as FSDP makes it
-        ("S0/3 S1 S0", [(2, 0), (0, 0), (1, 1)]),
-        ("S0 S0 S0 @ 0:1,2,0", [(1, 0), (2, 0), (0, 0)]),
-        ("S0/2 S0 S0", [(1, 0), (0, 0), (2, 0)]),  # read by the planner
-    ],
-)
-@pytest.mark.parametrize("shape", [(12, 24), (7, 5, 3), (1, 50), (0, 4)])
-def test_what_ranks_hold_of_the_values(text: str, order: list[tuple[int, int]], shape: tuple[int, ...]) -> None:
-    sizes = (2, 2, 3)
-    values = Values.of(shape, torch.float32, text, sizes)
-    whole = values.target("R", (1,), (0,))
-    assert whole.shape == shape and (not whole.numel() or len(whole.unique()) == 4)
-    for at in itertools.product(*map(range, sizes)):
-        assert torch.equal(values.source(text, at), _cut(whole, order, sizes, at)), at
-
-
-REDUCTIONS = {"": "sum", "avg": "mean", "max": "amax", "min": "amin", "prod": "prod"}
-DTYPES = ("float64", "bfloat16", "int8", "bool", "float8_e4m3fn")
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op in REDUCTIONS for name in DTYPES if op != "avg" or "float" in name]
-)
-def test_terms_differ_and_become_the_value(op: str, name: str) -> None:
-    shape, sizes, dtype = (30, 40), (2, 2), getattr(torch, name)
-    values = Values.of(shape, dtype, f"P{op} P{op}", sizes)
-    terms = [values.source(f"P{op} P{op}", at) for at in itertools.product(range(2), range(2))]
-    assert all(not torch.equal(a.float(), b.float()) for a, b in itertools.combinations(terms, 2))
-    assert all(len(term.float().unique(dim=0)) == 30 for term in terms), "no two rows are alike"
-    assert values.exact
-    stacked = torch.stack([term.double() for term in terms])
-    exact = getattr(stacked, REDUCTIONS[op])(0)
-    assert torch.equal(values.target("R", (1,), (0,)).double(), exact.bool().double() if name == "bool" else exact)
-
-
-@pytest.mark.plan
-def test_what_is_not_exact_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exact(name: str, source: str, ranks: int) -> bool:
-        return Values.of((4,), getattr(torch, name), source, (ranks,)).exact
-
-    assert exact("float8_e5m2", "P", 8) and not exact("float8_e5m2", "P", 9)
-    assert exact("float16", "Pprod", 15) and not exact("float16", "Pprod", 16)
-    assert exact("bfloat16", "Pavg", 15) and exact("int8", "P", 16) and exact("float8_e5m2", "Pmax", 16)
-    # In chunks, however the dims fall.
-    values = Values.of((3, 5, 7), torch.int32, "R", (1,))
-    whole = values.target("R", (1,), (0,))
-    for chunk in (1, 2, 7, 8, 35, 36, 105):
-        monkeypatch.setattr(replay_values, "_CHUNK", chunk)
-        assert torch.equal(values.target("R", (1,), (0,)), whole)
+@pytest.mark.multi
+def test_every_world_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
+    """Both sides are right in each world, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
+    rows = [Mesh((2,), ("dp",), ranks=ranks) for ranks in ([0, 2], [1, 3])]
+    requests = [(mesh, *layouts) for layouts in FSDP_COLLECTIVES for mesh in ([GRID] if " " in layouts[0] else rows)]
+    found = {Entry(mesh, None, (640,), "float32", *of, "FSDP", fsdp=True): Cost(1, 1) for mesh, *of in requests}
+    dtensor = Entry(GRID, None, (640,), "float32", "S0 R", "R S0", "a.py:1 f")
+    trace = tmp_path / "trace.json"
+    trace.write_text(Trace("2.13.0", 4, (0,), {**found, dtensor: Cost(1, 1)}).to_json())
+    done = subprocess.run([sys.executable, "-c", WORLDS, trace, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for world in ("shared_memory", "collective", "symmetric", "mixed"):
+        report = json.loads((tmp_path / f"{world}.json").read_text())["redistributions"]
+        by_layouts = {(one["source"], one["target"]): one for one in report}
+        assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is asked"]
+        assert by_layouts.keys() == FSDP_COLLECTIVES.keys()
+        for layouts, one in by_layouts.items():
+            assert one["torch_s"] > 0 and one["torch_is"] == f"torch.distributed's {FSDP_COLLECTIVES[layouts]}"
+            assert one["shardweave_s"] > 0 and one["cold"] and not one["notes"] and not one["faults"]
+    assert "as FSDP2 does it: by torch.distributed's all_gather, reduce_scatter and all_reduce" in done.stdout
 
 
 SCRIPT = """
@@ -211,124 +184,56 @@ def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
     assert (entry.source, entry.target, entry.where, cost.calls) == ("S0", "S1", "script.py:10 <module>", 1)
     # The group is gone by then that knows which ranks a part of a mesh has.
     assert entry.mesh == Mesh((2,), ("tp",), ranks=[2, 3])
-    assert command("replay", written).returncode == 0
-
-
-@pytest.mark.plan
-def test_meshes_that_are_alike_are_one_case() -> None:
-    first, second = Mesh((2,), ("tp",), ranks=[0, 1]), Mesh((2,), ("tp",), ranks=[2, 3])
-    both = Mesh((2,), ("tp",), ranks=[1, 2])
-
-    def entry(mesh: Mesh, where: str, shape: tuple[int, ...] = (8, 4), target_mesh: Mesh | None = None) -> Entry:
-        return Entry(mesh, target_mesh, shape, "float32", "S0", "R", where)
-
-    found = {
-        entry(first, "a.py:1 f"): Cost(3, 64),
-        entry(first, "a.py:2 f"): Cost(1, 64),
-        entry(second, "a.py:1 f"): Cost(5, 64),  # another branch of the program
-        entry(first, "a.py:1 f", (2, 2)): Cost(1, 8),
-        entry(both, "a.py:1 f", (2, 2)): Cost(1, 8),
-        entry(first, "a.py:1 f", (3, 2), second): Cost(1, 8),
-        entry(second, "a.py:1 f", (3, 2), first): Cost(1, 8),
-    }
-    one, *apart = replay.distinct(Trace("2.13.0", 4, (0,), found))
-    assert {e.mesh for e in one.entries} == {first, second}
-    assert one.cost == Cost(5, 64) and one.wheres == ("a.py:1 f", "a.py:2 f")
-    assert one.of_rank(3).mesh == second and one.of_rank(0).mesh == first
-    # Ranks in common do one after the other; between two meshes each is one of its own.
-    assert [len(case.entries) for case in apart] == [1, 1, 1, 1]
-
-
-@pytest.mark.plan
-def test_the_most_expensive_are_named_with_both_costs() -> None:
-    seconds = [(2e-3, 1e-3), (3e-3, 1e-4), (None, 0.5), (1e-3, 1e-3), (4e-3, 1e-3), (5e-3, 6e-3), *[(1e-6, 1e-6)] * 3]
-    cases = replay.distinct(Trace("2.13.0", 4, (0,), ENTRIES))
-    replayed = [replay.Replayed(case, *times, (), ()) for case, times in zip(cases, seconds, strict=True)]
-    heading, *lines = replay._most_expensive(replayed)
-    assert heading == "\nThe 3 most expensive redistributions of a rank, all calls together:"
-    # 5 calls of the first take longer than 1 of those that take longer each; what torch refuses counts by ours.
-    assert [line.split("ms")[0].strip() for line in lines[1::2]] == [
-        "1 call of 9 B: torch refuses, shardweave 500.00",
-        "5 calls of 100 B: torch 10.00",
-        "1 call of 6 B: torch 5.00",
-    ]
-    assert lines[2] == " 2. S0 S1 → S1 S0 of float32[8, 130], a.py:1 f and 1 more"
-    assert lines[5].endswith("torch 5.00 ms, shardweave 6.00 ms")
-    assert replay._most_expensive(replayed[:1])[0].startswith("\nThe most expensive redistribution of a rank")
-
-
-@pytest.mark.plan
-def test_what_is_scaled_is_shown_so(capsys: pytest.CaptureFixture) -> None:
-    entry = Entry(GRID, None, (800, 48), "float32", "S0 S1", "S1 S0", "a.py:1 f")
-    trace = Trace("2.13.0", 4, (0,), {entry: Cost(3, 38400)})
-    (case,) = replay.distinct(trace)
-    assert (case.shape, case.bytes_received) == ((800, 48), 38400)
-    # Of the ranks off the diagonal all is new: a half of 100 rows, and of the 48 columns that stay.
-    scaled = replay.Replayed(case.scaled(), 2e-3, 1e-3, ("a note",), ())
-    found = scaled.to_dict()
-    assert (found["shape"], found["bytes_received"]) == ((800, 48), 38400)
-    assert (found["replayed_shape"], found["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
-    replay._show(Console(width=170), trace, [scaled], True)
-    said = capsys.readouterr().out
-    assert "1 redistribution (sizes an eighth)" in said and "all calls together (sizes an eighth):" in said
-    assert "3 calls of 4.688 KiB" in said and said.count("[100, 48]") == 3 and "800" not in said
-    replay._show(Console(width=170), trace, [replay.Replayed(case, 2e-3, 1e-3, (), ())], False)
-    said = capsys.readouterr().out
-    assert "eighth" not in said and "3 calls of 37.5 KiB" in said and said.count("[800, 48]") == 2
+    done = command("replay", written)
+    assert done.returncode == 0 and "Recorded by rank 2 of 4" in done.stdout
 
 
 @pytest.mark.plan
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    trace.write_text(Trace("2.13.0", 64, (0,), ENTRIES).to_json())
-    with pytest.raises(ArgumentError, match="64 ranks; allowed: up to 16"):
-        replay.run([trace], None, False, "", 64, None)
-    with pytest.raises(ArgumentError, match="none with 'nowhere'"):
-        replay.run([trace], None, False, "nowhere", 64, None)
     trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())
+    with pytest.raises(ArgumentError, match="none with 'nowhere'"):
+        replay.run([trace], Options(only="nowhere"))
     with pytest.raises(ArgumentError, match="--json: .* cannot be written"):
-        replay.run([trace], None, False, "", 64, tmp_path / "no" / "file.json")
+        replay.run([trace], Options(json_path=tmp_path / "no" / "file.json"))
+    with pytest.raises(ArgumentError, match="rank 0 more than once"):
+        replay.run([trace, trace], Options())
 
 
 @pytest.mark.plan
-def test_what_is_too_large_is_refused_before_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    from shardweave.__main__ import main
-
-    trace = tmp_path / "trace.json"
-    large = Entry(GRID, None, (128256, 4096), "bfloat16", "S0 S1", "R S1", "a.py:1 embedding")
-    small = Entry(GRID, None, (8, 6), "float32", "S0 S1", "R R", "a.py:2 f")
-    trace.write_text(Trace("2.13.0", 4, (0,), {large: Cost(1, 1 << 29), small: Cost(1, 144)}).to_json())
-    # 4 ranks: 2 quarters each of a source of 1002 MiB, 10 halves of a target.
-    needed = 128256 * 4096 * 2 * (2 + 20)
-    monkeypatch.setattr(replay, "Ranks", lambda *_: pytest.fail("ranks are started"))
-    monkeypatch.setattr(replay, "available_memory", lambda: needed - 1)
-    assert main(["replay", str(trace)]) == 2
-    said = capfd.readouterr().err
-    assert "S0 S1 → R S1 of bfloat16[128256, 4096], a.py:1 embedding, takes some 21.53 GiB" in said
-    assert all(option in said for option in ("--scaled", "--only", "--most"))
-    cases = replay.distinct(Trace.read(trace))
-    monkeypatch.setattr(replay, "available_memory", lambda: needed)
-    replay.check_memory(cases)
-    monkeypatch.setattr(replay, "available_memory", lambda: needed // 60)
-    with pytest.raises(ArgumentError, match="allowed: up to 367.4 MiB"):
-        replay.check_memory(cases)
-    replay.check_memory([case.scaled() for case in cases])
-    replay.check_memory(cases[1:])
+def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
+        check_device("cuda", None, 2)
+    check_device("cpu", "mixed", 16)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda", None, 2)
+    check_device("cuda", "symmetric", 4)
+    with pytest.raises(ArgumentError, match="2 GPUs for 3 ranks; allowed: a GPU for each, or --world symmetric"):
+        check_device("cuda", "collective", 3)
+    for world in ("shared_memory", "mixed"):
+        with pytest.raises(ArgumentError, match=f"'{world}' is for CPUs; allowed with --device cuda: collective, sym"):
+            check_device("cuda", world, 2)
 
 
-@pytest.mark.plan
-def test_the_memory_there_is(tmp_path: Path) -> None:
-    meminfo, limits = tmp_path / "meminfo", tmp_path / "cgroup"
-    assert 0 < available_memory(tmp_path / "none", limits) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   700 kB\n")
-    assert available_memory(meminfo, limits) == 700 << 10
-    limits.mkdir()
-    (limits / "memory.max").write_text("max\n")
-    assert available_memory(meminfo, limits) == 700 << 10
-    (limits / "memory.max").write_text(f"{300 << 10}\n")
-    assert available_memory(meminfo, limits) == 300 << 10
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", ["symmetric", "collective"])
+def test_on_gpus(tmp_path: Path, world: str) -> None:
+    """Processes that share a GPU, through symmetric memory; with NCCL a GPU each."""
+    gpus = torch.cuda.device_count()
+    if gpus < (1 if world == "symmetric" else 2):
+        pytest.skip(f"{gpus} GPUs")
+    pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
+    found = {
+        Entry(pair, None, (64, 48), "bfloat16", "S0", "S1", "a.py:1 f"): Cost(1, 64),
+        Entry(pair, None, (640,), "float32", "P", "S0", "FSDP reduces x", fsdp=True): Cost(1, 1),
+    }
+    trace.write_text(Trace("2.13.0", 2, (0,), found).to_json())
+    done = command("replay", trace, "--device", "cuda", "--world", world, "--json", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one in json.loads(out.read_text())["redistributions"]:
+        assert not one["faults"] and one["shardweave_s"] > 0
+        assert world == "symmetric" or one["torch_s"] > 0
 
 
 @pytest.mark.plan

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
-from shardweave.runtime.trace import Cost, Entry, Trace, merged
+from shardweave.runtime.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
+from shardweave.runtime.trace_merging import merged
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -85,6 +86,7 @@ def calls(trace: Trace) -> dict[tuple[int, str, str, str, str], int]:
     fsdp = {entry: cost for entry, cost in trace.found.items() if entry.where.startswith("FSDP")}
     found = {(*e.shape, e.dtype, e.source, e.target, e.where): cost.calls for e, cost in fsdp.items()}
     assert len(found) == len(fsdp)
+    assert all(e.fsdp == (e in fsdp) and (not e.fsdp or (e.source, e.target) in FSDP_COLLECTIVES) for e in trace.found)
     return found
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from torch.nn import functional
 import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
-from shardweave.runtime.trace import Cost, Entry, Trace, merged
+from shardweave.runtime.trace import Cost, Entry, Trace
+from shardweave.runtime.trace_merging import merged
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -88,7 +92,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
 ENTRY = Entry(
     Mesh((2, 2), ranks=[3, 1, 2, 0]), Mesh((2,), ("x",)), (4, 0), "bfloat16", "S0/2 S0", "P", "a.py:1 f", True
 )
-TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1})
+TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1}, (1000.25, 1001.5))
 
 
 @pytest.mark.plan
@@ -100,12 +104,76 @@ def test_written_and_read() -> None:
 
 @pytest.mark.plan
 def test_merged() -> None:
-    other = Trace("2.13.0", 4, (0,), {ENTRY: Cost(5, 3)}, {"symbolic shapes": 4, "else": 1})
+    other = Trace("2.13.0", 4, (0,), {ENTRY: Cost(5, 3)}, {"symbolic shapes": 4, "else": 1}, (1001.5, 1003))
     both = merged([TRACE, other])
     assert both.found == {ENTRY: Cost(5, 7)} and both.ranks == (0, 1)
     assert both.left_out == {"symbolic shapes": 4, "else": 1}
-    with pytest.raises(ArgumentError, match=r"of \[2, 4\] ranks"):
-        merged([TRACE, Trace("2.13.0", 2, (0,), {})])
+    assert both.missing == (2, 3) and both.alive == (1001.5, 1001.5)
+
+
+@pytest.mark.plan
+def test_traces_of_other_runs_are_told() -> None:
+    def of(rank: int, began: float, written: float, size: int = 4) -> Trace:
+        return Trace("2.13.0", size, (rank,), {}, {}, (began, written))
+
+    smaller = [of(0, 50, 60, 2), of(1, 50, 60, 2)]
+    with pytest.raises(ArgumentError, match=r"ranks 0-1 of a run of 2, ranks 2-3, 7 of a run of 8; allowed: one"):
+        merged([*smaller, of(3, 10, 20, 8), of(2, 10, 20, 8), of(7, 10, 20, 8)])
+    with pytest.raises(ArgumentError, match="rank 1 more than once"):
+        merged([*smaller, of(1, 10, 20, 2)])
+    with pytest.raises(ArgumentError, match=r"rank 3 was written at \d{4}-.*, and the process of rank 1 began"):
+        merged([of(0, 50, 60), of(1, 51, 60), of(2, 50, 70), of(3, 10, 49)])
+    merged([of(0, 50, 60), of(1, 59, 80)])
+    with pytest.raises(ArgumentError, match="traces: none; allowed: one or more"):
+        merged([])
+
+
+@pytest.mark.plan
+def test_what_a_larger_run_left_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "a[1]"
+    folder.mkdir()
+    path, kept = folder / "tr*ce.json", []
+    for rank in (0, 3, 4, 12):
+        Trace("2.13.0", 16, (rank,), {}).write(path)
+    for name in ("tr*ce.rank9.json", "trace.rank8.json", "tr*ce.rankx.json", "tr*ce.rank7.json.old"):
+        (folder / name).write_text("{}" if "9" in name else TRACE.to_json())
+        kept.append(name)
+    TRACE.write(path)
+    found = sorted(file.name for file in folder.iterdir())
+    assert found == sorted(["tr*ce.rank0.json", "tr*ce.rank1.json", "tr*ce.rank3.json", *kept])
+    assert Trace.read(folder / "tr*ce.rank1.json") == TRACE
+    Trace("2.13.0", 1, (0,), {}).write(path)
+    assert Trace.read(path).world_size == 1 and len(list(folder.iterdir())) == 8
+
+
+@pytest.mark.plan
+def test_a_trace_is_bounded_in_bytes() -> None:
+    mesh = Mesh((512,), ranks=range(511, -1, -1))
+    found = {
+        Entry(mesh, None, (n,), "float32", "S0", "R", "a.py:1 f"): Cost(2, n) for n in range(1, 101)
+    }  # some 3 KB each
+    left_out = {f"{'why ' * 100}{n}": 1 for n in range(200)} | {"most often": 7}
+    trace = Trace("2.13.0", 512, (0,), found, left_out)
+    text = trace.to_json(100_000)
+    assert 96_000 < len(text.encode()) <= 100_000
+    read = Trace.from_json(text)
+    beyond = read.left_out["beyond the 100000 bytes of a trace"]
+    assert beyond == 2 * (100 - len(read.found)) > 0
+    assert {e.shape[0] for e in read.found} == set(range(101 - len(read.found), 101)), "what moves most is kept"
+    assert read.left_out["most often"] == 7 and sum(read.left_out.values()) == 207 + beyond
+    assert len(trace.to_json()) > 200_000 and Trace.from_json(trace.to_json()).found == found
+
+
+@pytest.mark.plan
+def test_a_trace_says_when_its_process_was_alive(tmp_path: Path) -> None:
+    before = time.time()
+    with shardweave.record(tmp_path / "trace.json"):
+        pass
+    began, written = Trace.read(tmp_path / "trace.json").alive
+    assert began < before <= written + 0.01 and written <= time.time() + 0.01
+    ps = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True)
+    if ps.returncode == 0:
+        assert abs(time.time() - began - int(ps.stdout)) <= 2
 
 
 def changed(**changes: Any) -> str:
@@ -123,12 +191,18 @@ def changed(**changes: Any) -> str:
         (TRACE.to_json()[:-20], "no whole JSON"),
         ("", "no whole JSON"),
         ("[1]", "no trace"),
-        (changed(shardweave_trace=2), "version 2; allowed: 1"),
+        (changed(shardweave_trace=1), "version 1; allowed: 2"),
         (changed(calls=-1), "-1 is no number of 0 or more"),
         (changed(source="S0 S"), "layout text"),
         (changed(mesh={"shape": [2, 0], "names": None, "ranks": None}), "at least 1"),
         (changed(dtype=3), "not as `record` writes it"),
         (changed(redistributions=[{}]), "not as `record` writes it"),
+        (changed(ranks=[]), "of 4"),
+        (changed(ranks=[4]), r"ranks \[4\] of 4"),
+        (changed(alive=[1]), "not as `record` writes it"),
+        (changed(alive=[1, -1]), "no number of seconds"),
+        (changed(fsdp=True, target_mesh=None), "no collective of FSDP2's"),
+        (changed(fsdp=None), "not as `record` writes it"),
     ],
 )
 def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
