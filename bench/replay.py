@@ -81,11 +81,10 @@ def run(paths: Sequence[Path], options: Options) -> int:
         report, wrong = _price(trace, cases, options, console), False
     else:
         try:
-            replayed = _run(trace, cases, options, console)
+            report, wrong = _run(trace, cases, options, console)
         except RanksFailed as failure:
             print(f"error: the replay ends: {failure}", file=sys.stderr)
             return 1
-        report, wrong = replayed
     if path is not None:
         about = {"torch": torch.__version__, "world_size": trace.world_size, "ranks": list(trace.ranks)}
         path.write_text(json.dumps({**about, **report}, indent=1) + "\n", encoding="utf-8")

@@ -57,7 +57,7 @@ class Recording:
         self._calls: Counter[_Key] = Counter()
         self._entries: Counter[Entry] = Counter()
         self._meshes: dict[DeviceMesh, Mesh] = {}
-        self._rank, self._size = 0, 1
+        self._rank, self._size, self._ranks_meet = 0, 1, True
         self.left_out: Counter[str] = Counter()
 
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None:
@@ -76,6 +76,7 @@ class Recording:
     def _count(self, calls: Counter[T], key: T) -> None:
         if dist.is_initialized():  # and may be no more when the trace is made
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
+            self._ranks_meet = dist.get_backend() != "fake"
         if key not in calls and len(self._calls) + len(self._entries) >= MOST_ENTRIES:
             self.left_out[f"beyond the first {MOST_ENTRIES} distinct ones"] += 1
             return
@@ -95,7 +96,7 @@ class Recording:
                 found[entry] = Cost(before + calls, bytes_received)
             except ShardweaveError as error:
                 left_out[str(error)] += calls
-        alive = _process_began(), round(time.time(), 2)
+        alive = (_process_began(), round(time.time(), 2)) if self._ranks_meet else (0.0, 0.0)
         return Trace(torch.__version__, self._size, (self._rank,), found, dict(left_out), alive)
 
 

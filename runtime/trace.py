@@ -74,9 +74,10 @@ class Entry:
             raise TypeError(f"{texts}, {flags}")
         for text in (data["source"], data["target"]):
             Layout.parse(text)
-        if data["fsdp"] and ((data["source"], data["target"]) not in FSDP_COLLECTIVES or target_mesh is not None):
-            raise TypeError(f"{data['source']} -> {data['target']} is no collective of FSDP2's")
-        return cls(mesh, target_mesh, tuple(map(_whole, data["shape"])), **texts, **flags)
+        shape, layouts = tuple(map(_whole, data["shape"])), (data["source"], data["target"])
+        if data["fsdp"] and not (layouts in FSDP_COLLECTIVES and len(shape) == 1 and target_mesh is None):
+            raise TypeError(f"{' -> '.join(layouts)} of {list(shape)} is no collective of FSDP2's")
+        return cls(mesh, target_mesh, shape, **texts, **flags)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Trace:
         world_size: of the program's default process group.
         ranks: whose trace it is.
         left_out: calls that it does not hold, by why.
-        alive: seconds since the epoch at which the rank's process began, and at which this was written.
+        alive: seconds since the epoch at which the rank's process began, and at which this was written; zeros in a
+            process group that moves nothing, whose ranks may be recorded one after the other.
     """
 
     torch: str

@@ -15,6 +15,7 @@ from shardweave.bench import replay
 from shardweave.bench.replay import Options, check_device
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
+from shardweave.runtime.choosing import NAMES
 from shardweave.runtime.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
 
 GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[3, 1])
@@ -120,6 +121,7 @@ import os
 import sys
 from pathlib import Path
 from shardweave.bench import replay, replay_ranks
+from shardweave.runtime.choosing import NAMES
 
 def refused(*_):
     raise RuntimeError("DTensor is asked")
@@ -128,7 +130,7 @@ replay_ranks.stock_redistribute_local_tensor = refused
 replay.ROUNDS = 1
 replay.last_level_cache = lambda: 1
 trace, out = map(Path, sys.argv[1:])
-for world in ("shared_memory", "collective", "symmetric", "mixed"):
+for world in NAMES:
     if world == "mixed":
         os.environ["SHARDWEAVE_NODE_SIZE"] = "2"
     path = out / f"{world}.json"
@@ -147,7 +149,7 @@ def test_every_world_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
     trace.write_text(Trace("2.13.0", 4, (0,), {**found, dtensor: Cost(1, 1)}).to_json())
     done = subprocess.run([sys.executable, "-c", WORLDS, trace, tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    for world in ("shared_memory", "collective", "symmetric", "mixed"):
+    for world in NAMES:
         report = json.loads((tmp_path / f"{world}.json").read_text())["redistributions"]
         by_layouts = {(one["source"], one["target"]): one for one in report}
         assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is asked"]
@@ -198,6 +200,13 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
         replay.run([trace], Options(json_path=tmp_path / "no" / "file.json"))
     with pytest.raises(ArgumentError, match="rank 0 more than once"):
         replay.run([trace, trace], Options())
+
+
+@pytest.mark.plan
+def test_the_command_offers_every_world() -> None:
+    from shardweave.__main__ import _WORLDS
+
+    assert set(_WORLDS) == set(NAMES)
 
 
 @pytest.mark.plan

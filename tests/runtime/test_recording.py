@@ -202,6 +202,7 @@ def changed(**changes: Any) -> str:
         (changed(alive=[1]), "not as `record` writes it"),
         (changed(alive=[1, -1]), "no number of seconds"),
         (changed(fsdp=True, target_mesh=None), "no collective of FSDP2's"),
+        (changed(fsdp=True, target_mesh=None, source="P", target="S0"), r"P -> S0 of \[4, 0\] is no collective"),
         (changed(fsdp=None), "not as `record` writes it"),
     ],
 )
