@@ -70,30 +70,24 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
 
 def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: Setting) -> dict[str, Any]:
     """What this rank found: faults, notes, and seconds of each side by round."""
-    dtype = getattr(torch, entry.dtype)
-    meta = TensorMeta(torch.Size(case.shape), torch.empty(case.shape, device="meta").stride(), dtype)
-    mesh, other = meshes_of(entry)
-    layouts = Layout.parse(entry.source, mesh.shape), Layout.parse(entry.target, other.shape)
-    source, target = (
-        spec_of_layout(layout, meshes[of], meta) for layout, of in zip(layouts, (mesh, other), strict=True)
-    )
-    at, ends_at = (meshes[of].get_coordinate() for of in (mesh, other))
-    takes_part = at is not None or ends_at is not None
-    values = Values.of(case.shape, dtype, entry.source, mesh.shape)
-    mine = values.source(entry.source, at).to(setting.device)
-    unchecked = "what becomes partial may be any terms" if layouts[1].has_partial else None
-    if unchecked is None and not values.exact:
-        unchecked = f"what becomes of {values.terms} terms is not exact in {entry.dtype}"
+    source, target = _specs(case, entry, meshes)
+    at, ends_at = source.mesh.get_coordinate(), target.mesh.get_coordinate()
     how = How(world=setting.world)
 
     def carried_out(x: torch.Tensor) -> torch.Tensor:
         return run_redistribution(x, source, target, how)
 
+    takes_part = at is not None or ends_at is not None
+    ours, stock = (call if takes_part else _nothing for call in (carried_out, _stock(case, source, target)))
+    mesh, other = meshes_of(entry)
+    values = Values.of(case.shape, getattr(torch, entry.dtype), entry.source, mesh.shape)
+    mine = values.source(entry.source, at).to(setting.device)
+    unchecked = _why_not_checked(entry, values)
+
     def fault_of(found: torch.Tensor) -> str | None:
         # Made anew each time: nothing but the source is there while it is timed.
         return None if unchecked else _fault(found.cpu(), values.target(entry.target, other.shape, ends_at))
 
-    ours, stock = (call if takes_part else _nothing for call in (carried_out, _stock(case, source, target)))
     fault = fault_of(ours(mine))
     notes = [f"not checked: {unchecked}"] if unchecked else []
     refused = "another mesh" if mesh != other else None
@@ -106,19 +100,39 @@ def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: S
     said: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(said, refused)
     because = next((text for text in said if text), None)
+    if because:
+        notes.append(f"torch refuses: {because}")
+    timed = _timed(case, mine, ours, None if because else stock, setting)
+    return {"faults": [fault] if fault else [], "notes": notes, **timed}
+
+
+def _specs(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh]) -> tuple[DTensorSpec, DTensorSpec]:
+    """The source's and the target's."""
+    stride = torch.empty(case.shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(case.shape), stride, getattr(torch, entry.dtype))
+    mesh, other = meshes_of(entry)
+    return (
+        spec_of_layout(Layout.parse(entry.source, mesh.shape), meshes[mesh], meta),
+        spec_of_layout(Layout.parse(entry.target, other.shape), meshes[other], meta),
+    )
+
+
+def _why_not_checked(entry: Entry, values: Values) -> str | None:
+    if Layout.parse(entry.target).has_partial:
+        return "what becomes partial may be any terms"
+    return None if values.exact else f"what becomes of {values.terms} terms is not exact in {entry.dtype}"
+
+
+def _timed(case: Case, mine: torch.Tensor, ours: Call, stock: Call | None, setting: Setting) -> dict[str, Any]:
+    """Seconds of each side by round, on sources that take turns."""
     rotation = rotation_of(mine, *setting.cache(case.ranks))
     sets = [mine, *(mine.clone() for _ in range(rotation.sets - 1))]
     sides = {"ours": rotating(ours, sets)}
-    if not because:
-        in_place = case.collective == "all_reduce"
-        sides = {"stock": rotating(stock, [x.clone() for x in sets] if in_place else sets), **sides}
+    if stock is not None:
+        own = [x.clone() for x in sets] if case.collective == "all_reduce" else sets  # what it sums in place
+        sides = {"stock": rotating(stock, own), **sides}
     finish = torch.cuda.synchronize if setting.device == "cuda" else (lambda: None)
-    return {
-        "faults": [fault] if fault else [],
-        "notes": notes + ([f"torch refuses: {because}"] if because else []),
-        "cold": rotation.cold,
-        "seconds": time_sides(sides, setting.rounds, finish=finish),
-    }
+    return {"cold": rotation.cold, "seconds": time_sides(sides, setting.rounds, finish=finish)}
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
