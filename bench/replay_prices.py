@@ -114,5 +114,5 @@ def show_priced(console: Console, trace: Trace, found: Sequence[Priced], topolog
         f"program that does it."
     )
     if any(one.stock is None for one in found):
-        console.print("-: torch has no plan, or one through strided shards that cannot be priced.")
-    show_end(console, trace, found, ", simulated")
+        console.print("-: torch has no plan, as between meshes, or one through strided shards that cannot be priced.")
+    show_end(console, trace, found, ", simulated", "torch without a price")

@@ -188,7 +188,7 @@ def show_replayed(console: Console, trace: Trace, replayed: list[Replayed], scal
         for text in (*one.notes, *(f"shardweave is wrong: {fault}" for fault in one.faults)):
             entry = one.case.entry
             console.print(f"{entry.source} → {entry.target} of {list(one.case.shape)}: {text}", markup=False)
-    show_end(console, trace, replayed, size)
+    show_end(console, trace, replayed, size, "torch refuses")
 
 
 def _milliseconds(rounds: Sequence[float]) -> str:
@@ -199,7 +199,7 @@ def _milliseconds(rounds: Sequence[float]) -> str:
     return f"{middle * 1e3:.3f} ±{(found[1] - found[0]) / 2 / middle if middle else 0:4.0%}"
 
 
-def show_end(console: Console, trace: Trace, found: Sequence[Compared], size: str = "") -> None:
+def show_end(console: Console, trace: Trace, found: Sequence[Compared], size: str, no_stock: str) -> None:
     """What the trace lacks, and what to look at first."""
     for why, calls in trace.left_out.items():
         console.print(f"not in the trace: {calls} calls: {why}", markup=False)
@@ -209,12 +209,17 @@ def show_end(console: Console, trace: Trace, found: Sequence[Compared], size: st
             f"redistribute is not here.",
             markup=False,
         )
-    for line in most_expensive(found, size):
+    for line in most_expensive(found, size, no_stock):
         console.print(line, markup=False)
 
 
-def most_expensive(found: Sequence[Compared], size: str = "") -> list[str]:
-    """What a program is to look at first: place, request, and what all calls cost by either."""
+def most_expensive(found: Sequence[Compared], size: str, no_stock: str) -> list[str]:
+    """What a program is to look at first: place, request, and what all calls cost by either.
+
+    Args:
+        size: what is to be said of the figures, if anything.
+        no_stock: what is said where torch has no seconds.
+    """
     shown = sorted(found, key=seconds, reverse=True)[:_MOST_EXPENSIVE]
     number = f"{len(shown)} most expensive redistributions" if len(shown) > 1 else "most expensive redistribution"
     lines = [f"\nThe {number} of a rank, all calls together{size}:"]
@@ -222,7 +227,7 @@ def most_expensive(found: Sequence[Compared], size: str = "") -> list[str]:
         case, calls = one.case, one.case.cost.calls
         more = f" and {len(case.wheres) - 1} more" if len(case.wheres) > 1 else ""
         entry, times = case.entry, f"{calls} call{'' if calls == 1 else 's'}"
-        stock = "torch refuses" if one.stock is None else f"torch {one.stock * calls * 1e3:.2f} ms"
+        stock = no_stock if one.stock is None else f"torch {one.stock * calls * 1e3:.2f} ms"
         ours, received = f"shardweave {one.ours * calls * 1e3:.2f} ms", format_bytes(one.our_bytes)
         if one.stock_bytes is None:
             costs = f"{times} of {received}: {stock}, {ours}"

@@ -80,7 +80,20 @@ def test_what_is_saved_most_comes_first(tmp_path: Path, capsys: pytest.CaptureFi
         "swapped", "swapped", "alike", "other",
     ]  # fmt: skip
     assert table.index("a.py:3") < table.index("a.py:2")
-    assert "-: torch has no plan" in table and end.index("a.py:1 alike") < end.index("a.py:3 swapped")
+    assert "-: torch has no plan, as between meshes" in table and end.index("a.py:1 alike") < end.index(
+        "a.py:3 swapped"
+    )
+
+
+def test_what_torch_has_no_plan_for(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Strided shards that are no shard order, on more ranks than start here."""
+    trace, mesh = tmp_path / "trace.json", Mesh((4, 8))
+    entry = Entry(mesh, None, (96, 64), "float32", "S0/3 R", "R R", "a.py:1 f")
+    trace.write_text(Trace("2.13.0", 32, (0,), {entry: Cost(2, 1)}).to_json())
+    assert replay.run([trace], Options()) == 0
+    said = capsys.readouterr().out
+    # Whoever has the fewest rows receives the others: 72 of 96.
+    assert "    2 calls of 18 KiB: torch without a price, shardweave 0.05 ms" in said
 
 
 def test_meshes_alike_cost_what_the_dearest_does() -> None:

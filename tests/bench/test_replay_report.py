@@ -32,7 +32,7 @@ def test_the_most_expensive_are_named_with_both_costs() -> None:
         replayed(case("a.py:3 f", (8, 14), 1, 9), None, 0.5),
         replayed(case("a.py:4 f", (8, 16), 1, 6), 5e-3, 6e-3),
     ]
-    heading, *lines = most_expensive(found)
+    heading, *lines = most_expensive(found, "", "torch refuses")
     assert heading == "\nThe 3 most expensive redistributions of a rank, all calls together:"
     # 5 calls of the first take longer than 1 of those that take longer each; what torch refuses counts by ours.
     assert lines == [
@@ -43,7 +43,7 @@ def test_the_most_expensive_are_named_with_both_costs() -> None:
         " 3. S0 S1 → S1 S0 of float32[8, 16], a.py:4 f",
         "    1 call of 6 B: torch 5.00 ms, shardweave 6.00 ms",
     ]
-    assert most_expensive(found[:1])[0].startswith("\nThe most expensive redistribution of a rank")
+    assert most_expensive(found[:1], "", "")[0].startswith("\nThe most expensive redistribution of a rank")
 
 
 @pytest.mark.plan
