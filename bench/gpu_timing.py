@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .turns import in_order
+
 Call = Callable[[], object]
 _LEAST_SECONDS = 2e-3  # of one replay, so that what a graph's start costs is small beside it
 _MOST_REPEATS = 50
@@ -51,8 +53,9 @@ class GraphTimer:
             repeats = min(max(round(_LEAST_SECONDS / max(min(once), 1e-7)), 1), _MOST_REPEATS)
             made[side] = (self._captured(calls, repeats) if repeats > 1 else graph, repeats * len(calls))
         found: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(self.rounds):
-            for side, (graph, calls_in_graph) in made.items():
+        for number in range(self.rounds):
+            for side in in_order(made, number):
+                graph, calls_in_graph = made[side]
                 found[side] += [t / calls_in_graph for t in self._replayed(graph, 1)]
         return {side: Times(tuple(rounds)) for side, rounds in found.items()}
 
@@ -107,9 +110,9 @@ class HostTimer:
                 once = self._once(calls, 1) * len(calls)
                 repeats[side] = max(1, math.ceil(self.least_seconds / max(once, 1e-7)))
         found: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(self.rounds):
-            for side, calls in sides.items():
-                found[side].append(self._once(calls, repeats[side]))
+        for number in range(self.rounds):
+            for side in in_order(sides, number):
+                found[side].append(self._once(sides[side], repeats[side]))
         return {side: Times(tuple(rounds)) for side, rounds in found.items()}
 
     def _once(self, calls: Sequence[Call], repeats: int) -> float:

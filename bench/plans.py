@@ -198,7 +198,7 @@ def times() -> Iterator[str]:
     yield f"{plan_times.PAIRS} seeded pairs on a {mesh} mesh, each planned for all ranks and for the first time,"
     yield f"with and without partial, in any shard order; shapes {shapes}."
     yield from ("", "| planner | pairs | median | p99 | worst | worst with a pause |", "|---|---|---|---|---|---|")
-    yield from plan_times.cold(stock(plan_times.MESH, True).stops)
+    yield from plan_times.cold(stock(plan_times.MESH, True).planning)
     yield from ("", f"The program of one rank on a {large} mesh, of a bfloat16 tensor of 65537×4097:", "")
     yield from ("| request | topology | ms | MB at most (tracemalloc) |", "|---|---|---|---|")
     yield from plan_times.large()

@@ -1,12 +1,17 @@
-"""torch's own plans: the layouts that its collectives lead through, and what each of them brings a rank."""
+"""torch's own plans: the layouts that its collectives lead through, and what each of them brings a rank.
+
+Collectives bring what rings and true all-to-alls bring, as NCCL's do, unless gloo is asked for: there DTensor gathers a
+tensor to cut it along another dim, and a reduce-scatter is an all-reduce of which a part is kept.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,10 +48,8 @@ class Stock:
     def stops(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
         """The layouts that its collectives lead through. Where an order is not the default one torch plans by its
         graph, whatever it was asked for."""
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
-        before, after = (spec_of_layout(layout, self.mesh, meta) for layout in (source, target))
         found = [source]
-        for step in _gen_transform_infos_non_cached(before, after, use_graph_based_transform=self.graph):
+        for step in self.planning(shape, source, target)():
             m, (_, placed) = step.mesh_dim, step.src_dst_placements
             placements = list(found[-1].placements)
             orders = {d: tuple(x for x in order if x != m) for d, order in found[-1].orders}
@@ -55,6 +58,12 @@ class Stock:
                 orders[placed.dim] = (*orders.get(placed.dim, ()), m)
             found.append(Layout(placements, {d: order for d, order in orders.items() if order}))
         return found
+
+    def planning(self, shape: tuple[int, ...], source: Layout, target: Layout) -> Callable[[], list[Any]]:
+        """torch's planner alone, to be called: the specs that it reads are made here."""
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
+        before, after = (spec_of_layout(layout, self.mesh, meta) for layout in (source, target))
+        return partial(_gen_transform_infos_non_cached, before, after, use_graph_based_transform=self.graph)
 
 
 def _placement(placed: object) -> Placement:
@@ -75,7 +84,7 @@ def lengths(mesh: Mesh, shape: tuple[int, ...], layout: Layout, position: int) -
     return [b - a for a, b in held_box(shape, layout, mesh.shape, mesh.coordinate(position))]
 
 
-def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: int) -> int:
+def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: int, gloo: bool = False) -> int:
     """Elements that one of torch's collectives brings a rank: it changes one mesh dim."""
     (m,) = (m for m in range(mesh.ndim) if a.placements[m] != b.placements[m])
     n, before, after = mesh.shape[m], a.placements[m], b.placements[m]
@@ -83,19 +92,20 @@ def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: i
         return 0
     local, whole = lengths(mesh, shape, a, position), lengths(mesh, shape, b, position)
     if isinstance(before, shardweave.Partial):
-        if isinstance(after, shardweave.Shard):
-            local[after.dim] = -(-local[after.dim] // n)
-            return (n - 1) * math.prod(local)
-        return 2 * (n - 1) * -(-math.prod(local) // n)
+        if not isinstance(after, shardweave.Shard):
+            return 2 * (n - 1) * -(-math.prod(local) // n)
+        local[after.dim] = -(-local[after.dim] // n)
+        return (2 if gloo else 1) * (n - 1) * math.prod(local)
     assert isinstance(before, shardweave.Shard)
     local[before.dim] = -(-whole[before.dim] // n)
     if isinstance(after, shardweave.Shard):
-        local[after.dim] = -(-local[after.dim] // n)
+        part = -(-local[after.dim] // n)
+        local[after.dim] = n * part if gloo else part
     return (n - 1) * math.prod(local)
 
 
-def count_stock(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout]) -> Counted:
-    came = [[issued(mesh, shape, a, b, r) for a, b in pairwise(stops)] for r in range(mesh.size)]
+def count_stock(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], gloo: bool = False) -> Counted:
+    came = [[issued(mesh, shape, a, b, r, gloo) for a, b in pairwise(stops)] for r in range(mesh.size)]
     sizes = [[math.prod(lengths(mesh, shape, stop, r)) for stop in stops] for r in range(mesh.size)]
     peaks = [
         own[0] + (own[i] if i else 0) + max(own[i + 1], steps[i])

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +115,17 @@ def time_sides(
     dist.all_reduce(warm, op=dist.ReduceOp.MAX)
     calls = {s: max(1, min(MOST_CALLS, math.ceil(turn_seconds / t))) for s, t in zip(sides, warm.tolist(), strict=True)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side in sides:
+    for number in range(rounds):
+        for side in in_order(sides, number):
             seconds[side].append(turn(side, calls[side]))
     return seconds
+
+
+def in_order(sides: Iterable[str], number: int) -> list[str]:
+    """The sides as they follow each other in a round: each round another begins."""
+    names = list(sides)
+    first = number % len(names)
+    return names[first:] + names[:first]
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]], side: str) -> list[float]:

@@ -79,7 +79,11 @@ def _milliseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _beside_stock(scale: str, sink: Sink) -> None:
-    """Each request by all three, one after the other; of shapes that no other case has planned."""
+    """Each request by all three, one after the other; of shapes that no other case has planned.
+
+    Of both sides the planner alone, from layouts that have been read: torch's makes a list of placements to go through,
+    ours the program of a rank, with its boxes.
+    """
     from shardweave.bench.stock_plans import stock
 
     random, found = Random(11), dict[str, list[float]]()
@@ -92,8 +96,8 @@ def _beside_stock(scale: str, sink: Sink) -> None:
     for shape, a, b in wanted:
         calls: dict[str, Callable[[], object]] = {
             "ours": partial(plan, plan_times.MESH, shape, "float32", a, b),
-            "stock, greedy": partial(stock(plan_times.MESH, False).stops, shape, a, b),
-            "stock, graph": partial(stock(plan_times.MESH, True).stops, shape, a, b),
+            "stock, greedy": stock(plan_times.MESH, False).planning(shape, a, b),
+            "stock, graph": stock(plan_times.MESH, True).planning(shape, a, b),
         }
         for side, call in calls.items():
             found.setdefault(side, []).extend(_milliseconds([call]))

@@ -1,17 +1,19 @@
-"""Redistributions on ranks of this machine: by shardweave, stock DTensor, and calls of torch.distributed.
+"""Redistributions on ranks of this machine: by shardweave, stock DTensor, one packed all-to-all as COSTA does it, and
+the one call of torch.distributed that is meant for it.
 
 The demo's (weights and activations of real models' sizes, scaled, placed as a sharding solver places them; FSDP2's own
 program issues single collectives, where both plans are the same), and sweeps over sizes. Every result is checked
 before it is timed. Sources rotate past the last-level cache; outputs are new tensors, kept for some calls. Bytes are
-those that the rank receives that receives most; the ceiling is a bare copy of the bytes that it has to receive, by all
-ranks at once.
+those that the rank receives that receives most, of stock and plain calls as gloo moves them; the ceiling is a bare copy
+of the bytes that it has to receive, by all ranks at once.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardweave
-from shardweave.bench.against_stock import Case, Unsuitable, digest, mesh_for
+from shardweave.bench.against_stock import Case, Unsuitable, digest, held, mesh_for
 from shardweave.bench.gathering import run_ranks
 from shardweave.bench.measuring import Sink
+from shardweave.bench.packed_all_to_all import PackedAllToAll
 from shardweave.bench.ranks import Send
 from shardweave.bench.stock_plans import Stock, count_stock
 from shardweave.bench.turns import KEPT, Rotation, copies, rotated, rotating, slowest, time_sides
@@ -32,6 +35,7 @@ from shardweave.bench.workloads import Workload, load_workloads
 RANKS = 4
 SUITE = "redistribute"
 SWEEPS = {"all-gather": ("S0", "R"), "re-shard": ("S0", "S1"), "reduce-scatter": ("P", "S0")}
+PACKED, PLAIN = "packed all-to-all", "torch.distributed"
 SIDES = {"full": (64, 128, 256, 512, 1024, 2048, 4096), "quick": (128, 512, 2048), "dry": (12,)}
 ROUNDS = {"full": 15, "quick": 9, "dry": 1}
 _TURN_SECONDS = {"full": 0.03, "quick": 0.02, "dry": 0.0}
@@ -59,10 +63,11 @@ def workloads(scale: str) -> list[Workload]:
 
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
     swept = {one.name for one in sweep(scale)}
-    return {
-        one.name: ("ours", "ours, on gloo", "stock", *(["torch.distributed"] if one.name in swept else []), "copy")
-        for one in workloads(scale)
-    }
+    found = {}
+    for one in workloads(scale):
+        by_hand = [PACKED] * (not one.partial) + [PLAIN] * (one.name in swept)
+        found[one.name] = ("ours", "ours, on gloo", "stock", *by_hand, "copy")
+    return found
 
 
 def test_redistribute(record: Callable[[], None]) -> None:
@@ -137,19 +142,12 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     program = shardweave.plan(
         mesh, case.shape, str(case.dtype).removeprefix("torch."), case.source_text, case.target_text
     )
-    ways: dict[str, Callable[[DTensor], Any]] = {
-        "ours": lambda x: shardweave.redistribute(x, case.placements),
-        "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, world="collective"),
-        "stock": lambda x: x.redistribute(placements=case.placements),
-    }
-    plain = _plain(case, mesh)
-    if plain is not None:
-        ways["torch.distributed"] = lambda x: plain(x.to_local())
+    ways = ways_of(case, mesh, program)
     faults, digests = {}, {}
     for contender, way in ways.items():
         found = way(case.source)
         local = found.to_local() if isinstance(found, DTensor) else found
-        fault = case.fault(local, pairwise=contender in ("stock", "torch.distributed"))
+        fault = case.fault(local, pairwise=contender in ("stock", PLAIN))
         if fault:
             faults[contender] = fault
         if contender.startswith("ours"):
@@ -164,7 +162,7 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
         "faults": faults,
         "digests": digests,
         "box": str([(part.start, part.stop) for part in case.box]),
-        "bytes": _bytes(case, mesh, planner, program),
+        "bytes": bytes_of(case, planner, program),
         "bound": None if program.bytes_bound is None else max(program.bytes_bound),
         "must_move": received > 0,
         "detail": {
@@ -182,15 +180,45 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     }
 
 
-def _bytes(case: Case, mesh: DeviceMesh, planner: Stock, program: shardweave.Program) -> Mapping[str, int]:
-    """What the rank receives that receives most. Of stock where its layouts say all: shard orders they do not."""
+def ways_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[str, Callable[[DTensor], Any]]:
+    """Each contender's way, from the source on this rank to a DTensor, or to this rank's part of it."""
+    ways: dict[str, Callable[[DTensor], Any]] = {
+        "ours": lambda x: shardweave.redistribute(x, case.placements),
+        "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, world="collective"),
+        "stock": lambda x: x.redistribute(placements=case.placements),
+    }
+    if "P" not in case.source_text + case.target_text:
+        ways[PACKED] = partial(_of_local, _packed(case, program.mesh))
+    plain = _plain(case, mesh)
+    if plain is not None:
+        ways[PLAIN] = partial(_of_local, plain)
+    return ways
+
+
+def bytes_of(case: Case, planner: Stock, program: shardweave.Program) -> dict[str, int]:
+    """What the rank receives that receives most, by each way. Of stock where its layouts say all: shard orders they do
+    not."""
     received = max(program.bytes_received)
-    found = {"ours": received, "ours, on gloo": received, "torch.distributed": received, "copy": received}
+    found = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), received)
     if "/" not in case.source_text + case.target_text:
         layouts = shardweave.Layout.parse(case.source_text), shardweave.Layout.parse(case.target_text)
-        counted = count_stock(program.mesh, case.shape, planner.stops(case.shape, *layouts))
+        counted = count_stock(program.mesh, case.shape, planner.stops(case.shape, *layouts), gloo=True)
         found["stock"] = counted.received // 4 * case.dtype.itemsize
+    if case.source_text == "P":  # reduced whole by gloo for stock and for the plain call alike
+        found[PLAIN] = found["stock"]
     return found
+
+
+def _of_local(by_hand: Callable[[torch.Tensor], torch.Tensor], x: DTensor) -> torch.Tensor:
+    return by_hand(x.to_local())
+
+
+def _packed(case: Case, mesh: shardweave.Mesh) -> PackedAllToAll:
+    before, after = (
+        [held(text, mesh.shape, mesh.coordinate(rank), case.shape) for rank in range(mesh.size)]
+        for text in (case.source_text, case.target_text)
+    )
+    return PackedAllToAll(before, after, case.dtype)
 
 
 def _plain(case: Case, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor] | None:

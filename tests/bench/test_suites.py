@@ -20,7 +20,7 @@ from shardweave.bench.measuring import Found, Sink, measured, suite
 from shardweave.bench.result_file import Fault, read
 from shardweave.bench.suites import SCALES, SUITES
 from shardweave.bench.suites.suite_redistribute import put
-from shardweave.bench.turns import Rotation, rotating, slowest
+from shardweave.bench.turns import Rotation, in_order, rotating, slowest
 from shardweave.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
@@ -285,6 +285,7 @@ def test_buffers_rotate_past_the_cache() -> None:
     for _ in range(7):
         call()
     assert seen == [1, 2, 3, 1, 2, 3, 1]
+    assert ["".join(in_order("abc", number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
     assert slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}], "a") == [2.0, 5.0]
 
 

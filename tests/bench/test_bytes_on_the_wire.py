@@ -1,0 +1,98 @@
+"""Bytes received, by formula, are those that come: ranks in a network of their own, whose loopback counts them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardweave
+from shardweave.bench.against_stock import Case
+from shardweave.bench.gathering import run_ranks
+from shardweave.bench.ranks import Send
+from shardweave.bench.stock_plans import Stock
+from shardweave.bench.suites.suite_redistribute import bytes_of, ways_of
+from shardweave.bench.workloads import Workload
+
+RANKS, SIDE = 4, 1024
+SHARED_MEMORY = "ours"
+# Every rank receives as many in each.
+CASES = [((4,), "S0", "R"), ((4,), "S0", "S1"), ((4,), "P", "S0"), ((4,), "P", "R"), ((2, 2), "S0 S1", "R R")]
+# Headers of packets, of 64 KiB on a loopback, and what gloo says beside the data; and of two barriers.
+MOST_HEADERS, MOST_BESIDE = 0.01, 1 << 14
+_SIOCSIFFLAGS, _IFF_UP_RUNNING = 0x8914, 0x41
+
+
+@pytest.mark.multi
+def test_bytes_by_formula_are_those_on_the_wire() -> None:
+    alone = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespace can be made here")
+    done = subprocess.run([*alone, sys.executable, __file__], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(done.stdout.splitlines()[-1])
+    assert len(cases) == len(CASES)
+    for case, ways in cases.items():
+        for way, (said, came) in ways.items():
+            if way == SHARED_MEMORY:
+                said = 0
+            assert said <= came <= said * (1 + MOST_HEADERS) + MOST_BESIDE, f"{case}, {way}: {said} said, {came} came"
+
+
+def main() -> None:
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
+    found: dict[str, dict[str, tuple[int, float]]] = {}
+
+    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
+        found[case] = by_rank[0]["ways"]
+
+    run_ranks(rank_main, RANKS, {}, together)
+    print(json.dumps(found))
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    del rank, config
+    for sizes, source, target in CASES:
+        names = tuple("xy"[: len(sizes)])
+        mesh, shape = init_device_mesh("cpu", sizes, mesh_dim_names=names), (SIDE, SIDE)
+        name = f"{source} → {target}"
+        case = Case(Workload(name, "", sizes, names, source, target, "float32", shape, shape), mesh)
+        program = shardweave.plan(mesh, shape, "float32", source, target)
+        said = bytes_of(case, Stock(sizes, graph=False), program)
+        ways = {w: (said[w], came(way, case, size)) for w, way in ways_of(case, mesh, program).items()}
+        send({"case": name, "ways": ways})
+
+
+def came(way: Callable[[Any], Any], case: Case, ranks: int) -> float:
+    """Bytes a rank and call."""
+    way(case.source)  # connections are made, programs bound
+    dist.barrier()
+    before = received()
+    dist.barrier()  # nothing moves until all have read
+    way(case.source)
+    dist.barrier()
+    after = received()
+    dist.barrier()
+    return (after - before) / ranks
+
+
+def received() -> int:
+    lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+    (loopback,) = (line for line in lines if line.lstrip().startswith("lo:"))
+    return int(loopback.partition(":")[2].split()[0])
+
+
+if __name__ == "__main__":
+    main()
