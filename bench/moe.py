@@ -36,6 +36,7 @@ import shardweave
 from ..errors import ArgumentError
 from . import moe_against
 from .moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
+from .other_libraries import INSTALL
 from .ranks import RankMain, Ranks, RanksFailed, Send
 from .training import LENGTH, SEQUENCES, batch, text
 from .transformer import Sizes
@@ -158,7 +159,7 @@ def run(ranks: int, steps: int, fsdp: int, against: str | None, json_path: Path 
     if against is not None and fsdp > 1:
         raise ArgumentError(f"--fsdp: {fsdp}; allowed with --against: 1")
     if against is not None and importlib.util.find_spec(against) is None:
-        raise ArgumentError(f"--against: {against} is not installed; allowed: where it is (pip install torchtitan)")
+        raise ArgumentError(f"--against: {against} is not installed; allowed: where it is ({INSTALL[against]})")
     if against is not None and moe_against.EXPERTS % ranks:
         raise ArgumentError(f"--ranks: {ranks}; allowed with --against: divisors of {moe_against.EXPERTS} experts")
     if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):

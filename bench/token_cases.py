@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardweave.bench.kernel_cases import Case, poisoned, random_buffer, rotation
+from shardweave.bench.other_libraries import why_absent
 from shardweave.bench.token_rivals import Rival, combining, permuting, routing_and_permuting
 from shardweave.kernels import (
     Buffers,
@@ -50,6 +51,11 @@ class Shape:
     def moved(self) -> int:
         """Bytes of rows that either direction has to read and write: a token's once, its entries' once each."""
         return (1 + self.top_k) * self.tokens * self.hidden * 2
+
+    @property
+    def buffers(self) -> int:
+        """About as many bytes as the buffers of all ranks have together, of which a call touches one rank's part."""
+        return self.ranks * self.moved
 
 
 class VirtualRank:
@@ -183,9 +189,14 @@ def token_rows(bench: Bench, row_of: type[Row]) -> None:
     bench.measure(row, lambda row: latency(bench, row, VirtualRank(few, bench.device).both,
                                            rotation(2 * few.moved, bench.cache)))  # fmt: skip
     for name, target, ours, rivals in (
-        ("push_rows: the best of others ÷ ours", 1.0, partial(rank.push, False), permuting(rank)),
-        ("combine_rows: the best of others ÷ ours", 1.0, rank.combine, combining(rank)),
-        ("route + push: the best of others ÷ ours", 1.2, partial(rank.push, True), routing_and_permuting(rank)),
+        ("push_rows: the best of others ÷ ours", 1.0, partial(rank.push, False), permuting(rank, bench.dry)),
+        ("combine_rows: the best of others ÷ ours", 1.0, rank.combine, combining(rank, bench.dry)),
+        (
+            "route + push: the best of others ÷ ours",
+            1.2,
+            partial(rank.push, True),
+            routing_and_permuting(rank, bench.dry),
+        ),
     ):
         row = row_of(f"{name}, {large}", "×", target, True)
         bench.measure(row, partial(beside, bench, ours=ours, rivals=rivals, moved=large.moved))
@@ -223,7 +234,7 @@ def beside(bench: Bench, row: Row, ours: Callable[[], Made], rivals: list[Rival]
         except Exception as error:
             if bench.dry and not isinstance(error, ImportError):
                 raise
-            absent[rival.name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            absent[rival.name] = why_absent(rival.name, error)
     if not found:
         raise RuntimeError(f"nothing to compare with: {absent}")
     row.value = min(found.values()) / (best.seconds * 1e6)

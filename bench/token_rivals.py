@@ -27,16 +27,18 @@ class Rival:
     Attributes:
         make: as of a Case. ImportError where it is not installed.
         seconds: that it may take, compilation included.
+        needs_gpu: or Triton's interpreter.
     """
 
     name: str
     make: Callable[[], Made]
     seconds: float = 10.0
+    needs_gpu: bool = False
 
 
-def compiled(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """By Inductor on a GPU; where nothing is measured, by nothing that takes long."""
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
+def compiled(function: Callable[..., Any], dry: bool) -> Callable[..., Any]:
+    """By Inductor, which wants a C++ compiler for CPUs; where nothing is measured, by nothing that takes long."""
+    backend = "aot_eager" if dry else "inductor"
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)  # type: ignore[call-overload,no-any-return]
 
 
@@ -93,33 +95,33 @@ def _permutation(rank: VirtualRank, run: Callable[[torch.Tensor], Any]) -> Made:
     return call, right
 
 
-def permuting(rank: VirtualRank) -> list[Rival]:
+def permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
     """Rows put in order that is known."""
     k, order = rank.shape.top_k, _sorted(rank)[0]
-    fast = compiled(rank.device, gather)
+    fast = compiled(gather, dry)
     return [
         Rival("index_select", lambda: _permutation(rank, lambda x: gather(x, order, k))),
-        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=False)),
+        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=False), needs_gpu=True),
         Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, order, k)), COMPILING_S),
     ]
 
 
-def routing_and_permuting(rank: VirtualRank) -> list[Rival]:
+def routing_and_permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
     """From ids to rows in order, and where the experts' groups end."""
     experts = rank.shape.experts
-    fast = compiled(rank.device, route_and_gather)
+    fast = compiled(route_and_gather, dry)
     return [
         Rival("argsort + index_select", lambda: _permutation(rank, lambda x: route_and_gather(x, rank.ids, experts))),
         Rival("torchao", lambda: _by_torchao(rank)),
-        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=True)),
+        Rival("torchtitan", lambda: _by_torchtitan(rank, routing=True), needs_gpu=True),
         Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, rank.ids, experts)), COMPILING_S),
     ]
 
 
-def combining(rank: VirtualRank) -> list[Rival]:
+def combining(rank: VirtualRank, dry: bool) -> list[Rival]:
     """Each token's weighted rows summed."""
     order, inverse = _sorted(rank)
-    fast = compiled(rank.device, weighted_sum)
+    fast = compiled(weighted_sum, dry)
 
     def made(run: Callable[[torch.Tensor], torch.Tensor]) -> Made:
         size = order.numel() * rank.shape.hidden
@@ -151,7 +153,7 @@ def combining(rank: VirtualRank) -> list[Rival]:
     return [
         Rival("index_select + sum", lambda: made(lambda rows: weighted_sum(rows, inverse, rank.weights))),
         Rival("index_add", lambda: made(lambda rows: added(rows, order, rank.weights))),
-        Rival("torchtitan", torchtitan),
+        Rival("torchtitan", torchtitan, needs_gpu=True),
         Rival("torch.compile", lambda: made(lambda rows: fast(rows, inverse, rank.weights)), COMPILING_S),
     ]
 
@@ -166,7 +168,7 @@ def _by_torchao(rank: VirtualRank) -> Made:
         order = sorted_order(rank.ids)
         counts = counts_of(rank.ids, experts)
         # Of groups aligned to one row only empty ones are padded; rows beyond the entries are not fetched.
-        index, _, ends = generate_permute_indices(counts, experts, 1, len(order), 1)
+        index, _, ends = generate_permute_indices(counts, experts, 1, len(order), 1, use_cpu=not x.is_cuda)
         return x.index_select(0, order.index_select(0, index.clamp(min=0)) // k), ends
 
     return _permutation(rank, run)

@@ -28,6 +28,7 @@ from shardweave.bench.moe_against import (
     shardweave_layer,
     torchtitan_layer,
 )
+from shardweave.bench.other_libraries import why_absent
 from shardweave.bench.plain_dispatch import dispatch_and_combine
 from shardweave.bench.ranks import Send
 from shardweave.bench.turns import Rotation, copies, rotating, slowest, time_sides
@@ -109,7 +110,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         try:
             layers["torchtitan"] = torchtitan_layer(mesh)
         except ImportError as error:
-            absent["torchtitan"] = f"not installed: {error}"
+            absent["torchtitan"] = why_absent("torchtitan", error)
         send({"case": str(shape), "absent": absent, **_measured(shape, layers, rank, size, config["scale"])})
 
 

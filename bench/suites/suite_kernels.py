@@ -15,8 +15,9 @@ import torch
 
 from shardweave.bench.gpu_timing import GraphTimer, HostTimer
 from shardweave.bench.kernel_cases import MIB, Case, Made, cases_of, rotation
-from shardweave.bench.machine import last_level_cache
+from shardweave.bench.machine import available_memory, last_level_cache
 from shardweave.bench.measuring import Sink
+from shardweave.bench.other_libraries import why_absent
 from shardweave.bench.token_cases import FEW_SETS, Shape, VirtualRank, verified
 from shardweave.bench.token_rivals import Rival, combining, permuting, routing_and_permuting
 
@@ -112,7 +113,7 @@ class _Measuring:
             except Exception as error:
                 if contender in (KERNEL, REFERENCE, COPY, "torch"):
                     raise
-                self.sink.absent(case, contender, f"{type(error).__name__}: {error}".splitlines()[0])
+                self.sink.absent(case, contender, why_absent(contender, error))
         times = self.timer.time_in_turns(calls)
         ceiling = times[COPY].seconds if moved is not None else None
         rotating = {"sets": sets, "set_bytes": moved, "cache_bytes": self.cache}
@@ -131,9 +132,12 @@ class _Measuring:
         if has_gpu():
             torch.cuda.empty_cache()
 
-    def sets(self, moved: int) -> int:
-        """How many sets of buffers, so that what a call touches is in no cache when its turn comes again."""
-        return rotation(moved, self.cache) if has_gpu() else max(2, math.ceil(1.5 * self.cache / moved) + 1)
+    def sets(self, moved: int, held: int) -> int:
+        """How many sets of buffers, so that what a call touches is in no cache when its turn comes again; on a CPU no
+        more than a quarter of the memory that is free has room for, `held` bytes a set."""
+        if has_gpu():
+            return rotation(moved, self.cache)
+        return max(2, min(math.ceil(1.5 * self.cache / moved) + 1, available_memory() // (4 * held)))
 
     def boxes(self, case: Case) -> None:
         assert case.make_reference is not None
@@ -141,17 +145,19 @@ class _Measuring:
         if not has_gpu():
             sides = {REFERENCE: case.make_reference}
         sides[COPY] = _bare_copy(case.moved)
-        self.time(plain_name(case), sides, case.moved, self.sets(case.moved), {})
+        sets = self.sets(case.moved, len(sides) * case.moved)
+        self.time(plain_name(case), sides, case.moved, sets, {})
 
-    def beside(self, case: str, ours: Callable[[], Made], rivals: Sequence[Rival], moved: int) -> None:
+    def beside(self, case: str, ours: Callable[[], Made], rivals: Sequence[Rival], shape: Shape) -> None:
         sides: dict[str, Callable[[], Made]] = {KERNEL if has_gpu() else REFERENCE: ours}
         for rival in rivals:
-            if rival.name == _COMPILED and not has_gpu():
-                self.sink.absent(case, rival.name, "no GPU is here to compile for")
+            if rival.needs_gpu and not has_gpu():
+                self.sink.absent(case, rival.name, "its kernels run on GPUs alone, and none is here")
             else:
                 sides[rival.name] = rival.make
-        sides[COPY] = _bare_copy(moved)
-        self.time(case, sides, moved, self.sets(moved), {})
+        sides[COPY] = _bare_copy(shape.moved)
+        sets = self.sets(shape.moved, shape.buffers + len(sides) * shape.moved)
+        self.time(case, sides, shape.moved, sets, {})
 
     def latency(self, case: str, make: Callable[[], Made], sets: int) -> None:
         """No ceiling: the copy beside it only says how fast the machine is."""
@@ -170,15 +176,15 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     large, few = token_shape(scale), few_tokens(scale)
     rank = VirtualRank(large, device)
     if push in names:
-        measuring.beside(push, lambda: rank.push(False), permuting(rank), large.moved)
+        measuring.beside(push, lambda: rank.push(False), permuting(rank, scale == "dry"), large)
     if combine in names:
-        measuring.beside(combine, rank.combine, combining(rank), large.moved)
+        measuring.beside(combine, rank.combine, combining(rank, scale == "dry"), large)
     if both in names:
-        measuring.beside(both, lambda: rank.push(True), routing_and_permuting(rank), large.moved)
+        measuring.beside(both, lambda: rank.push(True), routing_and_permuting(rank, scale == "dry"), large)
     if route in names:
         measuring.latency(route, rank.routed, FEW_SETS)
     if decode in names:
-        measuring.latency(decode, VirtualRank(few, device).both, measuring.sets(2 * few.moved))
+        measuring.latency(decode, VirtualRank(few, device).both, measuring.sets(2 * few.moved, 2 * few.buffers))
 
 
 def _bare_copy(moved: int) -> Callable[[], Made]:

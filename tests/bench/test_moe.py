@@ -15,9 +15,10 @@ import torch
 
 from shardweave.bench import moe, moe_against
 from shardweave.bench.moe_model import Experts, ExpertSizes, MixtureOfExperts
+from shardweave.bench.other_libraries import INSTALL
 
 needs_torchtitan = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (pip install torchtitan==0.3.0)"
+    importlib.util.find_spec("torchtitan") is None, reason=f"torchtitan is not installed ({INSTALL['torchtitan']})"
 )
 
 
@@ -140,4 +141,4 @@ def test_arguments_that_are_refused(arguments: list[str], text: str, capsys: pyt
 def test_torchtitan_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert moe.main(["--against", "torchtitan"]) == 2
-    assert "torchtitan is not installed" in capsys.readouterr().err
+    assert f"torchtitan is not installed; allowed: where it is ({INSTALL['torchtitan']})" in capsys.readouterr().err

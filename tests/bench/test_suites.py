@@ -25,7 +25,7 @@ from shardweave.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
-OPTIONAL = {"torchtitan", "torchao", "torch.compile", "ours, windows, launched"}
+OPTIONAL = {"torchtitan", "torchao", "ours, windows, launched"}
 
 
 def here(name: str, cases: list[str], scale: str = "dry") -> Found:

@@ -10,6 +10,7 @@ import torch
 from shardweave.bench import kernels, token_cases, token_rivals
 from shardweave.bench.gpu_timing import Times
 from shardweave.bench.kernels import Bench, Row
+from shardweave.bench.other_libraries import INSTALL, why_absent
 from shardweave.bench.token_cases import Shape, VirtualRank, beside, verified
 from shardweave.bench.token_rivals import Rival
 
@@ -98,9 +99,9 @@ def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("of", [token_rivals.permuting, token_rivals.combining, token_rivals.routing_and_permuting])
-def test_others_do_the_same_or_are_not_installed(rank: VirtualRank, of: Callable[[VirtualRank], list[Rival]]) -> None:
+def test_others_do_the_same_or_are_not_installed(rank: VirtualRank, of: Callable[..., list[Rival]]) -> None:
     names = []
-    for rival in of(rank):
+    for rival in of(rank, dry=True):
         if rival.name in ("torchao", "torchtitan"):
             continue  # Triton's kernels: they run in the interpreter, and on a GPU
         call, right = rival.make()
@@ -108,6 +109,15 @@ def test_others_do_the_same_or_are_not_installed(rank: VirtualRank, of: Callable
         assert right(), rival.name
         names.append(rival.name)
     assert "torch.compile" in names and len(names) > 1
+
+
+def test_who_is_not_installed_is_named_with_how_to_install_it() -> None:
+    missing = ModuleNotFoundError("No module named 'tyro'")
+    assert why_absent("torchtitan", missing) == (
+        f"not installed (No module named 'tyro'); to measure it too: {INSTALL['torchtitan']}"
+    )
+    assert why_absent("torch.compile", missing) == "ModuleNotFoundError: No module named 'tyro'"
+    assert why_absent("torchtitan", RuntimeError("no driver\nof it")) == "RuntimeError: no driver"
 
 
 class Timer:

@@ -1,0 +1,12 @@
+"""Libraries that are measured beside shardweave where they are installed: the versions that this is written for."""
+
+from __future__ import annotations
+
+INSTALL = {"torchao": "pip install torchao==0.18.0", "torchtitan": "pip install torchtitan==0.3.0"}
+
+
+def why_absent(contender: str, error: Exception) -> str:
+    """Why a contender could not be made; of a library that is not here, how to install it."""
+    if isinstance(error, ImportError) and contender in INSTALL:
+        return f"not installed ({error}); to measure it too: {INSTALL[contender]}"
+    return (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
