@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardweave
-from shardweave.bench.against_stock import Case, Unsuitable, digest, held, mesh_for
+from shardweave.bench.against_stock import Case, Unsuitable, digest, held, mesh_for, respell
 from shardweave.bench.gathering import run_ranks
+from shardweave.bench.machine import available_memory
 from shardweave.bench.measuring import Sink
 from shardweave.bench.packed_all_to_all import PackedAllToAll
 from shardweave.bench.ranks import Send
@@ -75,8 +76,16 @@ def test_redistribute(record: Callable[[], None]) -> None:
 
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
-    wanted = [one for one in workloads(scale) if one.name in names]
     contenders = cases(scale)
+    wanted = []
+    for one in workloads(scale):
+        if one.name in names:
+            needed, free = memory_of(one, len(contenders[one.name])), available_memory()
+            if needed < free:
+                wanted.append(one)
+                continue
+            for contender in contenders[one.name]:
+                sink.absent(one.name, contender, f"{needed >> 20} MiB of memory are needed, and {free >> 20} are free")
 
     def together(case: str, by_rank: list[dict[str, Any]]) -> None:
         sink.begin(case)
@@ -88,6 +97,20 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
         put(case, by_rank, sink)
 
     run_ranks(rank_main, RANKS, {"workloads": wanted, "scale": scale}, together)
+
+
+def memory_of(one: Workload, ways: int) -> int:
+    """About as many bytes as all ranks hold at once of a case: sources that rotate, what a bare copy reads, outputs
+    that are kept by each way, and what results are checked with."""
+    sizes = (RANKS,) if len(one.mesh) == 1 else mesh_for(RANKS)
+    item = getattr(torch, one.dtype).itemsize
+    local, out = (
+        item * math.prod(part.stop - part.start for part in held(text, sizes, [0] * len(sizes), one.shape))
+        for text in (respell(text, one.mesh, sizes) for text in (one.source, one.target))
+    )
+    rotating = (Rotation.of(size, RANKS).sets * size for size in (local, out))
+    checked = one.numel * (item + 8 * one.partial) + 2 * out
+    return RANKS * (sum(rotating) + ways * (KEPT + 1) * out + checked)
 
 
 def put(case: str, by_rank: list[dict[str, Any]], sink: Sink) -> None:

@@ -5,7 +5,7 @@ The fence says how a block is meant:
 - `python`: run in the page's one namespace; `python ranks=4`: on each of 4 ranks, as torchrun would start them, in a
   namespace that the page's blocks of as many ranks share; `python file=train.py`: written to that file, for commands
   of the page.
-- `bash`: its commands are run; `bash long`: only looked at, and run by `make test-long`.
+- `bash`: its commands are run, but for those of `NOT_RUN`.
 - `text`: what the block before it prints, where one is just before it; … stands for anything, on a line of its own for
   any lines. `text figures`: numbers, and the blanks and rules around them, may differ.
 """
@@ -20,8 +20,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Commands that tests of the documentation do not run, and what covers them instead. Targets of make have to be there.
+NOT_RUN = {
+    "pip install": "makes an environment; CI begins with it",
+    "make demo": "makes an environment; test_demo.py runs what it runs there",
+    "make test": "is what CI runs",
+    "make check": "is what CI runs",
+    "make docs": "test_generated.py makes the same, and compares",
+    "make bench": "takes minutes; test_suites.py runs every suite on tiny sizes, and the comparison",
+    "make test-long": "takes longer than CI may; tests themselves",
+    "make test-nightly": "takes longer than CI may; the same tests with more requests",
+    "make test-torch": "downloads another torch; tests themselves",
+    "make gpu": "needs a GPU; test_kernels.py runs both of its commands without one",
+}
+
 _FENCE = re.compile(r"^(\s*)```(.*)$")
-_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash(?P<long> long)?|text( figures)?")
+_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|text( figures)?")
 _NUMBER = re.compile(r"(\.py:\d+)|\d+(?:[.,]\d+)*")  # lines of a file are no figures
 
 
@@ -54,10 +68,6 @@ class Block:
     def file(self) -> str | None:
         match = _INFO.fullmatch(self.info)
         return match["file"] if match else None
-
-    @property
-    def long(self) -> bool:
-        return self.info == "bash long"
 
     def fault_of_output(self, printed: str) -> str | None:
         """What is wrong with what the block printed, if the page shows what it should."""
@@ -130,6 +140,11 @@ def commands(block: Block) -> list[Command]:
             found.append(Command(first, pairs, tuple(words[cut:])))  # type: ignore[arg-type]
         text, first = "", None
     return found
+
+
+def not_run(command: Command) -> str | None:
+    """Why, where it is one of `NOT_RUN`."""
+    return NOT_RUN.get(" ".join(command.words[:2]))
 
 
 def _plain(text: str, figures: bool) -> list[str]:
