@@ -175,7 +175,10 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     replay.set_defaults(run=_replay)
 
-    bench = commands.add_parser("bench", help="measure ours beside others, checked first and in turns")
+    bench = commands.add_parser(
+        "bench", help="measure ours beside others, checked first and in turns",
+        epilog="What GPUs have to reach has a page of its own: make gpu, or python -m shardweave.bench.kernels.",
+    )  # fmt: skip
     bench.add_argument(
         "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"
     )

@@ -1,9 +1,11 @@
-"""What the kernels reach on a GPU, beside what a copy reaches in the same run.
+"""What has to be reached on a GPU, and what is: kernels beside a copy in the same run, whole programs, host work.
 
-`make gpu` runs it after the tests: `python -m shardweave.bench.kernels --out bench/results` writes one JSON and one
-Markdown file into a folder named after the device. The ceiling of a case is `copy_` of as many bytes, read and written,
-timed like the case itself: in a CUDA graph, over buffers that rotate past the L2 cache. Every result is verified before
-it is timed. With `--dry` every line runs without a GPU, on tiny shapes, and no figure is reported.
+`make gpu` runs it after the tests: `python -m shardweave.bench.kernels --out bench/results` writes a JSON file, in the
+form that compare and report read, and a page of the targets, into a folder named after the device. The suite of the
+same name, `python -m shardweave bench kernels`, has no targets and no limit of time, and runs on CPUs too. The ceiling
+of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over buffers that
+rotate past the L2 cache. Every result is verified before it is timed. With `--dry` every line runs without a GPU, on
+tiny shapes, and no figure means anything.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,38 +25,13 @@ import torch
 from shardweave.bench.gpu_machine import clocks, gpu_machine
 from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times
 from shardweave.bench.kernel_cases import Case, cases, rotation
+from shardweave.bench.kernel_targets import COPY, Row, as_markdown, as_results, shown
 from shardweave.bench.machine import slug
 from shardweave.bench.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.token_cases import token_rows
 from shardweave.kernels.signal import SHORTEST_POLL, SLOT, Channel, Failure, pack, signal
 
 HOST_TARGET_US = 15.0
-NO_FIGURE = "dry run: no figure"
-
-
-@dataclass
-class Row:
-    """One line of the report.
-
-    Attributes:
-        value: what was reached, in `unit`; None where it could not be measured, for the reason in `note`.
-        target: what has to be reached: at least where `at_least`, else at most. None: nothing has to.
-        detail: what the value was computed from.
-    """
-
-    name: str
-    unit: str
-    target: float | None
-    at_least: bool
-    value: float | None = None
-    note: str = ""
-    detail: dict[str, Any] | None = None
-
-    @property
-    def met(self) -> bool | None:
-        if self.value is None or self.target is None:
-            return None
-        return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 class Bench:
@@ -85,9 +61,7 @@ class Bench:
             row.value, row.note = None, f"not measured: {type(error).__name__}: {error}".splitlines()[0]
         if not self.dry:
             torch.cuda.empty_cache()
-        elif row.value is not None:
-            row.value, row.detail, row.note = None, None, NO_FIGURE
-        print(f"{row.name}: {shown(row)}", file=sys.stderr, flush=True)
+        print(f"{row.name}: {shown(row, self.dry)}", file=sys.stderr, flush=True)
 
     def kernel(self, case: Case, row: Row) -> None:
         """The share of the ceiling that a kernel reaches."""
@@ -99,6 +73,7 @@ class Bench:
         times = self.timer.time([call for call, _ in made])
         del made
         ceiling = self.ceiling(case.moved)
+        row.rounds, row.moved = {"ours": times, COPY: ceiling}, case.moved
         row.value = ceiling.seconds / times.seconds
         row.detail = {
             "moved_bytes": case.moved,
@@ -200,48 +175,6 @@ def run(device: torch.device, dry: bool, seconds: float) -> Bench:
     return bench
 
 
-def shown(row: Row) -> str:
-    if row.value is None:
-        return row.note
-    value = f"{row.value:.1%}" if row.unit == "of the ceiling" else f"{row.value:.2f} {row.unit}"
-    return f"{value} {row.note}".strip()
-
-
-def as_markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
-    lines = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
-    lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
-    lines += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
-    lines += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        target = "-"
-        if row.target is not None:
-            number = f"{row.target:.0%}" if row.unit == "of the ceiling" else f"{row.target:g} {row.unit}"
-            target = f"{'≥' if row.at_least else '≤'} {number}"
-        met = {True: "yes", False: "**no**", None: "-"}[row.met]
-        detail = row.detail or {}
-        figures = [
-            f"{detail[name]:.1f}" if name in detail else "-"
-            for name in ("microseconds", "gigabytes_per_s", "ceiling_gigabytes_per_s")
-        ]
-        lines.append(f"| {row.name} | {shown(row)} | {target} | {met} | {' | '.join(figures)} |")
-    for row in rows:
-        if row.detail and "kinds" in row.detail:
-            lines += ["", "Host work, µs a call: through `DTensor.redistribute`, stock on a fake group and ours on a "
-                      "world that meets nobody; in the loop inside it, stock; through windows, launches (of boxes + of "
-                      "signals) excluded and made; by messages, launches and torch.distributed excluded, the store "
-                      "told and not.", ""]  # fmt: skip
-            lines += [
-                "| kind | stock | ours | loop, stock | windows | launched | launches | messages | store not told |"
-            ]
-            lines += ["|---|---|---|---|---|---|---|---|---|"]
-            for kind in row.detail["kinds"]:
-                names = ("stock", "ours", "inner_stock", "windows", "windows_launched", "messages", "untold")
-                cells = ["-" if kind[n] is None else f"{kind[n]:.1f}" for n in names]
-                cells.insert(5, f"{kind['boxes']} + {kind['signals']}")
-                lines.append(f"| {kind['kind']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder for the device goes there")
@@ -261,13 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         about["tests"] = json.loads(arguments.tests.read_text(encoding="utf-8"))
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{**asdict(row), "met": row.met} for row in bench.rows]
-    text = json.dumps({"machine": about, "dry": arguments.dry, "rows": rows}, indent=1, ensure_ascii=False)
-    (folder / "kernels.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "kernels.md").write_text(as_markdown(bench.rows, about), encoding="utf-8")
+    command = "python -m shardweave.bench.kernels" + " --dry" * arguments.dry
+    results = as_results(bench.rows, about, arguments.dry, command)
+    results.write(folder / "kernels.json", "--out")
+    (folder / "kernels.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
     print(f"written: {folder / 'kernels.md'}", file=sys.stderr)
-    wrong = [row for row in bench.rows if row.value is None and "AssertionError" in row.note]
-    return int(bool(wrong))
+    return int(bool(results.faults))
 
 
 if __name__ == "__main__":

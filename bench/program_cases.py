@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor as stock_inner
 
-from shardweave.bench.gpu_timing import GraphTimer, HostTimer, kernel_seconds
+from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times, kernel_seconds
 from shardweave.bench.kernel_cases import random_buffer, rotation
 from shardweave.planner import plan
 from shardweave.runtime.copies import contiguous_strides
@@ -22,7 +22,7 @@ from shardweave.runtime.in_process import InProcessWorld, bind_in_process, simul
 from shardweave.runtime.two_sided import TwoSidedStep
 
 if TYPE_CHECKING:
-    from shardweave.bench.kernels import Row
+    from shardweave.bench.kernel_targets import Row
 
 RANKS = 4
 Timer = GraphTimer | HostTimer
@@ -50,6 +50,7 @@ def pack_and_unpack(row: Row, shape: tuple[int, int], device: torch.device, time
     finally:
         dist.destroy_process_group()
     least = 4 * math.prod(held) * 2  # read and written once before, once after
+    row.rounds = {"ours": ours, "torch": theirs}
     row.value = theirs.seconds / ours.seconds
     row.detail = {
         "microseconds": ours.seconds * 1e6,
@@ -114,6 +115,7 @@ def whole_program(row: Row, side: int, device: torch.device, timer: Timer, dry: 
     times = timer.time([lambda: run(shards)])
     kernels, number = (times.seconds, 0) if dry else kernel_seconds(lambda: run(shards))
     moved = 2 * 2 * side * side
+    row.rounds = {"ours": times, "its kernels' sum": Times((kernels,))}
     row.value = times.seconds / kernels
     row.detail = {
         "microseconds": times.seconds * 1e6,

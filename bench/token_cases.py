@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardweave.bench.gpu_timing import Times
 from shardweave.bench.kernel_cases import Case, poisoned, random_buffer, rotation
 from shardweave.bench.other_libraries import why_absent
 from shardweave.bench.token_rivals import Rival, combining, permuting, routing_and_permuting
@@ -30,7 +31,8 @@ from shardweave.kernels import (
 from shardweave.kernels.group_rows import Slots
 
 if TYPE_CHECKING:
-    from shardweave.bench.kernels import Bench, Row
+    from shardweave.bench.kernel_targets import Row
+    from shardweave.bench.kernels import Bench
 
 FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
 Made = tuple[Callable[[], object], Callable[[], bool]]
@@ -216,6 +218,7 @@ def verified(made: list[Made]) -> list[Callable[[], object]]:
 
 def latency(bench: Bench, row: Row, make: Callable[[], Made], sets: int) -> None:
     times = bench.timer.time(verified([make() for _ in range(sets)]))
+    row.rounds = {"ours": times}
     row.value = times.seconds * 1e6
     row.detail = {"microseconds": row.value, "spread": times.spread, "sets_of_buffers": sets}
 
@@ -224,21 +227,20 @@ def beside(bench: Bench, row: Row, ours: Callable[[], Made], rivals: list[Rival]
     """The least time of others over ours. One that is not installed, or fails here, is named with the reason."""
     sets = rotation(moved, bench.cache)
     best = bench.timer.time(verified([ours() for _ in range(sets)]))
-    found: dict[str, float] = {}
-    absent: dict[str, str] = {}
+    found: dict[str, Times] = {}
     for rival in rivals:
         try:
             if bench.left() < rival.seconds:
                 raise TimeoutError("no time was left")
-            found[rival.name] = bench.timer.time(verified([rival.make() for _ in range(sets)])).seconds * 1e6
+            found[rival.name] = bench.timer.time(verified([rival.make() for _ in range(sets)]))
         except Exception as error:
             if bench.dry and not isinstance(error, ImportError):
                 raise
-            absent[rival.name] = why_absent(rival.name, error)
+            row.absent[rival.name] = why_absent(rival.name, error)
     if not found:
-        raise RuntimeError(f"nothing to compare with: {absent}")
-    row.value = min(found.values()) / (best.seconds * 1e6)
-    row.detail = {"microseconds": best.seconds * 1e6, "others_microseconds": found, "absent": absent,
-                  "spread": best.spread}  # fmt: skip
-    row.note = "; ".join([f"{name} {us:.0f} µs" for name, us in found.items()]
-                         + [f"{name}: {why}" for name, why in absent.items()])  # fmt: skip
+        raise RuntimeError(f"nothing to compare with: {row.absent}")
+    row.rounds = {"ours": best, **found}
+    row.value = min(times.seconds for times in found.values()) / best.seconds
+    row.detail = {"microseconds": best.seconds * 1e6, "spread": best.spread}
+    row.note = "; ".join([f"{name} {times.seconds * 1e6:.0f} µs" for name, times in found.items()]
+                         + [f"{name}: {why}" for name, why in row.absent.items()])  # fmt: skip

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels, machine, outcomes
+from shardweave.__main__ import main
+from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels, machine, markdown, outcomes
 from shardweave.bench.kernel_cases import cases, rotation
-from shardweave.bench.kernels import Bench, Row, as_markdown
+from shardweave.bench.kernel_targets import NO_FIGURE, Row, as_markdown, as_results
+from shardweave.bench.kernels import Bench
+from shardweave.bench.result_file import read
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
@@ -44,14 +47,17 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert sorted(path.name for path in folder.iterdir()) == ["kernels.json", "kernels.md"]
-    found = json.loads((folder / "kernels.json").read_text())
-    assert found["dry"] and found["machine"]["tests"]["failed"] == ["a.b"]
-    rows = found["rows"]
-    # All that there is a target for; each was verified and timed, and none of it is a figure.
-    assert len([row for row in rows if row["target"] is not None]) >= 21
-    assert {row["note"] for row in rows} == {kernels.NO_FIGURE}
-    assert all(row["value"] is None and row["detail"] is None and row["met"] is None for row in rows)
-    assert (folder / "kernels.md").read_text().count(f"| {kernels.NO_FIGURE} |") == len(rows)
+    found = read(folder / "kernels.json", "A")
+    assert found.scale == "dry" and found.machine["tests"]["failed"] == ["a.b"] and not found.faults
+    # All that there is a target for; each was verified and timed, and the page has no figure of it.
+    ours = [row for row in found.rows if row.is_ours]
+    assert len([row for row in ours if row.detail["target"] is not None]) >= 21
+    assert {one.contender for one in found.absent} <= {"torchao", "torchtitan"}
+    page = (folder / "kernels.md").read_text()
+    assert page.count(f"| {NO_FIGURE} |") == len(ours) and "| yes |" not in page
+    # Others read it as they read the suites'.
+    assert {row.unit for row in found.rows} == {"µs", "ns"} and "kernels" in markdown.as_markdown(found)
+    assert main(["compare", str(folder / "kernels.json"), str(folder / "kernels.json")]) == 0
 
 
 def test_without_a_gpu_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +164,7 @@ def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
     assert all(len(found.rounds) == 5 for found in times.values())
     order.clear()
     host = gpu_timing.HostTimer(rounds=2).time_in_turns(sides)
-    assert order == ["one", "three", "three"] * 2 and len(host["one"].rounds) == 2
+    assert order == ["one", "three", "three", "three", "three", "one"] and len(host["one"].rounds) == 2
     order.clear()
     gpu_timing.HostTimer(rounds=1, least_seconds=1e-3).time_in_turns({"one": sides["one"]})
     assert len(order) > 10  # a round is as long as it has to be
@@ -212,6 +218,25 @@ def test_a_report_says_what_is_met() -> None:
     assert "| narrow | 50.0% | ≥ 80% | **no** |" in text and "| graph | 1.10 × | ≤ 1.15 × | yes | 5.0 | - | - |" in text
     assert "| absent | not measured: RuntimeError: no profiler | ≥ 2 × | - | - | - | - |" in text
     assert "| S0 → R | 80.0 | 40.0 | 50.0 | 9.0 | 14.0 | 2 + 3 | 30.0 | 12.2 |" in text
+
+
+def test_a_result_file_has_the_rounds_of_every_contender() -> None:
+    times, copied = gpu_timing.Times((2e-6, 3e-6, 4e-6)), gpu_timing.Times((1.5e-6,))
+    rows = [
+        Row("copy (no target)", "of the ceiling", None, True, 0.5, "", {"spread": 0.1},
+            {"ours": times, "copy": copied}, 64, {"torchao": "not installed"}),
+        Row("host", "µs", 15.0, False, 9.0),
+        Row("late", "µs", 15.0, False, None, "not measured: no time was left"),
+        Row("wrong", "µs", 15.0, False, None, "not measured: AssertionError: the result is wrong"),
+    ]  # fmt: skip
+    found = as_results(rows, {"gpus": []}, False, "x")
+    assert [(row.case, row.contender, row.median) for row in found.rows] == [
+        ("copy", "ours", pytest.approx(3)), ("copy", "copy", pytest.approx(1.5)), ("host", "ours", 9.0),
+    ]  # fmt: skip
+    assert (found.rows[0].bytes, found.rows[0].share_of_ceiling) == (64, pytest.approx(0.5))
+    assert found.rows[2].detail == {"target": 15.0, "at least": False, "reached": 9.0, "of": "µs", "met": True}
+    assert [(one.case, one.contender) for one in found.absent] == [("copy", "torchao"), ("late", "ours")]
+    assert [one.case for one in found.faults] == ["wrong"]
 
 
 def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:

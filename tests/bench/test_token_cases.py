@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardweave.bench import kernels, token_cases, token_rivals
+from shardweave.bench import token_cases, token_rivals
 from shardweave.bench.gpu_timing import Times
-from shardweave.bench.kernels import Bench, Row
+from shardweave.bench.kernel_targets import Row, as_markdown
+from shardweave.bench.kernels import Bench
 from shardweave.bench.other_libraries import INSTALL, why_absent
 from shardweave.bench.token_cases import Shape, VirtualRank, beside, verified
 from shardweave.bench.token_rivals import Rival
@@ -146,8 +147,8 @@ def test_the_best_of_others_counts_and_who_is_absent_is_named() -> None:
         "slow 6 µs; fast 3 µs; wrong: AssertionError: the result is wrong; late: TimeoutError: no time was left; "
         "nothing: ModuleNotFoundError: No module named 'nothing'"
     )
-    assert row.detail is not None and set(row.detail["absent"]) == {"wrong", "late", "nothing"}
-    assert "wrong" in kernels.as_markdown([row], {"device": "d"})
+    assert set(row.absent) == {"wrong", "late", "nothing"} and set(row.rounds) == {"ours", "slow", "fast"}
+    assert "wrong" in as_markdown([row], {"device": "d"})
     with pytest.raises(RuntimeError, match="nothing to compare with"):
         beside(bench, row, lambda: (lambda: 2e-6, lambda: True), [Rival("nothing", absent)], 1 << 20)
     with pytest.raises(AssertionError):
