@@ -3,7 +3,8 @@ back, by shardweave, by torch.distributed's all-to-alls, and by torchtitan where
 
 Checked first, results and gradients, with experts that each multiply by a number of their own. Inputs rotate past the
 last-level cache. Bytes are those of rows that cross between ranks, there and back, for the rank that sends and receives
-most: one row an entry; the bound sends a token once to a rank that has several of its experts, and gets one sum back.
+most: all contenders move one row an entry; the bound sends a token once to a rank that has several of its experts, and
+gets one sum back.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def put(sink: Sink, case: str, by_rank: list[dict[str, Any]]) -> None:
         samples = slowest(seconds, contender)
         sink.row(
             case, contender, "µs", [one * 1e6 for one in samples],
-            bytes=None if contender.startswith("ours") else bound if contender == "copy" else moved,
+            bytes=bound if contender == "copy" else moved,
             bound_bytes=bound,
             share_of_ceiling=copied / median(samples) if bound else None,
             detail={**by_rank[0]["detail"], "bytes are": _BYTES_ARE},
@@ -116,7 +117,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
 
 def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, scale: str) -> dict[str, Any]:
     rotation = Rotation.of(shape.tokens * shape.hidden * 4, size, 1 if scale == "dry" else None)
-    inputs = [_inputs(shape, rank * rotation.sets + i) for i in range(rotation.sets)]
+    inputs = [inputs_of(shape, rank * rotation.sets + i) for i in range(rotation.sets)]
     faults = {name: faults_of(layer, expert_scale(rank, size), *inputs[0]) for name, layer in layers.items()}
 
     def call(layer: Layer, given: tuple[torch.Tensor, ...]) -> Any:
@@ -126,12 +127,7 @@ def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, sca
         with torch.no_grad():
             return layer(x, ids, weights, None)
 
-    owner = inputs[0][1] // (EXPERTS // size)
-    away = owner != rank
-    # Of each token, the other ranks that have an expert of it.
-    once = sum(int(((owner == other).any(1)).sum()) for other in range(size) if other != rank)
-    passes = 4 if shape.backward else 2
-    moved, bound = (rows * shape.hidden * 4 * passes for rows in (int(away.sum()), once))
+    moved, bound = bytes_of(shape, inputs[0][1], rank, size)
     sides = {name: rotating(partial(call, layer), inputs) for name, layer in layers.items()}
     sides["copy"] = copies(bound, Rotation.of(bound, size, 1 if scale == "dry" else None))
     return {
@@ -143,7 +139,17 @@ def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, sca
     }
 
 
-def _inputs(shape: Tokens, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def bytes_of(shape: Tokens, ids: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """What crosses for a rank's tokens, and the least that has to."""
+    owner = ids // (EXPERTS // size)
+    away = int((owner != rank).sum())
+    # Of each token, the other ranks that have an expert of it.
+    once = sum(int(((owner == other).any(1)).sum()) for other in range(size) if other != rank)
+    passes = 4 if shape.backward else 2
+    return away * shape.hidden * 4 * passes, once * shape.hidden * 4 * passes
+
+
+def inputs_of(shape: Tokens, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, ids, weights, and the gradient of the result."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape.tokens, shape.hidden, generator=g).requires_grad_()

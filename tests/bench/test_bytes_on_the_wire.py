@@ -10,24 +10,30 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
 from shardweave.bench.against_stock import Case
 from shardweave.bench.gathering import run_ranks
+from shardweave.bench.moe_against import EXPERTS, shardweave_layer
+from shardweave.bench.plain_dispatch import dispatch_and_combine
 from shardweave.bench.ranks import Send
 from shardweave.bench.stock_plans import Stock
+from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
+from shardweave.bench.suites.suite_dispatch import bytes_of as bytes_of_tokens
 from shardweave.bench.suites.suite_redistribute import bytes_of, ways_of
 from shardweave.bench.workloads import Workload
 
 RANKS, SIDE = 4, 1024
 SHARED_MEMORY = "ours"
-# Every rank receives as many in each.
+# Redistributions in which every rank receives as many.
 CASES = [((4,), "S0", "R"), ((4,), "S0", "S1"), ((4,), "P", "S0"), ((4,), "P", "R"), ((2, 2), "S0 S1", "R R")]
 # Headers of packets, of 64 KiB on a loopback, and what gloo says beside the data; and of two barriers.
 MOST_HEADERS, MOST_BESIDE = 0.01, 1 << 14
@@ -42,7 +48,7 @@ def test_bytes_by_formula_are_those_on_the_wire() -> None:
     done = subprocess.run([*alone, sys.executable, __file__], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout.splitlines()[-1])
-    assert len(cases) == len(CASES)
+    assert len(cases) == len(CASES) + 1
     for case, ways in cases.items():
         for way, (said, came) in ways.items():
             if way == SHARED_MEMORY:
@@ -63,7 +69,7 @@ def main() -> None:
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    del rank, config
+    del config
     for sizes, source, target in CASES:
         names = tuple("xy"[: len(sizes)])
         mesh, shape = init_device_mesh("cpu", sizes, mesh_dim_names=names), (SIDE, SIDE)
@@ -71,17 +77,35 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         case = Case(Workload(name, "", sizes, names, source, target, "float32", shape, shape), mesh)
         program = shardweave.plan(mesh, shape, "float32", source, target)
         said = bytes_of(case, Stock(sizes, graph=False), program)
-        ways = {w: (said[w], came(way, case, size)) for w, way in ways_of(case, mesh, program).items()}
+        ways = {w: (said[w], came(partial(way, case.source), size)) for w, way in ways_of(case, mesh, program).items()}
         send({"case": name, "ways": ways})
+    send({"case": "dispatch", "ways": dispatched(rank, size)})
 
 
-def came(way: Callable[[Any], Any], case: Case, ranks: int) -> float:
+def dispatched(rank: int, size: int) -> dict[str, tuple[int, float]]:
+    """By all ranks, which do not receive as many: the mean."""
+    mesh, shape = init_device_mesh("cpu", (size,)), Tokens(tokens=256, hidden=512, backward=False)
+    x, ids, weights, _ = inputs_of(shape, rank)
+    said = torch.tensor(bytes_of_tokens(shape, ids, rank, size)[0])
+    dist.all_reduce(said)
+    layers = {
+        "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "collective"),
+        "torch.distributed": lambda *given: dispatch_and_combine(*given[:3], EXPERTS, given[3]),
+    }
+    with torch.no_grad():
+        return {
+            way: (int(said) // size, came(lambda layer=layer: layer(x, ids, weights, None), size))
+            for way, layer in layers.items()
+        }
+
+
+def came(call: Callable[[], Any], ranks: int) -> float:
     """Bytes a rank and call."""
-    way(case.source)  # connections are made, programs bound
+    call()  # connections are made, programs bound
     dist.barrier()
     before = received()
     dist.barrier()  # nothing moves until all have read
-    way(case.source)
+    call()
     dist.barrier()
     after = received()
     dist.barrier()
