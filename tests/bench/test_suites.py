@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from shardweave.bench import measuring, run
 from shardweave.bench.measuring import Found, Sink, measured, suite
 from shardweave.bench.result_file import Fault, read
 from shardweave.bench.suites import SCALES, SUITES
-from shardweave.bench.suites.suite_redistribute import put
 from shardweave.bench.turns import Rotation, in_order, rotating, slowest
 from shardweave.errors import ArgumentError
 
@@ -239,37 +237,6 @@ def test_bad_arguments_are_one_error_and_status_2(capsys: pytest.CaptureFixture[
         assert shown.startswith("error: ") and said in shown
     with pytest.raises(ArgumentError, match="--out: .* cannot be made"):
         run.run(["plan"], "quick", "", None, Path("/proc/none"), False, 0.1)
-
-
-@pytest.mark.plan
-def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
-    def rank(**changed: Any) -> dict[str, Any]:
-        given = {
-            "seconds": {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]},
-            "faults": {},
-            "digests": {"ours": "x"},
-            "box": "b",
-            "bytes": {"ours": 8, "copy": 8},
-            "bound": 8,
-            "must_move": True,
-            "detail": {},
-        }
-        return given | changed
-
-    def found(*by_rank: dict[str, Any]) -> Found:
-        out = io.StringIO()
-        put("case", list(by_rank), Sink("redistribute", out))
-        return Found.of(out.getvalue().splitlines())
-
-    right = found(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
-    assert not right.faults
-    assert right.rows["case", "ours"].samples == pytest.approx((40, 20))  # of each round the slowest rank's
-    assert right.rows["case", "ours"].share_of_ceiling == pytest.approx(1.5 / 30)
-    assert "replicas differ" in found(rank(), rank(digests={"ours": "y"})).faults["case", "ours"]
-    assert not found(rank(), rank(digests={"ours": "y"}, box="c")).faults
-    wrong = found(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
-    assert wrong.faults == {("case", "ours"): "rank 1: 3 differ"}
-    assert wrong.rows["case", "stock"].note == "its result is wrong: rank 1: 4 differ"
 
 
 @pytest.mark.plan
