@@ -162,16 +162,22 @@ def _by_torchao(rank: VirtualRank) -> Made:
     """Its indices for the grouped GEMM, of one source, and a gather through them."""
     from torchao.prototype.moe_training.ep.kernels import generate_permute_indices  # type: ignore[import-not-found]
 
-    experts, k = rank.shape.experts, rank.shape.top_k
+    experts, k, x = rank.shape.experts, rank.shape.top_k, rank.tokens()
+    # Of groups aligned to one row only empty ones are padded, to one.
+    rows = rank.ids.numel() + int((counts_of(rank.ids, experts) == 0).sum())
+    found: list[torch.Tensor] = []
 
-    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call() -> None:
         order = sorted_order(rank.ids)
         counts = counts_of(rank.ids, experts)
-        # Of groups aligned to one row only empty ones are padded; rows beyond the entries are not fetched.
-        index, _, ends = generate_permute_indices(counts, experts, 1, len(order), 1, use_cpu=not x.is_cuda)
-        return x.index_select(0, order.index_select(0, index.clamp(min=0)) // k), ends
+        index, _, ends = generate_permute_indices(counts, experts, 1, rows, 1, use_cpu=not x.is_cuda)
+        found[:] = [x.index_select(0, order.index_select(0, index.clamp(min=0)) // k), index, ends]
 
-    return _permutation(rank, run)
+    def right() -> bool:
+        grouped, index, _ = found
+        return bool(grouped[index >= 0].equal(gather(x, _sorted(rank)[0], k)))
+
+    return call, right
 
 
 def _by_torchtitan(rank: VirtualRank, routing: bool) -> Made:
