@@ -202,7 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="result files of bench as one HTML page, with pictures")
     report.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="files that bench --json has written")
     report.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="(default: %(default)s)")
-    report.add_argument("--scale", type=Path, metavar="FILE", help="what python -m shardweave.bench.scale has written")
+    report.add_argument(
+        "--projection", type=Path, metavar="FILE", help="what python -m shardweave.bench.projection has written"
+    )
     report.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
     report.set_defaults(run=_report)
 
@@ -353,7 +355,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from shardweave.bench.html_report import run
 
-    return run(arguments.results, arguments.out, arguments.scale, arguments.markdown)
+    return run(arguments.results, arguments.out, arguments.projection, arguments.markdown)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

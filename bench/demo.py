@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..errors import ArgumentError
 from ..runtime.worlds import pretended_node_size
 from .against_stock import ROUNDS, mesh_for, rank_main
+from .demo_report import Result, summary, summary_line, table
 from .ranks import Ranks, RanksFailed, timeout_seconds
-from .report import Result, summary, summary_line, table
 from .turns import KEPT
 from .workloads import SCALE, SMALLEST_SCALED, load_workloads
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .markdown import UNIT, WRONG, absent_lines, as_markdown, machine_lines, notes, table_cells
+from .projection_rows import VERSION
+from .projection_rows import Row as Projected
 from .result_file import Results, Row, read, read_versioned
-from .scale_rows import VERSION
-from .scale_rows import Row as Simulated
 
-_SCALE_FIELDS: dict[str, Any] = {
+_PROJECTED_FIELDS: dict[str, Any] = {
     "workload": str, "case": str, "topology": str, "ranks": int, "mesh": str, "calls": int, "ours_us": int | float,
     "stock_us": int | float | None, "ours_bytes": int, "stock_bytes": int | None,
 }  # fmt: skip
@@ -53,28 +53,28 @@ _ABOUT = {
 }
 
 
-def read_at_scale(path: Path) -> dict[str, Any]:
-    """The file's object; its rows as `scale_rows.Row`.
+def read_projection(path: Path) -> dict[str, Any]:
+    """The file's object; its rows as `projection_rows.Row`.
 
     Raises:
         ArgumentError: it is missing, cut short, of another version or something else.
     """
-    given = read_versioned(path, "--scale", VERSION, "what `python -m shardweave.bench.scale` writes", "rows")
+    given = read_versioned(path, "--projection", VERSION, "what `python -m shardweave.bench.projection` writes", "rows")
     for row in given["rows"]:
-        if not isinstance(row, dict) or not row.keys() >= _SCALE_FIELDS.keys():
+        if not isinstance(row, dict) or not row.keys() >= _PROJECTED_FIELDS.keys():
             raise ArgumentError(
-                f"--scale: a row of {str(path)!r} lacks one of {', '.join(_SCALE_FIELDS)}; allowed: all"
+                f"--projection: a row of {str(path)!r} lacks one of {', '.join(_PROJECTED_FIELDS)}; allowed: all"
             )
-        for name, kind in _SCALE_FIELDS.items():
+        for name, kind in _PROJECTED_FIELDS.items():
             if not isinstance(row[name], kind) or isinstance(row[name], bool):
                 raise ArgumentError(
-                    f"--scale: {name} of a row of {str(path)!r} is {row[name]!r}; allowed: what "
-                    "`python -m shardweave.bench.scale` writes"
+                    f"--projection: {name} of a row of {str(path)!r} is {row[name]!r}; allowed: what "
+                    "`python -m shardweave.bench.projection` writes"
                 )
-    return {**given, "rows": [Simulated(**{name: row[name] for name in _SCALE_FIELDS}) for row in given["rows"]]}
+    return {**given, "rows": [Projected(**{name: row[name] for name in _PROJECTED_FIELDS}) for row in given["rows"]]}
 
 
-def run(paths: Sequence[Path], out: Path, scale: Path | None, markdown: Path | None) -> int:
+def run(paths: Sequence[Path], out: Path, projection: Path | None, markdown: Path | None) -> int:
     """Write the page, and the tables as Markdown where that is asked for.
 
     Raises:
@@ -83,8 +83,8 @@ def run(paths: Sequence[Path], out: Path, scale: Path | None, markdown: Path | N
     if importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError("report: matplotlib is not installed; allowed: pip install 'shardweave[report]'")
     results = [read(path, "RESULTS") for path in paths]
-    at_scale = None if scale is None else read_at_scale(scale)
-    written = [("--out", out, page(results, at_scale))]
+    projected = None if projection is None else read_projection(projection)
+    written = [("--out", out, page(results, projected))]
     if markdown is not None:
         written.append(("--markdown", markdown, "\n".join(map(as_markdown, results))))
     for option, path, text in written:
@@ -96,7 +96,7 @@ def run(paths: Sequence[Path], out: Path, scale: Path | None, markdown: Path | N
     return 0
 
 
-def page(results: Sequence[Results], at_scale: Mapping[str, Any] | None = None) -> str:
+def page(results: Sequence[Results], projected: Mapping[str, Any] | None = None) -> str:
     body = ["<h1>shardweave, measured</h1>"]
     body.append(
         f"<p>Times are {escape(UNIT)}. “Ours” is shardweave; everyone else was measured in the same run, in turns. A "
@@ -109,7 +109,7 @@ def page(results: Sequence[Results], at_scale: Mapping[str, Any] | None = None) 
         if one.absent:
             listed = "".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in absent_lines(one))
             body.append(f"<details><summary>Not measured</summary><ul>{listed}</ul></details>")
-    body += _at_scale(at_scale)
+    body += _projection(projected)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -190,13 +190,13 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return [f"<details{'' if len(rows) > 60 else ' open'}><summary>All rows</summary>", *lines, "</details>"]
 
 
-def _at_scale(given: Mapping[str, Any] | None) -> list[str]:
+def _projection(given: Mapping[str, Any] | None) -> list[str]:
     from . import pictures
 
-    body = ["<h2>At scale, by simulation</h2>"]
+    body = ["<h2>At scale, projected</h2>"]
     if given is None:
-        return [*body, "<p>No simulation was given: <code>python -m shardweave.bench.scale</code> makes one, and "
-                "<code>--scale FILE</code> shows it here.</p>"]  # fmt: skip
+        return [*body, "<p>No projection was given: <code>python -m shardweave.bench.projection</code> makes one, and "
+                "<code>--projection FILE</code> shows it here.</p>"]  # fmt: skip
     svg = pictures.cost_against_ranks(given["rows"])
     body.append(f"<p><code>{escape(str(given.get('command', '')))}</code></p>")
     body.append(

@@ -18,9 +18,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .projection_rows import Row as Projected
+from .projection_rows import totals
 from .result_file import Row, contenders, is_ours
-from .scale_rows import Row as Simulated
-from .scale_rows import totals
 
 # The colour that stands for a name of the style sheet.
 NAMES = {
@@ -255,8 +255,8 @@ def ratios(rows: Sequence[Row], name: str, than: str = "stock") -> str | None:
         return themed(figure, name, f"Time of {than} by time of ours, by case")
 
 
-def cost_against_ranks(rows: Sequence[Simulated]) -> str | None:
-    """Of each workload, all redistributions of a step, over the number of ranks; simulated."""
+def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
+    """Of each workload, all redistributions of a step, over the number of ranks; projected."""
     found = totals(rows)
     workloads = list(dict.fromkeys(workload for workload, _, _ in found))
     topologies = list(dict.fromkeys(topology for _, topology, _ in found))
@@ -279,6 +279,6 @@ def cost_against_ranks(rows: Sequence[Simulated]) -> str | None:
             ax.minorticks_off()
         for ax in list(axes.flat)[len(workloads) :]:
             ax.set_visible(False)
-        axes[0][0].set_ylabel("ms of a step, simulated")
+        axes[0][0].set_ylabel("ms of a step, projected")
         _legend(figure, *axes.flat)
-        return themed(figure, "ranks", "Simulated cost of each workload over the number of ranks")
+        return themed(figure, "ranks", "Projected cost of each workload over the number of ranks")

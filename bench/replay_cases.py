@@ -14,7 +14,7 @@ from ..planner.index_sets import held_sizes
 from ..runtime.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
 from .machine import available_memory
 from .turns import KEPT, Rotation
-from .workloads import scale
+from .workloads import scaled_down
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Case:
 
     def scaled(self) -> Case:
         """With an eighth of every size of 64 and more, and the bytes that the rank that gets most of those receives."""
-        entry, shape = self.entry, tuple(map(scale, self.shape))
+        entry, shape = self.entry, tuple(map(scaled_down, self.shape))
         if entry.fsdp:  # whose flat tensors are padded to even shards
             shape = tuple(-(-n // entry.mesh.shape[-1]) * entry.mesh.shape[-1] for n in shape)
         mesh, other = meshes_of(entry)

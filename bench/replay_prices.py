@@ -1,7 +1,7 @@
 """What a trace's redistributions cost on a topology, by the planner's prices of torch's plans and of shardweave's.
 
 No rank is started and nothing is measured, so programs of any number of ranks can be looked at. Prices and bytes are
-those of `python -m shardweave.bench.scale`.
+those of `python -m shardweave.bench.projection`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..planner.explanation import format_bytes
 from ..runtime.trace import Entry, Trace
 from .replay_cases import Case, meshes_of
 from .replay_report import case_cells, case_dict, ratio, redistributions, saved, seconds, show_end, table, together
-from .scale import received, sampled, stock_received, stock_stops, stock_us
+from .projection import received, sampled, stock_received, stock_stops, stock_us
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 FSDP2's own program, on the same weights, issues single collectives, where torch's plans and shardweave's are the same.
 
 Each JSON file is one model; each case fixes mesh, source and target layout (text form), dtype, full shape and the shape
-it is run at on CPU. The scaled shape follows from the full one by one rule, `scale`, and nothing else about a case
-changes: `load_workloads` refuses a file that strays from it.
+it is run at on CPU. The scaled shape follows from the full one by one rule, `scaled_down`, and nothing else about a
+case changes: `load_workloads` refuses a file that strays from it.
 
 `recorded/` has traces of whole models at full shapes, made by `python -m shardweave.bench.record_workloads`; a test
 holds that the solver's program among them does each case here: the shape, the dtype, and both layouts.
@@ -17,15 +17,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-SCALE = 8
+SCALED_DOWN_BY = 8
 SMALLEST_SCALED = 64  # smaller dims (a batch, heads) are structure, not size
 
 
-def scale(size: int) -> int:
+def scaled_down(size: int) -> int:
     """A dim's size on CPU: an eighth of its full size, odd staying odd and even even; dims below 64 as they are."""
     if size < SMALLEST_SCALED:
         return size
-    scaled = size // SCALE
+    scaled = size // SCALED_DOWN_BY
     return scaled + (size - scaled) % 2
 
 
@@ -79,11 +79,11 @@ def load_workloads(folder: Path | None = None) -> list[Workload]:
 
 
 def _check(workload: Workload) -> None:
-    expected = tuple(scale(size) for size in workload.full_shape)
+    expected = tuple(scaled_down(size) for size in workload.full_shape)
     if workload.shape != expected:
         raise ValueError(
             f"{workload.name}: scaled shape {workload.shape} is not {expected}, "
-            f"which dividing {workload.full_shape} by {SCALE} gives"
+            f"which dividing {workload.full_shape} by {SCALED_DOWN_BY} gives"
         )
     for what, text in (("source", workload.source), ("target", workload.target)):
         if len(text.split()) != len(workload.mesh):

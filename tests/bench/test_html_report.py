@@ -16,8 +16,8 @@ import pytest
 
 from shardweave.__main__ import main
 from shardweave.bench import html_report
+from shardweave.bench.projection_rows import Row as Projected
 from shardweave.bench.result_file import Absent, Fault, Results, Row
-from shardweave.bench.scale_rows import Row as Simulated
 from shardweave.errors import ArgumentError
 
 pytest.importorskip("matplotlib", reason="the report's pictures are drawn by matplotlib")
@@ -57,17 +57,17 @@ def everything() -> Results:
     )
 
 
-def at_scale() -> dict[str, Any]:
+def projection() -> dict[str, Any]:
     rows = [
         {"workload": "Llama", "case": case, "topology": topology, "ranks": n, "mesh": f"{n} (tp)", "calls": calls,
          "ours_us": 1.0 * n, "stock_us": 3.0 * n, "ours_bytes": 1, "stock_bytes": 2}
         for case, calls in (("a", 2), ("b", 5)) for topology in ("flat", "nodes of 8") for n in (8, 1024, 131072)
     ]  # fmt: skip
-    return {"version": 1, "command": "python -m shardweave.bench.scale", "machine": {}, "rows": rows}
+    return {"version": 1, "command": "python -m shardweave.bench.projection", "machine": {}, "rows": rows}
 
 
-def simulated() -> dict[str, Any]:
-    return {**at_scale(), "rows": [Simulated(**row) for row in at_scale()["rows"]]}
+def projected() -> dict[str, Any]:
+    return {**projection(), "rows": [Projected(**row) for row in projection()["rows"]]}
 
 
 class Page(HTMLParser):
@@ -104,7 +104,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_well_formed_and_loads_nothing() -> None:
-    text = html_report.page([everything(), everything()], simulated())
+    text = html_report.page([everything(), everything()], projected())
     page = Page(text)
     assert page.tags.count("svg") == 2 * 6 + 1
     assert len(set(page.ids)) == len(page.ids), "two pictures share a name"
@@ -122,7 +122,7 @@ def test_what_went_wrong_is_on_the_page() -> None:
 
 
 def test_pictures_are_coloured_by_the_style_sheet() -> None:
-    text = html_report.page([everything()], simulated())
+    text = html_report.page([everything()], projected())
     style, body = text.split("</style>")
     names = set(re.findall(r"var\(--(\w+)\)", body))
     assert names >= {"ink", "muted", "grid", "ours", "stock", "ceiling"}
@@ -153,13 +153,13 @@ def test_what_was_not_measured_has_no_picture() -> None:
     few = replace(everything(), rows=tuple(row for row in everything().rows if row.suite == "host"))
     text = html_report.page([few])
     page = Page(text)
-    assert page.tags.count("svg") == 1 and "No simulation was given" in text
+    assert page.tags.count("svg") == 1 and "No projection was given" in text
     assert Page(html_report.page([replace(few, rows=(), scale="dry")])).tags.count("svg") == 0
-    empty = html_report.page([few], {**at_scale(), "rows": []})
+    empty = html_report.page([few], {**projection(), "rows": []})
     assert "None of its rows has both sides" in empty
 
 
-def drawn_by_ranks(rows: Sequence[Simulated], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[float, float]]]:
+def drawn_by_ranks(rows: Sequence[Projected], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[float, float]]]:
     """The points of the picture's lines, by their labels."""
     lines: dict[str, list[tuple[float, float]]] = {}
 
@@ -176,7 +176,7 @@ def drawn_by_ranks(rows: Sequence[Simulated], monkeypatch: pytest.MonkeyPatch) -
 
 def test_cost_over_ranks_is_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 calls of one case and 5 of the other, which is not there on the fewest ranks."""
-    rows = [row for row in simulated()["rows"] if row.case == "a" or row.ranks > 8]
+    rows = [row for row in projected()["rows"] if row.case == "a" or row.ranks > 8]
     lines = drawn_by_ranks(rows, monkeypatch)
     assert len(lines) == 4
     for topology in ("flat", "nodes of 8"):
@@ -186,9 +186,9 @@ def test_cost_over_ranks_is_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(pictures.__file__).with_name("results") / "scale"
-    lines = drawn_by_ranks(html_report.read_at_scale(folder / "scale.json")["rows"], monkeypatch)
-    table = (folder / "scale.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
+    folder = Path(pictures.__file__).with_name("results") / "projection"
+    lines = drawn_by_ranks(html_report.read_projection(folder / "projection.json")["rows"], monkeypatch)
+    table = (folder / "projection.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
     compared = 0
     for line in table.splitlines()[2:]:
         workload, topology, *cells = (cell.strip() for cell in line.strip("|").split("|"))
@@ -201,24 +201,24 @@ def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.Mo
 
 
 def test_files_in_and_out(tmp_path: Path) -> None:
-    given, scale, out = tmp_path / "r.json", tmp_path / "scale.json", tmp_path / "report.html"
+    given, file, out = tmp_path / "r.json", tmp_path / "projection.json", tmp_path / "report.html"
     everything().write(given, "--json")
-    scale.write_text(json.dumps(at_scale()))
-    options = ["-o", str(out), "--scale", str(scale), "--markdown", str(tmp_path / "r.md")]
+    file.write_text(json.dumps(projection()))
+    options = ["-o", str(out), "--projection", str(file), "--markdown", str(tmp_path / "r.md")]
     assert main(["report", str(given), *options]) == 0
     assert Page(out.read_text()).tags.count("svg") == 7 and "## plan" in (tmp_path / "r.md").read_text()
-    row = at_scale()["rows"][0]
+    row = projection()["rows"][0]
     for change, said in (
         ({"version": 2}, "of version 2"),
         ({"rows": [{n: v for n, v in row.items() if n != "calls"}]}, "lacks one of workload.*calls"),
         ({"rows": [{**row, "calls": None}]}, "calls of a row .* is None"),
     ):
-        scale.write_text(json.dumps({**at_scale(), **change}))
-        with pytest.raises(ArgumentError, match=f"--scale: .*{said}"):
-            html_report.read_at_scale(scale)
-    scale.write_text(json.dumps(at_scale())[:200])
-    with pytest.raises(ArgumentError, match="--scale: .*is cut short"):
-        html_report.read_at_scale(scale)
+        file.write_text(json.dumps({**projection(), **change}))
+        with pytest.raises(ArgumentError, match=f"--projection: .*{said}"):
+            html_report.read_projection(file)
+    file.write_text(json.dumps(projection())[:200])
+    with pytest.raises(ArgumentError, match="--projection: .*is cut short"):
+        html_report.read_projection(file)
     with pytest.raises(ArgumentError, match="--out: .*no/report.html' cannot be written"):
         html_report.run([given], tmp_path / "no/report.html", None, None)
     with pytest.raises(ArgumentError, match="--markdown: .*no/r.md' cannot be written"):
@@ -238,7 +238,7 @@ def browser() -> list[str]:
 def test_nothing_is_wider_than_the_window(browser: list[str], tmp_path: Path) -> None:
     """Tables scroll by themselves. An element that is too wide is put in to see that it would be seen."""
     results = replace(everything(), command="bench " + "--json=" + "a" * 300, faults=(Fault("a", "b" * 300, "c", "d"),))
-    text = html_report.page([results], simulated())
+    text = html_report.page([results], projected())
     page, tell = tmp_path / "report.html", "<script>document.title = document.documentElement.scrollWidth</script>"
     for width in (1366, 600):
         for more in ("", f'<div style="width: {width + 300}px">wide</div>'):
@@ -255,7 +255,7 @@ def test_it_renders_light_and_dark_in_a_browser(browser: list[str], tmp_path: Pa
     from matplotlib.image import imread
 
     page = tmp_path / "report.html"
-    page.write_text(html_report.page([everything()], simulated()), encoding="utf-8")
+    page.write_text(html_report.page([everything()], projected()), encoding="utf-8")
     shots = {}
     for scheme, number in (("dark", 0), ("light", 1)):
         shot = tmp_path / f"{scheme}.png"

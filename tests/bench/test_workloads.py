@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardweave.bench.against_stock import Unsuitable, held, mesh_for, placements, respell
-from shardweave.bench.workloads import load_workloads, scale
+from shardweave.bench.workloads import load_workloads, scaled_down
 
 pytestmark = pytest.mark.plan
 
@@ -26,8 +26,8 @@ def test_workloads_cover_what_they_claim() -> None:
 
 
 @pytest.mark.parametrize(("full", "scaled"), [(4096, 512), (128257, 16033), (14336, 1792), (7, 7), (63, 63), (66, 8)])
-def test_scale_keeps_parity(full: int, scaled: int) -> None:
-    assert scale(full) == scaled and (full - scaled) % 2 == 0
+def test_scaled_down_keeps_parity(full: int, scaled: int) -> None:
+    assert scaled_down(full) == scaled and (full - scaled) % 2 == 0
 
 
 def test_a_case_that_breaks_the_rule_is_refused(tmp_path: Path) -> None:

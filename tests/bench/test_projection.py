@@ -16,12 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
 from shardweave import ArgumentError, Layout, Mesh
-from shardweave.bench import machine, scale, scale_report, validation
+from shardweave.bench import machine, projection, projection_report, validation
 from shardweave.bench.growth import GROWTHS, Growth
+from shardweave.bench.projection import TOPOLOGIES, project, received, stock_received
+from shardweave.bench.projection_report import Slowest
+from shardweave.bench.projection_rows import Row, totals
 from shardweave.bench.record_workloads import WORKLOADS
-from shardweave.bench.scale import TOPOLOGIES, received, simulate, stock_received
-from shardweave.bench.scale_report import Slowest
-from shardweave.bench.scale_rows import Row, totals
 from shardweave.bench.stock_plans import Stock
 from shardweave.planner.index_sets import held_box
 from shardweave.runtime.specs import spec_of_layout
@@ -84,10 +84,10 @@ def test_what_becomes_of_a_redistribution() -> None:
 def test_every_workload_grows() -> None:
     for name, growth in GROWTHS.items():
         assert name in WORKLOADS
-        for ranks in scale.RANKS[4:]:
+        for ranks in projection.RANKS[4:]:
             world = growth.world(ranks)
             assert world is not None and world.size == ranks
-            for found in scale.load(name).found:
+            for found in projection.load(name).found:
                 growth.grown(found, world)
 
 
@@ -106,7 +106,7 @@ def test_bytes_are_those_of_a_brute_count(layouts: tuple[str, str], topology: sh
     program = shardweave.plan(mesh, shape, "float32", *layouts, topology=topology)
     lacking = [
         sum(len(held(shape, s.target, program.mesh, r) - held(shape, s.source, program.mesh, r)) for s in program.steps)
-        for r in scale.sampled(mesh)
+        for r in projection.sampled(mesh)
     ]
     assert program.steps and max(lacking) > 0
     assert received(Entry(mesh, None, shape, "float32", *layouts, ""), topology) == 4 * max(lacking)
@@ -152,7 +152,7 @@ def test_torchs_plans_need_no_process_group(shape: tuple[int, ...]) -> None:
 
 
 def small_rows() -> list[Row]:
-    return list(simulate(["solver", "llama3_8b"], [8, 32], TOPOLOGIES, Slowest()))
+    return list(project(["solver", "llama3_8b"], [8, 32], TOPOLOGIES, Slowest()))
 
 
 def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -169,7 +169,7 @@ def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     runs = [{"ranks": 2, "world": "collective", "cases": [{"name": "a", "predicted_us": 2.0, "measured_us": 4.0}]}]
     about = machine.machine()
     data = {"command": "c", "machine": about, "validation": {"command": "v", "machine": about, "runs": runs}}
-    text = scale_report.report(data, rows, Slowest(), TOPOLOGIES)
+    text = projection_report.report(data, rows, Slowest(), TOPOLOGIES)
     links = [line.split(" | ") for line in text.splitlines() if "assumed, not measured |" in line]
     assert [(cells[0].strip("| "), cells[1].partition(",")[0], *cells[2:4]) for cells in links] == [
         ("NVLink nodes of 8 on InfiniBand", "inside a node", "5", "450"),
@@ -177,29 +177,33 @@ def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         ("flat InfiniBand", "between nodes", "20", "50"),
         ("one NVLink domain", "inside a node", "5", "450"),
     ]
-    few = scale_report.report(data, [r for r in rows if r.topology == "flat InfiniBand"], Slowest(), TOPOLOGIES[1:2])
+    few = projection_report.report(
+        data, [r for r in rows if r.topology == "flat InfiniBand"], Slowest(), TOPOLOGIES[1:2]
+    )
     assert few.count("assumed, not measured |") == 1
     assert "| llama3_8b | flat InfiniBand |" in text and "| 2 | collective | 1 | 100% | 100% | a: 2 for 4 µs |" in text
     data = {"version": 1, "command": "c", "machine": about, "rows": [vars(row) for row in rows]}
-    assert json.loads(scale._json(data)) == data
+    assert json.loads(projection._json(data)) == data
 
 
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "find_spec", lambda name: None)
-    assert scale.main(["--out", str(tmp_path)]) == 2 and "matplotlib, which is not here" in capsys.readouterr().err
-    monkeypatch.setattr(scale, "find_spec", lambda name: True)
-    assert scale.main(["--out", str(tmp_path / "no")]) == 2
+    monkeypatch.setattr(projection, "find_spec", lambda name: None)
+    assert projection.main(["--out", str(tmp_path)]) == 2 and "matplotlib, which is not here" in capsys.readouterr().err
+    monkeypatch.setattr(projection, "find_spec", lambda name: True)
+    assert projection.main(["--out", str(tmp_path / "no")]) == 2
     assert "allowed: a folder that is there" in capsys.readouterr().err
-    assert scale.main(["--out", str(tmp_path), "--validate", "1"]) == 2
+    assert projection.main(["--out", str(tmp_path), "--validate", "1"]) == 2
     assert "numbers of ranks above 1" in capsys.readouterr().err
 
 
 def test_a_validation_that_is_something_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "validation.json"
-    text = (Path(scale.__file__).with_name("results") / "scale" / "validation.json").read_text(encoding="utf-8")
+    text = (Path(projection.__file__).with_name("results") / "projection" / "validation.json").read_text(
+        encoding="utf-8"
+    )
     given = json.loads(text)
     file.write_text(text, encoding="utf-8")
-    assert scale.read_validation(file) == given
+    assert projection.read_validation(file) == given
     runs = [{**given["runs"][0], "cases": [{"name": "a", "predicted_us": 1.0, "measured_us": 0.0}]}]
     for wrong, said in (
         (text[:3000], "is cut short"),
@@ -208,7 +212,7 @@ def test_a_validation_that_is_something_else(tmp_path: Path, capsys: pytest.Capt
         (json.dumps({**given, "runs": runs}), "is something else"),
     ):
         file.write_text(wrong, encoding="utf-8")
-        assert scale.main(["--out", str(tmp_path), "--only", "solver", "--largest", "8"]) == 2
+        assert projection.main(["--out", str(tmp_path), "--only", "solver", "--largest", "8"]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: --out: {str(file)!r} ") and said in error
     assert list(tmp_path.iterdir()) == [file]
@@ -235,5 +239,5 @@ def test_prices_are_held_against_ranks_of_this_machine() -> None:
 
 def test_traces_say_what_they_are_of() -> None:
     for name, workload in WORKLOADS.items():
-        trace: Trace = scale.load(name)
+        trace: Trace = projection.load(name)
         assert trace.world_size == len(Mesh(tuple(workload.mesh.values())).rank_array)

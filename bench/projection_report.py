@@ -1,4 +1,4 @@
-"""What a simulation at scale says: a table, a picture, and where plans differ."""
+"""What a projection says: a table, a picture, and where plans differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from ..planner import Topology
 from . import validation
 from .growth import GROWTHS
+from .projection_rows import Row, totals
 from .record_workloads import WORKLOADS
-from .scale_rows import Row, totals
 
 _MATTERS_US, _ROUNDING_US = 5.0, 0.01
 SAID = {"cpu", "cores", "system", "torch"}  # of a machine
@@ -41,7 +41,7 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
     found = totals(rows)
     sizes = sorted({ranks for _, _, ranks in found})
     lines = [
-        "# Cost at scale, by simulation",
+        "# Cost at scale, projected",
         "",
         f"`{data['command']}`, {_said(data['machine'])}. Prices, not times.",
         "",
@@ -59,7 +59,7 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
             for n in sizes
         ]
         lines.append(f"| {workload} | {topology} | {' | '.join(cells)} |")
-    lines += ["", "![cost against ranks](scale.svg)", "", "Where one line hides another, both cost the same."]
+    lines += ["", "![cost against ranks](projection.svg)", "", "Where one line hides another, both cost the same."]
     shown = {row.topology for row in rows}
     lines += ["", "Links are assumed, not measured. Memory is as it was measured on an H200.", ""]
     lines += _links([topology for topology in topologies if topology.name in shown])
@@ -113,10 +113,10 @@ def _cheaper(rows: Sequence[Row]) -> str:
     known = [(row, row.stock_us) for row in rows if row.stock_us is not None]
     ratios = [row.ours_us / us for row, us in known if us < row.ours_us - _ROUNDING_US]
     if not ratios:
-        return f"In none of {len(known)} rows of scale.json is torch's plan cheaper."
+        return f"In none of {len(known)} rows of projection.json is torch's plan cheaper."
     return (
-        f"In {len(ratios)} of {len(known)} rows of scale.json torch's steps, each done as well as can be, cost less "
-        f"than the plan that was found, at most by a factor of {max(ratios):.2f}: the search is not exhaustive."
+        f"In {len(ratios)} of {len(known)} rows of projection.json torch's steps, each done as well as can be, cost "
+        f"less than the plan that was found, at most by a factor of {max(ratios):.2f}: the search is not exhaustive."
     )
 
 
@@ -165,7 +165,7 @@ def draw(rows: Sequence[Row], topologies: Sequence[Topology], path: Path) -> Non
         "axes.edgecolor": grey,
         "svg.fonttype": "none",
     }
-    styles |= {"xtick.color": grey, "ytick.color": grey, "svg.hashsalt": "scale", "font.size": 9}
+    styles |= {"xtick.color": grey, "ytick.color": grey, "svg.hashsalt": "projection", "font.size": 9}
     with plt.rc_context(styles):
         columns = min(2, len(names))
         figure, axes = plt.subplots(-(-len(names) // columns), columns, figsize=(10, 7), squeeze=False, sharex=True)

@@ -1,11 +1,11 @@
-"""The rows of a simulation at scale, and what they add up to."""
+"""The rows of a projection, and what they add up to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-VERSION = 1  # of scale.json and validation.json
+VERSION = 1  # of projection.json and validation.json
 
 
 @dataclass(frozen=True)

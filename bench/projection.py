@@ -1,9 +1,9 @@
-"""`python -m shardweave.bench.scale --out DIR`: what recorded workloads cost on up to 131,072 GPUs, by simulation.
+"""`python -m shardweave.bench.projection --out DIR`: what recorded workloads would cost on up to 131,072 GPUs.
 
-Writes scale.json, scale.md and scale.svg. Nothing is communicated: these are the planner's prices, of its own plan and
-of torch's, on stated topologies. torch's plan is the steps that its own planner makes, each priced as the cheapest
-program that does that step: the algorithm inside one of its collectives is taken to be as good as any that the planner
-knows.
+Writes projection.json, projection.md and projection.svg. Nothing is communicated: these are the planner's prices, of
+its own plan and of torch's, on stated topologies. torch's plan is the steps that its own planner makes, each priced as
+the cheapest program that does that step: the algorithm inside one of its collectives is taken to be as good as any that
+the planner knows.
 
 `--validate 2,4,8` first holds the same prices against measurements, on a topology fitted to this machine's ranks.
 """
@@ -31,12 +31,12 @@ from ..runtime.trace import Entry, Trace
 from . import validation
 from .growth import GROWTHS, Growth
 from .machine import machine
+from .projection_report import SAID, Slowest, draw, report
+from .projection_rows import VERSION, Row
 from .ranks import RanksFailed
 from .record_workloads import RECORDED
 from .replay_cases import distinct
 from .result_file import read_versioned
-from .scale_report import SAID, Slowest, draw, report
-from .scale_rows import VERSION, Row
 from .stock_plans import issued, stock
 
 RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
@@ -50,7 +50,7 @@ TOPOLOGIES = (
 """By what is drawn first. In the flat one each GPU is a node of its own."""
 
 
-def simulate(
+def project(
     names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology], slowest: Slowest
 ) -> Iterator[Row]:
     """Every redistribution of some workloads, with what costs nothing left out."""
@@ -149,10 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, default=RANKS[-1], metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--validate", metavar="N,…", help="measure too, with so many ranks of this machine each")
     arguments = parser.parse_args(argv)
-    command = "python -m shardweave.bench.scale " + " ".join(sys.argv[1:] if argv is None else argv)
+    command = "python -m shardweave.bench.projection " + " ".join(sys.argv[1:] if argv is None else argv)
     try:
         if find_spec("matplotlib") is None:
-            raise ArgumentError("scale draws with matplotlib, which is not here: pip install 'shardweave[bench]'")
+            raise ArgumentError(
+                "the projection draws with matplotlib, which is not here: pip install 'shardweave[bench]'"
+            )
         if not os.access(arguments.out, os.W_OK) or not arguments.out.is_dir():
             raise ArgumentError(f"--out: {str(arguments.out)!r} cannot be written; allowed: a folder that is there")
         measured = arguments.out / "validation.json"
@@ -163,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = read_validation(measured) if measured.exists() else None
         slowest = Slowest()
         sizes = [n for n in RANKS if n <= arguments.largest]
-        rows = list(simulate(arguments.only or list(GROWTHS), sizes, TOPOLOGIES, slowest))
+        rows = list(project(arguments.only or list(GROWTHS), sizes, TOPOLOGIES, slowest))
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -171,10 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: the validation ends: {failure}", file=sys.stderr)
         return 1
     data = {"version": VERSION, "command": command, "machine": machine(), "rows": [asdict(row) for row in rows]}
-    (arguments.out / "scale.json").write_text(_json(data), encoding="utf-8")
-    draw(rows, TOPOLOGIES, arguments.out / "scale.svg")
+    (arguments.out / "projection.json").write_text(_json(data), encoding="utf-8")
+    draw(rows, TOPOLOGIES, arguments.out / "projection.svg")
     text = report({**data, "validation": known}, rows, slowest, TOPOLOGIES)
-    (arguments.out / "scale.md").write_text(text, encoding="utf-8")
+    (arguments.out / "projection.md").write_text(text, encoding="utf-8")
     print(text)
     return 0
 
