@@ -20,7 +20,7 @@ from rich.table import Table
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Link, Topology
 from ..runtime.choosing import NAMES
-from .link_fit import Fit, Sample, fit_link, fit_memory
+from .link_fit import Fit, Sample, fit_link, fit_local
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds
 
@@ -127,14 +127,14 @@ def _console() -> Console:
 def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topology, list[str]]:
     """The topology that rank 0's measurements make, and what has to be said of it."""
     by_kind = {measured["kind"]: measured for measured in found}
-    nodes, node_size = by_kind["memory"]["nodes"], by_kind["memory"]["node_size"]
-    memory, about_memory = fit_memory(samples_of(by_kind["memory"]))
+    nodes, node_size = by_kind["local"]["nodes"], by_kind["local"]["node_size"]
+    local = fit_local(samples_of(by_kind["local"]))
     fits: dict[str, Fit] = {}
     for kind in ("node", "network"):
         if kind in by_kind:
             one_sided = by_kind[kind]["world"] == "shared_memory"
-            fits[kind] = fit_link(samples_of(by_kind[kind]), one_sided, memory)
-    notes = [f"memory: {note}" for note in about_memory]
+            fits[kind] = fit_link(samples_of(by_kind[kind]), one_sided, local)
+    notes = [f"local: {note}" for note in local.notes]
     notes += [f"{kind}: {note}" for kind, fit in fits.items() for note in fit.notes]
     if nodes == 1:
         where = "in the collective world" if "network" in fits else "as inside the node"
@@ -145,7 +145,8 @@ def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topo
     node, network = links.get("node") or links["network"], links.get("network") or links["node"]
     if name is None:
         name = f"{nodes} node{'s' * (nodes > 1)} of {node_size} rank{'s' * (node_size > 1)}, measured"
-    return Topology(name, None if nodes == 1 else node_size, node, network, memory), notes
+    nodes_of = None if nodes == 1 else node_size
+    return Topology(name, nodes_of, node, network, local.memory_gigabytes_per_s, local.call_us), notes
 
 
 def samples_of(measured: dict[str, Any]) -> list[Sample]:
@@ -153,23 +154,23 @@ def samples_of(measured: dict[str, Any]) -> list[Sample]:
 
 
 def predicted_us(topology: Topology, kind: str, sample: Sample) -> float:
-    """What the topology says an exchange, or a copy, takes."""
-    copies = float(topology.copy_us(sample.copied))
-    if kind == "memory":
-        return copies
+    """What the topology says a call takes: an exchange, or a copy inside a rank."""
+    alone = topology.call_us + float(topology.copy_us(sample.copied))
+    if kind == "local":
+        return alone
     link = topology.node if kind == "node" else topology.network
-    return copies + float(link.us(sample.nbytes, sample.peers))
+    return alone + float(link.us(sample.nbytes, sample.peers))
 
 
 def _report(console: Console, found: Sequence[dict[str, Any]], out: Path | None, name: str | None) -> None:
     topology, notes = topology_of(found, name)
     for measured in found:
-        kind, title = measured["kind"], "memory: a copy by all ranks at once"
-        if kind != "memory":
+        kind, title = measured["kind"], "local: a copy inside each rank, all at once"
+        if kind != "local":
             title = f"{kind}: {measured['world']} world, every rank with every other of its group at once"
         console.print(_table(title, topology, kind, samples_of(measured)))
     console.print(f"Times are medians of {ROUNDS} rounds of the slowest rank; sizes from {SMALLEST} bytes.")
-    console.print("Fitted: latency + messages + bytes / bandwidth, and what a step copies inside a rank.\n")
+    console.print("Fitted: a call + latency + peers + bytes / bandwidth + what is copied inside a rank.\n")
     for note in notes:
         console.print(note, markup=False)
     text = topology.to_json()
@@ -185,8 +186,8 @@ def _table(title: str, topology: Topology, kind: str, samples: Sequence[Sample])
     for sample in samples:
         fitted = predicted_us(topology, kind, sample)
         view.add_row(
-            str(sample.peers) if kind != "memory" else "-",
-            f"{sample.nbytes:,}" if kind != "memory" else "-",
+            str(sample.peers) if kind != "local" else "-",
+            f"{sample.nbytes:,}" if kind != "local" else "-",
             f"{sample.copied:,}",
             f"{sample.us:.1f}",
             f"{fitted:.1f}",

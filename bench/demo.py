@@ -21,7 +21,7 @@ from .against_stock import ROUNDS, mesh_for, rank_main
 from .demo_report import Result, summary, summary_line, table
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .turns import KEPT
-from .workloads import SCALE, SMALLEST_SCALED, load_workloads
+from .workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds
 
@@ -90,7 +90,7 @@ def _heading(ranks: int) -> str:
     rows, columns = mesh_for(ranks)
     return (
         f"{ranks} ranks on {os.cpu_count()} cores, mesh {rows}×{columns}, torch {torch.__version__}, one thread each.\n"
-        f"Models' shapes with dims of {SMALLEST_SCALED} and more divided by {SCALE}. "
+        f"Models' shapes with dims of {SMALLEST_SCALED} and more divided by {SCALED_DOWN_BY}. "
         f"Each call returns a new tensor that is kept for {KEPT} calls; both sides take turns; "
         f"a time is the median of {ROUNDS} rounds of the slowest rank.\n"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,35 +41,42 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
-def fit_memory(samples: Sequence[Sample]) -> tuple[float, tuple[str, ...]]:
-    """GB/s of memory, bytes read and bytes written together, from copies of different sizes; and notes, as `Fit`'s.
+class Local(NamedTuple):
+    """What a rank does by itself: `Topology`'s figures of the same names, and what could not be told of them."""
 
-    What a copy costs however little it copies is left out: a topology has no figure for it.
-    """
-    times = [s.us for s in samples]
-    per_byte, notes = _per_byte(fit_line([[1.0, s.copied] for s in samples], times, times)[1], samples)
-    return _rounded(2 / (per_byte * 1e3)), notes
-
-
-def fit_link(samples: Sequence[Sample], one_sided: bool, memory_gigabytes_per_s: float) -> Fit:
-    """Latency, bandwidth and, if it is not one-sided, the cost of a message, as a `Link` defines them.
-
-    What a step copies inside a rank has a price of its own, and is taken off first. Without two numbers of peers a
-    message cannot be told from the step, and costs 0; where time does not grow with bytes, the bandwidth is the least
-    that it can be. Both are noted.
-    """
+    call_us: float
+    memory_gigabytes_per_s: float
     notes: tuple[str, ...] = ()
-    per_message = not one_sided and len({s.peers for s in samples}) > 1
-    if not one_sided and not per_message:
-        notes = ("one number of peers: what a message costs is part of the latency",)
-    rows = [[1.0, s.nbytes, *([s.peers] if per_message else [])] for s in samples]
-    left = [s.us - 2 * s.copied / (memory_gigabytes_per_s * 1e3) for s in samples]
-    latency, per_byte, *message = fit_line(rows, left, [s.us for s in samples])
+
+    def us(self, copied: float) -> float:
+        """Microseconds of a call that copies so many bytes inside the rank."""
+        return self.call_us + 2 * copied / (self.memory_gigabytes_per_s * 1e3)
+
+
+def fit_local(samples: Sequence[Sample]) -> Local:
+    """From calls that copy inside a rank, of different sizes; bytes read and bytes written count together."""
+    times = [s.us for s in samples]
+    call, per_byte = fit_line([[1.0, s.copied] for s in samples], times, times)
+    per_byte, notes = _per_byte(per_byte, samples)
+    return Local(_rounded(call), _rounded(2 / (per_byte * 1e3)), notes)
+
+
+def fit_link(samples: Sequence[Sample], one_sided: bool, local: Local) -> Fit:
+    """Latency, bandwidth and the cost of a peer, as a `Link` defines them.
+
+    What a rank does by itself is taken off first. Without two numbers of peers a peer cannot be told from the step, and
+    costs 0; where time does not grow with bytes, the bandwidth is the least that it can be. Both are noted.
+    """
+    several = len({s.peers for s in samples}) > 1
+    notes = () if several else ("one number of peers: what a peer costs is part of the latency",)
+    rows = [[1.0, s.nbytes, *([s.peers] if several else [])] for s in samples]
+    left = [s.us - local.us(s.copied) for s in samples]
+    latency, per_byte, *peer = fit_line(rows, left, [s.us for s in samples])
     per_byte, more = _per_byte(per_byte, samples)
     if latency <= 0:
-        more += ("messages and bytes explain all of the time: the latency of a step is 0",)
+        more += ("calls, peers and bytes explain all of the time: the latency of a step is 0",)
     figures = _rounded(latency), _rounded(1 / (per_byte * 1e3))
-    return Fit(Link(*figures, one_sided, *map(_rounded, message)), notes + more)
+    return Fit(Link(*figures, one_sided, *map(_rounded, peer)), notes + more)
 
 
 def _per_byte(fitted: float, samples: Sequence[Sample]) -> tuple[float, tuple[str, ...]]:

@@ -7,16 +7,16 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import cycle, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
 
@@ -25,15 +25,15 @@ from ..runtime.shared_memory import machine_name
 from ..runtime.worlds import current_worlds, pretended_node_size
 from .link_fit import Sample
 from .ranks import Send
+from .turns import rotated, rotating
 
 ROUNDS = 7
 SMALLEST = 64
 _GROWTH = 8
 _KEPT = 2  # calls for which an output is kept
-_TURN_SECONDS = 0.02
-_MOST_CALLS = 200
+_TURN_SECONDS = 0.03  # at least: many times as long as a rank that shares a core waits for it
+_MOST_CALLS = 4096
 _MOST_GROUPS = 3
-_LEAST_COPY = 16 << 20
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -69,7 +69,7 @@ def node_size_of(machines: Sequence[str], asked: int | None) -> int:
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """Measure memory, then the links that there are; rank 0 sends each, the others take part.
+    """Measure calls of ranks by themselves, then the links that there are; rank 0 sends each, the others take part.
 
     `config`: "device", "world" (inside a node; None: as the ranks share), "node_size" (None: as they share), "largest"
     (bytes). On CUDA devices this waits for the device around each turn, and nowhere else; not tried on any yet.
@@ -87,7 +87,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             shape = {"nodes": nodes, "node_size": node_size}
             send({"kind": kind, "samples": [asdict(sample) for sample in samples], **shape, **more})
 
-    found("memory", _copies(max(sizes[-1], _LEAST_COPY), device))
+    found("local", _locals(device, (nodes, node_size), config["world"], sizes))
     inside = None
     if node_size > 1:
         inside, samples = _link(device, (nodes, node_size), False, config["world"], sizes)
@@ -120,7 +120,7 @@ def _link(
         for nbytes in sizes:
             swap = _Swap(mesh, nbytes, name, device)
             copied = swap.kept_bytes + (0 if chosen.one_sided else 2 * swap.nbytes)
-            samples.append(Sample(group - 1, swap.nbytes, copied, microseconds(swap, device)))
+            samples.append(Sample(group - 1, swap.nbytes, copied, microseconds(swap.rotating(), device)))
     return name, samples
 
 
@@ -148,32 +148,37 @@ class _Swap:
             stride=(2 * n * n * k, n * k, 1),
         )
 
-    def __call__(self) -> DTensor:
-        return shardweave.redistribute(self.source, [Shard(2)], world=self.world)
+    def __call__(self, source: DTensor) -> DTensor:
+        return shardweave.redistribute(source, [Shard(2)], world=self.world)
+
+    def rotating(self) -> Callable[[], DTensor]:
+        """The exchange of one source after another, of which the next is in no cache."""
+        return rotating(self, rotated(self.source)[0])
 
 
 def _check(swap: _Swap) -> None:
     """Before anything is timed."""
     whole = torch.arange(math.prod(swap.shape), dtype=torch.float32).reshape(swap.shape)
     wanted = whole.chunk(swap.mesh.size(), 2)[swap.mesh.get_local_rank()]
-    assert torch.equal(swap().to_local().cpu(), wanted), f"a wrong exchange on {swap.world}"
+    assert torch.equal(swap(swap.source).to_local().cpu(), wanted), f"a wrong exchange on {swap.world}"
 
 
-def _copies(largest: int, device: torch.device) -> list[Sample]:
-    """Copies of up to `largest` bytes, by all ranks at once, each of other memory than the last: caches are of no use,
-    as they are of none to what is redistributed.
+def _locals(device: torch.device, nodes: tuple[int, int], world: str | None, sizes: Sequence[int]) -> list[Sample]:
+    """Calls of all ranks at once that move nothing between them, R → S1 in each node, or among all ranks where a node
+    has one: each copies its part of [2, n k] float32, of up to so many bytes.
     """
-    source, target = (torch.ones(2 * largest, dtype=torch.uint8, device=device) for _ in range(2))
+    mesh = init_device_mesh(device.type, nodes, mesh_dim_names=("node", "place"))["place" if nodes[1] > 1 else "node"]
+    n = mesh.size()
+    call = partial(shardweave.redistribute, placements=[Shard(1)], world=world if nodes[1] > 1 else "collective")
     samples = []
-    for nbytes in (largest // 64, largest // 16, largest // 4, largest):
-        pairs = cycle(list(zip(target.split(nbytes), source.split(nbytes), strict=True)))
-        samples.append(Sample(0, 0, nbytes, microseconds(partial(_copy_next, pairs), device)))
+    for nbytes in sizes:
+        k = max(1, round(nbytes / (8 * n)))
+        whole = torch.arange(2 * n * k, dtype=torch.float32, device=device).reshape(2, n * k)
+        source = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+        wanted = whole.chunk(n, 1)[mesh.get_local_rank()]
+        assert torch.equal(call(source).to_local(), wanted), f"a wrong part on {world}"
+        samples.append(Sample(0, 0, 8 * k, microseconds(rotating(call, rotated(source)[0]), device)))
     return samples
-
-
-def _copy_next(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    target, source = next(pairs)
-    target.copy_(source)
 
 
 def microseconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -189,9 +194,10 @@ def microseconds(call: Callable[[], Any], device: torch.device) -> float:
         _finish(device)
         return (time.perf_counter() - start) / calls
 
-    turn(2 * _KEPT)  # binds programs, opens connections, touches pages
-    (once,) = _slowest([turn(2 * _KEPT)], device)
-    calls = max(1, min(_MOST_CALLS, math.ceil(_TURN_SECONDS / once)))
+    calls = 2 * _KEPT
+    turn(calls)  # binds programs, opens connections, touches pages
+    while calls < _MOST_CALLS and _slowest([turn(calls)], device)[0] * calls < _TURN_SECONDS:
+        calls *= 2
     return statistics.median(_slowest([turn(calls) for _ in range(ROUNDS)], device)) * 1e6
 
 

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -116,11 +116,13 @@ def stock_stops(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layo
 def stock_us(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> float | None:
-    """The price of torch's plan, step by step."""
+    """The price of torch's plan, step by step, in one call."""
     stops = stock_stops(mesh, shape, source, target)
     if stops is None:
         return None
-    return sum(shardweave.redistribute_cost(mesh, shape, dtype, a, b, topology) for a, b in pairwise(stops))
+    steps = replace(topology, call_us=0.0)
+    us = sum(shardweave.redistribute_cost(mesh, shape, dtype, a, b, steps) for a, b in pairwise(stops))
+    return us + topology.call_us if us else 0.0
 
 
 def sampled(mesh: Mesh) -> list[int]:
@@ -160,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = arguments.out / "validation.json"
         if arguments.validate:
             runs = validation.measure(_numbers(arguments.validate))
-            text = json.dumps({"version": VERSION, "command": command, "machine": machine(), "runs": runs}, indent=1)
-            measured.write_text(text + "\n", encoding="utf-8")
+            about = {"version": validation.VERSION, "command": command, "machine": machine()}
+            measured.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
         known = read_validation(measured) if measured.exists() else None
         slowest = Slowest()
         sizes = [n for n in RANKS if n <= arguments.largest]
@@ -187,7 +189,7 @@ def read_validation(path: Path) -> dict[str, Any]:
         ArgumentError: it is cut short, of another version or something else.
     """
     what = "what --validate writes there, or no such file"
-    given = read_versioned(path, "--out", VERSION, what, "runs")
+    given = read_versioned(path, "--out", validation.VERSION, what, "runs")
     about = given.get("machine")
     whole = isinstance(given.get("command"), str) and isinstance(about, dict) and about.keys() >= SAID
     if not whole or not all(map(validation.is_run, given["runs"])):

@@ -61,7 +61,12 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
         lines.append(f"| {workload} | {topology} | {' | '.join(cells)} |")
     lines += ["", "![cost against ranks](projection.svg)", "", "Where one line hides another, both cost the same."]
     shown = {row.topology for row in rows}
-    lines += ["", "Links are assumed, not measured. Memory is as it was measured on an H200.", ""]
+    lines += [
+        "",
+        "Links are assumed, not measured. Memory is as it was measured on an H200. A call costs nothing beside its",
+        "steps: hosts run ahead of GPUs.",
+        "",
+    ]
     lines += _links([topology for topology in topologies if topology.name in shown])
     lines += ["", "Meshes grow so:", ""]
     names = dict.fromkeys(row.workload for row in rows)
@@ -83,7 +88,8 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
             f"`{data['validation']['command']}`, {_said(data['validation']['machine'])}. Redistributions of",
             "`bench/workloads` between ranks of this machine, in the worlds that it has: the price on a topology that",
             "was fitted to the same ranks just before, against the median time of the slowest rank. An error of 100%",
-            "is twice as much, or half.",
+            "is twice as much, or half. A price is bound by latency where half of it or more is what calls, steps and",
+            "peers cost however little moves; otherwise, unless nothing moves between ranks, by bandwidth.",
             "",
             *validation.rows(data["validation"]["runs"]),
         ]
@@ -93,14 +99,14 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
 def _links(topologies: Sequence[Topology]) -> list[str]:
     """Rows of a table: the links of each topology over which anything goes."""
     lines = [
-        "| topology | link | latency µs | GB/s of a rank, each way | beside, a message | memory, GB/s |",
+        "| topology | link | latency µs | GB/s of a rank, each way | beside, a peer | memory, GB/s |",
         "|---|---|---|---|---|---|",
     ]
     for topology in topologies:
         links = [("inside a node", topology.node)] if topology.node_size != 1 else []
         links += [("between nodes", topology.network)] if topology.node_size is not None else []
         for where, link in links:
-            message = "none: one-sided" if link.one_sided else f"{link.message_us:g} µs"
+            message = f"{link.message_us:g} µs" if link.message_us else "none"
             figures = (
                 f"{link.latency_us:g} | {link.gigabytes_per_s:g} | {message} | {topology.memory_gigabytes_per_s:g}"
             )

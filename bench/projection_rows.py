@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-VERSION = 1  # of projection.json and validation.json
+VERSION = 1  # of projection.json
 
 
 @dataclass(frozen=True)

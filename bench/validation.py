@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardweave
-from shardweave import Topology
+from shardweave import Program, Topology
 
 from . import link_times
 from .against_stock import Case, Unsuitable, mesh_for
@@ -25,8 +25,11 @@ from .ranks import Ranks, Send
 from .turns import rotated, rotating
 from .workloads import load_workloads
 
+VERSION = 2  # of validation.json
+BOUNDS = ("nothing moves", "latency", "bandwidth")
+"""What a price is mostly: the call itself and copies inside a rank; what a step costs however little moves; bytes."""
 _CPU = torch.device("cpu")
-_FEWEST_US = 1e-3
+_NO_TIME = 1e15  # GB/s: so fast that bytes cost nothing
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
@@ -51,7 +54,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
                 continue
             cases.append(_measured(case, meshes[workload.mesh_names], world, topology))
         if rank == 0:
-            kept = [case for case in cases if case["predicted_us"] > _FEWEST_US]
+            kept = [case for case in cases if case is not None]
             send({"ranks": size, "world": world, "topology": topology.to_dict(), "cases": kept})
 
 
@@ -64,17 +67,36 @@ def topologies(found: Sequence[dict[str, Any]]) -> dict[str, Topology]:
     return by_world
 
 
-def _measured(case: Case, mesh: DeviceMesh, world: str, topology: Topology) -> dict[str, Any]:
+def _measured(case: Case, mesh: DeviceMesh, world: str, topology: Topology) -> dict[str, Any] | None:
     """Checked first, then timed, on sources that take turns and are in no cache, as what links were fitted to. The
-    program is the one that is priced: planned for the topology."""
+    program is the one that is priced: planned for the topology. None where it has nothing to do."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text, topology=topology)
+    if program.is_identity:
+        return None
     call = partial(shardweave.redistribute, placements=case.placements, world=world, topology=topology)
     fault = case.fault(call(case.source).to_local(), pairwise=False)
     assert fault is None, f"{case.name} on {world}: {fault}"
-    dtype = str(case.dtype).removeprefix("torch.")
-    predicted = shardweave.redistribute_cost(mesh, case.shape, dtype, case.source_text, case.target_text, topology)
     sources, _ = rotated(case.source)
     measured = microseconds(rotating(call, sources), _CPU)
-    return {"name": case.name, "predicted_us": predicted, "measured_us": measured}
+    return {
+        "name": case.name,
+        "bound": bound_of(program),
+        "predicted_us": round(program.cost_us or 0.0, 3),
+        "measured_us": round(measured, 3),
+    }
+
+
+def bound_of(program: Program) -> str:
+    """Which of `BOUNDS` the price of a program is; that of a topology."""
+    topology, cost = program.topology, program.cost_us
+    assert topology is not None and cost is not None
+    if not max(program.bytes_received):
+        return "nothing moves"
+    links = [replace(link, gigabytes_per_s=_NO_TIME) for link in (topology.node, topology.network)]
+    without_bytes = replace(topology, node=links[0], network=links[1], memory_gigabytes_per_s=_NO_TIME)
+    fixed = replace(program, topology=without_bytes).cost_us or 0.0
+    return "latency" if fixed >= cost / 2 else "bandwidth"
 
 
 def measure(sizes: Sequence[int], only: str = "", largest: int = LARGEST) -> list[dict[str, Any]]:
@@ -105,6 +127,7 @@ def is_run(given: Any) -> bool:
     return isinstance(cases, list) and all(
         isinstance(case, dict)
         and isinstance(case.get("name"), str)
+        and case.get("bound") in BOUNDS
         and all(isinstance(case.get(n), int | float) and case[n] > 0 for n in ("predicted_us", "measured_us"))
         for case in cases
     )
@@ -117,18 +140,23 @@ def errors(cases: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Of a Markdown table: the error of each run, then of all."""
-    lines = ["| ranks | world | cases | median error | worst | worst case |", "|---|---|---|---|---|---|"]
-    for run in runs:
-        if not run["cases"]:
-            continue
-        found = errors(run["cases"])
-        worst = max(run["cases"], key=lambda case: errors([case])[0])
-        said = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
-        lines.append(
-            f"| {run['ranks']} | {run['world']} | {len(found)} | {statistics.median(found):.0%} | {found[-1]:.0%} | "
-            f"{said} |"
-        )
-    whole = errors([case for run in runs for case in run["cases"]]) or [0.0]
-    lines.append(f"| all | all | {len(whole)} | {statistics.median(whole):.0%} | {whole[-1]:.0%} | |")
-    return lines
+    """Of a Markdown table: the error of each run, split by what a price is mostly, then of all."""
+    lines = [
+        "| ranks | world | bound by | cases | median error | worst | worst case |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    every = [case for run in runs for case in run["cases"]]
+    for ranks, world, cases in (*((run["ranks"], run["world"], run["cases"]) for run in runs), ("all", "all", every)):
+        for bound in BOUNDS:
+            lines += _row(ranks, world, bound, [case for case in cases if case["bound"] == bound])
+    return [*lines, *_row("all", "all", "all", every)]
+
+
+def _row(ranks: int | str, world: str, bound: str, cases: Sequence[dict[str, Any]]) -> list[str]:
+    if not cases:
+        return []
+    found = errors(cases)
+    worst = max(cases, key=lambda case: errors([case]))
+    said = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
+    figures = f"{len(found)} | {statistics.median(found):.0%} | {found[-1]:.0%}"
+    return [f"| {ranks} | {world} | {bound} | {figures} | {said} |"]

@@ -151,7 +151,8 @@ class Batch:
 
     @property
     def cost_us(self) -> float | None:
-        """Microseconds on the rank that takes longest, latencies shared by the tensors; None without a topology."""
+        """Microseconds on the rank that takes longest, latencies and the call shared by the tensors; None without a
+        topology."""
         costs = [program.cost_us for program in self.programs if not program.is_identity]
         return None if any(cost is None for cost in costs) else sum(cost or 0.0 for cost in costs)
 
@@ -276,4 +277,4 @@ def _with_latency_shared(topology: Topology | None, tensors: int) -> Topology | 
     if topology is None or tensors < 2:
         return topology
     node, network = (replace(link, latency_us=link.latency_us / tensors) for link in (topology.node, topology.network))
-    return replace(topology, node=node, network=network)
+    return replace(topology, node=node, network=network, call_us=topology.call_us / tensors)

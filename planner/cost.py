@@ -108,14 +108,14 @@ def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, unbounded:
     near_in = near.sum(axis=2) * size - own
     near_out = near.sum(axis=1) * size - own if at.whole else near_in
     far_in = far_out = near_peers = far_peers = np.zeros_like(own)
-    if not node.one_sided:
+    if node.message_us:
         peers = (common > 0) * near_shares
         near_peers = peers.sum(axis=2) - peers[:, np.arange(len(at.receivers)), at.receivers]
     if at.whole and not at.one_node:
         far_shares = np.concatenate([x.far for x in shared])
         far = common * far_shares
         far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
-        if not network.one_sided:
+        if network.message_us:
             far_peers = ((common > 0) * far_shares).sum(axis=2)
     if not at.whole:
         # Only the receivers' nodes were looked at: what these have not comes from elsewhere.
@@ -183,6 +183,6 @@ def _least_us(
         sums = np.ceil(terms / on_node)[:, 0]
         entered = np.where(sums > 1, whole * (sums - 2) + by_node.sum(axis=1), by_node.sum(axis=1)) / ranks
         over_network = np.maximum(entering, entered) / (network.gigabytes_per_s * 1e3)
-        entry = (entering > 0) * (network.latency_us + (0 if network.one_sided else network.message_us))
+        entry = (entering > 0) * (network.latency_us + network.message_us)
         least = np.maximum(least, over_network + entry)
     return least * [not change.split for change in changes]

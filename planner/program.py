@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from .cost import Price
 from .crossing import price_step
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
@@ -247,17 +246,14 @@ class Program:
     @cached_property
     def cost_us(self) -> float | None:
         """Microseconds on the rank that takes longest, priced on the topology; None without one."""
-        prices = self._prices
-        return None if prices is None else sum(p.us for p in prices)
-
-    @cached_property
-    def _prices(self) -> list[Price] | None:
-        if self.topology is None:
+        topology = self.topology
+        if topology is None:
             return None
-        return [
-            price_step(s.source_mesh, s.source, s.target_mesh, s.target, self.shape, self.dtype, self.topology)
-            for s in self.steps
-        ]
+        prices = (
+            price_step(step.source_mesh, step.source, step.target_mesh, step.target, self.shape, self.dtype, topology)
+            for step in self.steps
+        )
+        return sum(price.us for price in prices) + (topology.call_us if self.steps else 0.0)
 
     def traffic(self, step: Step, position: int) -> Traffic:
         """Elements that a position receives and sends in a step, inside its node and beyond."""

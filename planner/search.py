@@ -31,7 +31,7 @@ class Route:
     """The layouts a program passes through, the first its source, the last its target.
 
     Attributes:
-        us: what its steps take together.
+        us: what a call takes: its steps, and what it costs beside them.
         peak_bytes: what a rank holds at most, as prices say.
         others: the next best, and the direct exchange, the cheapest first.
     """
@@ -99,8 +99,9 @@ class Search:
         raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {held(least)}")
 
     def ranked(self, max_bytes: float = math.inf) -> list[Route]:
-        """All routes found, the cheapest first."""
-        return sorted(self._found(max_bytes), key=lambda route: (route.us, len(route.stops)))
+        """All routes found, the cheapest first; each is one call."""
+        found = (replace(route, us=route.us + self.topology.call_us) for route in self._found(max_bytes))
+        return sorted(found, key=lambda route: (route.us, len(route.stops)))
 
     def _found(self, max_bytes: float) -> list[Route]:
         """Routes to the target, the direct exchange first; one that holds more than `max_bytes` is led no further."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from ..errors import ArgumentError
@@ -19,7 +19,8 @@ class Link:
         latency_us: what a step over the link costs, however little moves.
         gigabytes_per_s: 1e9 bytes a second of one rank, in each of both directions at once.
         one_sided: ranks write straight into each other's memory; where they do not, bytes are packed and unpacked.
-        message_us: what each peer costs beside, where the link is not one-sided.
+        message_us: what each peer costs beside: a message, or on a one-sided link one more rank to wait for, which is
+            free where all ranks run at once (0 then).
 
     Raises:
         ArgumentError: a negative or infinite figure, a bandwidth of 0.
@@ -36,8 +37,7 @@ class Link:
 
     def us(self, nbytes: Any, messages: Any) -> Any:
         """Microseconds in which a rank moves `nbytes` to or from so many peers; numbers or arrays, 0 where 0 move."""
-        per_message = 0.0 if self.one_sided else self.message_us
-        return (nbytes > 0) * self.latency_us + messages * per_message + nbytes / (self.gigabytes_per_s * 1e3)
+        return (nbytes > 0) * self.latency_us + messages * self.message_us + nbytes / (self.gigabytes_per_s * 1e3)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class Topology:
         node, network: the links inside a node, and between nodes.
         node_size: ranks r and s share a node if r // node_size == s // node_size; None: all ranks do.
         memory_gigabytes_per_s: 1e9 bytes a second, read and written together.
+        call_us: what a call costs beside its steps, whatever it does: the host's work. 0 where the host runs ahead of
+            a device, as it does of a GPU that has enough to do; launching is then part of a link's latency.
 
     Raises:
-        ArgumentError: a figure that is not a positive number.
+        ArgumentError: a bandwidth that is not a positive number, another figure that is negative.
     """
 
     name: str
@@ -59,12 +61,14 @@ class Topology:
     node: Link
     network: Link
     memory_gigabytes_per_s: float
+    call_us: float = 0.0
 
     def __post_init__(self) -> None:
         size = self.node_size
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ArgumentError(f"topology: node_size {size!r}; allowed: a whole number above 0, or None for one node")
         _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
+        _check_figure("topology: call_us", self.call_us, positive=False)
 
     def node_of(self, rank: int) -> int:
         """The number of a rank's node."""
@@ -115,10 +119,11 @@ def _check_figure(name: str, value: Any, positive: bool) -> None:
 
 
 def _fields_of(kind: type, name: str, data: Any) -> dict[str, Any]:
-    allowed = [f.name for f in fields(kind)]
+    known = fields(kind)
+    allowed = [f.name for f in known]
     if not isinstance(data, Mapping) or not set(data) <= set(allowed):
         raise ArgumentError(f"{name}: {data!r}; allowed: an object of {', '.join(allowed)}")
-    missing = [name for name in allowed if name not in data and name != "message_us"]
+    missing = [f.name for f in known if f.name not in data and f.default is MISSING]
     if missing:
         raise ArgumentError(f"{name}: {', '.join(missing)} missing")
     return dict(data)

@@ -17,7 +17,7 @@ import shardweave
 from shardweave import ArgumentError, Layout, Link, Mesh, Topology
 from shardweave.__main__ import main
 from shardweave.bench.calibrate import predicted_us, topology_of
-from shardweave.bench.link_fit import Sample, fit_line, fit_link, fit_memory
+from shardweave.bench.link_fit import Local, Sample, fit_line, fit_link, fit_local
 from shardweave.bench.link_times import node_size_of, sizes_up_to
 from shardweave.planner.cost import price
 from shardweave.planner.exchange import Change
@@ -26,9 +26,12 @@ SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 SIZES = sizes_up_to(1 << 20)
 
 
-def samples(link: Link, memory: float, peers: tuple[int, ...]) -> list[Sample]:
-    """What a link of these figures would take."""
-    topology = Topology("exact", None, link, link, memory)
+LOCAL = Local(35.0, 900.0)
+
+
+def samples(link: Link, local: Local, peers: tuple[int, ...]) -> list[Sample]:
+    """What a link of these figures would take, on ranks that take so long by themselves."""
+    topology = Topology("exact", None, link, link, local.memory_gigabytes_per_s, local.call_us)
     found = []
     for count in peers:
         for size in SIZES:
@@ -46,13 +49,14 @@ LINKS = [
     Link(150.0, 0.3, False, 40.0),
     Link(5.0, 450.0, True),
     Link(0.5, 2.25, True),
+    Link(40.0, 1.5, True, 120.0),  # more ranks than cores
 ]
 
 
 @pytest.mark.plan
 @pytest.mark.parametrize("link", LINKS, ids=str)
 def test_figures_come_back_exactly(link: Link) -> None:
-    fit = fit_link(samples(link, 900.0, (1, 3, 7)), link.one_sided, 900.0)
+    fit = fit_link(samples(link, LOCAL, (1, 3, 7)), link.one_sided, LOCAL)
     assert figures(fit.link) == pytest.approx(figures(link), rel=1e-3)
     assert fit.link.one_sided == link.one_sided and not fit.notes
 
@@ -60,10 +64,10 @@ def test_figures_come_back_exactly(link: Link) -> None:
 @pytest.mark.plan
 @pytest.mark.parametrize("link", LINKS, ids=str)
 def test_one_outlier_anywhere_changes_nothing(link: Link) -> None:
-    exact = samples(link, 900.0, (1, 3))
+    exact = samples(link, LOCAL, (1, 3))
     for place, one in enumerate(exact):
         bent = [*exact[:place], Sample(one.peers, one.nbytes, one.copied, 10 * one.us), *exact[place + 1 :]]
-        fit = fit_link(bent, link.one_sided, 900.0)
+        fit = fit_link(bent, link.one_sided, LOCAL)
         assert figures(fit.link) == pytest.approx(figures(link), rel=1e-3), place
 
 
@@ -71,27 +75,28 @@ def test_one_outlier_anywhere_changes_nothing(link: Link) -> None:
 def test_noise_moves_figures_little() -> None:
     link, noise = LINKS[0], np.random.default_rng(7)
     noisy = [
-        Sample(s.peers, s.nbytes, s.copied, s.us * noise.uniform(0.95, 1.05)) for s in samples(link, 900.0, (1, 3, 7))
+        Sample(s.peers, s.nbytes, s.copied, s.us * noise.uniform(0.95, 1.05)) for s in samples(link, LOCAL, (1, 3, 7))
     ]
-    assert figures(fit_link(noisy, False, 900.0).link) == pytest.approx(figures(link), rel=0.15)
+    assert figures(fit_link(noisy, False, LOCAL).link) == pytest.approx(figures(link), rel=0.15)
 
 
 @pytest.mark.plan
 def test_what_cannot_be_told_is_noted() -> None:
     link = LINKS[0]
-    alone = fit_link(samples(link, 900.0, (1,)), False, 900.0)
+    alone = fit_link(samples(link, LOCAL, (1,)), False, LOCAL)
     assert figures(alone.link) == pytest.approx([23.5, 25.0, 0.0], rel=1e-3)
-    assert alone.notes == ("one number of peers: what a message costs is part of the latency",)
-    flat = fit_link([Sample(1, size, size, 50.0) for size in SIZES], True, 900.0)
-    assert flat.link.gigabytes_per_s > 0 and "does not grow with bytes up to 1048576" in flat.notes[0]
-    falling = fit_link([Sample(1, size, 3 * size, 50.0 - i) for i, size in enumerate(SIZES)], False, 0.01)
+    assert alone.notes == ("one number of peers: what a peer costs is part of the latency",)
+    flat = fit_link([Sample(1, size, size, 50.0) for size in SIZES], True, LOCAL)
+    assert flat.link.gigabytes_per_s > 0 and "does not grow with bytes up to 1048576" in flat.notes[1]
+    falling = fit_link([Sample(1, size, 3 * size, 50.0 - i) for i, size in enumerate(SIZES)], False, Local(0.0, 0.01))
     assert falling.link.gigabytes_per_s > 0 and falling.link.latency_us >= 0 and len(falling.notes) >= 2
-    steep = fit_link([Sample(n, 64, 0, t) for n, t in ((1, 10.0), (1, 11.0), (3, 40.0), (3, 41.0))], False, 900.0)
+    steep = fit_link(
+        [Sample(n, 64, 0, t) for n, t in ((1, 10.0), (1, 11.0), (3, 40.0), (3, 41.0))], False, Local(0.0, 900.0)
+    )
     assert steep.link.latency_us == 0 and steep.link.message_us > 0 and "the latency of a step is 0" in steep.notes[-1]
-    memory, notes = fit_memory([Sample(0, 0, size, 2 + 2 * size / 5e3) for size in SIZES])
-    assert memory == 5.0 and not notes
-    memory, notes = fit_memory([Sample(0, 0, size, 2.0) for size in SIZES])
-    assert memory > 0 and notes
+    assert fit_local([Sample(0, 0, size, 2 + 2 * size / 5e3) for size in SIZES]) == Local(2.0, 5.0)
+    local = fit_local([Sample(0, 0, size, 2.0) for size in SIZES])
+    assert local.call_us == 2.0 and local.memory_gigabytes_per_s > 0 and local.notes
     assert fit_line([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]) == pytest.approx([2.0, 0.0])
 
 
@@ -100,7 +105,7 @@ def test_what_cannot_be_told_is_noted() -> None:
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None) -> None:
     """The exchange that is timed, [2, 2 n, n k] float32 from S1 to S2, costs what the report says is fitted."""
-    topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0)
+    topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0, 11.0)
     k = 24
     swap = Change(
         Mesh((ranks,)), (2, 2 * ranks, ranks * k), "float32", Layout.parse("S1"), Layout.parse("S2"), node_size
@@ -108,7 +113,7 @@ def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None
     moved, kept = 16 * k * (ranks - 1), 16 * k
     kind, copied = ("node", kept) if node_size is None else ("network", kept + 2 * moved)
     expected = predicted_us(topology, kind, Sample(ranks - 1, moved, copied, 0.0))
-    assert price(swap, topology).us == pytest.approx(expected)
+    assert topology.call_us + price(swap, topology).us == pytest.approx(expected)
 
 
 @pytest.mark.plan
@@ -129,16 +134,17 @@ def test_nodes_are_equally_many_consecutive_ranks() -> None:
 def test_links_that_are_not_there_are_stated() -> None:
     def measured(kind: str, nodes: int, node_size: int, **more: str) -> dict:
         one_sided = more.get("world") == "shared_memory"
-        found = samples(Link(5.0, 2.0, one_sided), 9.0, (1, 3))
-        if kind == "memory":
-            found = [Sample(0, 0, size, 2 * size / 9e3) for size in SIZES]
+        found = samples(Link(5.0, 2.0, one_sided), Local(30.0, 9.0), (1, 3))
+        if kind == "local":
+            found = [Sample(0, 0, size, 30 + 2 * size / 9e3) for size in SIZES]
         return {"kind": kind, "nodes": nodes, "node_size": node_size, "samples": [vars(s) for s in found], **more}
 
-    one = [measured("memory", 1, 4), measured("node", 1, 4, world="collective")]
+    one = [measured("local", 1, 4), measured("node", 1, 4, world="collective")]
     topology, notes = topology_of(one, None)
+    assert (topology.call_us, topology.memory_gigabytes_per_s) == (30.0, 9.0)
     assert topology.node_size is None and topology.node == topology.network and not topology.node.one_sided
     assert notes == ["No network was measured: all ranks share one node. `network` has the figures as inside the node."]
-    single = [measured("memory", 4, 1), measured("network", 4, 1, world="collective")]
+    single = [measured("local", 4, 1), measured("network", 4, 1, world="collective")]
     topology, notes = topology_of(single, "mine")
     assert topology.name == "mine" and topology.node_size == 1 and topology.node == topology.network
     assert notes[0].startswith("No link inside a node was measured")
@@ -148,7 +154,7 @@ def checked(text: str) -> Topology:
     """The topology in a command's output, after it has gone through JSON and made a plan."""
     topology = Topology.from_json(text)
     assert Topology.from_json(topology.to_json()) == topology
-    assert topology.memory_gigabytes_per_s > 0
+    assert topology.memory_gigabytes_per_s > 0 and topology.call_us > 0
     for link in (topology.node, topology.network):
         assert link.gigabytes_per_s > 0 and link.latency_us + link.message_us > 0
     program = shardweave.plan((2, 2), (64, 64), "float32", "S0 S1", "R R", topology=topology)

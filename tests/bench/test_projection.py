@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +168,7 @@ def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for (workload, topology, ranks), (ours, theirs) in totals(rows).items():
         of = [row for row in rows if (row.workload, row.topology, row.ranks) == (workload, topology, ranks)]
         assert ours == pytest.approx(sum(row.calls * row.ours_us for row in of) / 1e3) and theirs >= 0.99 * ours
-    runs = [{"ranks": 2, "world": "collective", "cases": [{"name": "a", "predicted_us": 2.0, "measured_us": 4.0}]}]
+    runs = [{"ranks": 2, "world": "collective", "cases": [case("a", 2.0, "latency")]}]
     about = machine.machine()
     data = {"command": "c", "machine": about, "validation": {"command": "v", "machine": about, "runs": runs}}
     text = projection_report.report(data, rows, Slowest(), TOPOLOGIES)
@@ -181,7 +183,10 @@ def test_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         data, [r for r in rows if r.topology == "flat InfiniBand"], Slowest(), TOPOLOGIES[1:2]
     )
     assert few.count("assumed, not measured |") == 1
-    assert "| llama3_8b | flat InfiniBand |" in text and "| 2 | collective | 1 | 100% | 100% | a: 2 for 4 µs |" in text
+    assert (
+        "| llama3_8b | flat InfiniBand |" in text
+        and "| 2 | collective | latency | 1 | 100% | 100% | a: 2 for 4 µs |" in text
+    )
     data = {"version": 1, "command": "c", "machine": about, "rows": [vars(row) for row in rows]}
     assert json.loads(projection._json(data)) == data
 
@@ -204,10 +209,10 @@ def test_a_validation_that_is_something_else(tmp_path: Path, capsys: pytest.Capt
     given = json.loads(text)
     file.write_text(text, encoding="utf-8")
     assert projection.read_validation(file) == given
-    runs = [{**given["runs"][0], "cases": [{"name": "a", "predicted_us": 1.0, "measured_us": 0.0}]}]
+    runs = [{**given["runs"][0], "cases": [{**case("a", 1.0), "measured_us": 0.0}]}]
     for wrong, said in (
         (text[:3000], "is cut short"),
-        (json.dumps({**given, "version": 9}), "is of version 9; allowed: 1"),
+        (json.dumps({**given, "version": 9}), "is of version 9; allowed: 2"),
         (json.dumps({**given, "machine": {}}), "is something else"),
         (json.dumps({**given, "runs": runs}), "is something else"),
     ):
@@ -218,9 +223,40 @@ def test_a_validation_that_is_something_else(tmp_path: Path, capsys: pytest.Capt
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_errors_are_factors() -> None:
-    cases = [{"predicted_us": p, "measured_us": 10.0} for p in (5.0, 10.0, 30.0)]
+def case(name: str, predicted: float, bound: str = "bandwidth") -> dict[str, Any]:
+    return {"name": name, "bound": bound, "predicted_us": predicted, "measured_us": 4.0}
+
+
+def test_errors_are_factors_and_split_by_what_a_price_is_mostly() -> None:
+    cases = [case("a", 2.0, "nothing moves"), case("b", 4.0, "nothing moves"), case("c", 12.0)]
     assert validation.errors(cases) == [0.0, 1.0, 2.0]
+    rows = validation.rows([{"ranks": 2, "world": "w", "cases": cases}, {"ranks": 4, "world": "w", "cases": cases[1:]}])
+    assert rows[2:] == [
+        "| 2 | w | nothing moves | 2 | 50% | 100% | a: 2 for 4 µs |",
+        "| 2 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
+        "| 4 | w | nothing moves | 1 | 0% | 0% | b: 4 for 4 µs |",
+        "| 4 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
+        "| all | all | nothing moves | 3 | 0% | 100% | a: 2 for 4 µs |",
+        "| all | all | bandwidth | 2 | 200% | 200% | c: 12 for 4 µs |",
+        "| all | all | all | 5 | 100% | 200% | c: 12 for 4 µs |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "rows", "bound"),
+    [("R", "S0", 1 << 20, "nothing moves"), ("S0", "R", 8, "latency"), ("S0", "R", 1 << 20, "bandwidth")],
+)
+def test_what_a_price_is_mostly(source: str, target: str, rows: int, bound: str) -> None:
+    topology = replace(shardweave.NVLINK_NODE, call_us=30.0)
+    assert validation.bound_of(shardweave.plan((4,), (rows, 64), "float32", source, target, topology=topology)) == bound
+
+
+def test_torchs_steps_are_one_call() -> None:
+    asked = Mesh((4, 2)), (1024, 64), "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0")
+    stops = projection.stock_stops(asked[0], asked[1], *asked[3:])
+    assert stops is not None and len(stops) > 2
+    free, dear = (projection.stock_us(*asked, replace(shardweave.NVLINK_NODE, call_us=us)) for us in (0.0, 500.0))
+    assert free is not None and dear == pytest.approx(free + 500)
 
 
 @pytest.mark.multi
@@ -232,9 +268,11 @@ def test_prices_are_held_against_ranks_of_this_machine() -> None:
         assert {case["name"] for case in run["cases"]} >= {"llama/sequence gather", "llama/sequence to heads"}
         topology = shardweave.Topology.from_dict(run["topology"])
         assert topology.node.one_sided == (run["world"] == "shared_memory")
+        assert topology.call_us > 0
         for case in run["cases"]:
-            assert case["predicted_us"] > 0 and case["measured_us"] > 0
-    assert len(validation.rows(runs)) == 2 + len(runs) + 1
+            assert case["predicted_us"] > topology.call_us and case["measured_us"] > 0
+            assert (case["bound"] == "nothing moves") == ("split" in case["name"])
+    assert validation.rows(runs)[-1].startswith(f"| all | all | all | {sum(len(run['cases']) for run in runs)} |")
 
 
 def test_traces_say_what_they_are_of() -> None:

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from shardweave.errors import ArgumentError
-from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
+from shardweave.planner import (
+    NVLINK_INFINIBAND,
+    NVLINK_NODE,
+    Link,
+    Request,
+    Topology,
+    plan,
+    plan_batch,
+    redistribute_cost,
+)
 
 pytestmark = pytest.mark.plan
 
@@ -17,12 +26,35 @@ def test_a_link_is_paid_by_latency_messages_and_bytes() -> None:
     link = Link(latency_us=20, gigabytes_per_s=50, one_sided=False, message_us=2)
     assert link.us(0, 0) == 0
     assert link.us(100_000, 3) == 20 + 3 * 2 + 2
-    assert replace(link, one_sided=True).us(100_000, 3) == 22
+    assert replace(link, one_sided=True, message_us=0).us(100_000, 3) == 22
+    assert replace(link, one_sided=True, message_us=0.5).us(100_000, 3) == 23.5
+
+
+def test_what_a_call_costs_is_counted_once_and_chooses_nothing() -> None:
+    """Between nodes the plan has several steps; all are one call."""
+    slow = replace(NVLINK_INFINIBAND, node_size=2, call_us=1000.0)
+    free = replace(slow, call_us=0.0)
+    for request in (("P S0", "S0 S0"), ("S0 S0", "R S0"), ("P P", "R R"), ("R R", "S0 S1")):
+        asked = (4, 2), (1 << 14, 64), "float32", *request
+        program, without = plan(*asked, topology=slow), plan(*asked, topology=free)
+        assert [step.target for step in program.steps] == [step.target for step in without.steps]
+        assert program.cost_us == pytest.approx((without.cost_us or 0) + 1000)
+        assert redistribute_cost(*asked, slow) == pytest.approx(program.cost_us)
+        assert [other.us for other in program.others] == pytest.approx([other.us + 1000 for other in without.others])
+    assert plan((4, 2), (8, 8), "float32", "R R", "R R", topology=slow).cost_us == 0
+
+
+def test_a_batch_is_one_call() -> None:
+    request = Request((4,), (64, 64), "float32", "S0", "S1")
+    costs = [plan_batch([request] * 4, topology=replace(NVLINK_NODE, call_us=call)).cost_us for call in (0.0, 100.0)]
+    assert costs[1] == pytest.approx(costs[0] + 100)
 
 
 @pytest.mark.parametrize("topology", [NVLINK_NODE, NVLINK_INFINIBAND], ids=lambda t: t.name)
 def test_topologies_survive_json(topology: Topology) -> None:
     assert Topology.from_json(topology.to_json()) == topology
+    older = {name: value for name, value in topology.to_dict().items() if name != "call_us"}
+    assert Topology.from_dict(older) == topology
 
 
 def test_ranks_share_a_node_by_blocks() -> None:
@@ -36,7 +68,8 @@ def test_ranks_share_a_node_by_blocks() -> None:
         ({"node_size": 0}, "node_size 0; allowed: a whole number above 0, or None for one node"),
         ({"node_size": 2.5}, "node_size 2.5; allowed"),
         ({"memory_gigabytes_per_s": 0}, "memory_gigabytes_per_s 0; allowed: a number above 0"),
-        ({"speed": 1}, "allowed: an object of name, node_size, node, network, memory_gigabytes_per_s"),
+        ({"call_us": -1}, "topology: call_us -1; allowed: a number >= 0"),
+        ({"speed": 1}, "allowed: an object of name, node_size, node, network, memory_gigabytes_per_s, call_us"),
         (
             {"node": {"latency_us": -1, "gigabytes_per_s": 1, "one_sided": True}},
             "latency_us -1; allowed: a number >= 0",
