@@ -18,9 +18,9 @@ from ..planner import Layout, StridedShard, Topology, plan
 from ..planner.crossing import union
 from ..planner.explanation import format_bytes
 from ..runtime.trace import Entry, Trace
+from .projection import received, sampled, stock_received, stock_stops, stock_us
 from .replay_cases import Case, meshes_of
 from .replay_report import case_cells, case_dict, ratio, redistributions, saved, seconds, show_end, table, together
-from .projection import received, sampled, stock_received, stock_stops, stock_us
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import pytest
 import shardweave
 from shardweave import Layout, Link, Topology
 from shardweave.bench import replay
+from shardweave.bench.projection import stock_received, stock_us
 from shardweave.bench.record_workloads import RECORDED, WORKLOADS
 from shardweave.bench.replay import Options
 from shardweave.bench.replay_cases import distinct
 from shardweave.bench.replay_prices import priced
-from shardweave.bench.scale import stock_received, stock_us
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
 from shardweave.runtime.trace import Cost, Entry, Trace
@@ -36,7 +36,7 @@ def test_every_recorded_trace(tmp_path: Path, name: str, capsys: pytest.CaptureF
     assert report["simulated"] and Topology.from_dict(report["topology"]) == shardweave.NVLINK_INFINIBAND
     assert sum(one["calls"] for one in found) == sum(cost.calls for cost in trace.found.values())
     for one in found:
-        # The prices of bench.scale; the planner is no worse than torch's plan, but for what a search leaves.
+        # The prices of bench.projection; the planner is no worse than torch's plan, but for what a search leaves.
         mesh = Mesh(**one["mesh"])
         layouts = (Layout.parse(one[side], mesh.shape) for side in ("source", "target"))
         asked = mesh, tuple(one["shape"]), one["dtype"], *layouts

@@ -1,0 +1,35 @@
+"""`python -m shardweave record`: run a script, and write down what its DTensors redistribute."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from ..errors import ArgumentError
+from ..runtime import install, record
+
+HELP = "run a script, and write down what its DTensors redistribute"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", default=Path("trace.json"), help="(default: %(default)s)"
+    )
+    parser.add_argument("--install", action="store_true", help="run it on shardweave")
+    parser.add_argument("script", type=Path, help="a Python file; what follows are its own arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.script.is_file():
+        raise ArgumentError(f"script: {str(arguments.script)!r} is no file; allowed: a Python file")
+    # As `python script …` would have it.
+    sys.argv = [str(arguments.script), *arguments.arguments]
+    sys.path.insert(0, str(arguments.script.absolute().parent))
+    with record(arguments.out):
+        if arguments.install:
+            install()
+        runpy.run_path(str(arguments.script), run_name="__main__")
+    return 0
