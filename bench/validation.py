@@ -19,7 +19,7 @@ from shardweave import Program, Topology
 
 from . import link_times
 from .against_stock import Case, Unsuitable, mesh_for
-from .calibrate import LARGEST, topology_of
+from .calibrate import topology_of
 from .link_times import microseconds
 from .ranks import Ranks, Send
 from .turns import rotated, rotating
@@ -29,6 +29,7 @@ VERSION = 2  # of validation.json
 BOUNDS = ("nothing moves", "latency", "bandwidth")
 """What a price is mostly: the call itself and copies inside a rank; what a step costs however little moves; bytes."""
 _CPU = torch.device("cpu")
+_LARGEST = 8 << 20  # bytes that a rank sends in an exchange that is fitted to: no workload moves more to one
 _NO_TIME = 1e15  # GB/s: so fast that bytes cost nothing
 
 
@@ -99,7 +100,7 @@ def bound_of(program: Program) -> str:
     return "latency" if fixed >= cost / 2 else "bandwidth"
 
 
-def measure(sizes: Sequence[int], only: str = "", largest: int = LARGEST) -> list[dict[str, Any]]:
+def measure(sizes: Sequence[int], only: str = "", largest: int = _LARGEST) -> list[dict[str, Any]]:
     """A run for each number of ranks and each world: topology, and the cases with both figures.
 
     Raises:
