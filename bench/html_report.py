@@ -14,17 +14,13 @@ from .markdown import UNIT, WRONG, absent_lines, as_markdown, machine_lines, not
 from .projection_rows import VERSION
 from .projection_rows import Row as Projected
 from .result_file import Results, Row, read, read_versioned
+from .theme import THEME
 
 _PROJECTED_FIELDS: dict[str, Any] = {
     "workload": str, "case": str, "topology": str, "ranks": int, "mesh": str, "calls": int, "ours_us": int | float,
     "stock_us": int | float | None, "ours_bytes": int, "stock_bytes": int | None,
 }  # fmt: skip
 _STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --ink: #1c1f23; --muted: #5b636d; --grid: #dfe3e8; --band: #f4f6f8;
-  --ours: #0063a8; --ours2: #2f8fce; --stock: #c24e00; --other: #00805c; --other2: #8a4b9e; --ceiling: #6b7280; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171a; --ink: #e8eaed; --muted: #a3abb5; --grid: #353b42;
-  --band: #1d2226; --ours: #5cb3f2; --ours2: #9fd0f2; --stock: #ff9d57; --other: #46d3a5; --other2: #d59be6;
-  --ceiling: #b4bbc4; } }
 html { background: var(--page); color: var(--ink); }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; max-width: 1080px; margin: 0 auto;
   padding: 1.5rem 1.25rem 4rem; }
@@ -114,7 +110,7 @@ def page(results: Sequence[Results], projected: Mapping[str, Any] | None = None)
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<title>shardweave, measured</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<style>{THEME}{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
 
@@ -204,5 +200,8 @@ def _projection(given: Mapping[str, Any] | None) -> list[str]:
     )
     if svg is None:
         return [*body, "<p>None of its rows has both sides.</p>"]
-    caption = "Of each workload, all redistributions of one step together. Both axes are logarithmic."
+    caption = (
+        "Of each workload, all redistributions of one step together. Both axes are logarithmic. Where one line hides "
+        "another, both cost the same."
+    )
     return [*body, _figure(svg, caption, 99)]

@@ -17,6 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from .projection_rows import Row as Projected
 from .projection_rows import totals
@@ -277,6 +278,8 @@ def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
             at = [n for n in (2, 8, 64, 512, 4096, 32768, 131072) if low <= n <= high]
             ax.set_xticks(at, [f"{n:,}" for n in at], rotation=30)
             ax.minorticks_off()
+            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            ax.yaxis.set_major_formatter("{x:,.10g}")
         for ax in list(axes.flat)[len(workloads) :]:
             ax.set_visible(False)
         axes[0][0].set_ylabel("ms of a step, projected")

@@ -31,13 +31,14 @@ from ..runtime.trace import Entry, Trace
 from . import validation
 from .growth import GROWTHS, Growth
 from .machine import machine
-from .projection_report import SAID, Slowest, draw, report
+from .projection_report import SAID, Slowest, report
 from .projection_rows import VERSION, Row
 from .ranks import RanksFailed
 from .record_workloads import RECORDED
 from .replay_cases import distinct
 from .result_file import read_versioned
 from .stock_plans import issued, stock
+from .theme import standalone
 
 RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
 LARGEST_DOMAIN = 64  # ranks that one NVLink domain is taken to have
@@ -176,11 +177,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     data = {"version": VERSION, "command": command, "machine": machine(), "rows": [asdict(row) for row in rows]}
     (arguments.out / "projection.json").write_text(_json(data), encoding="utf-8")
-    draw(rows, TOPOLOGIES, arguments.out / "projection.svg")
+    _draw(rows, arguments.out / "projection.svg")
     text = report({**data, "validation": known}, rows, slowest, TOPOLOGIES)
     (arguments.out / "projection.md").write_text(text, encoding="utf-8")
     print(text)
     return 0
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    from .pictures import cost_against_ranks
+
+    picture = cost_against_ranks(rows)
+    if picture is not None:
+        path.write_text(standalone(picture), encoding="utf-8")
 
 
 def read_validation(path: Path) -> dict[str, Any]:

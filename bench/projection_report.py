@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ..planner import Topology
@@ -17,7 +15,6 @@ from .record_workloads import WORKLOADS
 
 _MATTERS_US, _ROUNDING_US = 5.0, 0.01
 SAID = {"cpu", "cores", "system", "torch"}  # of a machine
-_COLOURS = ("#2a9d8f", "#e76f51", "#8d6ae8")
 
 
 @dataclass
@@ -156,45 +153,3 @@ def _differences(rows: Sequence[Row], topology: Topology) -> list[str]:
             if row.stock_us is None
         ]
     return lines
-
-
-def draw(rows: Sequence[Row], topologies: Sequence[Topology], path: Path) -> None:
-    """Milliseconds of a step against ranks, a panel for each workload; legible on light and on dark."""
-    import_module("matplotlib").use("Agg")
-    plt = import_module("matplotlib.pyplot")
-    found, grey = totals(rows), "#808080"
-    sizes = sorted({n for _, _, n in found})
-    names = list(dict.fromkeys(row.workload for row in rows))
-    styles: dict[str, Any] = {
-        "text.color": grey,
-        "axes.labelcolor": grey,
-        "axes.edgecolor": grey,
-        "svg.fonttype": "none",
-    }
-    styles |= {"xtick.color": grey, "ytick.color": grey, "svg.hashsalt": "projection", "font.size": 9}
-    with plt.rc_context(styles):
-        columns = min(2, len(names))
-        figure, axes = plt.subplots(-(-len(names) // columns), columns, figsize=(10, 7), squeeze=False, sharex=True)
-        for axis, name in zip(axes.flat, names, strict=False):
-            for colour, topology in zip(_COLOURS, topologies, strict=True):
-                at = sorted(n for workload, t, n in found if (workload, t) == (name, topology.name))
-                for side, line in enumerate(("-", "--")):
-                    label = f"{topology.name}, {('shardweave', 'torch')[side]}"
-                    ms = [found[name, topology.name, n][side] for n in at]
-                    axis.plot(at, ms, line, color=colour, marker="o" if not side else None, ms=3, lw=1.4, label=label)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_xticks(sizes, [f"{n:,}" for n in sizes], rotation=30)
-            axis.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.yaxis.set_major_formatter("{x:,.10g}")
-            axis.yaxis.set_minor_formatter("")
-            axis.set_title(name, color=grey)
-            axis.grid(True, color=grey, alpha=0.25, lw=0.5)
-        for axis in axes[-1]:
-            axis.set_xlabel("ranks")
-        for axis in axes[:, 0]:
-            axis.set_ylabel("ms of a step, priced")
-        figure.legend(*axes.flat[0].get_legend_handles_labels(), ncols=3, loc="lower center", frameon=False)
-        figure.tight_layout(rect=(0, 0.07, 1, 1))
-        figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)

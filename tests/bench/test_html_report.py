@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,6 +19,7 @@ from shardweave.__main__ import main
 from shardweave.bench import html_report
 from shardweave.bench.projection_rows import Row as Projected
 from shardweave.bench.result_file import Absent, Fault, Results, Row
+from shardweave.bench.theme import THEME, standalone
 from shardweave.errors import ArgumentError
 
 pytest.importorskip("matplotlib", reason="the report's pictures are drawn by matplotlib")
@@ -140,7 +142,7 @@ def _luminance(colour: str) -> float:
 
 
 def test_colours_stand_out_on_both_backgrounds() -> None:
-    for theme in html_report._STYLE.split("@media (prefers-color-scheme: dark)"):
+    for theme in THEME.split("@media (prefers-color-scheme: dark)"):
         colours = dict(re.findall(r"--(\w+): #([0-9a-f]{6})", theme))
         page = _luminance(colours["page"])
         for name, least in {"ink": 7.0, "muted": 4.5, "ours": 4.5, "stock": 4.5, "other": 4.5, "other2": 4.5,
@@ -172,6 +174,27 @@ def drawn_by_ranks(rows: Sequence[Projected], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pictures, "themed", seen)
     assert pictures.cost_against_ranks(rows) == "<svg>"
     return lines
+
+
+def test_axes_of_less_than_a_decade_have_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def seen(figure: Figure, name: str, about: str) -> str:
+        for ax in figure.axes:
+            low, high = ax.get_ylim()
+            found.append(sum(low <= tick <= high for tick in ax.get_yticks()))
+        return "<svg>"
+
+    monkeypatch.setattr(pictures, "themed", seen)
+    pictures.cost_against_ranks([replace(row, ours_us=row.ranks + 3e5, stock_us=3e5) for row in projected()["rows"]])
+    assert found and min(found) >= 2
+
+
+def test_a_picture_stands_alone() -> None:
+    svg = standalone(pictures.cost_against_ranks(projected()["rows"]) or "")
+    assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    named = set(re.findall(r"var\(--(\w+)\)", svg))
+    assert {"ink", "ours", "stock"} <= named <= set(re.findall(r"--(\w+): #", svg))
 
 
 def test_cost_over_ranks_is_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
