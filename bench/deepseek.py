@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .transformer import FEED_FORWARD, FeedForward, Sizes, angles_of, rotated
+from .transformer import FEED_FORWARD, OUTSIDE, Block, FeedForward, Transformer, rotated
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
         self.experts = BalancedExperts(sizes)
-        self.shared = FeedForward(Sizes(width=sizes.width, hidden=sizes.expert_hidden))
+        self.shared = FeedForward(sizes.width, sizes.expert_hidden)
         self.whole, self.whole_scores = nn.Identity(), nn.Identity()
         self.summed = nn.Identity()
 
@@ -123,37 +123,16 @@ class Mixture(nn.Module):
         return self.summed(self.experts(whole, scores) + self.shared(whole))
 
 
-class DeepSeekBlock(nn.Module):
-    def __init__(self, sizes: DeepSeekSizes, dense: bool) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.width)
-        self.attention = LatentAttention(sizes)
-        self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        plain = Sizes(width=sizes.width, hidden=sizes.hidden)
-        self.feed_forward = FeedForward(plain) if dense else Mixture(sizes)
+def deep_seek(sizes: DeepSeekSizes) -> Transformer:
+    """The first blocks have plain feed-forwards."""
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def block(number: int) -> Block:
+        dense = number < sizes.dense_blocks
+        feed_forward = FeedForward(sizes.width, sizes.hidden) if dense else Mixture(sizes)
+        return Block(sizes.width, LatentAttention(sizes), feed_forward)
 
-
-class DeepSeek(nn.Module):
-    """The mean cross-entropy, a scalar, of the tokens [B, T] that follow `tokens` [B, T]."""
-
-    def __init__(self, sizes: DeepSeekSizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(DeepSeekBlock(sizes, i < sizes.dense_blocks) for i in range(sizes.blocks))
-        self.norm = nn.RMSNorm(sizes.width)
-        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        angles = angles_of(tokens.shape[1], self.sizes.rotary_head, self.sizes.rope_base)
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, angles)
-        return F.cross_entropy(self.output(self.norm(x)).flatten(0, 1).float(), following.flatten())
+    blocks = map(block, range(sizes.blocks))
+    return Transformer(sizes.vocabulary, sizes.width, blocks, sizes.rotary_head, sizes.rope_base)
 
 
 def _heads(x: torch.Tensor, head: int) -> torch.Tensor:
@@ -168,11 +147,6 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 _GATHERED = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
 _OF_SEQUENCES = ColwiseParallel(input_layouts=Shard(1))
-_OUTSIDE: dict[str, ParallelStyle] = {
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
 _ATTENTION: dict[str, ParallelStyle] = {
     "attention_norm": SequenceParallel(),
     "attention.wq_a": SequenceParallel(),
@@ -197,7 +171,7 @@ _MIXTURE: dict[str, ParallelStyle] = {
 
 
 def share(
-    model: DeepSeek,
+    model: Transformer,
     data: DeviceMesh,
     expert_data: DeviceMesh,
     experts: DeviceMesh,
@@ -211,7 +185,7 @@ def share(
         experts: of expert and tensor parallelism; each rank along the first has a part of the experts.
         tensor: of heads, columns and the vocabulary, and of the sequence between them.
     """
-    parallelize_module(model, tensor, _OUTSIDE)
+    parallelize_module(model, tensor, OUTSIDE)
     for block in model.blocks:
         mixture = block.feed_forward if isinstance(block.feed_forward, Mixture) else None
         parallelize_module(block, tensor, _ATTENTION | (_MIXTURE if mixture else FEED_FORWARD))

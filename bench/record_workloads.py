@@ -32,7 +32,7 @@ import shardweave
 from ..errors import ArgumentError
 from ..runtime.trace import Trace
 from . import deepseek, solver_program, transformer
-from .deepseek import BalancedExperts, DeepSeek, DeepSeekSizes
+from .deepseek import BalancedExperts, DeepSeekSizes
 from .solver_program import SolverSizes
 from .transformer import Sizes, Transformer
 
@@ -58,7 +58,7 @@ class Workload:
     mesh: Mapping[str, int]
 
 
-def step(model: Transformer | DeepSeek, length: int) -> None:
+def step(model: Transformer, length: int) -> None:
     """Forward and backward of one sequence, of a model that has its place on a mesh and its parameters on "meta"."""
     model.to_empty(device="cpu")
     tokens = torch.zeros(1, length, dtype=torch.int64)
@@ -68,7 +68,7 @@ def step(model: Transformer | DeepSeek, length: int) -> None:
 def llama(mesh: DeviceMesh, sizes: Sizes, length: int) -> None:
     """FSDP2 with replicas, tensor and sequence parallelism."""
     with torch.device("meta"):
-        model = Transformer(sizes)
+        model = transformer.llama(sizes)
     transformer.share(model, mesh["replicas", "dp"], mesh["tp"], POLICY)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step(model, length)
@@ -79,7 +79,7 @@ def deep_seek(mesh: DeviceMesh, sizes: DeepSeekSizes, length: int) -> None:
     """FSDP2 with replicas, expert, tensor and sequence parallelism; then the experts' weights whole, as a checkpoint
     for one process has them."""
     with torch.device("meta"):
-        model = DeepSeek(sizes)
+        model = deepseek.deep_seek(sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of slicing a flattened dim
         mesh["fsdp", "ep"]._flatten("dp")

@@ -3,6 +3,7 @@ parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,23 +64,25 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.w2 = nn.Linear(sizes.hidden, sizes.width, bias=False)
-        self.w3 = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
+    """Attention, which takes rotary angles too, and a feed-forward, each of what is normed before and added after."""
+
+    def __init__(self, width: int, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.width)
-        self.attention = Attention(sizes)
-        self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        self.feed_forward = FeedForward(sizes)
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = attention
+        self.feed_forward_norm = nn.RMSNorm(width)
+        self.feed_forward = feed_forward
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
@@ -87,18 +90,22 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The mean cross-entropy, a scalar, of the tokens [B, T] that follow `tokens` [B, T]."""
+    """The mean cross-entropy, a scalar, of the tokens [B, T] that follow `tokens` [B, T].
 
-    def __init__(self, sizes: Sizes) -> None:
+    `blocks` are drawn after the embedding is made, so that a seed gives the same weights whatever they are; `rotary` is
+    what is rotated of a head.
+    """
+
+    def __init__(self, vocabulary: int, width: int, blocks: Iterator[Block], rotary: int, rope_base: float) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.blocks))
-        self.norm = nn.RMSNorm(sizes.width)
-        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.width, self.rotary, self.rope_base = width, rotary, rope_base
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        angles = angles_of(tokens.shape[1], self.sizes.width // self.sizes.heads, self.sizes.rope_base)
+        angles = angles_of(tokens.shape[1], self.rotary, self.rope_base)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
@@ -106,6 +113,17 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
+def llama(sizes: Sizes) -> Transformer:
+    blocks = (Block(sizes.width, Attention(sizes), FeedForward(sizes.width, sizes.hidden)) for _ in range(sizes.blocks))
+    return Transformer(sizes.vocabulary, sizes.width, blocks, sizes.width // sizes.heads, sizes.rope_base)
+
+
+OUTSIDE: dict[str, ParallelStyle] = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+"""How what is around the blocks lies along tensor parallelism."""
 FEED_FORWARD: dict[str, ParallelStyle] = {
     "feed_forward_norm": SequenceParallel(),
     "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -130,7 +148,7 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def build(sizes: Sizes, mesh: DeviceMesh, seed: int) -> Transformer:
     """The model of a seed, on `mesh["dp"]` and `mesh["tp"]`; a collective."""
     torch.manual_seed(seed)
-    model = Transformer(sizes)
+    model = llama(sizes)
     share(model, mesh["dp"], mesh["tp"])
     return model
 
@@ -142,15 +160,7 @@ def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: Mixe
     along `data` every parameter is, by FSDP2 (of a mesh of two dims replicas are, along the first).
     """
     policy = policy or MixedPrecisionPolicy()
-    parallelize_module(
-        model,
-        tensor,
-        {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
+    parallelize_module(model, tensor, OUTSIDE)
     whole_sequence = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
     styles: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
