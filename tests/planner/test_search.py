@@ -43,6 +43,7 @@ TOPOLOGIES = [
     replace(NVLINK_INFINIBAND, node_size=4),
     replace(NVLINK_INFINIBAND, name="slow network", node_size=4, network=SLOW),
 ]
+SHARED_CORES = replace(TOPOLOGIES[-1], name="shared cores", node=Link(5.0, 2.0, one_sided=True, message_us=20.0))
 CASES = [
     oracle.Case((2, 2, 2), (9, 16), ("R", "P", "S0", "S1"), 200),
     oracle.Case((2, 4), (7, 5), ("R", "P", "S0", "S1"), 200),
@@ -69,7 +70,7 @@ def by_link(program: Program, topology: Topology) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t.name}, {t.node_size}")
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, SHARED_CORES], ids=lambda t: f"{t.name}, {t.node_size}")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topology) -> None:
     # Copies are free here: they are no part of what boxes say.
