@@ -203,13 +203,6 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
-def test_the_command_offers_every_world() -> None:
-    from shardweave.__main__ import _WORLDS
-
-    assert set(_WORLDS) == set(NAMES)
-
-
-@pytest.mark.plan
 def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
