@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave COMMAND`; each command is a module of `commands`."""
+"""The command line: `python -m shardweave COMMAND`; each command is a module of `bench.commands`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardweave.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
+from shardweave.bench.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
 from shardweave.errors import ShardweaveError
 
 _COMMANDS = {

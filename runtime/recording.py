@@ -27,7 +27,7 @@ from .transformed_partials import plain_request
 
 _ROOT = Path(__file__).parents[1]
 _NOT_THE_CALLER = (
-    *(str(_ROOT / room) + os.sep for room in ("runtime", "planner", "kernels", "commands")),
+    *(str(_ROOT / room) + os.sep for room in ("runtime", "planner", "kernels", "bench/commands")),
     str(_ROOT / "__main__.py"),
     str(Path(torch.__file__).parent) + os.sep,
     "<",  # frozen and generated code

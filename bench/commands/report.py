@@ -18,6 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench import html_report
+    from .. import html_report
 
     return html_report.run(arguments.results, arguments.out, arguments.projection, arguments.markdown)

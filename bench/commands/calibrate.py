@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("calibrate")
-    from ..bench import calibrate
+    from .. import calibrate
 
     return calibrate.run(
         arguments.ranks, arguments.node_size, arguments.world, arguments.out, arguments.name, arguments.largest

@@ -8,8 +8,8 @@ from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import ArgumentError, UnsupportedError
-from ..planner import NVLINK_INFINIBAND, NVLINK_NODE, Topology
+from ...errors import ArgumentError, UnsupportedError
+from ...planner import NVLINK_INFINIBAND, NVLINK_NODE, Topology
 
 Run = Callable[[argparse.Namespace], int]
 TOPOLOGIES = {"nvlink": NVLINK_NODE, "nvlink-infiniband": NVLINK_INFINIBAND}

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @interruptible
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench import compare_results
-    from ..bench import run as suites
+    from .. import compare_results
+    from .. import run as suites
 
     return suites.run(
         arguments.suites,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..runtime.choosing import NAMES
+from ...runtime.choosing import NAMES
 from .shared import TOPOLOGIES, interruptible, need_rich, number_of, topology
 
 HELP = "carry a trace out again, by torch and by shardweave, and time both"
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("replay")
-    from ..bench import replay
+    from .. import replay
 
     options = replay.Options(
         arguments.device,

@@ -7,10 +7,10 @@ import json
 import math
 from pathlib import Path
 
-from ..errors import ArgumentError
-from ..planner import Mesh, Program, draw, plan
-from ..runtime.choosing import NAMES
-from ..runtime.lowering import AssumedWorld, WindowPolicy, explain_on
+from ...errors import ArgumentError
+from ...planner import Mesh, Program, draw, plan
+from ...runtime.choosing import NAMES
+from ...runtime.lowering import AssumedWorld, WindowPolicy, explain_on
 from .shared import TOPOLOGIES, topology
 
 HELP = "show how a tensor gets from one layout to another, and what it costs"

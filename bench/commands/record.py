@@ -7,8 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from ..errors import ArgumentError
-from ..runtime import install, record
+from ...errors import ArgumentError
+from ...runtime import install, record
 
 HELP = "run a script, and write down what its DTensors redistribute"
 

@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench import compare_results
+    from .. import compare_results
 
     return compare_results.run(arguments.before, arguments.after, arguments.threshold)

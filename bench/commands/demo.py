@@ -19,6 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("the demo")
-    from ..bench import demo
+    from .. import demo
 
     return demo.run(arguments.ranks, arguments.only, arguments.json)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench.dispatch_plan import text
+    from ..dispatch_plan import text
 
     print(text(**{name: value for name, value in vars(arguments).items() if name != "command"}))
     return 0

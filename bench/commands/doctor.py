@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @interruptible
 def run(arguments: argparse.Namespace) -> int:
     need_rich("the doctor")
-    from ..bench import doctor
+    from .. import doctor
 
     return doctor.run(arguments.json)
