@@ -31,7 +31,7 @@ def text(
     overflow: str = "raise",
     layout: str = "grouped",
     save: str = "lease",
-    leases: int = 2,
+    leases: int = 1,
     slab_capacity: str | None = None,
     splits: str | None = None,
     as_json: bool = False,

@@ -62,7 +62,7 @@ class Entries:
             follows = (self.row.diff() == 1) & (self._owner.diff() == 0)
             ends = [*(torch.nonzero(~follows).view(-1) + 1).tolist(), len(self.row)] if len(self.row) else []
             begins = [0, *ends[:-1]] if ends else []
-            at = torch.tensor(begins, dtype=torch.int64)
+            at = torch.tensor(begins, dtype=torch.int64, device="cpu")
             owner, row = self._owner[at].tolist(), self.row[at].tolist()
             self._runs = [Run(*run) for run in zip(owner, begins, ends, row, strict=True)]
         return self._runs
@@ -83,7 +83,7 @@ class Entries:
         of = self._owner * self._tokens + self.token
         order = _argsort(of * (int(self.kth.amax()) + 1) + self.kth)
         _, which, many = torch.unique_consecutive(of[order], return_inverse=True, return_counts=True)
-        nth = torch.arange(len(order)) - (many.cumsum(0) - many)[which]
+        nth = torch.arange(len(order), device="cpu") - (many.cumsum(0) - many)[which]
         many = many[which]
         # Tokens that have more entries come first, so that those of each round are the first of the round before.
         deepest = int(many.amax()) + 1

@@ -35,9 +35,9 @@ class Slots:
     def divided(cls, bounds: tuple[int, ...], device: torch.device) -> Slots:
         if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
             raise ArgumentError(f"bounds: {bounds}; allowed: ascending from 0")
-        lengths = torch.tensor(bounds[1:]) - torch.tensor(bounds[:-1])
-        owner = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
-        first = torch.tensor(bounds[:-1], dtype=torch.int32).repeat_interleave(lengths)
+        lengths = torch.tensor(bounds[1:], device="cpu") - torch.tensor(bounds[:-1], device="cpu")
+        owner = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
+        first = torch.tensor(bounds[:-1], dtype=torch.int32, device="cpu").repeat_interleave(lengths)
         return cls(bounds, owner.to(device), first.to(device))
 
     @property

@@ -171,7 +171,7 @@ class AddressTables:
 
     def _upload(self, addresses: tuple[int, ...]) -> torch.Tensor:
         length = len(addresses) if self._positions is None else self._length
-        host = torch.zeros(length, dtype=torch.int64, pin_memory=self._on_gpu)
+        host = torch.zeros(length, dtype=torch.int64, pin_memory=self._on_gpu, device="cpu")
         for i, address in enumerate(addresses):
             at = i if self._positions is None else self._positions[i]
             host[at] = struct.unpack("q", struct.pack("Q", address))[0]
@@ -267,9 +267,11 @@ def pattern(fill: float | int | bool, dtype: torch.dtype) -> bytes:
     """The bytes of one element of `dtype` that holds `fill`; ArgumentError where it cannot."""
     try:
         element = (
-            torch.full((1,), fill, dtype=torch.float32) if dtype.itemsize == 1 and dtype.is_floating_point else None
+            torch.full((1,), fill, dtype=torch.float32, device="cpu")
+            if dtype.itemsize == 1 and dtype.is_floating_point
+            else None
         )
-        element = torch.full((1,), fill, dtype=dtype) if element is None else element.to(dtype)
+        element = torch.full((1,), fill, dtype=dtype, device="cpu") if element is None else element.to(dtype)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"fill is {fill!r}, which {dtype} does not hold: {error}") from None
     return element.view(torch.uint8).numpy().tobytes()

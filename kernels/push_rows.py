@@ -141,17 +141,17 @@ def push_rows_reference(
     most_padding: int = MOST_PADDING,
 ) -> None:
     """The same in torch operations: straight to where each slot's rows lie."""
-    entries = entries_of(rows, len(buffers))
+    entries, targets = entries_of(rows, len(buffers)), buffers.tensors
     if len(entries.row) * x.shape[1] > CHUNK:
         for owner, begin, end, row in entries.runs():
-            target = buffers.tensors[owner][row : row + end - begin]
+            target = targets[owner][row : row + end - begin]
             torch.index_select(x, 0, entries.token[begin:end], out=target)
     else:  # by way of memory that stays in the cache, with fewer calls
         tokens_and_rows = (of.split(entries.owners) for of in (entries.token, entries.row))
-        for buffer, tokens, to in zip(buffers.tensors, *tokens_and_rows, strict=True):
+        for buffer, tokens, to in zip(targets, *tokens_and_rows, strict=True):
             buffer.index_copy_(0, to, x.index_select(0, tokens))
     padding = padding_rows(groups) if most_padding else entries.row[:0]
-    buffers.tensors[own].index_fill_(0, padding, 0)
+    targets[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
         values = weights[entries.token, entries.kth].split(entries.owners)
         for buffer, part, to in zip(weight_buffers.tensors, values, entries.row.split(entries.owners), strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,7 @@ class Buffers:
                     f"contiguous, as buffers[0], {first.dtype} {tuple(first.shape)}"
                 )
         self._tables = tables
+        self._addresses: tuple[int, ...] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -61,10 +64,9 @@ class Buffers:
         """Their addresses, int64 [W] on their device, and the bits that any of them has."""
         if self._tables is None:
             self._tables = AddressTables(self.device)
-        addresses, bits = tuple([tensor.data_ptr() for tensor in self._tensors]), 0
-        for address in addresses:
-            bits |= address
-        return self._tables.of(addresses), bits
+        if self._addresses is None:
+            self._addresses = tuple([tensor.data_ptr() for tensor in self._tensors])
+        return self._tables.of(self._addresses), reduce(or_, self._addresses)
 
 
 class ChosenBuffers(Buffers):

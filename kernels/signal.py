@@ -163,7 +163,7 @@ class Failure:
 
     def __init__(self, device: torch.device) -> None:
         self.error = torch.zeros(1, dtype=torch.int64, device=device)
-        self.told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         self._seen = ctypes.c_int64.from_address(self.told.data_ptr())
 
     def read(self) -> Code | None:
@@ -198,7 +198,9 @@ class Channel:
         self.peers, self.pad, self.failure = len(slots), pad, failure
         signed = [ctypes.c_int64(slot).value for slot in slots]
         nothing = [0] * self.peers
-        self.table = torch.tensor([nothing, nothing, signed, list(codes)], dtype=torch.int64).to(pad.device)
+        self.table = torch.tensor([nothing, nothing, signed, list(codes)], dtype=torch.int64, device="cpu").to(
+            pad.device
+        )
         self.by_reference = (pad.device.type == "cpu") != interpreted(signal_kernel)
         self.launches: dict[tuple[bool, bool, int, torch.dtype | None], PreparedSignal] = {}
 
@@ -332,7 +334,7 @@ def signal_reference(
         if poison is not None:
             filler, size = poison_word(poison.dtype)
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-            poison.view(-1).view(integers).copy_(torch.tensor(filler).to(integers))
+            poison.view(-1).view(integers).copy_(torch.tensor(filler, device="cpu").to(integers))
 
 
 @functools.lru_cache

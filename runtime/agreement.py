@@ -23,7 +23,7 @@ class Agreement:
 
     def refuse(self, peers: Sequence[int]) -> None:
         """Tell peers that this rank will not come to the next `exchange`; wait for nobody."""
-        word = torch.tensor([REFUSED])
+        word = torch.tensor([REFUSED], device="cpu")
         for peer in peers:
             with suppress(RuntimeError):  # peers that are gone need not be told
                 self._refusals.setdefault(peer, []).append((word, dist.isend(word, peer, tag=_TAG)))
@@ -33,8 +33,11 @@ class Agreement:
         self, peers: Sequence[int], number: int, start: Callable[[list[dist.P2POp]], Callable[[], None]]
     ) -> dict[int, int]:
         """What each peer tells; `start` begins operations, and what it returns waits for them."""
-        word = torch.tensor([number])
-        came = {peer: [torch.empty(1, dtype=torch.int64) for _ in range(self._unread[peer] + 1)] for peer in peers}
+        word = torch.tensor([number], device="cpu")
+        came = {
+            peer: [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self._unread[peer] + 1)]
+            for peer in peers
+        }
         received = start([dist.P2POp(dist.irecv, w, peer, tag=_TAG) for peer, words in came.items() for w in words])
         sent = start([dist.P2POp(dist.isend, word, peer, tag=_TAG) for peer in peers])
         received()

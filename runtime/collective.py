@@ -314,7 +314,7 @@ def _differs(peer: int, rank: int, token: int, theirs: int) -> DisagreementError
 def _close(group: dist.ProcessGroup, peer: int) -> bool:
     """Wait too long for what nobody sends: this closes all connections of a group, unless that to `peer` is closed."""
     try:
-        dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT).wait(_SHORTEST_WAIT)  # type: ignore[union-attr]
+        dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=_NEVER_SENT).wait(_SHORTEST_WAIT)  # type: ignore[union-attr]
     except RuntimeError as error:
         return "timed out" in str(error).lower()
     return False

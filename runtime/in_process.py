@@ -145,7 +145,7 @@ def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], wor
         positions = [batch.position(i, rank) for i in range(len(batch.programs))]
         # A rank that is not in a program's mesh has nothing of it.
         xs = [
-            torch.empty(0, dtype=given[0].dtype) if p is None else _plain(given[p])
+            torch.empty(0, dtype=given[0].dtype, device="cpu") if p is None else _plain(given[p])
             for p, given in zip(positions, locals_, strict=True)
         ]
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]

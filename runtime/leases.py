@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ..kernels.pointers import on_device
 from .windowed import WindowedWorld
 
 
@@ -39,11 +41,13 @@ class _Loan:
         else:
             self.__array_interface__ = said
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         """A tensor that holds this, of a storage of its own."""
-        if device.type == "cuda":
-            return torch.as_tensor(self, device=device)
-        return torch.from_numpy(np.asarray(self))
+        if not self._piece.is_cuda:
+            return torch.from_numpy(np.asarray(self))
+        found = torch.as_tensor(self, device=self._piece.device)
+        assert found.data_ptr() == self._piece.data_ptr(), "memory that is lent was copied"
+        return found
 
     def __del__(self) -> None:
         # May run on any thread: a deque's append is atomic.
@@ -57,36 +61,43 @@ class Leases:
         memory: by rank, flat bytes; that of peers as this rank addresses it.
 
     Attributes:
+        nbytes: of a piece.
         pieces: by number, by rank, uint8 [nbytes].
     """
 
     def __init__(self, rank: int, memory: Mapping[int, torch.Tensor], nbytes: int, number: int) -> None:
+        self.nbytes = nbytes
         self.pieces = [{r: m[i * nbytes :][:nbytes] for r, m in memory.items()} for i in range(number)]
         self._memory, self._device = memory, memory[rank].device
-        never = deque[int]()
-        self._own = [_Loan(piece[rank], never, i).tensor(self._device) for i, piece in enumerate(self.pieces)]
+        self._own = [piece[rank] for piece in self.pieces]
         self._addresses = {piece.data_ptr(): i for i, piece in enumerate(self._own)}
-        self._free = deque(reversed(range(number)))
+        self._free, self._of_graphs = deque(reversed(range(number))), deque[int]()
         self._streams: list[Any] = [None] * number
 
     def lend(self) -> torch.Tensor | None:
         """A piece, uint8, as long as any tensor on it lives; None while all are lent.
 
-        On a GPU it is for work of the current stream, as torch's own memory is. In the capture of a CUDA graph it is
-        lent for good: the graph writes it whenever it is replayed.
+        On a GPU it is for work of the current stream, as torch's own memory is. What was lent in the capture of a CUDA
+        graph, which writes it whenever it is replayed, is lent again in captures alone.
         """
-        try:
-            number = self._free.pop()
-        except IndexError:
+        with on_device(self._device):
+            captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        number = self._taken(captures)
+        if number is None:
             return None
         if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return self._own[number]  # whoever had it is done: a capture begins with nothing under way
             stream, last = torch.cuda.current_stream(self._device), self._streams[number]
-            if last is not None and last != stream:
+            # A capture begins with nothing under way, and waits for no stream but its own.
+            if last is not None and last != stream and not captures:
                 stream.wait_stream(last)
             self._streams[number] = stream
-        return _Loan(self._own[number], self._free, number).tensor(self._device)
+        return _Loan(self._own[number], self._of_graphs if captures else self._free, number).tensor()
+
+    def _taken(self, captures: bool) -> int | None:
+        for free in (self._of_graphs, self._free) if captures else (self._free,):
+            with suppress(IndexError):
+                return free.pop()
+        return None
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Which of the pieces a tensor begins with; None if it is on none of them."""

@@ -62,7 +62,7 @@ class SymmetricWorld:
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
         self._sessions: dict[tuple[int, ...], str] = {}
         self._all: list[Window] = []
-        self._lent: dict[tuple[int, ...], dict[tuple[int, int], Leases]] = {}
+        self._lent: dict[tuple[int, ...], list[Leases]] = {}
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
         self._error: WorldError | None = None
@@ -121,23 +121,27 @@ class SymmetricWorld:
         return windows[-1]
 
     def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases:
-        """So many pieces of so many bytes that a group, of ascending ranks, lends. Collective where there are none yet.
+        """What a group, of ascending ranks, lends: so many pieces of so many bytes, at least. Collective where there is
+        nothing such yet; it stays for as long as the world.
 
         Raises:
             DisagreementError, MeetingTimeoutError: as for `window`.
         """
-        of_group = self._lent.setdefault(ranks, {})
-        if (nbytes, number) not in of_group:
-            size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-            memory = self._memory(ranks, size * number, f"leases/{len(of_group)}")
-            of_group[nbytes, number] = Leases(self.rank, memory, size, number)
-        return of_group[nbytes, number]
+        of_group = self._lent.setdefault(ranks, [])
+        large = [leases for leases in of_group if leases.nbytes >= nbytes and len(leases.pieces) >= number]
+        if large:
+            return min(large, key=lambda leases: leases.nbytes * len(leases.pieces))
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        memory = self._memory(ranks, size * number, f"leases/{len(of_group)}")
+        of_group.append(Leases(self.rank, memory, size, number))
+        return of_group[-1]
 
     def _memory(self, ranks: tuple[int, ...], nbytes: int, where: str) -> dict[int, torch.Tensor]:
         """By rank, zeros of each of a group, which all ask for them; `where` is new to the group."""
         self.check()
         try:
-            return self._joined(ranks, nbytes, where)
+            with torch.inference_mode(False):  # it is written for as long as the world lives
+                return self._joined(ranks, nbytes, where)
         except WorldError as error:
             self.fail(error)
             raise
@@ -149,9 +153,9 @@ class SymmetricWorld:
             theirs, _, told[rank] = said.partition(" ")
             if int(theirs) != nbytes:
                 raise DisagreementError(
-                    f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout "
-                    f"or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; no tensor of "
-                    f"yours was written"
+                    f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout, "
+                    f"`leases` or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; no "
+                    f"tensor of yours was written"
                 )
         return self.provider.join(own, told, f"{self.session(ranks)}/{where}")
 

@@ -21,6 +21,7 @@ def check_dispatch(
     Raises:
         ArgumentError: a shape, dtype or device that is not allowed; `at` says of which rank.
     """
+    _check_tensors(at, x=x, topk_ids=ids, topk_weights=weights)
     if x.dim() != 2 or x.shape[1] != layout.hidden or x.dtype is not layout.dtype or x.shape[0] > layout.max_tokens:
         raise ArgumentError(
             f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {layout.dtype} of shape [T, {layout.hidden}], "
@@ -60,6 +61,7 @@ def check_combine(
         raise ArgumentError(f"routed{at}: allowed: what this dispatcher's dispatch returned")
     if routed._of[1] != of[1]:
         raise ArgumentError(f"routed{at}: what rank {routed._of[1]} dispatched; allowed: what rank {of[1]} did")
+    _check_tensors(at, expert_output=values)
     _check_device(f"expert_output{at}", values, device)
     if values.shape != routed.x.shape or values.dtype is not layout.dtype:
         raise ArgumentError(
@@ -84,6 +86,12 @@ def check_combine(
     )
     if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
         raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or under torch.no_grad()")
+
+
+def _check_tensors(at: str, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(f"{name}{at}: {value!r}; allowed: a tensor")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

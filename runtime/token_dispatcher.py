@@ -64,10 +64,13 @@ class TokenDispatcher(TokenEngine):
             more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
             with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
         leases: with world="symmetric", so many dispatches' `routed.x` may be buffers that peers wrote, each until the
-            last tensor on it is gone, as `explain` counts them; dispatchers of equal settings share them. While all are
-            lent, rows are copied out of a window (`shardweave.stats().copies`). A CUDA graph keeps those of its
-            dispatches. On a GPU such a buffer is for the stream of its dispatch, and streams that this one waits for
-            before the last tensor on it goes. Elsewhere buffers are as many as are needed.
+            last tensor on it is gone. While all are lent, rows are copied out of a window, and
+            `shardweave.stats().copies` counts it. One will do where a layer's rows are gone before the next layer's
+            come: in inference, under activation checkpointing, with save="redispatch"; where backward keeps them, as
+            many as layers. Dispatchers of one group share them, and they stay as long as the process group. What CUDA
+            graphs were captured with serves captures alone from then on. On a GPU such a buffer is for the stream of
+            its dispatch: `record_stream` does nothing there, so streams that read it are waited for before the last
+            tensor on it goes. Elsewhere buffers are as many as are needed.
         slab_capacity: of worlds whose ranks send: rows that a rank sends to another at most, or, a float, a factor of
             max_tokens * top_k / W. Slabs of so many rows travel whole, and the host reads nothing; of the rows of a
             rank for another those after so many, in order of slot, token and k, have no room, as with the other
@@ -129,7 +132,9 @@ class TokenDispatcher(TokenEngine):
             part = WindowRank
         self._order = order_on(device)
         me, token = ranks.index(rank), agreed.token(number)
-        super().__init__(agreed, [part(agreed, self._world, ranks, me, device, token)], name, why)
+        with torch.inference_mode(False):  # what it keeps is written for as long as it lives
+            made = part(agreed, self._world, ranks, me, device, token)
+        super().__init__(agreed, [made], name, why)
         if self._order is not None:
             self._order.join()  # what was uploaded is read by calls on other streams
 

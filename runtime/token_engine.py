@@ -29,6 +29,10 @@ class TokenEngine:
         self.handle, self.state = register(self), state_of(parts[0].world, parts[0].device)
         layout.experts_on(parts[0].device)  # for `load`, which may be captured in a graph
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenEngine:
+        """A copy of a model, as averages of parameters are kept in, meets the same peers by the same dispatcher."""
+        return self
+
     def before_dispatch(self) -> None:
         self._losses.check(LATEST)
 

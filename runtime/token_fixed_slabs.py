@@ -41,12 +41,12 @@ class FixedSlabRank(SlabRank):
         capacity = self.layout.slab_capacity
         assert capacity is not None
         self._capacity = capacity
-        bounds = torch.tensor(self.layout.bounds)
+        bounds = torch.tensor(self.layout.bounds, device="cpu")
         self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same owner
-        owner = torch.arange(self.layout.ranks).repeat_interleave(bounds.diff()).to(self.device)
+        owner = torch.arange(self.layout.ranks, device="cpu").repeat_interleave(bounds.diff()).to(self.device)
         self._slab = owner * capacity  # int64 [S]: where the owner's slab begins
         self._in_slab = torch.arange(capacity, device=self.device).expand(self.layout.ranks, -1).contiguous()
-        self._sizes_of_all = torch.full((self.layout.ranks,), capacity, dtype=torch.int64)
+        self._sizes_of_all = torch.full((self.layout.ranks,), capacity, dtype=torch.int64, device="cpu")
 
     def _before(self, rows: torch.Tensor) -> torch.Tensor:
         """Of rows of each slot, [..., S], how many come before them in the slab of the same owner."""
@@ -62,7 +62,7 @@ class FixedSlabRank(SlabRank):
         groups = groups._replace(lost=groups.lost + without)
         start = (self._slab + self._before(groups.limit.long())).int()
         rows = locate_rows(routed.slot, routed.place, groups._replace(start=start), self.slots)
-        none = torch.zeros(1, dtype=torch.int64)
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
         sizes = self._sizes_of_all
         slabs = Slabs(sizes.clone(), sizes.clone(), none, self._places(with_room, groups))
         return Sent(weights, groups, rows, matrix, slabs)

@@ -97,7 +97,7 @@ class DispatchLayout:
         layout: str = "grouped",
         expert_map: Sequence[Sequence[int]] | None = None,
         save: str = "lease",
-        leases: int = 2,
+        leases: int = 1,
         slab_capacity: int | float | None = None,
         splits: str | None = None,
     ) -> DispatchLayout:

@@ -26,7 +26,7 @@ class Losses:
             return
         event = None
         if lost.device.type == "cuda":
-            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            host = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
             host.copy_(lost, non_blocking=True)
             lost, event = host, torch.cuda.Event()
             event.record()

@@ -63,18 +63,22 @@ class TokenRank:
             slab_capacity: rows of a slab, where all are of one size.
         """
         row = layout.hidden * layout.dtype.itemsize + 4  # and its weight
-        received = {
-            "lease": "rows received, held until backward",
-            "copy": "rows received, twice while they are copied, then once until backward",
-            "redispatch": "rows received, held until the experts are done, and again during their backward",
-        }
         # Slots, places and rows of entries, and counts of all ranks.
         routing = layout.max_tokens * layout.top_k * 16 + layout.ranks * (layout.bounds[-1] + 1) * 8
         return {
-            received[layout.save]: layout.rows * row,
+            cls.received(layout): layout.rows * row,
             "gradients received, in the backward of combine": layout.rows * row,
             ROUTING: routing,
         }
+
+    @classmethod
+    def received(cls, layout: DispatchLayout) -> str:
+        """How long memory for rows is held, in words."""
+        return {
+            "lease": "rows received, held until backward",
+            "copy": "rows received, twice while they are copied, then once until backward",
+            "redispatch": "rows received, held until the experts are done, and again during their backward",
+        }[layout.save]
 
     def __init__(
         self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device, token: int

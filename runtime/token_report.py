@@ -25,7 +25,7 @@ def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = Non
         f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
         f"{'batched' if layout.batched else 'grouped'}",
         f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
-        f"overflow: {layout.overflow}; save: {layout.save}; leases: {layout.leases}",
+        f"overflow: {layout.overflow}; save: {layout.save}",
     ]
     for way in ways:
         capacity = _slab_capacity(layout, way)

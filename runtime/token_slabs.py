@@ -88,7 +88,7 @@ class SlabRank(TokenRank):
         if groups is None:
             groups = self._grouped(told[:, :-2].contiguous(), self._host_slots)
         sent = torch.nn.functional.pad(groups.limit.long().cumsum(0), (1, 0))
-        sends = sent[torch.tensor(self.layout.bounds)].diff()
+        sends = sent[torch.tensor(self.layout.bounds, device="cpu")].diff()
         # Of the own slots, by source: rows before a source's, how many it has of those that are kept, where they begin.
         low, high = self.layout.bounds[self.me : self.me + 2]
         counts = told[:, low:high].long()
@@ -97,12 +97,12 @@ class SlabRank(TokenRank):
         begin = (groups.offsets.long() - groups.padded_counts + before).flatten()
         lengths = came.flatten()
         rows = (begin - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-        rows += torch.arange(len(rows))
+        rows += torch.arange(len(rows), device="cpu")
         padding = padding_rows(groups)
-        places = torch.zeros(self.layout.rows, dtype=torch.int64)
+        places = torch.zeros(self.layout.rows, dtype=torch.int64, device="cpu")
         places[: len(rows)] = rows
         places[len(rows) : len(rows) + len(padding)] = padding
-        return Slabs(sends, came.sum(1), torch.tensor([len(padding)]), places), sent[:-1].int()
+        return Slabs(sends, came.sum(1), torch.tensor([len(padding)], device="cpu"), places), sent[:-1].int()
 
     def _deliver(
         self,
@@ -164,7 +164,7 @@ class SlabRank(TokenRank):
         stats().host_reads["counts of a token dispatch"] += 1
         if counted.device.type != "cuda":
             return counted
-        host = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
+        host = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True, device="cpu")
         host.copy_(counted, non_blocking=True)
         torch.cuda.current_stream(counted.device).synchronize()
         return host

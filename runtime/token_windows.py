@@ -99,11 +99,16 @@ class WindowRank(TokenRank):
         window = "window, which dispatches and redistributions among these ranks share"
         found = {**super().nbytes(layout, slab_capacity), window: window_size(window_nbytes(layout))}
         if lends(layout):
-            dispatches = "one dispatch" if layout.leases == 1 else f"{layout.leases} dispatches at a time"
-            found[f"lent to rows received, of {dispatches}; the rows of others are copied"] = (
-                layout.leases * lease_nbytes(layout)
+            found[f"lent to rows received, of {layout.leases} dispatches at a time"] = layout.leases * lease_nbytes(
+                layout
             )
         return found
+
+    @classmethod
+    def received(cls, layout: DispatchLayout) -> str:
+        if layout.save == "copy":
+            return "rows received, held until backward"
+        return super().received(layout) + (f", beyond {layout.leases} dispatches at a time" if lends(layout) else "")
 
     def combine(
         self, sent: Sent, values: torch.Tensor, out: torch.Tensor, *rest: Any, **named: Any

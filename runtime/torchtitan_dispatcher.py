@@ -57,7 +57,7 @@ class TorchtitanDispatcher:
         overflow: str = "raise"
         pad_multiple: int = 1
         save: str = "lease"
-        leases: int = 2
+        leases: int = 1
         slab_capacity: int | float | None = None
         splits: str | None = None
         world: str | None = None

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overflow", default="raise", help="raise or drop (default: %(default)s)")
     parser.add_argument("--layout", default="grouped", help="grouped or batched (default: %(default)s)")
     parser.add_argument("--save", default="lease", help="lease, redispatch or copy (default: %(default)s)")
-    parser.add_argument("--leases", type=int, default=2, help="on a symmetric world (default: %(default)s)")
+    parser.add_argument(
+        "--leases", type=int, default=1, metavar="N", help="of ranks that meet on the device (default: %(default)s)"
+    )
     parser.add_argument("--slab-capacity", metavar="ROWS|FACTOR", help="of ranks that send (default: an even share)")
     parser.add_argument("--splits", help="of ranks that send: host or slabs (default: by slab-capacity)")
     parser.add_argument("--json", dest="as_json", action="store_true", help="the same as JSON")

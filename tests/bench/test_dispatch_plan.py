@@ -27,7 +27,8 @@ def test_both_ways_are_stated(capsys):
     rows = 4096 * 8 * 5 // 4
     assert f"{rows} rows for each rank (all tokens of all ranks: 262144), aligned to 128, grouped" in said
     assert "256 experts in 256 slots, 32 for each rank; top 8, hidden 7168, bfloat16" in said
-    assert said.count(f"{rows * (7168 * 2 + 4):,}  rows received, twice while they are copied") == 4
+    assert said.count(f"{rows * (7168 * 2 + 4):,}  rows received, twice while they are copied") == 3
+    assert f"{rows * (7168 * 2 + 4):,}  rows received, held until backward" in said  # a window is copied from
     assert said.index("rows pushed straight") < said.index("one slab of exact size")
     # Seven eighths of the rows, each with a weight; counts of 256 slots and of bad ids, with or without two words.
     entries = 4096 * 8 * 7 // 8

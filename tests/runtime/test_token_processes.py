@@ -53,7 +53,8 @@ def poisoned() -> None:
 
 def rounds_of(rank: int, world: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
     """A rank's results and gradients, after a first dispatch that was inference."""
-    dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, world=world)
+    with torch.inference_mode():
+        dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, world=world)
     low, high = dispatcher.layout.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = to(given(rank, 0), device)
