@@ -422,7 +422,7 @@ def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
     shardweave.prepare(mesh, 70000, world="symmetric")
     world = world_of("cpu")
     found = [(w.ranks, w.nbytes) for w in world._all]
-    world._made = None  # type: ignore[method-assign,assignment]
+    world._memory = None  # type: ignore[method-assign,assignment]
     whole = torch.arange(63.0).view(7, 9)
     for src, dst in product(product([Replicate(), Shard(0), Shard(1)], repeat=2), repeat=2):
         y = shardweave.redistribute(made(whole, mesh, src, {}, "cpu"), dst, world="symmetric")

@@ -116,7 +116,7 @@ def prepared(rank: int, world: str | None) -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("shardweave.runtime.redistribution._bind", refuse)
-        monkeypatch.setattr("shardweave.runtime.symmetric_world.SymmetricWorld._made", refuse)
+        monkeypatch.setattr("shardweave.runtime.symmetric_world.SymmetricWorld._memory", refuse)
         for x, placements in pairs:
             for dtype in (None, torch.bfloat16):
                 y = shardweave.redistribute(x, placements, forward_dtype=dtype, world=world)
