@@ -99,7 +99,7 @@ class WindowRank(TokenRank):
         window = "window, which dispatches and redistributions among these ranks share"
         found = {**super().nbytes(layout, slab_capacity), window: window_size(window_nbytes(layout))}
         if lends(layout):
-            found[f"lent to rows received, of {layout.leases} dispatches at a time"] = layout.leases * lease_nbytes(
+            found[f"rows received that stay where they came, leases={layout.leases}"] = layout.leases * lease_nbytes(
                 layout
             )
         return found
@@ -108,7 +108,7 @@ class WindowRank(TokenRank):
     def received(cls, layout: DispatchLayout) -> str:
         if layout.save == "copy":
             return "rows received, held until backward"
-        return super().received(layout) + (f", beyond {layout.leases} dispatches at a time" if lends(layout) else "")
+        return super().received(layout) + (", while all leases are lent" if lends(layout) else "")
 
     def combine(
         self, sent: Sent, values: torch.Tensor, out: torch.Tensor, *rest: Any, **named: Any

@@ -341,7 +341,7 @@ def test_explain_counts_the_window() -> None:
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
     assert window_nbytes(d.layout) == want
     assert "symmetric" in text and f"{window_size(want):,}  window" in text, text
-    assert f"{rows * H * 2:,}  lent to rows received, of 1 dispatches at a time" in text, text
+    assert f"{rows * H * 2:,}  rows received that stay where they came, leases=1" in text, text
 
 
 def on_a_gpu(rank: int) -> str:
