@@ -86,7 +86,7 @@ def run(paths: Sequence[Path], options: Options) -> int:
             print(f"error: the replay ends: {failure}", file=sys.stderr)
             return 1
     if path is not None:
-        about = {"torch": torch.__version__, "world_size": trace.world_size, "ranks": list(trace.ranks)}
+        about = {"torch": torch.__version__, "world_size": trace.world_size, "ranks": trace.ranks, "ended": trace.ended}
         path.write_text(json.dumps({**about, **report}, indent=1) + "\n", encoding="utf-8")
     return int(wrong)
 

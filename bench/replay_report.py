@@ -201,6 +201,9 @@ def _milliseconds(rounds: Sequence[float]) -> str:
 
 def show_end(console: Console, trace: Trace, found: Sequence[Compared], size: str, no_stock: str) -> None:
     """What the trace lacks, and what to look at first."""
+    if trace.ended is not None:
+        said = f"The program did not end well, so the trace lacks what was to come: {trace.ended}"
+        console.print(said, style="bold", markup=False)
     for why, calls in trace.left_out.items():
         console.print(f"not in the trace: {calls} calls: {why}", markup=False)
     if trace.missing:

@@ -46,7 +46,7 @@ _OF_THE_ROOMS = {
     "TokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
     "VirtualTokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
     "Layout": ("unchecked", "cuts"),
-    "Recording": ("note", "note_entry", "trace"),
+    "Recording": ("begin", "end", "note", "note_entry", "trace"),
     "Statistics": ("kind",),
 }
 """Public between the rooms of the package, and no promise to anyone else."""

@@ -19,6 +19,7 @@ from .fsdp_recording import note_fsdp
 from .lowering import Reduction
 from .recording import Recording, active, noting, write_down
 from .redistribution import How, default, how_asked, run_by_default
+from .trace import exception_text
 
 _SEAMS = {
     "redistribute_local_tensor": (
@@ -132,9 +133,10 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     come from begins with "FSDP".
 
     Args:
-        path: of the trace, JSON of at most 4 MiB, written when the block ends, also by an exception. Where the program
-            has several ranks each writes its own, with `.rank<n>` before the suffix, and those of ranks that it does
-            not have, which an earlier run of more ranks left there, are removed.
+        path: of the trace, JSON of at most 4 MiB, written when the block ends, also by an exception, which it then
+            names. Where the program has several ranks each writes its own, with `.rank<n>` before the suffix: rank and
+            world size are the process group's, or torchrun's `RANK` and `WORLD_SIZE` where there is none yet. What an
+            earlier run left there of this rank, or of ranks that the program does not have, is removed first.
 
     Raises:
         ArgumentError: the trace cannot be written; nothing is recorded inside of another `record`.
@@ -145,13 +147,18 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     if not os.access(path.absolute().parent, os.W_OK):
         raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
     recording = Recording()
+    ended: str | None = None
+    recording.begin(path)
     write_down(recording)
     _bind(is_installed())
     note_fsdp(True)
     try:
         yield recording
+    except BaseException as error:
+        ended = exception_text(error)
+        raise
     finally:
         write_down(None)
         _bind(is_installed())
         note_fsdp(False)
-        recording.trace().write(path)
+        recording.end(path, ended)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from ..errors import ArgumentError, ShardweaveError
 from ..planner import Mesh, plan, position_of
 from .dtypes import dtype_name
 from .specs import layout_of_spec, mesh_of
-from .trace import MOST_ENTRIES, Cost, Entry, Trace
+from .trace import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 from .transformed_partials import plain_request
 
 _ROOT = Path(__file__).parents[1]
@@ -51,14 +51,18 @@ class Recording:
 
     Attributes:
         left_out: calls of redistributions that no trace holds, by why.
+        written: this rank's file, once the block has ended.
     """
 
     def __init__(self) -> None:
         self._calls: Counter[_Key] = Counter()
         self._entries: Counter[Entry] = Counter()
         self._meshes: dict[DeviceMesh, Mesh] = {}
-        self._rank, self._size, self._ranks_meet = 0, 1, True
+        self._launched = _launched_as()
+        (self._rank, self._size), self._ranks_meet = self._launched or (0, 1), True
+        self._ask_group()
         self.left_out: Counter[str] = Counter()
+        self.written: Path | None = None
 
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None:
         for spec in (current, target):
@@ -74,16 +78,31 @@ class Recording:
         self._count(self._entries, entry)
 
     def _count(self, calls: Counter[T], key: T) -> None:
-        if dist.is_initialized():  # and may be no more when the trace is made
-            self._rank, self._size = dist.get_rank(), dist.get_world_size()
-            self._ranks_meet = dist.get_backend() != "fake"
+        self._ask_group()
         if key not in calls and len(self._calls) + len(self._entries) >= MOST_ENTRIES:
             self.left_out[f"beyond the first {MOST_ENTRIES} distinct ones"] += 1
             return
         calls[key] += 1
 
+    def _ask_group(self) -> None:
+        """Now, because it may be gone when the trace is made."""
+        if dist.is_initialized():
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+            self._ranks_meet = dist.get_backend() != "fake"
+
+    def begin(self, path: Path) -> None:
+        """Remove what an earlier run left at `path`, which would pass for this one where this one does not end."""
+        remove_own(path, self._rank, self._size)
+        if self._launched or dist.is_initialized():  # else this may be a rank that does not know it yet
+            remove_larger(path, self._size)
+
+    def end(self, path: Path, ended: str | None) -> None:
+        """Write the trace, with the exception that ended the block, if any."""
+        self.written = replace(self.trace(), ended=ended).write(path)
+
     def trace(self) -> Trace:
         """What has been counted so far; what takes most bytes first."""
+        self._ask_group()
         found: dict[Entry, Cost] = {}
         left_out = self.left_out.copy()
         noted: list[tuple[_Key | Entry, int]] = [*self._calls.items(), *self._entries.items()]
@@ -128,6 +147,12 @@ def _bytes_received(entry: Entry, rank: int) -> int:
     at = None if whole else position_of(rank, mesh, other)
     program = plan(mesh, entry.shape, entry.dtype, entry.source, entry.target, target_mesh=other, rank=at)
     return max(program.bytes_received)
+
+
+def _launched_as() -> tuple[int, int] | None:
+    """Rank and world size, as torchrun tells each of its processes; None where nothing does."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else None
 
 
 def _process_began() -> float:

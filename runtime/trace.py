@@ -103,6 +103,7 @@ class Trace:
         left_out: calls that it does not hold, by why.
         alive: seconds since the epoch at which the rank's process began, and at which this was written; zeros in a
             process group that moves nothing, whose ranks may be recorded one after the other.
+        ended: the exception that ended what was recorded, type and text; None: it came to its end.
     """
 
     torch: str
@@ -111,6 +112,7 @@ class Trace:
     found: Mapping[Entry, Cost]
     left_out: Mapping[str, int] = field(default_factory=dict)
     alive: tuple[float, float] = (0.0, 0.0)
+    ended: str | None = None
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -148,21 +150,21 @@ class Trace:
             "alive": self.alive,
             "left_out": left_out,
         }
-        return json.dumps(head)
+        return json.dumps(head if self.ended is None else {**head, "ended": self.ended})
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path) -> Path:
         """To `path`; where the program has several ranks, to this one's file, with `.rank<n>` before the suffix.
 
         Files there of ranks that the program does not have are removed: an earlier run of more ranks has left them.
+
+        Returns:
+            The file that was written.
         """
         if self.world_size > 1:
-            files = path.parent.glob(f"{escape(path.stem)}.rank*{escape(path.suffix)}")
-            for file in files:
-                number = file.name[len(f"{path.stem}.rank") : len(file.name) - len(path.suffix)]
-                if number.isdecimal() and int(number) >= self.world_size and _is_trace(file):
-                    file.unlink(missing_ok=True)  # every rank may do it, some of them on another machine
-            path = path.with_name(f"{path.stem}.rank{self.ranks[0]}{path.suffix}")
-        path.write_text(self.to_json(), encoding="utf-8")
+            remove_larger(path, self.world_size)
+        written = _file_of_rank(path, self.ranks[0], self.world_size)
+        written.write_text(self.to_json(), encoding="utf-8")
+        return written
 
     @classmethod
     def from_json(cls, text: str, name: str = "trace") -> Trace:
@@ -190,7 +192,10 @@ class Trace:
             ranks = tuple(map(_whole, data["ranks"]))
             if not ranks or max(ranks) >= _whole(data["world_size"]):
                 raise TypeError(f"ranks {list(ranks)} of {data['world_size']}")
-            return cls(str(data["torch"]), _whole(data["world_size"]), ranks, found, left_out, (began, written))
+            ended = data.get("ended")
+            if not isinstance(ended, str | None):
+                raise TypeError(f"ended: {ended!r}")
+            return cls(str(data["torch"]), _whole(data["world_size"]), ranks, found, left_out, (began, written), ended)
         except (KeyError, TypeError, ValueError, AttributeError, ShardweaveError) as error:
             raise ArgumentError(f"{name}: not as `record` writes it: {type(error).__name__}: {error}") from None
 
@@ -207,6 +212,34 @@ class Trace:
                 f"{str(path)!r} cannot be read: {error}; allowed: a trace that `record` wrote"
             ) from None
         return cls.from_json(text, repr(str(path)))
+
+
+def exception_text(error: BaseException) -> str | None:
+    """Type and first words; None of a script's own end with status 0."""
+    if isinstance(error, SystemExit) and not error.code:
+        return None
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:_LONGEST_REASON]
+
+
+def remove_own(path: Path, rank: int, world_size: int) -> None:
+    """The trace that an earlier run left of this rank."""
+    own = _file_of_rank(path, rank, world_size)
+    if _is_trace(own):
+        own.unlink(missing_ok=True)
+
+
+def remove_larger(path: Path, world_size: int) -> None:
+    """The traces that an earlier run left of ranks that a program of this size does not have."""
+    first = world_size if world_size > 1 else 0  # the file of one rank alone has no number
+    for file in path.parent.glob(f"{escape(path.stem)}.rank*{escape(path.suffix)}"):
+        number = file.name[len(f"{path.stem}.rank") : len(file.name) - len(path.suffix)]
+        if number.isdecimal() and int(number) >= first and _is_trace(file):
+            file.unlink(missing_ok=True)  # every rank may do it, some of them on another machine
+
+
+def _file_of_rank(path: Path, rank: int, world_size: int) -> Path:
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if world_size > 1 else path
 
 
 def _most_often(left_out: Mapping[str, int]) -> dict[str, int]:

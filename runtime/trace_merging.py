@@ -29,7 +29,16 @@ def merged(traces: Sequence[Trace]) -> Trace:
             left_out[why] = max(calls, left_out.get(why, 0))
     ranks = tuple(sorted({rank for trace in traces for rank in trace.ranks}))
     alive = max(trace.alive[0] for trace in traces), min(trace.alive[1] for trace in traces)
-    return Trace(traces[0].torch, traces[0].world_size, ranks, found, left_out, alive)
+    return Trace(traces[0].torch, traces[0].world_size, ranks, found, left_out, alive, _ended(traces))
+
+
+def _ended(traces: Sequence[Trace]) -> str | None:
+    """Which ranks each exception ended."""
+    ranks: dict[str, list[int]] = {}
+    for trace in traces:
+        if trace.ended is not None:
+            ranks.setdefault(trace.ended, []).extend(trace.ranks)
+    return "; ".join(f"{ranks_text(of)}: {text}" for text, of in ranks.items()) or None
 
 
 def _check_one_run(traces: Sequence[Trace]) -> None:

@@ -182,12 +182,14 @@ def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
     done = command("record", "-o", trace, script, 3)
     assert done.returncode == 3, "the script's own status: " + done.stderr
     written = tmp_path / "trace.rank2.json"
+    assert Trace.read(written).ended == "SystemExit: 3"
     ((entry, cost),) = Trace.read(written).found.items()
     assert (entry.source, entry.target, entry.where, cost.calls) == ("S0", "S1", "script.py:10 <module>", 1)
     # The group is gone by then that knows which ranks a part of a mesh has.
     assert entry.mesh == Mesh((2,), ("tp",), ranks=[2, 3])
     done = command("replay", written)
     assert done.returncode == 0 and "Recorded by rank 2 of 4" in done.stdout
+    assert "what was to come: rank 2: SystemExit: 3" in done.stdout
 
 
 @pytest.mark.plan

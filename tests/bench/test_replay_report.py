@@ -69,6 +69,16 @@ def test_rounds_are_shown_with_their_spread(capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.plan
+def test_a_program_that_did_not_end_well_is_told(capsys: pytest.CaptureFixture) -> None:
+    one = replayed(case("a.py:1 f", (8, 130), 2), 2e-3, 1e-3)
+    for ended in (None, "rank 1: ValueError: [no]"):
+        show_replayed(Console(width=170), Trace("2.13.0", 1, (0,), {}, ended=ended), [one], False, "cpu")
+        said = capsys.readouterr().out
+        assert ("lacks what was to come: rank 1: ValueError: [no]\n" in said) == (ended is not None)
+        assert ("did not end well" in said) == (ended is not None)
+
+
+@pytest.mark.plan
 def test_what_is_scaled_is_shown_so(capsys: pytest.CaptureFixture) -> None:
     trace, whole = Trace("2.13.0", 4, (0,), {}), case("a.py:1 f", (800, 48), 3, 38400)
     assert (whole.shape, whole.bytes_received) == ((800, 48), 38400)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,58 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert found == {0: ((4, 2), 2), 2: ((4, 4), 4)}
 
 
+def launched(monkeypatch: pytest.MonkeyPatch, rank: object, world_size: object) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+@pytest.mark.plan
+def test_a_rank_that_dies_before_there_is_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the rank that torchrun says, and no trace of an earlier run passes for its own."""
+    path = tmp_path / "trace.json"
+    for rank in range(8):
+        Trace("2.13.0", 8, (rank,), {ENTRY: Cost(1, 1)}).write(path)
+    launched(monkeypatch, 1, 4)
+    with pytest.raises(ValueError, match="no such"):
+        with shardweave.record(path) as recording:
+            assert sorted(file.name for file in tmp_path.iterdir()) == [f"trace.rank{r}.json" for r in (0, 2, 3)]
+            raise ValueError("no such\n  file")
+    assert recording.written == tmp_path / "trace.rank1.json"
+    trace = Trace.read(recording.written)
+    assert (trace.world_size, trace.ranks, trace.found) == (4, (1,), {})
+    assert trace.ended == "ValueError: no such file"
+    launched(monkeypatch, 0, 1)
+    with shardweave.record(path):
+        assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+    for rank, world_size in ((0, ""), (4, 4), ("x", 2)):  # says nothing, so other ranks' files may be of this run
+        launched(monkeypatch, rank, world_size)
+        other = Trace("2.13.0", 4, (2,), {}).write(path)
+        with shardweave.record(path) as recording:
+            assert list(tmp_path.iterdir()) == [other]
+        assert recording.written == path and Trace.read(path).world_size == 1 and other.exists()
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (None, None),
+        (SystemExit(), None),
+        (SystemExit(0), None),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (RuntimeError("x" * 999), "RuntimeError: " + "x" * 186),
+    ],
+)
+def test_a_trace_says_what_ended_the_program(tmp_path: Path, error: BaseException | None, says: str | None) -> None:
+    path = tmp_path / "trace.json"
+    with suppress(BaseException), shardweave.record(path):
+        if error is not None:
+            raise error
+    assert Trace.read(path).ended == says and ("ended" in path.read_text()) == (says is not None)
+
+
 ENTRY = Entry(
     Mesh((2, 2), ranks=[3, 1, 2, 0]), Mesh((2,), ("x",)), (4, 0), "bfloat16", "S0/2 S0", "P", "a.py:1 f", True
 )
@@ -98,7 +151,7 @@ TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1}, (1
 @pytest.mark.plan
 def test_written_and_read() -> None:
     assert Trace.from_json(TRACE.to_json()) == TRACE
-    nothing = Trace("2.13.0", 1, (0,), {})
+    nothing = Trace("2.13.0", 1, (0,), {}, ended='ValueError: "é"')
     assert Trace.from_json(nothing.to_json()) == nothing
 
 
@@ -108,7 +161,10 @@ def test_merged() -> None:
     both = merged([TRACE, other])
     assert both.found == {ENTRY: Cost(5, 7)} and both.ranks == (0, 1)
     assert both.left_out == {"symbolic shapes": 4, "else": 1}
-    assert both.missing == (2, 3) and both.alive == (1001.5, 1001.5)
+    assert both.missing == (2, 3) and both.alive == (1001.5, 1001.5) and both.ended is None
+    ends = ("ValueError: no", None, "ValueError: no", "SystemExit: 1")
+    all_ranks = merged([Trace("2.13.0", 4, (rank,), {}, ended=ended) for rank, ended in enumerate(ends)])
+    assert all_ranks.ended == "ranks 0, 2: ValueError: no; rank 3: SystemExit: 1"
 
 
 @pytest.mark.plan
@@ -204,6 +260,7 @@ def changed(**changes: Any) -> str:
         (changed(fsdp=True, target_mesh=None), "no collective of FSDP2's"),
         (changed(fsdp=True, target_mesh=None, source="P", target="S0"), r"P -> S0 of \[4, 0\] is no collective"),
         (changed(fsdp=None), "not as `record` writes it"),
+        (changed(ended=1), "ended: 1"),
     ],
 )
 def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
