@@ -74,7 +74,7 @@ def run(paths: Sequence[Path], options: Options) -> int:
             f"TRACE, --only: {len(trace.found)} redistributions, none with {options.only!r}; allowed: one or more"
         )
     path = options.json_path
-    if path is not None and not os.access(path.absolute().parent, os.W_OK):
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise ArgumentError(f"--json: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     if options.topology is not None or trace.world_size > MOST_RANKS:

@@ -144,7 +144,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     path = Path(path)
     if active() is not None:
         raise ArgumentError(f"path: {str(path)!r}, but another recording is running; allowed: one at a time")
-    if not os.access(path.absolute().parent, os.W_OK):
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
     recording = Recording()
     ended: str | None = None

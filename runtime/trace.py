@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError, ShardweaveError
 from ..planner import Layout, Mesh
+from ..planner.dtypes import check_dtype
 from ..planner.serialisation import mesh_to_dict
 
 VERSION = 2
@@ -72,9 +73,10 @@ class Entry:
         flags = {name: data[name] for name in ("traced", "fsdp")}
         if not all(isinstance(text, str) for text in texts.values()) or {*map(type, flags.values())} != {bool}:
             raise TypeError(f"{texts}, {flags}")
-        for text in (data["source"], data["target"]):
-            Layout.parse(text)
+        check_dtype(data["dtype"])
         shape, layouts = tuple(map(_whole, data["shape"])), (data["source"], data["target"])
+        for name, of in (("source", mesh), ("target", target_mesh or mesh)):
+            Layout.parse(data[name]).check(of.shape, len(shape), name)
         if data["fsdp"] and not (layouts in FSDP_COLLECTIVES and len(shape) == 1 and target_mesh is None):
             raise TypeError(f"{' -> '.join(layouts)} of {list(shape)} is no collective of FSDP2's")
         return cls(mesh, target_mesh, shape, **texts, **flags)
@@ -190,12 +192,16 @@ class Trace:
             left_out = {str(why): _whole(calls) for why, calls in data["left_out"].items()}
             began, written = map(_seconds, data["alive"])
             ranks = tuple(map(_whole, data["ranks"]))
-            if not ranks or max(ranks) >= _whole(data["world_size"]):
-                raise TypeError(f"ranks {list(ranks)} of {data['world_size']}")
+            world_size = _whole(data["world_size"])
+            if not ranks or max(ranks) >= world_size:
+                raise TypeError(f"ranks {list(ranks)} of {world_size}")
+            for mesh in {mesh for entry in found for mesh in (entry.mesh, entry.target_mesh) if mesh is not None}:
+                if mesh.size > world_size or mesh.rank_array.max() >= world_size:
+                    raise TypeError(f"{mesh} is no mesh of {world_size} ranks")
             ended = data.get("ended")
             if not isinstance(ended, str | None):
                 raise TypeError(f"ended: {ended!r}")
-            return cls(str(data["torch"]), _whole(data["world_size"]), ranks, found, left_out, (began, written), ended)
+            return cls(str(data["torch"]), world_size, ranks, found, left_out, (began, written), ended)
         except (KeyError, TypeError, ValueError, AttributeError, ShardweaveError) as error:
             raise ArgumentError(f"{name}: not as `record` writes it: {type(error).__name__}: {error}") from None
 

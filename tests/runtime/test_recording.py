@@ -252,13 +252,21 @@ def changed(**changes: Any) -> str:
         (changed(source="S0 S"), "layout text"),
         (changed(mesh={"shape": [2, 0], "names": None, "ranks": None}), "at least 1"),
         (changed(dtype=3), "not as `record` writes it"),
+        (changed(dtype="float33"), "dtype: 'float33' is not known"),
+        (changed(source="R"), "source: R has 1 placements, the mesh"),
+        (changed(target="S2"), "target: mesh dim 0 shards tensor dim 2, out of range"),
+        (changed(world_size=3), "is no mesh of 3 ranks"),
+        (changed(target_mesh={"shape": [2], "names": None, "ranks": [1, 4]}), "is no mesh of 4 ranks"),
         (changed(redistributions=[{}]), "not as `record` writes it"),
         (changed(ranks=[]), "of 4"),
         (changed(ranks=[4]), r"ranks \[4\] of 4"),
         (changed(alive=[1]), "not as `record` writes it"),
         (changed(alive=[1, -1]), "no number of seconds"),
-        (changed(fsdp=True, target_mesh=None), "no collective of FSDP2's"),
-        (changed(fsdp=True, target_mesh=None, source="P", target="S0"), r"P -> S0 of \[4, 0\] is no collective"),
+        (changed(fsdp=True, target_mesh=None, target="R R"), "no collective of FSDP2's"),
+        (
+            changed(fsdp=True, target_mesh=None, source="P S0", target="R S0"),
+            r"P S0 -> R S0 of \[4, 0\] is no collective",
+        ),
         (changed(fsdp=None), "not as `record` writes it"),
         (changed(ended=1), "ended: 1"),
     ],
@@ -273,8 +281,9 @@ def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
 
 @pytest.mark.plan
 def test_a_trace_that_cannot_be_written_or_read(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="cannot be written"):
-        with shardweave.record(tmp_path / "missing" / "trace.json"):
-            raise AssertionError("not reached")
+    for path in (tmp_path / "missing" / "trace.json", tmp_path):
+        with pytest.raises(ArgumentError, match=f"path: '{path}' cannot be written"):
+            with shardweave.record(path):
+                raise AssertionError("not reached")
     with pytest.raises(ArgumentError, match="cannot be read"):
         Trace.read(tmp_path / "missing.json")
