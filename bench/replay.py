@@ -64,6 +64,8 @@ def run(paths: Sequence[Path], options: Options) -> int:
             more memory than is free; options that do not fit each other or this machine.
     """
     trace = merged([Trace.read(path) for path in paths])
+    if not trace.found:
+        raise ArgumentError(f"TRACE: it holds no redistribution: {trace.why_empty}; allowed: one or more")
     cases = [
         case
         for case in distinct(trace)
@@ -71,7 +73,7 @@ def run(paths: Sequence[Path], options: Options) -> int:
     ][: options.most]
     if not cases:
         raise ArgumentError(
-            f"TRACE, --only: {len(trace.found)} redistributions, none with {options.only!r}; allowed: one or more"
+            f"--only: {options.only!r} is in none of the {len(trace.found)} redistributions of TRACE; allowed: in one"
         )
     path = options.json_path
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):

@@ -122,6 +122,15 @@ class Trace:
         there = set(self.ranks)
         return tuple(rank for rank in range(self.world_size) if rank not in there)
 
+    @property
+    def why_empty(self) -> str:
+        """What a trace without redistributions says of itself."""
+        if self.ended is not None:
+            return f"the program ended before: {self.ended}"
+        if self.left_out:
+            return "; ".join(f"{calls} calls are left out: {why}" for why, calls in self.left_out.items())
+        return "the program asked DTensor for none, or processes that it started did"
+
     def heaviest_first(self) -> list[tuple[Entry, Cost]]:
         """By bytes in all calls; what moves none by calls."""
         return sorted(self.found.items(), key=lambda item: (-item[1].bytes_in_all, -item[1].calls, str(item[0])))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ...errors import ArgumentError
 from ...runtime import install, record
+from ...runtime.recording import Recording
+from ...runtime.trace import Trace
 
 HELP = "run a script, and write down what its DTensors redistribute"
 
@@ -28,8 +30,24 @@ def run(arguments: argparse.Namespace) -> int:
     # As `python script …` would have it.
     sys.argv = [str(arguments.script), *arguments.arguments]
     sys.path.insert(0, str(arguments.script.absolute().parent))
-    with record(arguments.out):
-        if arguments.install:
-            install()
-        runpy.run_path(str(arguments.script), run_name="__main__")
+    recording: Recording | None = None
+    try:
+        with record(arguments.out) as recording:
+            if arguments.install:
+                install()
+            runpy.run_path(str(arguments.script), run_name="__main__")
+    finally:
+        if recording is not None and recording.written is not None:
+            _tell(recording.written)
     return 0
+
+
+def _tell(written: Path) -> None:
+    """By rank 0, what is in its trace."""
+    trace = Trace.read(written)
+    if trace.ranks != (0,):
+        return
+    of = f" of rank 0 of {trace.world_size}" if trace.world_size > 1 else ""
+    number = len(trace.found)
+    said = f"{number} distinct redistribution{'' if number == 1 else 's'}{of}{'' if number else f': {trace.why_empty}'}"
+    print(f"record: {written}: {said}", file=sys.stderr, flush=True)

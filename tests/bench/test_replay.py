@@ -193,11 +193,51 @@ def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
+def test_what_was_recorded_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardweave.__main__ import main
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    script, trace = tmp_path / "script.py", tmp_path / "trace.json"
+    arguments = ["record", "-o", str(trace), str(script)]
+    script.write_text("print('as it was')")
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out == "as it was\n"
+    assert said.err == (
+        f"record: {trace}: 0 distinct redistributions: the program asked DTensor for none, or processes that it "
+        f"started did\n"
+    )
+    script.write_text("raise ValueError('no')")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(ValueError, match="no"):
+            main(arguments)
+    assert capsys.readouterr().err == (
+        f"record: {tmp_path / 'trace.rank0.json'}: 0 distinct redistributions of rank 0 of 2: the program ended "
+        f"before: ValueError: no\n"
+    )
+
+
+@pytest.mark.plan
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())
-    with pytest.raises(ArgumentError, match="none with 'nowhere'"):
+    with pytest.raises(ArgumentError, match=f"'nowhere' is in none of the {len(ENTRIES)} redistributions of TRACE"):
         replay.run([trace], Options(only="nowhere"))
+    for left_out, ended, says in (
+        ({}, None, "the program asked DTensor for none, or processes that it started did; allowed"),
+        ({"symbolic shapes": 3}, None, "3 calls are left out: symbolic shapes; allowed"),
+        ({}, "ValueError: no", "the program ended before: rank 0: ValueError: no; allowed"),
+    ):
+        empty = Trace("2.13.0", 4, (0,), {}, left_out, ended=ended).write(tmp_path / "empty.json")
+        with pytest.raises(ArgumentError, match=f"TRACE: it holds no redistribution: {says}"):
+            replay.run([empty], Options())
     for path in (tmp_path / "no" / "file.json", tmp_path):
         with pytest.raises(ArgumentError, match=f"--json: '{path}' cannot be written"):
             replay.run([trace], Options(json_path=path))
