@@ -44,7 +44,8 @@ class Options:
     Attributes:
         device, world: None: not given.
         topology: to price on; None: run, where the program does not have too many ranks.
-        only, most: which redistributions.
+        only: which redistributions.
+        most: how many of those are run, the ones that move most bytes; all are priced, and the table has so many.
     """
 
     device: str | None = None
@@ -66,12 +67,9 @@ def run(paths: Sequence[Path], options: Options) -> int:
     trace = merged([Trace.read(path) for path in paths])
     if not trace.found:
         raise ArgumentError(f"TRACE: it holds no redistribution: {trace.why_empty}; allowed: one or more")
-    cases = [
-        case
-        for case in distinct(trace)
-        if options.only in " ".join((*case.wheres, case.entry.source, case.entry.target))
-    ][: options.most]
-    if not cases:
+    every = distinct(trace)
+    asked = [case for case in every if options.only in " ".join((*case.wheres, case.entry.source, case.entry.target))]
+    if not asked:
         raise ArgumentError(
             f"--only: {options.only!r} is in none of the {len(trace.found)} redistributions of TRACE; allowed: in one"
         )
@@ -80,10 +78,13 @@ def run(paths: Sequence[Path], options: Options) -> int:
         raise ArgumentError(f"--json: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     if options.topology is not None or trace.world_size > MOST_RANKS:
-        report, wrong = _price(trace, cases, options, console), False
+        left_out = _left_out(options, len(every), len(asked), len(asked))
+        report, wrong = _price(trace, asked, left_out, options, console), False
     else:
+        cases = asked[: options.most]
+        left_out = _left_out(options, len(every), len(asked), len(cases))
         try:
-            report, wrong = _run(trace, cases, options, console)
+            report, wrong = _run(trace, cases, left_out, options, console)
         except RanksFailed as failure:
             print(f"error: the replay ends: {failure}", file=sys.stderr)
             return 1
@@ -93,7 +94,15 @@ def run(paths: Sequence[Path], options: Options) -> int:
     return int(wrong)
 
 
-def _price(trace: Trace, cases: Sequence[Case], options: Options, console: Console) -> dict[str, Any]:
+def _left_out(options: Options, every: int, asked: int, kept: int) -> str:
+    """How many of a trace's distinct redistributions no figure is of, and by which options; none: nothing to say."""
+    by = [f"--only {options.only!r}"] if asked < every else []
+    if kept < asked:
+        by.append(f"--most {options.most}")
+    return f", {every - kept} left out by {' and '.join(by)}" if by else ""
+
+
+def _price(trace: Trace, cases: Sequence[Case], left_out: str, options: Options, console: Console) -> dict[str, Any]:
     for name in ("device", "world", "scaled"):
         if getattr(options, name):
             why = "--topology is given" if options.topology else f"TRACE is of {trace.world_size} ranks"
@@ -107,7 +116,7 @@ def _price(trace: Trace, cases: Sequence[Case], options: Options, console: Conso
             f"--topology NAME|FILE says on what."
         )
     found = [priced(case, topology) for case in cases]
-    show_priced(console, trace, found, topology)
+    show_priced(console, trace, found, topology, options.most, left_out)
     return {
         "simulated": True,
         "topology": topology.to_dict(),
@@ -115,7 +124,9 @@ def _price(trace: Trace, cases: Sequence[Case], options: Options, console: Conso
     }
 
 
-def _run(trace: Trace, cases: list[Case], options: Options, console: Console) -> tuple[dict[str, Any], bool]:
+def _run(
+    trace: Trace, cases: list[Case], left_out: str, options: Options, console: Console
+) -> tuple[dict[str, Any], bool]:
     """
     Raises:
         RanksFailed: a rank died.
@@ -146,7 +157,7 @@ def _run(trace: Trace, cases: list[Case], options: Options, console: Console) ->
     with Ranks(rank_main, size, {"setting": setting}, device_type=device) as children, progress:
         children.supervise(message, output)
     replayed = [together(case, [found[r] for r in sorted(found)]) for case, found in zip(cases, gathered, strict=True)]
-    show_replayed(console, trace, replayed, options.scaled, device)
+    show_replayed(console, trace, replayed, options.scaled, device, left_out)
     report = {
         "simulated": False,
         "machine": machine(),

@@ -92,11 +92,21 @@ def _stock(entry: Entry, topology: Topology) -> tuple[float, int] | None:
     return None if us is None else (us, stock_received(*asked))
 
 
-def show_priced(console: Console, trace: Trace, found: Sequence[Priced], topology: Topology) -> None:
-    """What is saved most comes first."""
+def show_priced(
+    console: Console, trace: Trace, found: Sequence[Priced], topology: Topology, rows: int, left_out: str
+) -> None:
+    """What is saved most comes first.
+
+    Args:
+        rows: that the table has at most; sums are of all that were priced.
+        left_out: how many of the trace's redistributions were not priced, and why; none: all were.
+    """
+    first = sorted(found, key=lambda one: (-round(saved(one), 9), -seconds(one)))[:rows]
+    number = f"{len(first)} of {redistributions(found)}" if len(first) < len(found) else redistributions(found)
+    of = f", of {len(found)} priced{left_out}" if left_out else ""
     columns = ("torch\nreceives", "shardweave\nreceives", "torch\nms", "shardweave\nms", "ratio", "saved\nms")
-    shown = table(f"{redistributions(found)}, simulated on {topology.name}: nothing was run or measured", columns)
-    for one in sorted(found, key=lambda one: (-round(saved(one), 9), -seconds(one))):
+    shown = table(f"{number}{left_out}, simulated on {topology.name}: nothing was run or measured", columns)
+    for one in first:
         shown.add_row(
             *case_cells(one.case),
             "-" if one.stock_bytes is None else format_bytes(one.stock_bytes),
@@ -109,10 +119,11 @@ def show_priced(console: Console, trace: Trace, found: Sequence[Priced], topolog
     console.print(shown)
     stock, ours = together(found)
     console.print(
-        f"All calls of a rank, of {trace.world_size}, simulated on {topology.name}: torch {stock * 1e3:.1f} ms, "
+        f"All calls of a rank, of {trace.world_size}, simulated on {topology.name}{of}: torch {stock * 1e3:.1f} ms, "
         f"shardweave {ours * 1e3:.1f} ms. These are the planner's prices: of torch's plan each step as the cheapest "
-        f"program that does it."
+        f"program that does it.",
+        markup=False,
     )
     if any(one.stock is None for one in found):
         console.print("-: torch has no plan, as between meshes, or one through strided shards that cannot be priced.")
-    show_end(console, trace, found, ", simulated", "torch without a price")
+    show_end(console, trace, found, f", simulated{of}", "torch without a price")

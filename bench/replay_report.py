@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..planner.explanation import format_bytes
@@ -124,7 +125,7 @@ def together(found: Sequence[Compared]) -> tuple[float, float]:
 
 def table(title: str, columns: Sequence[str]) -> Table:
     """With those of `case_cells`, and further ones."""
-    made = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    made = Table(title=escape(title), title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
     for name in HEADS[:-1]:
         made.add_column(name, overflow="fold")
     for name in (HEADS[-1], *columns):
@@ -154,10 +155,17 @@ def redistributions(found: Sequence[object]) -> str:
     return f"{len(found)} redistribution{'' if len(found) == 1 else 's'}"
 
 
-def show_replayed(console: Console, trace: Trace, replayed: list[Replayed], scaled: bool, device: str) -> None:
+def show_replayed(
+    console: Console, trace: Trace, replayed: list[Replayed], scaled: bool, device: str, left_out: str = ""
+) -> None:
+    """
+    Args:
+        left_out: how many of the trace's redistributions were not replayed, and why; none: all were.
+    """
     size = " (sizes an eighth)" if scaled else ""
+    of = f"{size}, of {len(replayed)} replayed{left_out}" if left_out else size
     columns = ("received", "torch\nms", "shardweave\nms", "ratio", "saved\nms", "cache")
-    shown = table(f"{redistributions(replayed)}{size}", columns)
+    shown = table(f"{redistributions(replayed)}{size}{left_out}", columns)
     for one in sorted(replayed, key=seconds, reverse=True):
         shown.add_row(
             *case_cells(one.case),
@@ -176,8 +184,9 @@ def show_replayed(console: Console, trace: Trace, replayed: list[Replayed], scal
     stock, ours = together(replayed)
     where = f"{os.cpu_count()} cores" if device == "cpu" else device
     console.print(
-        f"All calls of a rank, on {trace.world_size} ranks of this machine ({where}){size}: "
-        f"torch {stock * 1e3:.1f} ms, shardweave {ours * 1e3:.1f} ms."
+        f"All calls of a rank, on {trace.world_size} ranks of this machine ({where}){of}: "
+        f"torch {stock * 1e3:.1f} ms, shardweave {ours * 1e3:.1f} ms.",
+        markup=False,
     )
     if any(one.case.collective for one in replayed):
         console.print(
@@ -188,7 +197,7 @@ def show_replayed(console: Console, trace: Trace, replayed: list[Replayed], scal
         for text in (*one.notes, *(f"shardweave is wrong: {fault}" for fault in one.faults)):
             entry = one.case.entry
             console.print(f"{entry.source} → {entry.target} of {list(one.case.shape)}: {text}", markup=False)
-    show_end(console, trace, replayed, size, "torch refuses")
+    show_end(console, trace, replayed, of, "torch refuses")
 
 
 def _milliseconds(rounds: Sequence[float]) -> str:
@@ -199,7 +208,7 @@ def _milliseconds(rounds: Sequence[float]) -> str:
     return f"{middle * 1e3:.3f} ±{(found[1] - found[0]) / 2 / middle if middle else 0:4.0%}"
 
 
-def show_end(console: Console, trace: Trace, found: Sequence[Compared], size: str, no_stock: str) -> None:
+def show_end(console: Console, trace: Trace, found: Sequence[Compared], of: str, no_stock: str) -> None:
     """What the trace lacks, and what to look at first."""
     if trace.ended is not None:
         said = f"The program did not end well, so the trace lacks what was to come: {trace.ended}"
@@ -212,20 +221,20 @@ def show_end(console: Console, trace: Trace, found: Sequence[Compared], size: st
             f"redistribute is not here.",
             markup=False,
         )
-    for line in most_expensive(found, size, no_stock):
+    for line in most_expensive(found, of, no_stock):
         console.print(line, markup=False)
 
 
-def most_expensive(found: Sequence[Compared], size: str, no_stock: str) -> list[str]:
+def most_expensive(found: Sequence[Compared], of: str, no_stock: str) -> list[str]:
     """What a program is to look at first: place, request, and what all calls cost by either.
 
     Args:
-        size: what is to be said of the figures, if anything.
+        of: what is to be said of the figures, if anything.
         no_stock: what is said where torch has no seconds.
     """
     shown = sorted(found, key=seconds, reverse=True)[:_MOST_EXPENSIVE]
     number = f"{len(shown)} most expensive redistributions" if len(shown) > 1 else "most expensive redistribution"
-    lines = [f"\nThe {number} of a rank, all calls together{size}:"]
+    lines = [f"\nThe {number} of a rank, all calls together{of}:"]
     for place, one in enumerate(shown, 1):
         case, calls = one.case, one.case.cost.calls
         more = f" and {len(case.wheres) - 1} more" if len(case.wheres) > 1 else ""

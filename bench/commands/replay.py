@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number_of("redistributions"),
         default=64,
         metavar="N",
-        help="the heaviest N (default: %(default)s)",
+        help="run the N that move most bytes; of what is priced show N rows (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,28 @@ def test_what_is_saved_most_comes_first(tmp_path: Path, capsys: pytest.CaptureFi
     assert "-: torch has no plan, as between meshes" in table and end.index("a.py:1 alike") < end.index(
         "a.py:3 swapped"
     )
+
+
+def test_sums_are_of_all_and_the_table_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trace, mesh = tmp_path / "trace.json", Mesh((4, 8))
+    found = {
+        Entry(mesh, None, (64 * n, 64), "float32", "S0 S1", "S1 S0", f"a.py:{n} f"): Cost(1, 64 * n)
+        for n in range(1, 81)
+    }
+    trace.write_text(Trace("2.13.0", 32, (0,), found).to_json())
+
+    def said(**options: Any) -> tuple[str, str]:
+        assert replay.run([trace], Options(**options)) == 0
+        table, _, end = capsys.readouterr().out.partition("All calls of a rank")
+        return table, end
+
+    table, whole = said(most=100)
+    assert "80 redistributions, simulated" in table and table.count("a.py:") == 80 and "left out" not in table + whole
+    table, end = said()
+    assert "64 of 80 redistributions, simulated" in table and table.count("a.py:") == 64 and end == whole
+    table, end = said(only="a.py:7", most=2)
+    assert "2 of 11 redistributions, 69 left out by --only 'a.py:7', simulated" in table and table.count("a.py:") == 3
+    assert end.replace("\n", " ").count(", of 11 priced, 69 left out by --only 'a.py:7':") == 2
 
 
 def test_what_torch_has_no_plan_for(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

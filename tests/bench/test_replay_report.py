@@ -79,6 +79,20 @@ def test_a_program_that_did_not_end_well_is_told(capsys: pytest.CaptureFixture) 
 
 
 @pytest.mark.plan
+def test_headings_say_what_is_left_out(capsys: pytest.CaptureFixture) -> None:
+    found = [replayed(case(f"a.py:{n} f", (8, 130 + n), 1), 2e-3, 1e-3) for n in range(2)]
+    for scaled, size in ((False, ""), (True, " (sizes an eighth)")):
+        show_replayed(
+            Console(width=300), Trace("2.13.0", 4, (0,), {}), found, scaled, "cuda", ", 3 left out by --only '[tp]'"
+        )
+        said = capsys.readouterr().out
+        assert said.partition("\n")[0].rstrip() == f"2 redistributions{size}, 3 left out by --only '[tp]'"
+        of = f"{size}, of 2 replayed, 3 left out by --only '[tp]': torch 4.0 ms"
+        assert f"All calls of a rank, on 4 ranks of this machine (cuda){of}, shardweave 2.0 ms" in said
+        assert f"of a rank, all calls together{size}, of 2 replayed, 3 left out by --only '[tp]':\n" in said
+
+
+@pytest.mark.plan
 def test_what_is_scaled_is_shown_so(capsys: pytest.CaptureFixture) -> None:
     trace, whole = Trace("2.13.0", 4, (0,), {}), case("a.py:1 f", (800, 48), 3, 38400)
     assert (whole.shape, whole.bytes_received) == ((800, 48), 38400)
