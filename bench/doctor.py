@@ -32,8 +32,8 @@ from ..runtime.shared_memory import why_not_here
 from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
 from .self_test import self_test
 
-TESTED_TORCH = ((2, 11), (2, 13))
-TESTED_TRITON = ((3, 6), (3, 7))
+# As pyproject.toml requires them: from this version on, below that one.
+SUPPORTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
 LEAST_SHM = 1 << 30  # bytes in /dev/shm, where segments have names: outputs are made there
 LEAST_FILES = 1024  # open files: peers' segments are a descriptor each while they are opened
 
@@ -54,22 +54,28 @@ class Finding:
 
 def software() -> Iterator[Finding]:
     yield Finding("software", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name, tested in (("torch", TESTED_TORCH), ("triton", TESTED_TRITON)):
-        yield _version_of(name, tested)
+    for name in SUPPORTED:
+        yield _version_of(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         off = "kernels run in Triton's interpreter, thousands of times slower; unset it, except in tests"
         yield Finding("software", "TRITON_INTERPRET", "1", off)
 
 
-def _version_of(name: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> Finding:
-    least, most = (".".join(map(str, v)) for v in tested)
+def requirement(name: str) -> str:
+    """As pip takes it: torch>=2.11,<2.14."""
+    least, below = (".".join(map(str, numbers)) for numbers in SUPPORTED[name])
+    return f"{name}>={least},<{below}"
+
+
+def _version_of(name: str) -> Finding:
+    install = f'pip install "{requirement(name)}"'
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding("software", name, "not installed", f"pip install {name}, {least} to {most}")
+        return Finding("software", name, "not installed", install)
+    least, below = SUPPORTED[name]
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
-    fits = tested[0] <= numbers <= tested[1]
-    return Finding("software", name, found, None if fits else f"not tested: pip install {name}, {least} to {most}")
+    return Finding("software", name, found, None if least <= numbers < below else f"not supported: {install}")
 
 
 def settings() -> Iterator[Finding]:

@@ -109,10 +109,22 @@ def test_a_machine_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.plan
-def test_versions_that_were_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", {"torch": "2.9.1+cu128", "triton": "3.7.1"}.__getitem__)
-    torchs, triton = (f for f in doctor.software() if f.what in ("torch", "triton"))
-    assert torchs.off == "not tested: pip install torch, 2.11 to 2.13" and triton.off is None
+def test_versions_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to do is a command, quoted so that a shell takes it as it is."""
+    for torchs, triton in (("2.9.1+cu128", "3.7.1"), ("2.13.0+cpu", "3.9.0"), ("2.14.0", "3.8.0"), ("2.11.0", "3.6.0")):
+        monkeypatch.setattr(doctor, "version", {"torch": torchs, "triton": triton}.__getitem__)
+        off = {f.what: f.off for f in doctor.software() if f.what in ("torch", "triton")}
+        fits = {"torch": torchs[:4] in ("2.11", "2.13"), "triton": triton in ("3.7.1", "3.6.0")}
+        said = {"torch": 'pip install "torch>=2.11,<2.14"', "triton": 'pip install "triton>=3.6,<3.8"'}
+        assert off == {what: None if fits[what] else f"not supported: {said[what]}" for what in off}
+
+
+@pytest.mark.plan
+def test_the_doctor_supports_what_pyproject_requires() -> None:
+    lines = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    (required,) = [line for line in lines if line.startswith("dependencies = ")]
+    for name in doctor.SUPPORTED:
+        assert f'"{doctor.requirement(name)}"' in required, required
 
 
 @pytest.mark.multi
