@@ -82,7 +82,7 @@ def milliseconds(calls: Sequence[Callable[[], object]]) -> list[tuple[float, flo
 
 def _row(name: str, found: Sequence[tuple[float, float]]) -> str:
     own, whole = (sorted(column) for column in zip(*found, strict=True))
-    figures = f"{statistics.median(whole):.2f} | {whole[int(0.99 * len(whole))]:.1f} | {own[-1]:.1f} | {whole[-1]:.1f}"
+    figures = f"{statistics.median(own):.2f} | {own[int(0.99 * len(own))]:.1f} | {own[-1]:.1f} | {whole[-1]:.1f}"
     return f"| {name} | {len(found)} | {figures} |"
 
 
