@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -19,6 +17,8 @@ from ..errors import ArgumentError
 from ..runtime.worlds import pretended_node_size
 from .against_stock import ROUNDS, mesh_for, rank_main
 from .demo_report import Result, summary, summary_line, table
+from .machine import provenance
+from .markdown import provenance_lines
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .turns import KEPT
 from .workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
@@ -101,6 +101,8 @@ def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | N
     how = "shared memory"
     if world == "mixed":
         how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
+    about = provenance()
+    console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
     console.print(table(f"torch on gloo against shardweave's {how}", shared))
     console.print(f"\n[bold]{summary_line(shared)}[/bold]")
     console.print("In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n")
@@ -121,10 +123,9 @@ def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | N
         console.print("Every output of shardweave is right: exact, sums within rounding and the same on all replicas.")
     if json_path is not None:
         report = {
+            **about,
             "ranks": ranks,
             "mesh": mesh_for(ranks),
-            "cores": os.cpu_count(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
             "rounds": ROUNDS,
             "kept_calls": KEPT,
             "timeout_s": timeout_seconds(),

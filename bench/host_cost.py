@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections import Counter
@@ -39,6 +37,8 @@ from shardweave.bench.host_worlds import (
     nothing_is_sent,
     without_launches,
 )
+from shardweave.bench.machine import provenance
+from shardweave.bench.markdown import provenance_lines
 from shardweave.runtime import calls, drop_in
 from shardweave.runtime.copies import Copies, Reduction, is_plain_memory
 from shardweave.runtime.meeting import Meet
@@ -297,11 +297,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         both = (measure(rounds, number, arguments.device), measure_on_device_worlds(rounds, number, arguments.device))
         print(json.dumps([[cost._asdict() for cost in costs] for costs in both]))
         return
-    note = "Stock's S0 → S1 is an\nall-gather and a chunk here, as on any CPU; " if arguments.device == "cpu" else ""
+    print("\n".join(provenance_lines(provenance())) + "\n")
+    note = " Stock's S0 → S1 is an all-gather and a chunk here, as on any CPU." if arguments.device == "cpu" else ""
     print(
         f"Microseconds of the host for a cached DTensor.redistribute, float32, mesh of {RANKS}; median of {rounds} "
-        f"rounds\nof {number} calls. torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} "
-        f"cores ({platform.machine()}). {note}shared machine.\n"
+        f"rounds\nof {number} calls.{note}\n"
     )
     print("| kind | stock, fake group | shardweave, null world | ours ÷ stock |\n|---|---|---|---|")
     for cost in measure(rounds, number, arguments.device):

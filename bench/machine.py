@@ -1,12 +1,15 @@
-"""What a result file says of the machine that it comes from, GPUs or none, and which machines are of one kind."""
+"""Where figures come from: the command, the time, the machine, GPUs or none; and which machines are of one kind."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,26 @@ import triton
 
 _CACHES = Path("/sys/devices/system/cpu")
 _GUESSED_CACHE = 64 << 20  # where the system does not say
+
+
+def provenance() -> dict[str, Any]:
+    """What results begin with: this process's command, the time (UTC) and the machine; of JSON's types.
+
+    It starts CUDA where there are GPUs, so ranks are forked before.
+    """
+    return {"command": command_line(), "date": now(), "machine": machine()}
+
+
+def command_line() -> str:
+    """As this process was started: `python -m shardweave demo --ranks 4`."""
+    words = sys.orig_argv[1:]
+    if words and words[0].startswith("-"):
+        return shlex.join(["python", *words])
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def machine() -> dict[str, Any]:
@@ -84,9 +107,11 @@ def last_level_cache(cpus: Path = _CACHES) -> int:
 def commit() -> dict[str, str]:
     """Of the clone that this is a part of; "unknown" where it is installed."""
     root = str(Path(__file__).resolve().parents[1])
+    # What a command measures goes to the folder of results, and does not change what the next one measures.
+    changes = said("git", "-C", root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
     return {
         "commit": said("git", "-C", root, "rev-parse", "HEAD"),
-        "uncommitted_changes": said("git", "-C", root, "status", "--porcelain", "-uno") or "none",
+        "uncommitted_changes": changes or "none",
     }
 
 

@@ -15,7 +15,8 @@ WRONG = "Wrong results, and what has none because it failed:"
 
 
 def as_markdown(results: Results) -> str:
-    lines = ["# Measured", "", f"`{results.command}`, {results.date}.", "", *machine_lines(results.machine), ""]
+    about = {"command": results.command, "date": results.date, "machine": results.machine}
+    lines = ["# Measured", "", *provenance_lines(about), ""]
     if results.scale == "dry":
         lines += ["**A dry run on tiny sizes: no figure here means anything.**", ""]
     if results.faults:
@@ -25,6 +26,11 @@ def as_markdown(results: Results) -> str:
     if results.absent:
         lines += ["Not measured:", "", *absent_lines(results), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def provenance_lines(about: Mapping[str, Any]) -> list[str]:
+    """Of `machine.provenance()`."""
+    return [f"`{about['command']}`, {about.get('date', '?')}.", "", *machine_lines(about["machine"])]
 
 
 def machine_lines(about: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,8 @@ import shardweave
 
 from ..errors import ArgumentError
 from . import moe_against
+from .machine import provenance
+from .markdown import provenance_lines
 from .moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
 from .other_libraries import INSTALL
 from .ranks import RankMain, Ranks, RanksFailed, Send
@@ -178,9 +180,11 @@ def run(ranks: int, steps: int, fsdp: int, against: str | None, json_path: Path 
         print(f"error: {failure}", file=sys.stderr)
         return 1
     outcome = outcome_of(by_rank, fsdp) if against is None else moe_against.outcome_of(by_rank)
+    about = provenance()
+    print("\n".join(provenance_lines(about)) + "\n")
     (show if against is None else moe_against.show)(outcome)
     if json_path is not None:
-        json_path.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps({**about, **outcome}, indent=1) + "\n", encoding="utf-8")
     return int(bool(outcome["faults"]))
 
 

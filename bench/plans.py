@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +19,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import shardweave
@@ -30,6 +28,8 @@ from shardweave.planner.cost import prices
 from shardweave.planner.exchange import Change
 
 from . import plan_times
+from .machine import provenance
+from .markdown import provenance_lines
 from .stock_plans import Counted, count_stock, stock
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2), (4, 2, 2))
@@ -192,9 +192,9 @@ def times() -> Iterator[str]:
     mesh, large = ("×".join(map(str, shape)) for shape in (plan_times.MESH, plan_times.LARGE))
     shapes = ", ".join("×".join(map(str, shape)) for shape in plan_times.SHAPES)
     yield from ("## Planning time", "")
-    yield f"Milliseconds, in one process on a shared machine of {os.cpu_count()} cores ({platform.machine()}),"
-    yield "whose noise is in them. A pause of Python's garbage collector goes through every object that torch has made;"
-    yield "the last column has the worst with such a pause in it."
+    yield "Milliseconds, in one process, the machine's noise in them. A pause of Python's garbage collector goes"
+    yield "through every object that torch has made: all columns but the last, the worst with such a pause in it, leave"
+    yield "them out."
     yield f"{plan_times.PAIRS} seeded pairs on a {mesh} mesh, each planned for all ranks and for the first time,"
     yield f"with and without partial, in any shard order; shapes {shapes}."
     yield from ("", "| planner | pairs | median | p99 | worst | worst with a pause |", "|---|---|---|---|---|---|")
@@ -233,7 +233,8 @@ def report() -> str:
     lines = [
         "# Plans: torch's and shardweave's",
         "",
-        f"`python -m shardweave.bench.plans`, torch {torch.__version__}, Python {platform.python_version()}.",
+        *provenance_lines(provenance()),
+        "",
         "All pairs of layouts without partial, in the default order, on meshes",
         f"{', '.join('×'.join(map(str, m)) for m in MESHES)};",
         "the rank that receives most, divided by the bound of the rank that must receive most. Counted, not timed.",

@@ -30,7 +30,7 @@ from ..errors import ArgumentError
 from ..runtime.trace import Entry, Trace
 from . import validation
 from .growth import GROWTHS, Growth
-from .machine import machine
+from .machine import provenance
 from .projection_report import SAID, Slowest, report
 from .projection_rows import VERSION, Row
 from .ranks import RanksFailed
@@ -152,7 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, default=RANKS[-1], metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--validate", metavar="N,…", help="measure too, with so many ranks of this machine each")
     arguments = parser.parse_args(argv)
-    command = "python -m shardweave.bench.projection " + " ".join(sys.argv[1:] if argv is None else argv)
     try:
         if find_spec("matplotlib") is None:
             raise ArgumentError(
@@ -163,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = arguments.out / "validation.json"
         if arguments.validate:
             runs = validation.measure(_numbers(arguments.validate))
-            about = {"version": validation.VERSION, "command": command, "machine": machine()}
-            measured.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps({"version": validation.VERSION, **provenance(), "runs": runs}, indent=1) + "\n"
+            measured.write_text(text, encoding="utf-8")
         known = read_validation(measured) if measured.exists() else None
         slowest = Slowest()
         sizes = [n for n in RANKS if n <= arguments.largest]
@@ -175,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RanksFailed as failure:
         print(f"error: the validation ends: {failure}", file=sys.stderr)
         return 1
-    data = {"version": VERSION, "command": command, "machine": machine(), "rows": [asdict(row) for row in rows]}
+    data = {"version": VERSION, **provenance(), "rows": [asdict(row) for row in rows]}
     (arguments.out / "projection.json").write_text(_json(data), encoding="utf-8")
     _draw(rows, arguments.out / "projection.svg")
     text = report({**data, "validation": known}, rows, slowest, TOPOLOGIES)

@@ -10,11 +10,12 @@ from typing import Any
 from ..planner import Topology
 from . import validation
 from .growth import GROWTHS
+from .markdown import provenance_lines
 from .projection_rows import Row, totals
 from .record_workloads import WORKLOADS
 
 _MATTERS_US, _ROUNDING_US = 5.0, 0.01
-SAID = {"cpu", "cores", "system", "torch"}  # of a machine
+SAID = {"cpu", "cores", "gpus"}  # of a machine
 
 
 @dataclass
@@ -34,13 +35,15 @@ class Slowest:
 
 
 def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologies: Sequence[Topology]) -> str:
-    """Markdown. `data`: "command", "machine", and "validation", which may be None."""
+    """Markdown. `data`: what `machine.provenance()` has, and "validation", which has it too or is None."""
     found = totals(rows)
     sizes = sorted({ranks for _, _, ranks in found})
     lines = [
         "# Cost at scale, projected",
         "",
-        f"`{data['command']}`, {_said(data['machine'])}. Prices, not times.",
+        *provenance_lines(data),
+        "",
+        "Prices, not times.",
         "",
         "All redistributions of one step of each workload (`bench/workloads/recorded`), one after another, on the rank",
         "that takes longest, in milliseconds: shardweave's plans / torch's. torch's are the steps of its own planner,",
@@ -82,11 +85,13 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
             "",
             "## Predicted against measured",
             "",
-            f"`{data['validation']['command']}`, {_said(data['validation']['machine'])}. Redistributions of",
-            "`bench/workloads` between ranks of this machine, in the worlds that it has: the price on a topology that",
-            "was fitted to the same ranks just before, against the median time of the slowest rank. An error of 100%",
-            "is twice as much, or half. A price is bound by latency where half of it or more is what calls, steps and",
-            "peers cost however little moves; otherwise, unless nothing moves between ranks, by bandwidth.",
+            *provenance_lines(data["validation"]),
+            "",
+            "Redistributions of `bench/workloads` between ranks of this machine, in the worlds that it has: the price",
+            "on a topology that was fitted to the same ranks just before, against the median time of the slowest rank.",
+            "An error of 100% is twice as much, or half. A price is bound by latency where half of it or more is what",
+            "calls, steps and peers cost however little moves; otherwise, unless nothing moves between ranks, by",
+            "bandwidth.",
             "",
             *validation.rows(data["validation"]["runs"]),
         ]
@@ -121,10 +126,6 @@ def _cheaper(rows: Sequence[Row]) -> str:
         f"In {len(ratios)} of {len(known)} rows of projection.json torch's steps, each done as well as can be, cost "
         f"less than the plan that was found, at most by a factor of {max(ratios):.2f}: the search is not exhaustive."
     )
-
-
-def _said(about: dict[str, Any]) -> str:
-    return f"{about['cpu']}, {about['cores']} cores, {about['system']}, torch {about['torch']}"
 
 
 def _differences(rows: Sequence[Row], topology: Topology) -> list[str]:

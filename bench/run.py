@@ -9,11 +9,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import ArgumentError
-from .machine import kind, machine
+from .machine import kind, machine, now
 from .markdown import as_markdown
 from .measuring import Found, Key, suite
 from .result_file import Absent, Fault, Results, read
@@ -26,7 +25,7 @@ COMMITTED = HERE / "results"
 def written(of_suites: Mapping[str, Found], scale: str, command: str, match: str) -> Results:
     """What was found, with the machine and the time."""
     return Results(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        date=now(),
         command=command,
         scale=scale,
         machine=machine(),

@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ArgumentError, ShardweaveError
+from .machine import provenance
+from .markdown import provenance_lines
 from .torch_tests_outcomes import FILE
 from .torch_tests_site import FOLDER
 
@@ -174,6 +176,7 @@ def compare(
 
     with ThreadPoolExecutor(jobs) as pool:
         columns = list(pool.map(both, files))
+    console.print("\n".join(provenance_lines(provenance())) + "\n", markup=False, soft_wrap=True)
     table = Table("file", title="torch's tests, passed")
     for head in ("tests", "stock", "installed", "listed", "unlisted", "stock s", "installed s"):
         table.add_column(head, justify="right")

@@ -27,6 +27,8 @@ import shardweave
 
 from ..errors import ArgumentError
 from .against_stock import mesh_for
+from .machine import provenance
+from .markdown import provenance_lines
 from .ranks import Ranks, RanksFailed, Send
 from .training_report import SIDES, Outcome, show
 from .transformer import Sizes, Transformer, build
@@ -129,10 +131,12 @@ def run(ranks: int, steps: int, json_path: Path | None) -> int:
         return 1
     outcome = Outcome.of(by_rank)
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    about = provenance()
+    console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
     console.print(_heading(outcome))
     show(console, outcome)
     if json_path is not None:
-        json_path.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps({**about, **outcome.to_dict()}, indent=1) + "\n", encoding="utf-8")
     return int(bool(outcome.faults()))
 
 

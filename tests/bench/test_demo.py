@@ -90,6 +90,8 @@ def test_demo_is_right(ranks: int, tmp_path: Path) -> None:
     done = _run("demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
+    assert found["command"].startswith("python -m shardweave demo --ranks") and found["machine"]["cpu"] in done.stdout
+    assert f"`{found['command']}`, {found['date']}.\n" in done.stdout
     for case in found["cases"] + found["collective_cases"]:
         assert case["equal"]
         partial = "P" in case["source"] + case["target"]

@@ -13,6 +13,7 @@ def test_every_kind_is_timed() -> None:
     command = [sys.executable, "-m", "shardweave.bench.host_cost", "--rounds", "1", "--calls", "20"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout
     rows = [line.split("|")[1:-1] for line in shown.stdout.splitlines() if line.startswith("| ")]
     beside, on_devices = rows[:9], rows[9:]
     assert len(on_devices) == 9 and all(len(row) == 4 for row in beside) and all(len(row) == 7 for row in on_devices)

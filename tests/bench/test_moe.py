@@ -31,7 +31,10 @@ def _run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(report.read_text()), done.stdout
+    found = json.loads(report.read_text())
+    assert done.stdout.startswith(f"`python -m shardweave.bench.moe {' '.join(arguments)}")
+    assert found["date"] in done.stdout and found["machine"]["commit"][:12] in done.stdout
+    return found, done.stdout
 
 
 @pytest.mark.multi

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardweave.bench import machine
-from shardweave.bench.markdown import as_markdown
+from shardweave.bench.markdown import as_markdown, provenance_lines
 from shardweave.bench.result_file import VERSION, Absent, Fault, Results, Row, read
 from shardweave.errors import ArgumentError
 
@@ -115,6 +117,19 @@ def test_machines_of_one_kind(tmp_path: Path) -> None:
     assert here["system"] in as_markdown(replace(RESULTS, machine=here))
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A CPU\nmodel name\t: A CPU\n")
     assert machine.cpu_model(tmp_path / "cpuinfo") == "A CPU" and machine.cpu_model(tmp_path / "none")
+
+
+def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/a/python3", "-m", "shardweave", "demo", "--only", "a b"])
+    about = machine.provenance()
+    assert json.loads(json.dumps(about)) == about and about["machine"] == machine.machine()
+    assert datetime.fromisoformat(about["date"]).tzinfo is not None
+    command, _, hardware, versions = provenance_lines(about)
+    assert command == f"`python -m shardweave demo --only 'a b'`, {about['date']}."
+    assert about["machine"]["cpu"] in hardware and about["machine"]["commit"][:12] in versions
+    monkeypatch.setattr(sys, "orig_argv", ["/a/python3", "/a/bin/shardweave", "demo", "-m"])
+    monkeypatch.setattr(sys, "argv", ["/a/bin/shardweave", "demo", "-m"])
+    assert machine.command_line() == "shardweave demo -m"
 
 
 def test_caches_of_the_last_level_are_added_up(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
+    assert done.stdout.startswith(f"`{found['command']}`, {found['date']}.\n")
+    assert found["machine"]["cpu"] in done.stdout
     theirs, ours = found["losses"]["torch"], found["losses"]["shardweave"]
     assert len(theirs) == len(ours) == 6
     if ranks == 4:  # two terms a sum
