@@ -101,8 +101,8 @@ class Row:
         if given["unit"] not in UNITS:
             raise ArgumentError(f"{where}: unit {_short(given['unit'])}; allowed: {', '.join(UNITS)}")
         samples = given.get("samples")
-        if not isinstance(samples, list) or not samples or not all(_is_number(one) and one >= 0 for one in samples):
-            raise ArgumentError(f"{where}: samples {_short(samples)}; allowed: one or more finite numbers from 0 on")
+        if not isinstance(samples, list) or not samples or not all(_is_number(one) and one > 0 for one in samples):
+            raise ArgumentError(f"{where}: samples {_short(samples)}; allowed: one or more finite numbers above 0")
         for name in ("bytes", "bound_bytes", "share_of_ceiling"):
             if given.get(name) is not None and not _is_number(given[name]):
                 raise ArgumentError(f"{where}: {name} {_short(given[name])}; allowed: a number, or null")
