@@ -109,11 +109,15 @@ class Row:
         detail = given.get("detail", {})
         if not isinstance(detail, dict):
             raise ArgumentError(f"{where}: detail {_short(detail)}; allowed: an object")
-        return cls(
+        row = cls(
             given["suite"], given["case"], given["contender"], given["unit"], tuple(samples), given.get("bytes"),
             given.get("bound_bytes"), given.get("share_of_ceiling"), bool(given.get("paired", False)),
             str(given.get("note", "")), detail,
         )  # fmt: skip
+        for name, value in zip(("median", "low", "high"), (row.median, *row.quartiles), strict=True):
+            if not _is_number(given.get(name)) or not math.isclose(given[name], value):
+                raise ArgumentError(f"{where}: {name} {_short(given.get(name))}; allowed: that of the samples, {value:g}")
+        return row
 
 
 def is_ours(contender: str) -> bool:
@@ -220,6 +224,8 @@ def read(path: Path, argument: str) -> Results:
         raise ArgumentError(
             f"{argument}: {str(path)!r}: absent or faults lack suite, case, contender or why; allowed: all"
         ) from None
+    if not (rows or absent or faults):
+        raise ArgumentError(f"{argument}: {str(path)!r} has no rows, nothing absent and no faults; allowed: some")
     twice = sorted({row.key for row in rows if sum(other.key == row.key for other in rows) > 1})
     if twice:
         raise ArgumentError(f"{argument}: {str(path)!r} has {', '.join(twice[0])} more than once; allowed: once")

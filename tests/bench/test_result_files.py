@@ -64,6 +64,10 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
     assert "no list of rows" in refused(tmp_path, '{"version": 2}')
     for name, value, said in (("faults", [{"suite": "host"}], "absent or faults lack"), ("match", None, "match of")):
         assert said in refused(tmp_path, json.dumps({**json.loads(text), name: value}))
+    nothing = {"rows": [], "absent": [], "faults": []}
+    assert "has no rows" in refused(tmp_path, json.dumps({**json.loads(text), **nothing}))
+    (tmp_path / "r.json").write_text(json.dumps({**json.loads(text), "rows": []}), encoding="utf-8")
+    assert read(tmp_path / "r.json", "A").faults == RESULTS.faults
     without = {name: value for name, value in json.loads(text).items() if name != "faults"}
     assert "absent or faults lack" in refused(tmp_path, json.dumps(without))
     with pytest.raises(ArgumentError, match="A: .*none.json' cannot be read: No such file"):
@@ -76,6 +80,10 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
         ("samples", [], "samples"),
         ("samples", [1.0, "2"], "samples"),
         ("samples", [-1.0], "samples"),
+        ("samples", [0.0], "samples"),
+        ("median", None, "median None; allowed: that of the samples, 20"),
+        ("median", 0, "median 0"),
+        ("high", 21.0, "high 21.0; allowed: that of the samples, 25"),
         ("unit", "GB/s", "unit 'GB/s'"),
         ("case", None, "case is None"),
         ("bytes", "many", "bytes 'many'"),
