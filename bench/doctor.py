@@ -116,6 +116,8 @@ def gpus() -> Iterator[Finding]:
         # A build for GPUs that finds none is off where there should be one; which machine this is, it cannot know.
         found = f"none (torch is built for {built}, and finds none)" if built else "none (torch is built for CPUs)"
         yield Finding("GPUs", "GPUs", found)
+        for what in ("peer access", "NCCL", "symmetric memory"):
+            yield Finding("GPUs", what, "none: no GPU")
         return
     count = torch.cuda.device_count()
     for i in range(count):
@@ -129,9 +131,9 @@ def gpus() -> Iterator[Finding]:
     apart = [
         (i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
     ]
-    if count > 1:
-        found = f"{count * (count - 1) - len(apart)} of {count * (count - 1)} pairs"
-        yield Finding("GPUs", "peer access", found, _without_peers(*apart[0]) if apart else None)
+    pairs = count * (count - 1)
+    found = f"{pairs - len(apart)} of {pairs} pairs" if pairs else "none: one GPU"
+    yield Finding("GPUs", "peer access", found, _without_peers(*apart[0]) if apart else None)
     has_nccl = dist.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"  # type: ignore[attr-defined]
     yield Finding("GPUs", "NCCL", nccl, None if has_nccl else "GPU ranks cannot exchange: a torch with NCCL is needed")
@@ -197,9 +199,8 @@ def _named_folder(named: bool) -> Iterator[Finding]:
 def worlds() -> Iterator[Finding]:
     """Where ranks would meet, by the rule that they go by themselves."""
     gloo = dist.is_available() and dist.is_gloo_available()
-    if not gloo:
-        needed = "CPU ranks have no process group to start from: a torch with gloo is needed"
-        yield Finding("worlds", "gloo", "missing", needed)
+    needed = "CPU ranks have no process group to start from: a torch with gloo is needed"
+    yield Finding("worlds", "gloo", "in this torch" if gloo else "missing", None if gloo else needed)
     asked = os.environ.get("SHARDWEAVE_WORLD") or None
     try:
         node_size = pretended_node_size()

@@ -70,6 +70,9 @@ def test_this_machine(tmp_path: Path) -> None:
     assert found["4 CPU ranks of this machine"]["found"] == "shared_memory: all ranks are on this machine"
     if not torch.cuda.is_available():
         assert found["GPUs"]["found"].startswith("none") and "4 GPU ranks of this machine" not in found
+        for what in ("peer access", "NCCL", "symmetric memory"):
+            assert found[what]["found"] == "none: no GPU" and not found[what]["off"]
+    assert found["gloo"]["found"] == "in this torch" and not found["gloo"]["off"]
 
 
 @pytest.mark.multi
