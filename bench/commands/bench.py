@@ -7,11 +7,15 @@ from pathlib import Path
 
 from .shared import interruptible
 
+PROGRAMS = ("kernels", "aot", "host_cost", "moe", "plans", "projection", "record_workloads", "torch_tests", "training")
 HELP = "measure ours beside others, checked first and in turns"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "What GPUs have to reach has a page of its own: make gpu, or python -m shardweave.bench.kernels."
+    parser.epilog = (
+        "Measurements with a page of their own are programs, python -m shardweave.bench.NAME: "
+        f"{', '.join(PROGRAMS)}. {PROGRAMS[0]} is what GPUs have to reach, which make gpu runs."
+    )
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"
     )

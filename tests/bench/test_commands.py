@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from shardweave import __main__ as command_line
 from shardweave.bench import demo
+from shardweave.bench.commands.bench import PROGRAMS
 
 pytestmark = pytest.mark.plan
 
@@ -18,6 +20,16 @@ def test_every_command_says_what_it_is_for(name: str, capsys: pytest.CaptureFixt
         command_line.main([name, "--help"])
     assert end.value.code == 0 and f"usage: shardweave {name}" in capsys.readouterr().out
     assert " ".join(command_line._COMMANDS[name].HELP.split()) in " ".join(command_line._parser().format_help().split())
+
+
+def test_programs_outside_the_command_line_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """All that can be run, but for what runs inside others."""
+    folder = Path(demo.__file__).parent
+    programs = {file.stem for file in folder.glob("*.py") if '__name__ == "__main__"' in file.read_text("utf-8")}
+    assert programs - {"gpu_tests", "measuring"} == set(PROGRAMS)
+    with pytest.raises(SystemExit):
+        command_line.main(["bench", "--help"])
+    assert ", ".join(PROGRAMS) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
