@@ -20,6 +20,7 @@ from shardweave.bench.run import written
 from shardweave.bench.suites import SCALES
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+_PLAIN = str.maketrans({"×": "x", "→": "->", "÷": "/"})  # pytest writes codes for letters that are not ASCII
 _PLAYED = [0.0]
 _FOUND = pytest.StashKey[dict[str, Found]]()
 
@@ -53,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("case", "contender"),
         [
             pytest.param(
-                case, contender, id=f"{case} | {contender}",
+                case, contender, id=f"{case} | {contender}".translate(_PLAIN),
                 marks=pytest.mark.benchmark(timer=measured_time, group=f"{name}: {case}"),
             )
             for case, contenders in suite(name).cases(config.getoption("scale")).items()

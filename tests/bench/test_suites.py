@@ -128,6 +128,7 @@ def test_pytest_finds_them_and_plays_what_was_measured(tmp_path: Path) -> None:
     assert results.scale == "dry" and results.command.startswith("pytest bench/")
     played = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
     assert len(played) == len(results.rows)
+    assert not [b["name"] for b in played if "\\" in b["name"]], "letters that pytest writes as codes"
     for row in results.rows:
         (one,) = (b for b in played if b["params"] == {"case": row.case, "contender": row.contender})
         assert one["stats"]["median"] == pytest.approx(row.median * 1e-6) and one["extra_info"]["bytes"] == row.bytes
