@@ -116,7 +116,9 @@ class Row:
         )  # fmt: skip
         for name, value in zip(("median", "low", "high"), (row.median, *row.quartiles), strict=True):
             if not _is_number(given.get(name)) or not math.isclose(given[name], value):
-                raise ArgumentError(f"{where}: {name} {_short(given.get(name))}; allowed: that of the samples, {value:g}")
+                raise ArgumentError(
+                    f"{where}: {name} {_short(given.get(name))}; allowed: that of the samples, {value:g}"
+                )
         return row
 
 
