@@ -2,8 +2,7 @@
 
 `python -m shardweave.bench.torch_tests FOLDER` runs every `test_*.py` of a folder twice: as it is, and with shardweave
 installed in every process that the tests start. The files are torch's (`test/distributed/tensor` of the version that is
-installed) and are no part of this package. It fails where a test passes without shardweave, does not with it, and is
-not listed in `torch_tests_expected.json`: those are tests that count the collectives torch would issue.
+installed) and are no part of this package. It fails where a test passes without shardweave and does not with it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +31,6 @@ from .markdown import provenance_lines
 from .torch_tests_outcomes import FILE
 from .torch_tests_site import FOLDER
 
-EXPECTED = Path(__file__).with_name("torch_tests_expected.json")
 DEFAULT_TIMEOUT = 1800.0
 _LINES = 12  # of what a test said when it failed
 
@@ -126,20 +123,14 @@ def run(
     return column
 
 
-def reason_for(test: str, expected: Mapping[str, Sequence[str]]) -> str | None:
-    """Why a test may fail with shardweave; None: it may not."""
-    return next((why for why, tests in expected.items() if any(fnmatchcase(test, t) for t in tests)), None)
-
-
 def compare(
     folder: Path,
     only: str | None = None,
     jobs: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
-    expected: Path = EXPECTED,
     quick: bool = False,
 ) -> int:
-    """Run a folder's tests both ways and print both columns; 1 where something unlisted fails, or nothing was proven.
+    """Run a folder's tests both ways and print both columns; 1 where a test is lost, or nothing was proven.
 
     Args:
         folder: of test files, at any depth.
@@ -147,10 +138,9 @@ def compare(
         jobs: files at once.
         timeout: seconds that a file may take each way.
         quick: without shardweave only what does not pass with it.
-        expected: JSON, lists of tests by the reason why they may fail with shardweave; `*` stands for anything.
 
     Raises:
-        ArgumentError: no test files, an unreadable list, a number that does not fit.
+        ArgumentError: no test files, a number that does not fit.
     """
     folder = folder.absolute()
     files = sorted(folder.rglob("test_*.py"))
@@ -158,10 +148,6 @@ def compare(
         raise ArgumentError(f"FOLDER: {str(folder)!r} has no test_*.py; allowed: a folder of torch's tests")
     if jobs < 1 or timeout <= 0:
         raise ArgumentError(f"--jobs, --timeout: {jobs}, {timeout:g}; allowed: 1 or more, and seconds above 0")
-    try:
-        listed: dict[str, list[str]] = json.loads(expected.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--expected: {str(expected)!r} cannot be read: {error}") from None
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
     def both(file: Path) -> tuple[Column, Column]:
@@ -178,29 +164,21 @@ def compare(
         columns = list(pool.map(both, files))
     console.print("\n".join(provenance_lines(provenance())) + "\n", markup=False, soft_wrap=True)
     table = Table("file", title="torch's tests, passed")
-    for head in ("tests", "stock", "installed", "listed", "unlisted", "stock s", "installed s"):
+    for head in ("tests", "stock", "installed", "lost", "stock s", "installed s"):
         table.add_column(head, justify="right")
-    unlisted: list[tuple[str, Column]] = []
-    known: list[tuple[str, str]] = []
+    lost: list[tuple[str, Column]] = []
     for file, (stock, ours) in zip(files, columns, strict=True):
-        lost = sorted(stock.passed - ours.passed)
-        reasons = {test: reason_for(test, listed) for test in lost}
-        known += [(test, why) for test, why in reasons.items() if why]
-        unlisted += [(test, ours) for test, why in reasons.items() if not why]
+        of_file = [(test, ours) for test in sorted(stock.passed - ours.passed)]
+        lost += of_file
         tests = len(stock.outcomes.keys() | ours.outcomes.keys())
-        counts = tests, len(stock.passed), len(ours.passed), sum(map(bool, reasons.values())), len(lost)
-        row = [*map(str, counts[:-1]), str(counts[-1] - counts[-2]), f"{stock.seconds:.0f}", f"{ours.seconds:.0f}"]
+        counts = tests, len(stock.passed), len(ours.passed), len(of_file)
+        row = [*map(str, counts), f"{stock.seconds:.0f}", f"{ours.seconds:.0f}"]
         table.add_row(str(file.relative_to(folder)), *row)
     console.print(table)
-    for test, why in known:
-        console.print(f"listed: {test}: {why}", markup=False)
-    for test in sorted(test for stock, ours in columns for test in stock.passed & ours.passed):
-        if reason_for(test, listed):
-            console.print(f"listed, and passes: {test}", markup=False)
-    for test, ours in unlisted:
-        console.print(f"unlisted: {test}: {ours.how(test)}", markup=False)
+    for test, ours in lost:
+        console.print(f"lost: {test}: {ours.how(test)}", markup=False)
         console.print("\n".join(ours.texts.get(test, "").splitlines()[-_LINES:]), markup=False)
-    return max(_account([ours for _, ours in columns], console), int(bool(unlisted)))
+    return max(_account([ours for _, ours in columns], console), int(bool(lost)))
 
 
 def _account(columns: Sequence[Column], console: Console) -> int:
@@ -229,7 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="files at once")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds that a file may take each way")
     parser.add_argument("--quick", action="store_true", help="without shardweave only what does not pass with it")
-    parser.add_argument("--expected", type=Path, default=EXPECTED, help="another list of tests that may fail")
     try:
         return compare(**vars(parser.parse_args(arguments)))
     except ShardweaveError as error:
