@@ -41,8 +41,8 @@ details > summary { cursor: pointer; color: var(--muted); margin: .6rem 0; }
 """
 _ABOUT = {
     "redistribute": "Redistributions on ranks of this machine. Each result was checked before it was timed.",
-    "kernels": "Kernels, beside a bare copy of as many bytes, which is their roof: none of them computes more than a "
-    "few operations a byte.",
+    "kernels": "Kernels, beside a bare copy of as many bytes, which some may beat: none of them computes more than "
+    "a few operations a byte.",
     "dispatch": "Tokens to their experts and back, with experts that do nothing.",
     "host": "What a cached call costs the host, with nobody to meet and nothing to move.",
     "plan": "Planning, of requests that nobody asked for before; and bytes that plans move, counted.",
@@ -96,7 +96,8 @@ def page(results: Sequence[Results], projected: Mapping[str, Any] | None = None)
     body = ["<h1>shardweave, measured</h1>"]
     body.append(
         f"<p>Times are {escape(UNIT)}. “Ours” is shardweave; everyone else was measured in the same run, in turns. A "
-        "share of the ceiling is what a bare copy of the bytes takes in that run, by what the contender takes.</p>"
+        "share of a bare copy is what a copy of the bytes takes in that run, by what the contender takes: over 100% it "
+        "was faster.</p>"
     )
     for number, one in enumerate(results):
         body += _machine(one)
@@ -139,8 +140,8 @@ def _section(suite: str, rows: Sequence[Row], number: int) -> list[str]:
              "DTensor takes."),
         ],
         "kernels": [
-            (lambda: pictures.roofs(rows), "Each kernel under its roof: bandwidth, with all that is read and written "
-             "counted."),
+            (lambda: pictures.beside_copies(rows), "Each kernel beside a bare copy: bandwidth, with all that is read "
+             "and written counted."),
         ],
         "dispatch": [
             (lambda: pictures.ratios(rows, "dispatch", "torch.distributed"), "How many times as long dispatch and "

@@ -47,7 +47,7 @@ def machine_lines(about: Mapping[str, Any]) -> list[str]:
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[tuple[Row, list[str]]]]:
     """A line a case and contender, ours first. What others take by what ours takes stands beside the others; columns
     with nothing in them are left out."""
-    heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of ceiling", "cache"]
+    heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of bare copy", "cache"]
     body = []
     for case, group in groupby(rows, key=lambda row: row.case):
         of_case = {row.contender: row for row in group}

@@ -59,7 +59,7 @@ _LEGEND_WIDTH = 120  # letters of a line
 
 
 def colour_name(contender: str) -> str:
-    """Of a side: ours and its other ways, stock, the ceiling, anyone else."""
+    """Of a side: ours and its other ways, stock, a bare copy, anyone else."""
     if contender == "ours" or contender == "ours, torch reference":
         return "ours"
     if is_ours(contender):
@@ -186,13 +186,13 @@ def bytes_by_bound(rows: Sequence[Row]) -> str | None:
         return themed(figure, "bound", "Distribution of bytes received by the bound, for stock's plans and ours")
 
 
-def roofs(rows: Sequence[Row]) -> str | None:
-    """Bandwidth that each kernel reaches, under the roof: what a copy of as many bytes reaches in the same run."""
+def beside_copies(rows: Sequence[Row]) -> str | None:
+    """Bandwidth of each kernel beside that of a bare copy of as many bytes in the same run, which it may beat."""
     shown = [row for row in rows if row.bytes and row.share_of_ceiling is not None]
     cases = list(dict.fromkeys(row.case for row in shown))
     if not cases:
         return None
-    with _figure("roof", 1, 1, 1.3 + 0.34 * len(cases)) as (figure, axes):
+    with _figure("beside-copies", 1, 1, 1.3 + 0.34 * len(cases)) as (figure, axes):
         ax = axes[0][0]
         for place, case in enumerate(cases):
             of_case = [row for row in shown if row.case == case]
@@ -202,7 +202,7 @@ def roofs(rows: Sequence[Row]) -> str | None:
                 big = colour == "ceiling"
                 ax.plot(
                     rate, place, _MARKS[colour], color=NAMES[colour], markersize=15 if big else 6.5,
-                    markeredgewidth=2.5 if big else 0.5, label=_roof_label(row.contender), linestyle="none",
+                    markeredgewidth=2.5 if big else 0.5, label=_copy_label(row.contender), linestyle="none",
                     zorder=3 if is_ours(row.contender) else 2,
                 )  # fmt: skip
         ax.set_yticks(range(len(cases)), [case if len(case) < 62 else f"{case[:60]}…" for case in cases])
@@ -210,12 +210,12 @@ def roofs(rows: Sequence[Row]) -> str | None:
         ax.set_xlim(left=0)
         ax.set_xlabel("GB/s, bytes read and written")
         _legend(figure, ax)
-        return themed(figure, "roof", "Bandwidth of each kernel beside that of a bare copy of as many bytes")
+        return themed(figure, "beside-copies", "Bandwidth of each kernel beside that of a bare copy of as many bytes")
 
 
-def _roof_label(contender: str) -> str:
+def _copy_label(contender: str) -> str:
     if contender == "copy":
-        return "the roof: a bare copy"
+        return "a bare copy"
     return contender if colour_name(contender) != "other2" else "other libraries and torch's operations"
 
 
