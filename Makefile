@@ -62,7 +62,7 @@ gpu:
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
 	export PYTHONPATH="$$links" && tested=0 && \
 	{ $(PYTHON) -m shardweave.bench.gpu_tests --root . --report "$$links/tests.json" -- $(ARGS) || tested=$$?; } && \
-	timeout 220 $(PYTHON) -m shardweave.bench.kernels --out "$$out" $${OUT:+--flat} --tests "$$links/tests.json" && \
+	timeout 220 $(PYTHON) -m shardweave.bench.gpu_targets --out "$$out" $${OUT:+--flat} --tests "$$links/tests.json" && \
 	exit $$tested
 
 $(READY): pyproject.toml constraints.txt

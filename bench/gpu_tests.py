@@ -4,7 +4,7 @@ What a test found is kept when it ends; when the time is up, pytest is ended wit
 wait for others included, so that nothing holds the GPU afterwards.
 
 `make gpu` runs `python -m shardweave.bench.gpu_tests --root . --report FILE`; the report is JSON, for
-`shardweave.bench.kernels --tests FILE`.
+`shardweave.bench.gpu_targets --tests FILE`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from shardweave.runtime.in_process import InProcessWorld, bind_in_process, simul
 from shardweave.runtime.two_sided import TwoSidedStep
 
 if TYPE_CHECKING:
-    from shardweave.bench.kernel_targets import Row
+    from shardweave.bench.target_rows import Row
 
 RANKS = 4
 Timer = GraphTimer | HostTimer

@@ -31,8 +31,8 @@ from shardweave.kernels import (
 from shardweave.kernels.group_rows import Slots
 
 if TYPE_CHECKING:
-    from shardweave.bench.kernel_targets import Row
-    from shardweave.bench.kernels import Bench
+    from shardweave.bench.gpu_targets import Bench
+    from shardweave.bench.target_rows import Row
 
 FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
 Made = tuple[Callable[[], object], Callable[[], bool]]

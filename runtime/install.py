@@ -144,11 +144,12 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     path = Path(path)
     if active() is not None:
         raise ArgumentError(f"path: {str(path)!r}, but another recording is running; allowed: one at a time")
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+    at = path.absolute()  # the block may change its folder
+    if at.is_dir() or not os.access(at.parent, os.W_OK):
         raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
     recording = Recording()
     ended: str | None = None
-    recording.begin(path)
+    recording.begin(at)
     write_down(recording)
     _bind(is_installed())
     note_fsdp(True)
@@ -161,4 +162,4 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
         write_down(None)
         _bind(is_installed())
         note_fsdp(False)
-        recording.end(path, ended)
+        recording.end(at, ended)

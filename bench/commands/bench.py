@@ -7,14 +7,16 @@ from pathlib import Path
 
 from .shared import interruptible
 
-PROGRAMS = ("kernels", "aot", "host_cost", "moe", "plans", "projection", "record_workloads", "torch_tests", "training")
+PROGRAMS = (
+    "aot", "gpu_targets", "host_cost", "moe", "plans", "projection", "record_workloads", "torch_tests", "training"
+)  # fmt: skip
 HELP = "measure ours beside others, checked first and in turns"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Measurements with a page of their own are programs, python -m shardweave.bench.NAME: "
-        f"{', '.join(PROGRAMS)}. {PROGRAMS[0]} is what GPUs have to reach, which make gpu runs."
+        f"{', '.join(PROGRAMS)}. gpu_targets is what kernels have to reach on a GPU; make gpu runs it."
     )
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"

@@ -6,8 +6,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from shardweave.__main__ import main
 from shardweave.bench import html_report
 from shardweave.bench.projection_rows import Row as Projected
-from shardweave.bench.result_file import Absent, Fault, Results, Row
+from shardweave.bench.result_file import Absent, Fault, Results, Row, read
 from shardweave.bench.theme import THEME, standalone
 from shardweave.errors import ArgumentError
 
@@ -28,6 +29,7 @@ from matplotlib.figure import Figure
 from shardweave.bench import pictures
 
 pytestmark = pytest.mark.plan
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 ABOUT = {"cpu": "A <CPU> & more", "cores": 2, "gpus": [], "torch": "2.13.0", "commit": "abc"}
 _EMPTY = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -248,17 +250,32 @@ def test_files_in_and_out(tmp_path: Path) -> None:
         html_report.run([given], out, None, tmp_path / "no/r.md")
 
 
-@pytest.fixture
-def browser() -> list[str]:
-    """The beginning of a command; without a window."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no Chromium is installed")
-    return [found, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FAULTS = {  # in what is shown, and what each is called
+    "": "",
+    "picture.style.width = '150px'": "px high",
+    "picture.style.background = 'rgb(120, 120, 120)'": "contrast",
+    "picture.querySelector('g[id*=text_]').setAttribute('transform', 'translate(-2000 0)')": "leaves the picture",
+    "picture.querySelectorAll('g[id*=text_]').forEach(t => t.after(Object.assign(t.cloneNode(true), {id: 'text_'})))":
+        "crosses",
+}  # fmt: skip
+in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 
 
-@pytest.mark.long
-def test_nothing_is_wider_than_the_window(browser: list[str], tmp_path: Path) -> None:
+def show(page: Path, *options: str) -> tuple[str, str]:
+    """What headless Chromium says of a page, and the page's title once its scripts have run."""
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={page.with_suffix('.profile')}", "--enable-logging=stderr", "--dump-dom", *options]
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    title = re.search(r"<title>(.*)</title>", done.stdout)
+    assert title is not None, done.stderr
+    return done.stderr, unescape(title[1])
+
+
+@in_a_browser
+def test_nothing_is_wider_than_the_window(tmp_path: Path) -> None:
     """Tables scroll by themselves. An element that is too wide is put in to see that it would be seen."""
     results = replace(everything(), command="bench " + "--json=" + "a" * 300, faults=(Fault("a", "b" * 300, "c", "d"),))
     text = html_report.page([results], projected())
@@ -266,30 +283,33 @@ def test_nothing_is_wider_than_the_window(browser: list[str], tmp_path: Path) ->
     for width in (1366, 600):
         for more in ("", f'<div style="width: {width + 300}px">wide</div>'):
             page.write_text(text.replace("</body>", f"{more}{tell}</body>"), encoding="utf-8")
-            command = [*browser, f"--window-size={width},2400", "--dump-dom", page.as_uri()]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-            said = re.search(r"<title>(\d+)</title>", done.stdout)
-            assert said is not None, done.stderr
-            assert (int(said[1]) > width) == bool(more), (said[1], width, more)
+            _, found = show(page, f"--window-size={width},2400")
+            assert (int(found) > width) == bool(more), (found, width, more)
 
 
-@pytest.mark.long
-def test_it_renders_light_and_dark_in_a_browser(browser: list[str], tmp_path: Path) -> None:
-    from matplotlib.image import imread
+def committed() -> str:
+    """The page of what is committed."""
+    results = [read(path, path.name) for path in sorted(RESULTS.glob("*/quick.json"))]
+    assert results
+    return html_report.page(results, html_report.read_projection(RESULTS / "projection" / "projection.json"))
 
-    page = tmp_path / "report.html"
-    page.write_text(html_report.page([everything()], projected()), encoding="utf-8")
-    shots = {}
-    for scheme, number in (("dark", 0), ("light", 1)):
-        shot = tmp_path / f"{scheme}.png"
-        command = [*browser, "--window-size=1366,2400", f"--blink-settings=preferredColorScheme={number}"]
-        command += ["--enable-logging=stderr", f"--screenshot={shot}"]
-        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr
-        shots[scheme] = imread(shot)[:, :, :3]
-    assert shots["light"].shape == shots["dark"].shape
-    assert shots["light"].mean() > 0.85 and shots["dark"].mean() < 0.25
-    # Ink and the colours of both sides are there on both.
-    for shot in shots.values():
-        background = shot[0, 0]
-        assert (abs(shot - background).sum(axis=2) > 1.0).mean() > 0.01
+
+def invented() -> str:
+    return html_report.page([everything()], projected())
+
+
+@in_a_browser
+@pytest.mark.parametrize("made", [committed, invented])
+@pytest.mark.parametrize(("scheme", "number"), [("dark", 0), ("light", 1)])
+def test_its_pictures_can_be_read(made: Callable[[], str], scheme: str, number: int, tmp_path: Path) -> None:
+    """Without a word on the console; and with faults put in, to see that they would be seen."""
+    page, look = tmp_path / "report.html", (Path(__file__).parent / "picture_faults.js").read_text(encoding="utf-8")
+    text, light = made(), f"--blink-settings=preferredColorScheme={number}"
+    for fault, called in FAULTS.items():
+        before = f"for (const picture of document.querySelectorAll('svg')) {{ {fault} }}"
+        page.write_text(text.replace("</body>", f"<script>{before} {look}</script></body>"), encoding="utf-8")
+        said, found = show(page, "--window-size=1366,2400", light)
+        assert "CONSOLE" not in said, said
+        seen = json.loads(found)
+        assert seen["texts"] > 50 and (seen["paper"] < 0.1) == (scheme == "dark"), seen
+        assert bool(seen["faults"]) == bool(fault) and any(called in one for one in seen["faults"]) == bool(fault), seen

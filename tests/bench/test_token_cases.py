@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardweave.bench import token_cases, token_rivals
+from shardweave.bench.gpu_targets import Bench
 from shardweave.bench.gpu_timing import Times
-from shardweave.bench.kernel_targets import Row, as_markdown
-from shardweave.bench.kernels import Bench
 from shardweave.bench.other_libraries import INSTALL, why_absent
+from shardweave.bench.target_rows import Row, as_markdown
 from shardweave.bench.token_cases import Shape, VirtualRank, beside, verified
 from shardweave.bench.token_rivals import Rival
 

@@ -123,6 +123,17 @@ def test_a_rank_that_dies_before_there_is_a_group(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.plan
+def test_a_program_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace goes where its path was when the recording began."""
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with shardweave.record("trace.json") as recording:
+        monkeypatch.chdir(other)
+    assert recording.written == tmp_path / "trace.json" and recording.written.exists() and not list(other.iterdir())
+
+
+@pytest.mark.plan
 @pytest.mark.parametrize(
     ("error", "says"),
     [

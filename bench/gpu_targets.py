@@ -1,11 +1,11 @@
 """What has to be reached on a GPU, and what is: kernels beside a copy in the same run, whole programs, host work.
 
-`make gpu` runs it after the tests: `python -m shardweave.bench.kernels --out bench/results` writes a JSON file, in the
-form that compare and report read, and a page of the targets, into a folder named after the device. The suite of the
-same name, `python -m shardweave bench kernels`, has no targets and no limit of time, and runs on CPUs too. The ceiling
-of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over buffers that
-rotate past the L2 cache. Every result is verified before it is timed. With `--dry` every line runs without a GPU, on
-tiny shapes, and no figure means anything.
+`make gpu` runs it after the tests: `python -m shardweave.bench.gpu_targets --out bench/results` writes a JSON file, in
+the form that compare and report read, and a page of the targets, into a folder named after the device. The suite
+`python -m shardweave bench kernels` measures the same kernels without targets or a limit of time, on CPUs too. The
+ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
+buffers that rotate past the L2 cache. Every result is verified before it is timed. With `--dry` every line runs without
+a GPU, on tiny shapes, and no figure means anything.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from shardweave.bench.gpu_machine import clocks, gpu_machine
 from shardweave.bench.gpu_timing import GraphTimer, HostTimer, Times
 from shardweave.bench.kernel_cases import Case, cases, rotation
-from shardweave.bench.kernel_targets import COPY, Row, as_markdown, as_results, shown
 from shardweave.bench.machine import slug
 from shardweave.bench.program_cases import pack_and_unpack, whole_program
+from shardweave.bench.target_rows import COPY, Row, as_markdown, as_results, shown
 from shardweave.bench.token_cases import token_rows
 from shardweave.kernels.signal import SHORTEST_POLL, SLOT, Channel, Failure, pack, signal
 
@@ -176,7 +176,7 @@ def run(device: torch.device, dry: bool, seconds: float) -> Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="shardweave.bench.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="shardweave.bench.gpu_targets", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder for the device goes there")
     parser.add_argument("--flat", action="store_true", help="write into --out itself")
     parser.add_argument("--tests", type=Path, metavar="FILE", help="report of the tests that ran before")
@@ -194,11 +194,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         about["tests"] = json.loads(arguments.tests.read_text(encoding="utf-8"))
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
-    command = "python -m shardweave.bench.kernels" + " --dry" * arguments.dry
+    command = "python -m shardweave.bench.gpu_targets" + " --dry" * arguments.dry
     results = as_results(bench.rows, about, arguments.dry, command)
-    results.write(folder / "kernels.json", "--out")
-    (folder / "kernels.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
-    print(f"written: {folder / 'kernels.md'}", file=sys.stderr)
+    results.write(folder / "gpu_targets.json", "--out")
+    (folder / "gpu_targets.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
+    print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
     return int(bool(results.faults))
 
 

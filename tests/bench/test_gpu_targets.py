@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from shardweave.__main__ import main
-from shardweave.bench import gpu_machine, gpu_tests, gpu_timing, kernels, machine, markdown, outcomes
+from shardweave.bench import gpu_machine, gpu_targets, gpu_tests, gpu_timing, machine, markdown, outcomes
+from shardweave.bench.gpu_targets import Bench
 from shardweave.bench.kernel_cases import cases, rotation
-from shardweave.bench.kernel_targets import NO_FIGURE, Row, as_markdown, as_results
-from shardweave.bench.kernels import Bench
 from shardweave.bench.result_file import read
+from shardweave.bench.target_rows import NO_FIGURE, Row, as_markdown, as_results
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "shardweave.bench.kernels",
+        "shardweave.bench.gpu_targets",
         "--dry",
         "--out",
         str(tmp_path),
@@ -46,24 +46,24 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert sorted(path.name for path in folder.iterdir()) == ["kernels.json", "kernels.md"]
-    found = read(folder / "kernels.json", "A")
+    assert sorted(path.name for path in folder.iterdir()) == ["gpu_targets.json", "gpu_targets.md"]
+    found = read(folder / "gpu_targets.json", "A")
     assert found.scale == "dry" and found.machine["tests"]["failed"] == ["a.b"] and not found.faults
     # All that there is a target for; each was verified and timed, and the page has no figure of it.
     ours = [row for row in found.rows if row.is_ours]
     assert len([row for row in ours if row.detail["target"] is not None]) >= 21
     assert {one.contender for one in found.absent} <= {"torchao", "torchtitan"}
-    page = (folder / "kernels.md").read_text()
+    page = (folder / "gpu_targets.md").read_text()
     assert page.count(f"| {NO_FIGURE} |") == len(ours) and "| yes |" not in page
     # Others read it as they read the suites'.
     assert {row.unit for row in found.rows} == {"µs", "ns"} and "kernels" in markdown.as_markdown(found)
-    assert main(["compare", str(folder / "kernels.json"), str(folder / "kernels.json")]) == 0
+    assert main(["compare", str(folder / "gpu_targets.json"), str(folder / "gpu_targets.json")]) == 0
 
 
 def test_without_a_gpu_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert kernels.main(["--out", str(tmp_path)]) == 2
+    assert gpu_targets.main(["--out", str(tmp_path)]) == 2
     assert "error: no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -74,7 +74,7 @@ def test_wrong_results_are_never_timed() -> None:
     assert not right()  # before the call the target is poisoned
     call()
     assert right()
-    wrong = kernels.Case(case.name, 0.9, case.moved, lambda: (lambda: None, lambda: False))
+    wrong = gpu_targets.Case(case.name, 0.9, case.moved, lambda: (lambda: None, lambda: False))
     row = Row(case.name, "of the ceiling", 0.9, True)
     bench.measure(row, lambda row: bench.kernel(wrong, row))
     assert row.value is None and row.note == "not measured: AssertionError: the result is wrong" and row.met is None
