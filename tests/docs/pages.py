@@ -6,8 +6,9 @@ The fence says how a block is meant:
   namespace that the page's blocks of as many ranks share; `python file=train.py`: written to that file, for commands
   of the page.
 - `bash`: its commands are run, but for those of `NOT_RUN`.
-- `text`: what the block before it prints, where one is just before it; … stands for anything, on a line of its own for
-  any lines. `text figures`: numbers, and the blanks and rules around them, may differ.
+- `text`: what the block just before it prints; … stands for anything, on a line of its own for any lines. Before the
+  first other block of a page it may be anything. `text figures`: numbers, and the blanks and rules around them, may
+  differ.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def parse_page(name: str, text: str) -> Page:
             elif just_before:
                 last = blocks.pop()
                 blocks.append(Block(last.line, last.info, last.text, block.text, "figures" in block.info))
+            elif blocks:
+                faults.append(f"{name}, line {at + 1}: shows what nothing just before it prints")
             just_before = block.language != "text"
         at = end + 1
     return Page(name, tuple(blocks), tuple(faults))

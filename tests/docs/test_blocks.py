@@ -64,6 +64,7 @@ def test_what_is_wrong_with_a_page_is_told(tmp_path: Path) -> None:
     assert "status 2" in faults("command", shown="1 exchange", command="python -m shardweave plan --mesh 2")
     assert "nobody checks" in faults("other", shown="1 exchange", command="rm -rf /nowhere")
     assert "a fence '```ruby'" in faults("fence", shown="1 exchange\n```\n```ruby")
+    assert "what nothing just before it prints" in faults("prose", shown="1 exchange\n```\nSo:\n```text\n2")
 
 
 @pytest.mark.plan
