@@ -25,6 +25,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from shardweave.bench.machine import provenance
+from shardweave.bench.markdown import provenance_lines
 from shardweave.bench.specialisations import KERNELS, Specialisation, specialisations
 from shardweave.bench.token_specialisations import TokenSpecialisation, token_specialisations
 
@@ -183,9 +185,9 @@ def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]], ta
     lines = [
         "# Kernels, compiled ahead of time",
         "",
-        "`python -m shardweave.bench.aot --out bench/results/aot.md`",
+        *provenance_lines(provenance()),
         "",
-        f"Triton {triton.__version__}, no GPU. Every kernel, in every specialisation that the programs of",
+        "Every kernel, in every specialisation that the programs of",
         "`bench/specialisations.py` launch (real models at their full size; pairs of layouts, even and uneven, in all",
         "dtypes; transposed and unaligned inputs; in one process, by messages, through windows that are pushed into or",
         "pulled from, and through windows inside nodes), and the windows and token dispatchers of",
