@@ -1,0 +1,127 @@
+"""Figures that pages quote are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import pytest
+from pages import ROOT, parse_page
+
+from shardweave.bench.validation import BOUNDS, errors
+
+pytestmark = pytest.mark.plan
+RESULTS = ROOT / "bench/results"
+
+
+def data(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def text(name: str) -> str:
+    """Without line breaks."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def figures(pattern: str, page: str) -> list[float]:
+    """What the pattern's groups find on the page, once."""
+    (found,) = re.findall(pattern, text(page))
+    return [float(one.replace(",", "")) for one in found]
+
+
+def rounded(given: Mapping[str, Any]) -> list[float]:
+    return [round(given["median_ratio"], 1), round(given["min_ratio"], 1)]
+
+
+def test_of_the_demo() -> None:
+    found = data("demo.json")
+    counted = [found["counted"], *rounded(found), *rounded(found["collective"])]
+    said = r"out ([\d]+) redistributions.* Over the (\d+) in which .* of ([\d.]+) times .* gloo, ([\d.]+) at least, .* "
+    said += r"both sides ([\d.]+), and ([\d.]+) at least\."
+    assert figures(said, "README.md") == [len(found["cases"]), *counted]
+    said = r"ratio of ([\d.]+) and a least one of ([\d.]+) over (\d+) cases .* and ([\d.]+) and ([\d.]+) with gloo"
+    ratio, least, cases, *on_gloo = figures(said, "docs/benchmarking.md")
+    assert [cases, ratio, least, *on_gloo] == counted
+
+
+def test_of_the_replay() -> None:
+    """The page shows what the page of results ends with."""
+    page = parse_page("", (ROOT / "docs/getting-started.md").read_text(encoding="utf-8"))
+    (shown,) = [block.shown for block in page.blocks if block.shown and "most expensive" in block.shown]
+    assert shown.removeprefix("…\n") in (RESULTS / "replay.md").read_text(encoding="utf-8")
+    each = sorted(
+        ([one["calls"] * one[f"{side}_s"] * 1e3 for side in ("torch", "shardweave")]
+         for one in data("replay.json")["redistributions"]), reverse=True,
+    )  # fmt: skip
+    said = re.findall(r": torch ([\d.]+) ms, shardweave ([\d.]+) ms", shown)
+    assert said == [(f"{theirs:.2f}", f"{ours:.2f}") for theirs, ours in each[:3]]
+
+
+def test_of_the_projection() -> None:
+    rows = data("projection/projection.json")["rows"]
+    cheaper = [row["ours_us"] / row["stock_us"] for row in rows if row["stock_us"] < row["ours_us"]]
+    llama = [row["ours_us"] == row["stock_us"] for row in rows if row["workload"].startswith("llama")]
+    said = r"So they do in (\d+) of Llama's (\d+) rows;.* In (\d+) of the ([\d,]+) rows .* by (\d+)% at most"
+    want = [sum(llama), len(llama), len(cheaper), len(rows), round(max(cheaper) * 100 - 100)]
+    assert figures(said, "docs/benchmarking.md") == want
+
+
+def test_of_the_validation() -> None:
+    cases = [case for run in data("projection/validation.json")["runs"] for case in run["cases"]]
+    every = errors(cases)
+    of_each = (errors([case for case in cases if case["bound"] == bound]) for bound in BOUNDS)
+    said = r"all (\d+) cases the median is (\d+)%: (\d+)% where nothing moves .*, (\d+)% where latency .*, "
+    said += r"(\d+)% where bytes are; the worst is (\d+)%"
+    want = [len(cases), *(round(median(found) * 100) for found in (every, *of_each)), round(every[-1] * 100)]
+    assert figures(said, "docs/benchmarking.md") == want
+
+
+def test_of_training() -> None:
+    (theirs,), (ours,) = (re.findall(rf" {side} +(\d+) ms", text("bench/results/training.md"))
+                          for side in ("torch", "shardweave"))  # fmt: skip
+    assert "are equal to the bit" in text("bench/results/training.md")
+    assert f"losses equal to the bit, a step in {ours} ms where stock takes {theirs} ms" in text("docs/benchmarking.md")
+
+
+def test_of_the_host() -> None:
+    page = (RESULTS / "host_cost.md").read_text(encoding="utf-8")
+    first = page.partition("The loop inside it")[0]
+    found = dict(re.findall(r"^\| ([^|]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", first, re.M))
+    nothing = found.pop("nothing to do")
+    least, most = min(found.values(), key=float), max(found.values(), key=float)
+    said = f"{least} to {most} of stock, {nothing} where nothing is to be done"
+    assert said in text("docs/dtensor.md")
+
+
+def test_of_kernels_compiled_ahead() -> None:
+    """The limits say that none spills."""
+    found = re.findall(r"^Compiled (\d+) of (\d+); spilled bytes in all (\d+);", (RESULTS / "aot.md").read_text(), re.M)
+    assert found and all(compiled == asked and spilled == "0" for compiled, asked, spilled in found)
+
+
+def test_of_plans() -> None:
+    page = (RESULTS / "plans.md").read_text(encoding="utf-8")
+    number = r"([\d.]+)"
+    counted = {
+        name: [
+            [float(one) for one in row]
+            for row in re.findall(rf"^\| {name} \| (\d+)" + rf" \| {number}" * 4, page, re.M)
+        ]
+        for name in ("torch greedy", "torch graph", "shardweave")
+    }
+    assert all(len(rows) == 2 for rows in counted.values())  # even shapes, uneven ones
+    greedy, graph, ours = counted.values()
+    assert {x for row in ours for x in row[1:]} == {1.0}
+    priced = [[int(row[0]), int(row[1])] for row in re.findall(
+        r"^\| [^|]+ \| torch \w+ \| (\d+) \|.*\| (\d+) \|$", page.partition("## Prices")[2], re.M)]  # fmt: skip
+    assert priced and all(cheaper == 0 for _, cheaper in priced)
+    (all_pairs, with_partial), pairs = sorted({n for n, _ in priced}), sum(row[0] for row in ours)
+    said = r"over ([\d,]+) pairs of layouts on four .* receives ([\d.]+) times the bound on average and up to ([\d.]+) "
+    said += r"times, its graph planner ([\d.]+) times on even shapes and ([\d.]+) times on .* any of ([\d,]+) others "
+    said += r".* any of the ([\d,]+) with a partial"
+    means = {round(row[2], 1) for row in greedy}
+    want = [pairs, *means, max(row[4] for row in greedy), *(round(row[2], 1) for row in graph)]
+    assert figures(said, "docs/benchmarking.md") == [*want, all_pairs - pairs, with_partial]
