@@ -57,7 +57,7 @@ def software() -> Iterator[Finding]:
     for name in SUPPORTED:
         yield _version_of(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        off = "kernels run in Triton's interpreter, thousands of times slower; unset it, except in tests"
+        off = "kernels run in Triton's interpreter, which is very slow; unset it, except in tests"
         yield Finding("software", "TRITON_INTERPRET", "1", off)
 
 
@@ -154,7 +154,7 @@ def memory() -> Iterator[Finding]:
     yield Finding("ranks on this machine", "cores", str(cores))
     if obstacle := why_not_here():
         off = (
-            "CPU ranks exchange through torch.distributed, which is several times slower: for shared memory start them "
+            "CPU ranks exchange through torch.distributed, which is slower: for shared memory start them "
             "on Linux and x86-64"
         )
         yield Finding("ranks on this machine", "shared memory", obstacle, off)

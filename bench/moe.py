@@ -8,8 +8,7 @@ all else over all ranks; its collectives are shardweave's.
 What has to be equal. Both compute in float32 the same products and sum them in other orders: a token's experts, the
 tokens of a weight's gradient, the ranks of an averaged one. Losses therefore differ by float32 roundings, which
 training carries on, and now and then a router's near tie falls otherwise and moves one token. So losses have to agree
-within `TOLERANCE`, of a loss. One token of each rank sent astray at every step is above it from the third step on, and
-weights at the wrong rows are a hundred times above it at the first.
+within `TOLERANCE`, of a loss.
 
 `--against torchtitan` holds dispatch and combine against torchtitan's AllToAllTokenDispatcher: `moe_against.py`.
 """
@@ -45,8 +44,8 @@ from .transformer import Sizes
 
 STEPS = 30
 LEARNING_RATE = 1e-3
-# Of a loss. 30 steps of 4 ranks came to 1e-7, a float32 rounding; the rest is room for near ties, each of which moves
-# one of thousands of tokens from one expert to another that its router scores alike.
+# Of a loss. 30 steps of 4 ranks come to 1e-7 (bench/results/moe.md), a float32 rounding; the rest is room for near
+# ties, each of which moves one of thousands of tokens from one expert to another that its router scores alike.
 TOLERANCE = 1e-4
 SIZES, EXPERT_SIZES = Sizes(blocks=2), ExpertSizes()
 _ROWS = 8  # steps shown

@@ -63,8 +63,7 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
     shown = {row.topology for row in rows}
     lines += [
         "",
-        "Links are assumed, not measured. Memory is as it was measured on an H200. A call costs nothing beside its",
-        "steps: hosts run ahead of GPUs.",
+        "Links and memory are assumed, not measured. A call costs nothing beside its steps: hosts run ahead of GPUs.",
         "",
     ]
     lines += _links([topology for topology in topologies if topology.name in shown])

@@ -15,8 +15,7 @@ OPS = ("sum", "max", "min", "prod")
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
-# Elements per thread that are reduced at a time: the accumulator (1 MiB of float32) stays in the cache. Of 2**15 to
-# 2**20 the fastest on 4 contributors of 2**22 elements, bfloat16 3 times as fast as in one piece.
+# Elements per thread that are reduced at a time: the accumulator (1 MiB of float32) stays in the cache.
 CHUNK = 1 << 18
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {

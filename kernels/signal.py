@@ -48,7 +48,8 @@ _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in KINDS)
 _BLOCK = tl.constexpr(1024)
 _EAGER_POLLS, _NAP = 100, 1e-4  # of the reference; a nap is a poll
 SHORTEST_POLL = 1.5e-7
-"""Seconds; no GPU takes less: a load that passes the first cache by, and its way through shared memory to all lanes."""
+"""Seconds; less is not expected of any GPU: a load that passes the first cache by, and its way through shared memory to
+all lanes."""
 
 
 @triton.jit
@@ -351,7 +352,7 @@ def poison_word(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def polls_within(seconds: float, device: torch.device) -> int:
-    """A number of polls that takes as long, or longer: on a GPU several times as long.
+    """A number of polls that takes as long, or longer.
 
     The shortest polls that there may be are counted. A trial would only tell what a poll takes at most: more than later
     where several processes share the device, or where its clock was low.

@@ -133,7 +133,8 @@ _NVLINK = Link(latency_us=5.0, gigabytes_per_s=450.0, one_sided=True)
 _INFINIBAND = Link(latency_us=20.0, gigabytes_per_s=50.0, one_sided=False, message_us=2.0)
 
 NVLINK_NODE = Topology("one NVLink domain", None, _NVLINK, _INFINIBAND, 4300.0)
-"""GPUs that all reach each other. NVLink 4 has 450 GB/s a direction by its makers; memory as measured on an H200."""
+"""GPUs that all reach each other. NVLink 4 has 450 GB/s a direction by its makers. Assumed, not measured: the latency,
+and the memory's bandwidth, nine tenths of the 4.8 TB/s that an H200 has by its makers."""
 
 NVLINK_INFINIBAND = Topology("NVLink nodes of 8 on InfiniBand", 8, _NVLINK, _INFINIBAND, 4300.0)
-"""Nodes of 8 GPUs with 400 Gb/s of InfiniBand a GPU. Latencies are assumed, until measured."""
+"""Nodes of 8 GPUs as in `NVLINK_NODE`, with 400 Gb/s of InfiniBand a GPU. Latencies are assumed, not measured."""

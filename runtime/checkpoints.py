@@ -55,9 +55,8 @@ class SavePlanner(DefaultSavePlanner):
 
     Takes the arguments of torch's `DefaultSavePlanner` and does what that does, but for DTensors. A shard is written
     as one chunk per box of the whole tensor: one, unless it is strided; replicas are written once, and ranks outside
-    the mesh write nothing. Each chunk is a record of its own, 1.7 KB and about a millisecond more than its data with
-    torch's file writer, so a shard of more than 1,024 boxes is logged as a warning: redistribute it to plain shards
-    first.
+    the mesh write nothing. Each chunk is a record of its own, which takes room and time beside its data, so
+    a shard of more than 1,024 boxes is logged as a warning: redistribute it to plain shards first.
 
     Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is written:
         UnsupportedError: a DTensor that is partial, or has several boxes where safetensors are written; the text names
@@ -173,7 +172,7 @@ class _Shard:
         count = math.prod(map(len, self.spans))
         if count > MANY_BOXES:
             _logger.warning(
-                "%s: this rank's shard is %d boxes, each a chunk of the checkpoint and 1.7 KB more than its data; "
+                "%s: this rank's shard is %d boxes, each a record of its own in the checkpoint; "
                 "redistribute it to plain shards before saving",
                 fqn,
                 count,

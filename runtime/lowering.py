@@ -47,8 +47,8 @@ class OneCall:
 
 
 BACKENDS = {
-    # 4 ranks on 2 cores: an all-to-all took 0.3 of the messages' time with 1 KiB to each peer, 0.5 with 64 KiB, and as
-    # long with 1 MiB, where packing all messages into one buffer comes on top; all-gather took 0.7, 0.9, and 1.6.
+    # What its messages cost to start is saved by one all-to-all; large shards cost more to pack into one buffer. Its
+    # all-gather is slower than its all-to-all.
     "gloo": OneCall(all_to_all=1 << 20, all_gather=0),
     # Its all-to-all is grouped messages, and wants them in one buffer; its all-gather sends each byte into a node once.
     "nccl": OneCall(all_to_all=0, all_gather=math.inf),

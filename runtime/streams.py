@@ -31,7 +31,7 @@ class StreamOrder:
         if torch.cuda.is_current_stream_capturing():
             captured.add(owner)
             return
-        raw = torch._C._cuda_getCurrentRawStream(self._index)  # what `current_stream` wraps, at a tenth of the cost
+        raw = torch._C._cuda_getCurrentRawStream(self._index)  # what `current_stream` wraps in an object
         if raw != self._raw or self._last is None:
             current = torch.cuda.current_stream(self._index)
             if self._last is not None:
