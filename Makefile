@@ -35,11 +35,13 @@ test-long: $(READY)
 	"$(BIN)/pytest" -m long $(ARGS)
 
 # The drop-in replaces names of torch's own, which differ between its versions: the runtime's tests on another one, in an
-# environment of its own. Builds for GPUs are gigabytes.
+# environment of its own. Builds for GPUs are gigabytes. The interpreter of triton 3.6, which comes with torch 2.11, fails
+# on numpy 2.4, in any loop over a number that is no constant.
 TORCH ?= 2.11.0
+NUMPY ?= numpy<2.4
 test-torch:
 	$(PYTHON) -m venv ".venv-torch-$(TORCH)"
-	".venv-torch-$(TORCH)/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" --editable ".[dev]"
+	".venv-torch-$(TORCH)/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" "$(NUMPY)" --editable ".[dev]"
 	".venv-torch-$(TORCH)/bin/pytest" -m "not long" tests/runtime $(ARGS)
 
 # mypy does not follow an editable install, and the clone's folder may have any name: it gets a link with the right one.

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -129,6 +130,7 @@ def compare(
     jobs: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
     quick: bool = False,
+    out: Path | None = None,
 ) -> int:
     """Run a folder's tests both ways and print both columns; 1 where a test is lost, or nothing was proven.
 
@@ -138,9 +140,10 @@ def compare(
         jobs: files at once.
         timeout: seconds that a file may take each way.
         quick: without shardweave only what does not pass with it.
+        out: the page that is printed, Markdown, is also written there.
 
     Raises:
-        ArgumentError: no test files, a number that does not fit.
+        ArgumentError: no test files, a number that does not fit, a file that cannot be written.
     """
     folder = folder.absolute()
     files = sorted(folder.rglob("test_*.py"))
@@ -148,7 +151,9 @@ def compare(
         raise ArgumentError(f"FOLDER: {str(folder)!r} has no test_*.py; allowed: a folder of torch's tests")
     if jobs < 1 or timeout <= 0:
         raise ArgumentError(f"--jobs, --timeout: {jobs}, {timeout:g}; allowed: 1 or more, and seconds above 0")
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+        raise ArgumentError(f"--out: {str(out)!r} cannot be written; allowed: a file in a folder that is there")
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, record=True)
 
     def both(file: Path) -> tuple[Column, Column]:
         ours = run(file, folder, True, only, timeout)
@@ -162,30 +167,38 @@ def compare(
 
     with ThreadPoolExecutor(jobs) as pool:
         columns = list(pool.map(both, files))
-    console.print("\n".join(provenance_lines(provenance())) + "\n", markup=False, soft_wrap=True)
-    table = Table("file", title="torch's tests, passed")
-    for head in ("tests", "stock", "installed", "lost", "stock s", "installed s"):
+    lines = ["# torch's own tests, with shardweave installed", "", *provenance_lines(provenance()), ""]
+    lines += ["What passes, and how long it takes. *Lost* passes without shardweave and does not with it."]
+    lines += ["Without it, only what does not pass with it was run."] * quick
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    table = Table("file", box=box.MARKDOWN)
+    for head in ("tests", "without", "with", "lost", "without, s", "with, s"):
         table.add_column(head, justify="right")
+    rows: list[tuple[float, ...]] = []
     lost: list[tuple[str, Column]] = []
     for file, (stock, ours) in zip(files, columns, strict=True):
         of_file = [(test, ours) for test in sorted(stock.passed - ours.passed)]
         lost += of_file
         tests = len(stock.outcomes.keys() | ours.outcomes.keys())
-        counts = tests, len(stock.passed), len(ours.passed), len(of_file)
-        row = [*map(str, counts), f"{stock.seconds:.0f}", f"{ours.seconds:.0f}"]
-        table.add_row(str(file.relative_to(folder)), *row)
+        rows.append((tests, len(stock.passed), len(ours.passed), len(of_file), stock.seconds, ours.seconds))
+        table.add_row(str(file.relative_to(folder)), *(f"{number:.0f}" for number in rows[-1]))
+    table.add_row("all", *(f"{sum(numbers):.0f}" for numbers in zip(*rows, strict=True)))
     console.print(table)
     for test, ours in lost:
         console.print(f"lost: {test}: {ours.how(test)}", markup=False)
         console.print("\n".join(ours.texts.get(test, "").splitlines()[-_LINES:]), markup=False)
-    return max(_account([ours for _, ours in columns], console), int(bool(lost)))
+    status = max(_account([ours for _, ours in columns], console), int(bool(lost)))
+    if out is not None:
+        text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
+        out.write_text(text.rstrip() + "\n", encoding="utf-8")
+    return status
 
 
 def _account(columns: Sequence[Column], console: Console) -> int:
     """What shardweave did in all processes; 1 where it was not installed or had nothing to do."""
     calls: Counter[str] = sum((column.calls for column in columns), Counter())
     delegations: Counter[str] = sum((column.delegations for column in columns), Counter())
-    table = Table("shardweave", title=f"calls in {sum(column.processes for column in columns)} processes")
+    table = Table(f"shardweave, in {sum(column.processes for column in columns)} processes", box=box.MARKDOWN)
     table.add_column("calls", justify="right")
     for world, count in calls.most_common():
         table.add_row(f"carried out on {world}", str(count))
@@ -207,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="files at once")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds that a file may take each way")
     parser.add_argument("--quick", action="store_true", help="without shardweave only what does not pass with it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the page there")
     try:
         return compare(**vars(parser.parse_args(arguments)))
     except ShardweaveError as error:
