@@ -266,7 +266,8 @@ def show(page: Path, *options: str) -> tuple[str, str]:
     """What headless Chromium says of a page, and the page's title once its scripts have run."""
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={page.with_suffix('.profile')}", "--enable-logging=stderr", "--dump-dom", *options]
+    command += ["--disable-dev-shm-usage", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={page.with_suffix('.profile')}", "--dump-dom", *options]
     done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     title = re.search(r"<title>(.*)</title>", done.stdout)
