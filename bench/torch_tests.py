@@ -153,7 +153,7 @@ def compare(
         raise ArgumentError(f"--jobs, --timeout: {jobs}, {timeout:g}; allowed: 1 or more, and seconds above 0")
     if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
         raise ArgumentError(f"--out: {str(out)!r} cannot be written; allowed: a file in a folder that is there")
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, record=True)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, record=True)
 
     def both(file: Path) -> tuple[Column, Column]:
         ours = run(file, folder, True, only, timeout)
