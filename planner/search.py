@@ -103,6 +103,17 @@ class Search:
         found = (replace(route, us=route.us + self.topology.call_us) for route in self._found(max_bytes))
         return sorted(found, key=lambda route: (route.us, len(route.stops)))
 
+    def _staged(self) -> list[tuple[Layout, ...]]:
+        """The direct exchange; where it has stages, in these, and with each of them as the cheapest way by itself."""
+        stages = staged(self.mesh, (self.source, self.target))
+        if len(stages) == 2:
+            return [stages]
+        found = [self.source]
+        for a, b in pairwise(stages):
+            leg = Search(self.mesh, self.shape, self.dtype, a, b, self.topology).cheapest()
+            found += leg.stops[1:]
+        return list(dict.fromkeys([stages, tuple(found)]))
+
     def _found(self, max_bytes: float) -> list[Route]:
         """Routes to the target, the direct exchange first; one that holds more than `max_bytes` is led no further."""
         source, target = self.source, self.target
@@ -113,7 +124,7 @@ class Search:
             isinstance(p, Partial) and p != source.placements[m] for m, p in enumerate(target.placements)
         )
         soonest = 0.0 if turns_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
-        paths = [staged(self.mesh, (source, target)), *stops.down_and_up(source)]
+        paths = [*self._staged(), *stops.down_and_up(source)]
         direct, *steps = self.prices([(source, target), *(pair for path in paths for pair in pairwise(path))])
         left, found = iter(steps), []
         for path in paths:

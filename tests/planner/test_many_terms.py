@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 
 import brute_force_oracle as oracle
 import pytest
@@ -12,7 +14,7 @@ import torch
 from box_checks import assert_boxes_tile_the_target_and_lie_with_their_senders, assert_is_its_part_of_the_whole
 
 import shardweave
-from shardweave import NVLINK_INFINIBAND, Mesh, Topology
+from shardweave import NVLINK_INFINIBAND, Layout, Mesh, Topology, redistribute_cost
 from shardweave.planner import plan, search, stages
 
 pytestmark = pytest.mark.plan
@@ -95,3 +97,16 @@ def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
     assert all(step.boxes.sender.shape[1] <= stages.MOST_TERMS for step in program.steps)
     reduced = (1 << 17) // 8 * 64 * 2
     assert reduced * (1 - 1 / 128) <= program.bytes_received[0] <= (2 if target == "S0 S0" else 4) * reduced
+
+
+@pytest.mark.parametrize("node_size", [1, 8])
+@pytest.mark.parametrize("shape", [(4096, 14336), (4096, 4096), (14336, 4096)])
+@pytest.mark.parametrize(
+    ("source", "target"), [("P P S1", "R S0 S1"), ("P P S0", "R S0 S0 @ 0:2,1"), ("P P R", "R R R")]
+)
+def test_no_dearer_than_each_stage_by_itself(shape: tuple[int, ...], source: str, target: str, node_size: int) -> None:
+    mesh, topology = Mesh((32, 128, 8), ("replicas", "dp", "tp")), replace(NVLINK_INFINIBAND, node_size=node_size)
+    stops = stages.staged(mesh, (Layout.parse(source), Layout.parse(target)))
+    assert len(stops) == 3
+    us = [redistribute_cost(mesh, shape, "float32", a, b, topology) for a, b in pairwise(stops)]
+    assert redistribute_cost(mesh, shape, "float32", source, target, topology) <= sum(us) * (1 + 1e-12)
