@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -13,7 +14,7 @@ from ..errors import ArgumentError
 from .markdown import UNIT, WRONG, absent_lines, as_markdown, machine_lines, notes, table_cells
 from .projection_rows import VERSION
 from .projection_rows import Row as Projected
-from .result_file import Results, Row, read, read_versioned
+from .result_file import Results, Row, is_number, read, read_versioned
 from .theme import THEME
 
 _PROJECTED_FIELDS: dict[str, Any] = {
@@ -62,9 +63,10 @@ def read_projection(path: Path) -> dict[str, Any]:
                 f"--projection: a row of {str(path)!r} lacks one of {', '.join(_PROJECTED_FIELDS)}; allowed: all"
             )
         for name, kind in _PROJECTED_FIELDS.items():
-            if not isinstance(row[name], kind) or isinstance(row[name], bool):
+            figure = is_number(row[name]) and row[name] >= (name == "ranks")  # 1 rank is the least
+            if not (isinstance(row[name], kind) and (figure or isinstance(row[name], str | None))):
                 raise ArgumentError(
-                    f"--projection: {name} of a row of {str(path)!r} is {row[name]!r}; allowed: what "
+                    f"--projection: {name} of a row of {str(path)!r} is {reprlib.repr(row[name])}; allowed: what "
                     "`python -m shardweave.bench.projection` writes"
                 )
     return {**given, "rows": [Projected(**{name: row[name] for name in _PROJECTED_FIELDS}) for row in given["rows"]]}

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import ArgumentError
 
 VERSION = 2
 UNITS = ("s", "ms", "µs", "ns", "×")
+SCALES = ("full", "quick", "dry")
 
 
 @dataclass(frozen=True)
@@ -101,25 +103,36 @@ class Row:
         if given["unit"] not in UNITS:
             raise ArgumentError(f"{where}: unit {_short(given['unit'])}; allowed: {', '.join(UNITS)}")
         samples = given.get("samples")
-        if not isinstance(samples, list) or not samples or not all(_is_number(one) and one > 0 for one in samples):
+        if not isinstance(samples, list) or not samples or not all(is_number(one) and one > 0 for one in samples):
             raise ArgumentError(f"{where}: samples {_short(samples)}; allowed: one or more finite numbers above 0")
         for name in ("bytes", "bound_bytes", "share_of_ceiling"):
-            if given.get(name) is not None and not _is_number(given[name]):
-                raise ArgumentError(f"{where}: {name} {_short(given[name])}; allowed: a number, or null")
+            if given.get(name) is not None and not (is_number(given[name]) and given[name] >= 0):
+                raise ArgumentError(f"{where}: {name} {_short(given[name])}; allowed: a number from 0 on, or null")
         detail = given.get("detail", {})
         if not isinstance(detail, dict):
             raise ArgumentError(f"{where}: detail {_short(detail)}; allowed: an object")
+        _check_shown(detail, where)
         row = cls(
             given["suite"], given["case"], given["contender"], given["unit"], tuple(samples), given.get("bytes"),
             given.get("bound_bytes"), given.get("share_of_ceiling"), bool(given.get("paired", False)),
             str(given.get("note", "")), detail,
         )  # fmt: skip
         for name, value in zip(("median", "low", "high"), (row.median, *row.quartiles), strict=True):
-            if not _is_number(given.get(name)) or not math.isclose(given[name], value):
+            if not is_number(given.get(name)) or not math.isclose(given[name], value):
                 raise ArgumentError(
                     f"{where}: {name} {_short(given.get(name))}; allowed: that of the samples, {value:g}"
                 )
         return row
+
+
+def _check_shown(detail: Mapping[str, Any], where: str) -> None:
+    """Of what tables and pictures show."""
+    kinds: dict[str, type] = {"rotation": dict} if "rotation" in detail else {}
+    if detail.get("sweep"):
+        kinds |= {"sweep": str, "source": str, "target": str, "tensor_bytes": int}
+    for name, kind in kinds.items():
+        if not isinstance(detail.get(name), kind):
+            raise ArgumentError(f"{where}: {name} of detail is {_short(detail.get(name))}; allowed: {kind.__name__}")
 
 
 def is_ours(contender: str) -> bool:
@@ -154,7 +167,7 @@ class Results:
     """What one command measured.
 
     Attributes:
-        scale: "full", "quick" or "dry": only results of one scale have the same cases.
+        scale: one of `SCALES`: only results of one scale have the same cases.
         absent: what could not be measured, and why.
         faults: what went wrong, and so has no row.
         match: only cases with this in their name were asked for.
@@ -213,9 +226,13 @@ def read(path: Path, argument: str) -> Results:
     for name in ("date", "command", "scale", "match"):
         if not isinstance(given.get(name), str):
             raise ArgumentError(f"{argument}: {name} of {str(path)!r} is {_short(given.get(name))}; allowed: text")
+    if given["scale"] not in SCALES:
+        allowed = ", ".join(SCALES)
+        raise ArgumentError(f"{argument}: scale of {str(path)!r} is {_short(given['scale'])}; allowed: {allowed}")
     about = given.get("machine")
-    if not isinstance(about, dict) or not {"cpu", "cores", "gpus"} <= about.keys():
-        raise ArgumentError(f"{argument}: machine of {str(path)!r} is {_short(about)}; allowed: an object with cpu, …")
+    if not _is_machine(about):
+        allowed = "an object with cpu, a name; cores, a whole number; and gpus, a list of names"
+        raise ArgumentError(f"{argument}: machine of {str(path)!r} is {_short(about)}; allowed: {allowed}")
     try:
         rows = tuple(map(Row.from_dict, given["rows"]))
         absent = tuple(Absent(*_of_contender(one)) for one in given["absent"])
@@ -232,6 +249,13 @@ def read(path: Path, argument: str) -> Results:
     if twice:
         raise ArgumentError(f"{argument}: {str(path)!r} has {', '.join(twice[0])} more than once; allowed: once")
     return Results(given["date"], given["command"], given["scale"], about, rows, absent, faults, given["match"])
+
+
+def _is_machine(given: object) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(given, dict) or not isinstance(given.get("gpus"), list):
+        return False
+    names = (given.get("cpu"), *given["gpus"])
+    return all(isinstance(name, str) for name in names) and isinstance(given.get("cores"), int)
 
 
 def _of_contender(given: Any) -> list[str]:
@@ -251,7 +275,7 @@ def read_versioned(path: Path, argument: str, version: int, what: str, listed: s
         raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {why}; allowed: {what}") from None
     try:
         given = json.loads(text, parse_constant=_refuse)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         how = "is cut short" if _ends_early(text, error) else "is no JSON"
         raise ArgumentError(f"{argument}: {str(path)!r} {how}: {error}; allowed: {what}") from None
     if not isinstance(given, dict) or "version" not in given:
@@ -265,7 +289,7 @@ def read_versioned(path: Path, argument: str, version: int, what: str, listed: s
     return given
 
 
-def _ends_early(text: str, error: ValueError) -> bool:
+def _ends_early(text: str, error: Exception) -> bool:
     """Whether it is the end of the text that could not be read; a word that is cut is seen where it begins."""
     if not isinstance(error, json.JSONDecodeError):
         return False
@@ -276,8 +300,8 @@ def _refuse(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+def is_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
 
 
 def _short(given: object) -> str:

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride
 
-_MOST_RANKS = 1 << 24  # a list of all of them must be possible
+MOST_RANKS = 1 << 24  # a list of all of them must be possible
 
 
 def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -60,8 +60,8 @@ class Mesh:
         sizes = whole_numbers("mesh", (shape,) if isinstance(shape, int) else shape)
         if not sizes or any(n < 1 for n in sizes):
             raise ArgumentError(f"mesh: shape {sizes} must have at least one dim, and every size must be at least 1")
-        if math.prod(sizes) > _MOST_RANKS:
-            raise ArgumentError(f"mesh: shape {sizes} has {math.prod(sizes)} ranks; allowed: up to {_MOST_RANKS}")
+        if math.prod(sizes) > MOST_RANKS:
+            raise ArgumentError(f"mesh: shape {sizes} has {math.prod(sizes)} ranks; allowed: up to {MOST_RANKS}")
         strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
         offset, table = 0, None
         if ranks is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from ..errors import ArgumentError
+
+_BEYOND = 1 << 63  # no figure is as large; of numbers that are, some fit no float
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Link:
             free where all ranks run at once (0 then).
 
     Raises:
-        ArgumentError: a negative or infinite figure, a bandwidth of 0.
+        ArgumentError: a negative or infinite figure, a bandwidth of 0, a `one_sided` that is neither True nor False.
     """
 
     latency_us: float
@@ -34,6 +36,8 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("latency_us", "gigabytes_per_s", "message_us"):
             _check_figure(f"link: {name}", getattr(self, name), positive=name == "gigabytes_per_s")
+        if not isinstance(self.one_sided, bool):
+            raise ArgumentError(f"link: one_sided {self.one_sided!r}; allowed: True, False")
 
     def us(self, nbytes: Any, messages: Any) -> Any:
         """Microseconds in which a rank moves `nbytes` to or from so many peers; numbers or arrays, 0 where 0 move."""
@@ -53,7 +57,8 @@ class Topology:
             a device, as it does of a GPU that has enough to do; launching is then part of a link's latency.
 
     Raises:
-        ArgumentError: a bandwidth that is not a positive number, another figure that is negative.
+        ArgumentError: a bandwidth that is not a positive number, another figure that is negative, or a name that is no
+            text.
     """
 
     name: str
@@ -65,7 +70,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         size = self.node_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"topology: name {self.name!r}; allowed: text")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < _BEYOND):
             raise ArgumentError(f"topology: node_size {size!r}; allowed: a whole number above 0, or None for one node")
         _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
         _check_figure("topology: call_us", self.call_us, positive=False)
@@ -107,22 +114,23 @@ class Topology:
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"topology: no JSON: {error}") from None
         return cls.from_dict(data)
 
 
 def _check_figure(name: str, value: Any, positive: bool) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < 0 or (positive and value == 0):
-        raise ArgumentError(f"{name} {value!r}; allowed: a number {'above 0' if positive else '>= 0'}")
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _BEYOND
+    if not fits or (positive and value == 0):
+        allowed = f"a number {'above 0' if positive else '>= 0'}, below 2**63"
+        raise ArgumentError(f"{name} {reprlib.repr(value)}; allowed: {allowed}")
 
 
 def _fields_of(kind: type, name: str, data: Any) -> dict[str, Any]:
     known = fields(kind)
     allowed = [f.name for f in known]
     if not isinstance(data, Mapping) or not set(data) <= set(allowed):
-        raise ArgumentError(f"{name}: {data!r}; allowed: an object of {', '.join(allowed)}")
+        raise ArgumentError(f"{name}: {reprlib.repr(data)}; allowed: an object of {', '.join(allowed)}")
     missing = [f.name for f in known if f.name not in data and f.default is MISSING]
     if missing:
         raise ArgumentError(f"{name}: {', '.join(missing)} missing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,7 +14,9 @@ from typing import Any
 
 from ..errors import ArgumentError, ShardweaveError
 from ..planner import Layout, Mesh
+from ..planner.arguments import check_layout, check_shape
 from ..planner.dtypes import check_dtype
+from ..planner.mesh import MOST_RANKS
 from ..planner.serialisation import mesh_to_dict
 
 VERSION = 2
@@ -23,6 +26,7 @@ MOST_BYTES = 4 << 20
 """Of a trace as it is written; of what does not fit, what moves least bytes is left out."""
 _MOST_REASONS = 64  # for which calls are left out
 _LONGEST_REASON = 200
+_MOST_COUNTED = 1 << 63
 _HEAD = '{"shardweave_trace"'
 FSDP_COLLECTIVES = {
     ("S0", "R"): "all_gather",
@@ -76,7 +80,7 @@ class Entry:
         check_dtype(data["dtype"])
         shape, layouts = tuple(map(_whole, data["shape"])), (data["source"], data["target"])
         for name, of in (("source", mesh), ("target", target_mesh or mesh)):
-            Layout.parse(data[name]).check(of.shape, len(shape), name)
+            check_layout(name, Layout.parse(data[name]), of, check_shape(shape), data["dtype"])
         if data["fsdp"] and not (layouts in FSDP_COLLECTIVES and len(shape) == 1 and target_mesh is None):
             raise TypeError(f"{' -> '.join(layouts)} of {list(shape)} is no collective of FSDP2's")
         return cls(mesh, target_mesh, shape, **texts, **flags)
@@ -185,7 +189,7 @@ class Trace:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError(f"{name}: no whole JSON ({error}); allowed: what `record` wrote") from None
         if not isinstance(data, dict) or "shardweave_trace" not in data:
             raise ArgumentError(f"{name}: JSON, but no trace; allowed: what `record` wrote")
@@ -202,6 +206,8 @@ class Trace:
             began, written = map(_seconds, data["alive"])
             ranks = tuple(map(_whole, data["ranks"]))
             world_size = _whole(data["world_size"])
+            if world_size > MOST_RANKS:
+                raise TypeError(f"world_size {world_size}; allowed: up to {MOST_RANKS}")
             if not ranks or max(ranks) >= world_size:
                 raise TypeError(f"ranks {list(ranks)} of {world_size}")
             for mesh in {mesh for entry in found for mesh in (entry.mesh, entry.target_mesh) if mesh is not None}:
@@ -279,6 +285,6 @@ def _seconds(number: object) -> float:
 
 
 def _whole(number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise TypeError(f"{number!r} is no number of 0 or more")
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _MOST_COUNTED:
+        raise TypeError(f"{reprlib.repr(number)} is no number of 0 or more, below 2**63")
     return number

@@ -43,7 +43,10 @@ def topology(given: str | None) -> Topology | None:
         raise ArgumentError(
             f"--topology: {given!r} cannot be read: {error}; allowed: {allowed}, or a JSON file"
         ) from None
-    return Topology.from_json(text)
+    try:
+        return Topology.from_json(text)
+    except ArgumentError as error:
+        raise ArgumentError(f"--topology: {given!r}: {error}") from None
 
 
 def interruptible(run: Run) -> Run:

@@ -51,6 +51,15 @@ def test_an_interrupt_ends_a_measurement_quietly(monkeypatch: pytest.MonkeyPatch
     assert command_line.main(["demo"]) == 130
 
 
+def test_a_topology_that_is_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    file.write_text('{"rows": [' + "0, " * 10_000 + "0]}")
+    assert command_line.main(["plan", "--mesh", "2", "--shape", "4", "--topology", str(file), "R", "S0"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: --topology: '{file}': topology: " in said and "allowed: an object of name" in said
+    assert len(said) < 500
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

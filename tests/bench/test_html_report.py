@@ -237,6 +237,9 @@ def test_files_in_and_out(tmp_path: Path) -> None:
         ({"version": 2}, "of version 2"),
         ({"rows": [{n: v for n, v in row.items() if n != "calls"}]}, "lacks one of workload.*calls"),
         ({"rows": [{**row, "calls": None}]}, "calls of a row .* is None"),
+        ({"rows": [{**row, "calls": 10**400}]}, "calls of a row .* is 1000"),
+        ({"rows": [{**row, "ours_us": -1.0}]}, "ours_us of a row .* is -1"),
+        ({"rows": [{**row, "ranks": 0}]}, "ranks of a row .* is 0"),
     ):
         file.write_text(json.dumps({**projection(), **change}))
         with pytest.raises(ArgumentError, match=f"--projection: .*{said}"):

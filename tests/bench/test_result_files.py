@@ -59,10 +59,16 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
     for end in (0, 1, 40, len(text) // 2, len(text) - 3):
         assert "is cut short" in refused(tmp_path, text[:end]), end
     assert "is no JSON" in refused(tmp_path, "a report\nof something")
+    assert "is no JSON" in refused(tmp_path, "[" * 100_000)
     assert "is something else" in refused(tmp_path, "[]") and "is something else" in refused(tmp_path, '{"rows": []}')
     assert "is of version 1; allowed: 2" in refused(tmp_path, text.replace(f'"version": {VERSION}', '"version": 1', 1))
     assert "no list of rows" in refused(tmp_path, '{"version": 2}')
-    for name, value, said in (("faults", [{"suite": "host"}], "absent or faults lack"), ("match", None, "match of")):
+    for name, value, said in (
+        ("faults", [{"suite": "host"}], "absent or faults lack"),
+        ("match", None, "match of"),
+        ("scale", "large", "scale of"),
+        ("machine", {**ABOUT, "gpus": [80]}, "a list of names"),
+    ):
         assert said in refused(tmp_path, json.dumps({**json.loads(text), name: value}))
     nothing = {"rows": [], "absent": [], "faults": []}
     assert "has no rows" in refused(tmp_path, json.dumps({**json.loads(text), **nothing}))
@@ -88,6 +94,11 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
         ("case", None, "case is None"),
         ("bytes", "many", "bytes 'many'"),
         ("detail", 3, "detail 3"),
+        ("bytes", -1, "bytes -1; allowed: a number from 0 on"),
+        ("bytes", 10**400, "bytes 1000"),
+        ("samples", [10**400], "samples"),
+        ("detail", {"rotation": "warm"}, "rotation of detail is 'warm'"),
+        ("detail", {"sweep": "order", "source": "S0", "target": "R"}, "tensor_bytes of detail is None"),
     ],
 )
 def test_rows_that_are_not_as_they_have_to_be(tmp_path: Path, name: str, value: Any, said: str) -> None:

@@ -77,6 +77,10 @@ def test_ranks_share_a_node_by_blocks() -> None:
         ({"node": {"latency_us": 1, "one_sided": True}}, "topology: node: gigabytes_per_s missing"),
         ({"network": {"latency_us": 1, "gigabytes_per_s": "fast", "one_sided": True}}, "gigabytes_per_s 'fast'"),
         ({"network": 5}, "topology: network: 5; allowed"),
+        ({"name": 5}, "topology: name 5; allowed: text"),
+        ({"node_size": 10**40}, "allowed: a whole number above 0"),
+        ({"call_us": 10**400}, "allowed: a number >= 0, below 2**63"),
+        ({"node": {"latency_us": 1, "gigabytes_per_s": 1, "one_sided": "no"}}, "one_sided 'no'; allowed: True, False"),
     ],
 )
 def test_a_bad_topology_is_named(change: dict, text: str) -> None:
@@ -86,5 +90,6 @@ def test_a_bad_topology_is_named(change: dict, text: str) -> None:
 
 
 def test_what_is_no_json_is_named() -> None:
-    with pytest.raises(ArgumentError, match="no JSON"):
-        Topology.from_json("{")
+    for text in ("{", "[" * 100_000):
+        with pytest.raises(ArgumentError, match="no JSON"):
+            Topology.from_json(text)
