@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,12 @@ def requirement(name: str) -> str:
 
 
 def _version_of(name: str) -> Finding:
-    install = f'pip install "{requirement(name)}"'
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        return Finding("software", name, "not installed", install)
+    # Of what runs: torch for AMD's GPUs brings triton under another package's name.
+    found: str = import_module(name).__version__
     least, below = SUPPORTED[name]
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
-    return Finding("software", name, found, None if least <= numbers < below else f"not supported: {install}")
+    off = None if least <= numbers < below else f'not supported: pip install "{requirement(name)}"'
+    return Finding("software", name, found, off)
 
 
 def settings() -> Iterator[Finding]:

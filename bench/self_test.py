@@ -68,7 +68,7 @@ def _try(world: str, seconds: float) -> str | None:
                 lambda rank, line: said.append(line),
                 within=seconds,
             )
-    except (RanksFailed, ShardweaveError, OSError) as error:
+    except (RanksFailed, ShardweaveError, OSError, dist.DistError) as error:
         # Of a rank's traceback its last line alone, which names the error; not who stopped after whom, in which order.
         told = [line for line in said if line and not line[0].isspace() and not line.startswith("Traceback")]
         causes = [line for line in told if not line.startswith("error: rank")]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def test_a_machine_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What to do is a command, quoted so that a shell takes it as it is."""
     for torchs, triton in (("2.9.1+cu128", "3.7.1"), ("2.13.0+cpu", "3.9.0"), ("2.14.0", "3.8.0"), ("2.11.0", "3.6.0")):
-        monkeypatch.setattr(doctor, "version", {"torch": torchs, "triton": triton}.__getitem__)
+        found = {"torch": SimpleNamespace(__version__=torchs), "triton": SimpleNamespace(__version__=triton)}
+        monkeypatch.setattr(doctor, "import_module", found.__getitem__)
         off = {f.what: f.off for f in doctor.software() if f.what in ("torch", "triton")}
         fits = {"torch": torchs[:4] in ("2.11", "2.13"), "triton": triton in ("3.7.1", "3.6.0")}
         said = {"torch": 'pip install "torch>=2.11,<2.14"', "triton": 'pip install "triton>=3.6,<3.8"'}
@@ -185,6 +187,18 @@ def test_the_command_without_gloo(
     assert found["gloo"]["off"].endswith("a torch with gloo is needed")
     assert found["4 CPU ranks of this machine"]["found"] == "nowhere: no gloo"
     assert found["two ranks"]["found"] == "wrong, or not at all" and "no gloo" in found["two ranks"]["off"]
+
+
+@pytest.mark.multi
+def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are too few open files for a socket."""
+
+    def refused(*given: object, **options: object) -> None:
+        raise dist.DistNetworkError("too many open files")
+
+    on(monkeypatch)
+    monkeypatch.setattr(dist, "TCPStore", refused)
+    assert {error for _, _, error in self_test.self_test()} == {"too many open files"}
 
 
 SMALL_SHM = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
