@@ -71,7 +71,7 @@ def run(paths: Sequence[Path], options: Options) -> int:
     asked = [case for case in every if options.only in " ".join((*case.wheres, case.entry.source, case.entry.target))]
     if not asked:
         raise ArgumentError(
-            f"--only: {options.only!r} is in none of the {len(trace.found)} redistributions of TRACE; allowed: in one"
+            f"--only: {options.only!r} is in none of the {len(every)} redistributions of TRACE; allowed: in one"
         )
     path = options.json_path
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):

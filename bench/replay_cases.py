@@ -75,13 +75,17 @@ def distinct(trace: Trace) -> list[Case]:
     for entry, cost in trace.heaviest_first():
         one = replace(entry, where="", traced=False)
         alike = one if one.target_mesh else replace(one, mesh=Mesh(one.mesh.shape, one.mesh.names))
-        families.setdefault(alike, {}).setdefault(one, []).append((entry.where, cost))
+        families.setdefault(alike, {}).setdefault(one, []).append((_place(entry), cost))
     found = []
     for family in families.values():
         ranks = [rank for one in family for rank in one.mesh.rank_array.tolist()]
         together = len(ranks) == len(set(ranks))
         found += [_case(family)] if together else [_case({one: at}) for one, at in family.items()]
     return sorted(found, key=lambda case: -case.cost.bytes_in_all)
+
+
+def _place(entry: Entry) -> str:
+    return f"{entry.where}, traced" if entry.traced else entry.where
 
 
 def _case(family: dict[Entry, list[tuple[str, Cost]]]) -> Case:

@@ -134,17 +134,19 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def case_cells(case: Case) -> tuple[str, ...]:
+    """With rich's marks escaped."""
     entry, wheres = case.entry, case.wheres
     mesh = str(entry.mesh) if entry.target_mesh is None else f"{entry.mesh} to {entry.target_mesh}"
     if len(case.entries) > 1:
         mesh += f", {len(case.entries)} at once"
-    return (
+    cells = (
         "\n".join(wheres[:3]) + (f"\nand {len(wheres) - 3} more" if len(wheres) > 3 else ""),
         mesh,
         f"{entry.dtype}{list(case.shape)}",
         f"{entry.source} → {entry.target}",
         str(case.cost.calls),
     )
+    return tuple(map(escape, cells))  # names of files and of mesh dims may have brackets
 
 
 def ratio(one: Compared) -> str:
@@ -214,7 +216,7 @@ def show_end(console: Console, trace: Trace, found: Sequence[Compared], of: str,
         said = f"The program did not end well, so the trace lacks what was to come: {trace.ended}"
         console.print(said, style="bold", markup=False)
     for why, calls in trace.left_out.items():
-        console.print(f"not in the trace: {calls} calls: {why}", markup=False)
+        console.print(f"not in the trace: {calls} call{'' if calls == 1 else 's'}: {why}", markup=False)
     if trace.missing:
         console.print(
             f"Recorded by {ranks_text(trace.ranks)} of {trace.world_size}: what {ranks_text(trace.missing)} alone "

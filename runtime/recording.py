@@ -63,13 +63,16 @@ class Recording:
         self._ask_group()
         self.left_out: Counter[str] = Counter()
         self.written: Path | None = None
+        self._process = os.getpid()
 
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None:
         for spec in (current, target):
             if spec.mesh not in self._meshes:  # a part of a mesh knows its ranks while there is a process group
                 self._meshes[spec.mesh] = mesh_of(spec.mesh)
+        key = _Key(current, target, dtype, _caller(), torch.compiler.is_compiling())
         try:
-            self._count(self._calls, _Key(current, target, dtype, _caller(), torch.compiler.is_compiling()))
+            if not (key.traced and key in self._calls):  # passes over one graph, which say nothing of calls
+                self._count(self._calls, key)
         except TypeError:  # cannot be hashed
             self.left_out["symbolic shapes"] += 1
 
@@ -97,7 +100,10 @@ class Recording:
             remove_larger(path, self._size)
 
     def end(self, path: Path, ended: str | None) -> None:
-        """Write the trace, with the exception that ended the block, if any."""
+        """Write the trace, with the exception that ended the block, if any. A process that the block forked, and
+        that leaves it too, writes none: the file is its parent's."""
+        if os.getpid() != self._process:
+            return
         self.written = replace(self.trace(), ended=ended).write(path)
 
     def trace(self) -> Trace:

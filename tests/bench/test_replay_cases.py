@@ -43,6 +43,13 @@ def test_meshes_that_are_alike_are_one_case() -> None:
 
 
 @pytest.mark.plan
+def test_what_was_traced_is_said_where_it_is() -> None:
+    entry = Entry(GRID, None, (8, 4), "float32", "S0 R", "R R", "a.py:1 f", traced=True)
+    (case,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(1, 64)}))
+    assert case.wheres == ("a.py:1 f, traced",)
+
+
+@pytest.mark.plan
 def test_what_is_too_large_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

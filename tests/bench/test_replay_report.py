@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from shardweave.bench import replay_report
 from shardweave.bench.replay_cases import Case, distinct
 from shardweave.bench.replay_report import Replayed, most_expensive, quartiles, show_replayed
 from shardweave.planner import Mesh
@@ -44,6 +45,16 @@ def test_the_most_expensive_are_named_with_both_costs() -> None:
         "    1 call of 6 B: torch 5.00 ms, shardweave 6.00 ms",
     ]
     assert most_expensive(found[:1], "", "")[0].startswith("\nThe most expensive redistribution of a rank")
+
+
+@pytest.mark.plan
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    console = Console(width=200, record=True)
+    console.print(replay_report.table("[/a]", ()))
+    shown = replay_report.table("", ())
+    shown.add_row(*replay_report.case_cells(case("[v2].py:1 f[/b]", (8, 130), 5)))
+    console.print(shown)
+    assert "[v2].py:1 f[/b]" in console.export_text()
 
 
 @pytest.mark.plan

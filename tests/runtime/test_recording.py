@@ -90,6 +90,37 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert found == {0: ((4, 2), 2), 2: ((4, 4), 4)}
 
 
+@pytest.mark.plan
+def test_a_process_that_the_program_forks_writes_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with shardweave.record(path) as recording:
+        child = os.fork()
+    if not child:
+        os._exit(0 if recording.written is None else 1)
+    assert recording.written == path and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def traced(rank: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 2), mesh, (S0,), src_data_rank=None)
+
+    @torch.compile(backend="aot_eager")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).redistribute(placements=(R,))  # type: ignore[attr-defined]
+
+    with shardweave.record(path):
+        for _ in range(3):
+            twice(x)
+
+
+@pytest.mark.multi
+def test_what_is_traced_is_counted_once(tmp_path: Path) -> None:
+    """However often torch goes over the graph."""
+    run_ranks(traced, 2, str(tmp_path / "trace.json"))
+    ((entry, cost),) = Trace.read(tmp_path / "trace.rank0.json").found.items()
+    assert entry.traced and cost.calls == 1
+
+
 def launched(monkeypatch: pytest.MonkeyPatch, rank: object, world_size: object) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -280,6 +311,11 @@ def changed(**changes: Any) -> str:
         ),
         (changed(fsdp=None), "not as `record` writes it"),
         (changed(ended=1), "ended: 1"),
+        (changed(calls=10**400), "is no number of 0 or more, below 2"),
+        (changed(world_size=10**9), "world_size 1000000000; allowed: up to 16777216"),
+        (changed(shape=[1 << 40, 1 << 40]), r"more than 2\*\*58 elements"),
+        (changed(source="Pmax S0", dtype="complex64"), "source: mesh dim 0: partial op 'max' of complex64"),
+        ("[" * 100_000, "no whole JSON"),
     ],
 )
 def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
