@@ -64,10 +64,11 @@ def run(paths: Sequence[Path], options: Options) -> int:
         ArgumentError: traces that cannot be read, or are not of one run, with nothing to replay, or with what takes
             more memory than is free; options that do not fit each other or this machine.
     """
-    trace = merged([Trace.read(path) for path in paths])
+    traces = [Trace.read(path) for path in paths]
+    trace = merged(traces)
     if not trace.found:
         raise ArgumentError(f"TRACE: it holds no redistribution: {trace.why_empty}; allowed: one or more")
-    every = distinct(trace)
+    every = distinct(trace, traces)
     asked = [case for case in every if options.only in " ".join((*case.wheres, case.entry.source, case.entry.target))]
     if not asked:
         raise ArgumentError(

@@ -68,19 +68,25 @@ def meshes_of(entry: Entry) -> tuple[Mesh, Mesh]:
     return entry.mesh, entry.target_mesh or entry.mesh
 
 
-def distinct(trace: Trace) -> list[Case]:
+def distinct(trace: Trace, of_ranks: Sequence[Trace] = ()) -> list[Case]:
     """The redistributions, wherever they were asked for, and by whichever of several meshes alike; what moves most
-    bytes first."""
-    families: dict[Entry, dict[Entry, list[tuple[str, Cost]]]] = {}
-    for entry, cost in trace.heaviest_first():
+    bytes first.
+
+    Args:
+        of_ranks: the traces that `trace` was merged from; none: it is of one rank, or of ranks that do the same. Ranks
+            may ask for the same from different places, whose calls are not one rank's then.
+    """
+    families: dict[Entry, dict[Entry, list[Entry]]] = {}
+    for entry, _ in trace.heaviest_first():
         one = replace(entry, where="", traced=False)
-        alike = one if one.target_mesh else replace(one, mesh=Mesh(one.mesh.shape, one.mesh.names))
-        families.setdefault(alike, {}).setdefault(one, []).append((_place(entry), cost))
+        kind = one if one.target_mesh else replace(one, mesh=Mesh(one.mesh.shape, one.mesh.names))
+        families.setdefault(kind, {}).setdefault(one, []).append(entry)
     found = []
     for family in families.values():
         ranks = [rank for one in family for rank in one.mesh.rank_array.tolist()]
         together = len(ranks) == len(set(ranks))
-        found += [_case(family)] if together else [_case({one: at}) for one, at in family.items()]
+        apart = [family] if together else [{one: places} for one, places in family.items()]
+        found += [_case(alike, of_ranks or [trace]) for alike in apart]
     return sorted(found, key=lambda case: -case.cost.bytes_in_all)
 
 
@@ -88,10 +94,12 @@ def _place(entry: Entry) -> str:
     return f"{entry.where}, traced" if entry.traced else entry.where
 
 
-def _case(family: dict[Entry, list[tuple[str, Cost]]]) -> Case:
-    costs = [[cost for _, cost in at] for at in family.values()]
+def _case(family: dict[Entry, list[Entry]], of_ranks: Sequence[Trace]) -> Case:
+    costs = [
+        [of.found[entry] for entry in places if entry in of.found] for places in family.values() for of in of_ranks
+    ]
     calls = max(sum(cost.calls for cost in of_mesh) for of_mesh in costs)
-    wheres = dict.fromkeys(where for at in family.values() for where, _ in at)
+    wheres = dict.fromkeys(_place(entry) for places in family.values() for entry in places)
     received = max(cost.bytes_received for of_mesh in costs for cost in of_mesh)
     return Case(tuple(family), Cost(calls, received), tuple(wheres), next(iter(family)).shape, received)
 

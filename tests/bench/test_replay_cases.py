@@ -13,6 +13,7 @@ from shardweave.bench.replay_cases import check_memory, distinct
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
 from shardweave.runtime.trace import Cost, Entry, Trace
+from shardweave.runtime.trace_merging import merged
 
 GRID = Mesh((2, 2), ("dp", "tp"))
 
@@ -40,6 +41,19 @@ def test_meshes_that_are_alike_are_one_case() -> None:
     assert one.of_rank(3).mesh == second and one.of_rank(0).mesh == first
     # Ranks in common do one after the other; between two meshes each is one of its own.
     assert [len(case.entries) for case in apart] == [1, 1, 1, 1]
+
+
+@pytest.mark.plan
+def test_calls_are_of_one_rank() -> None:
+    """Rank 0 prints what it gathers, the others gather on another line; one of them once more."""
+
+    def of_rank(rank: int, line: int, calls: int) -> Trace:
+        entry = Entry(GRID, None, (8, 4), "float32", "S0 R", "R R", f"a.py:{line} f")
+        return Trace("2.13.0", 4, (rank,), {entry: Cost(calls, 64)})
+
+    traces = [of_rank(0, 1, 3), *(of_rank(rank, 2, 3 + rank // 3) for rank in range(1, 4))]
+    (case,) = distinct(merged(traces), traces)
+    assert case.cost == Cost(4, 64) and set(case.wheres) == {"a.py:1 f", "a.py:2 f"}
 
 
 @pytest.mark.plan
