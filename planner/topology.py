@@ -73,7 +73,8 @@ class Topology:
         if not isinstance(self.name, str):
             raise ArgumentError(f"topology: name {self.name!r}; allowed: text")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < _BEYOND):
-            raise ArgumentError(f"topology: node_size {size!r}; allowed: a whole number above 0, or None for one node")
+            allowed = "a whole number above 0, below 2**63, or None for one node"
+            raise ArgumentError(f"topology: node_size {reprlib.repr(size)}; allowed: {allowed}")
         _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
         _check_figure("topology: call_us", self.call_us, positive=False)
 
