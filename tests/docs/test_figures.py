@@ -62,11 +62,10 @@ def test_of_the_replay() -> None:
 
 def test_of_the_projection() -> None:
     rows = data("projection/projection.json")["rows"]
-    cheaper = [row["ours_us"] / row["stock_us"] for row in rows if row["stock_us"] < row["ours_us"]]
+    assert all(row["ours_us"] <= row["stock_us"] for row in rows)
     llama = [row["ours_us"] == row["stock_us"] for row in rows if row["workload"].startswith("llama")]
-    said = r"So they do in (\d+) of Llama's (\d+) rows;.* In (\d+) of the ([\d,]+) rows .* by (\d+)% at most"
-    want = [sum(llama), len(llama), len(cheaper), len(rows), round(max(cheaper) * 100 - 100)]
-    assert figures(said, "docs/benchmarking.md") == want
+    said = r"So they do in (\d+) of Llama's (\d+) rows;.* In none of the ([\d,]+) rows are torch's steps cheaper"
+    assert figures(said, "docs/benchmarking.md") == [sum(llama), len(llama), len(rows)]
 
 
 def test_of_the_validation() -> None:
