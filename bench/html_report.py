@@ -63,7 +63,8 @@ def read_projection(path: Path) -> dict[str, Any]:
                 f"--projection: a row of {str(path)!r} lacks one of {', '.join(_PROJECTED_FIELDS)}; allowed: all"
             )
         for name, kind in _PROJECTED_FIELDS.items():
-            figure = is_number(row[name]) and row[name] >= (name == "ranks")  # 1 rank is the least
+            least = 1 if name == "ranks" else 0
+            figure = is_number(row[name]) and row[name] >= least
             if not (isinstance(row[name], kind) and (figure or isinstance(row[name], str | None))):
                 raise ArgumentError(
                     f"--projection: {name} of a row of {str(path)!r} is {reprlib.repr(row[name])}; allowed: what "
@@ -205,6 +206,6 @@ def _projection(given: Mapping[str, Any] | None) -> list[str]:
         return [*body, "<p>None of its rows has both sides.</p>"]
     caption = (
         "Of each workload, all redistributions of one step together. Both axes are logarithmic. Where one line hides "
-        "another, both cost the same."
+        "another, they differ by less than its width."
     )
     return [*body, _figure(svg, caption, 99)]

@@ -59,7 +59,12 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
             for n in sizes
         ]
         lines.append(f"| {workload} | {topology} | {' | '.join(cells)} |")
-    lines += ["", "![cost against ranks](projection.svg)", "", "Where one line hides another, both cost the same."]
+    lines += [
+        "",
+        "![cost against ranks](projection.svg)",
+        "",
+        "Where one line hides another, they differ by less than its width.",
+    ]
     shown = {row.topology for row in rows}
     lines += [
         "",

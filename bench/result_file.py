@@ -231,7 +231,7 @@ def read(path: Path, argument: str) -> Results:
         raise ArgumentError(f"{argument}: scale of {str(path)!r} is {_short(given['scale'])}; allowed: {allowed}")
     about = given.get("machine")
     if not _is_machine(about):
-        allowed = "an object with cpu, a name; cores, a whole number; and gpus, a list of names"
+        allowed = "an object with cpu, a name; cores, a number; and gpus, a list of names"
         raise ArgumentError(f"{argument}: machine of {str(path)!r} is {_short(about)}; allowed: {allowed}")
     try:
         rows = tuple(map(Row.from_dict, given["rows"]))
@@ -255,7 +255,8 @@ def _is_machine(given: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(given, dict) or not isinstance(given.get("gpus"), list):
         return False
     names = (given.get("cpu"), *given["gpus"])
-    return all(isinstance(name, str) for name in names) and isinstance(given.get("cores"), int)
+    numbers = (given.get("cores"), given.get("last_level_cache_mib", 0))
+    return all(isinstance(name, str) for name in names) and all(map(is_number, numbers))
 
 
 def _of_contender(given: Any) -> list[str]:

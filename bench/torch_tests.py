@@ -22,10 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from ..errors import ArgumentError, ShardweaveError
 from .machine import provenance
 from .markdown import provenance_lines
@@ -151,9 +147,8 @@ def compare(
         raise ArgumentError(f"FOLDER: {str(folder)!r} has no test_*.py; allowed: a folder of torch's tests")
     if jobs < 1 or timeout <= 0:
         raise ArgumentError(f"--jobs, --timeout: {jobs}, {timeout:g}; allowed: 1 or more, and seconds above 0")
-    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK)):
         raise ArgumentError(f"--out: {str(out)!r} cannot be written; allowed: a file in a folder that is there")
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, record=True)
 
     def both(file: Path) -> tuple[Column, Column]:
         ours = run(file, folder, True, only, timeout)
@@ -167,50 +162,51 @@ def compare(
 
     with ThreadPoolExecutor(jobs) as pool:
         columns = list(pool.map(both, files))
+    lost = [(test, ours) for stock, ours in columns for test in sorted(stock.passed - ours.passed)]
     lines = ["# torch's own tests, with shardweave installed", "", *provenance_lines(provenance()), ""]
-    lines += ["What passes, and how long it takes. *Lost* passes without shardweave and does not with it."]
-    lines += ["Without it, only what does not pass with it was run."] * quick
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    table = Table("file", box=box.MARKDOWN)
-    for head in ("tests", "without", "with", "lost", "without, s", "with, s"):
-        table.add_column(head, justify="right")
-    rows: list[tuple[float, ...]] = []
-    lost: list[tuple[str, Column]] = []
-    for file, (stock, ours) in zip(files, columns, strict=True):
-        of_file = [(test, ours) for test in sorted(stock.passed - ours.passed)]
-        lost += of_file
-        tests = len(stock.outcomes.keys() | ours.outcomes.keys())
-        rows.append((tests, len(stock.passed), len(ours.passed), len(of_file), stock.seconds, ours.seconds))
-        table.add_row(str(file.relative_to(folder)), *(f"{number:.0f}" for number in rows[-1]))
-    table.add_row("all", *(f"{sum(numbers):.0f}" for numbers in zip(*rows, strict=True)))
-    console.print(table)
+    lines += _passed([str(file.relative_to(folder)) for file in files], columns, quick)
     for test, ours in lost:
-        console.print(f"lost: {test}: {ours.how(test)}", markup=False)
-        console.print("\n".join(ours.texts.get(test, "").splitlines()[-_LINES:]), markup=False)
-    status = max(_account([ours for _, ours in columns], console), int(bool(lost)))
+        lines += ["", f"lost: {test}: {ours.how(test)}", *ours.texts.get(test, "").splitlines()[-_LINES:]]
+    proven, said = _account([ours for _, ours in columns])
+    text = "\n".join([*lines, "", *said]) + "\n"
+    print(text, end="")
     if out is not None:
-        text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
-        out.write_text(text.rstrip() + "\n", encoding="utf-8")
-    return status
+        out.write_text(text, encoding="utf-8")
+    return int(bool(lost) or not proven)
 
 
-def _account(columns: Sequence[Column], console: Console) -> int:
-    """What shardweave did in all processes; 1 where it was not installed or had nothing to do."""
+def _passed(files: Sequence[str], columns: Sequence[tuple[Column, Column]], quick: bool) -> list[str]:
+    """The table of files."""
+    stock_of = "of the rest, without" if quick else "without"
+    heads = ["file", "tests", "with", stock_of, "lost", "with, s", f"{stock_of}, s"]
+    rows: list[tuple[float, ...]] = [
+        (
+            len(stock.outcomes.keys() | ours.outcomes.keys()), len(ours.passed), len(stock.passed),
+            len(stock.passed - ours.passed), ours.seconds, stock.seconds,
+        )
+        for stock, ours in columns
+    ]  # fmt: skip
+    rows.append(tuple(map(sum, zip(*rows, strict=True))))
+    lines = ["Tests that pass with shardweave and without it, and how long they take. *Lost* pass without it alone."]
+    lines += ["Without it only the rest was run, which does not pass with it."] * quick
+    lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for name, row in zip([*files, "all"], rows, strict=True):
+        lines.append(f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |")
+    return lines
+
+
+def _account(columns: Sequence[Column]) -> tuple[bool, list[str]]:
+    """What shardweave did in all processes, and whether that proves anything: it was installed, and called."""
     calls: Counter[str] = sum((column.calls for column in columns), Counter())
     delegations: Counter[str] = sum((column.delegations for column in columns), Counter())
-    table = Table(f"shardweave, in {sum(column.processes for column in columns)} processes", box=box.MARKDOWN)
-    table.add_column("calls", justify="right")
-    for world, count in calls.most_common():
-        table.add_row(f"carried out on {world}", str(count))
-    for reason, count in delegations.most_common():
-        table.add_row(f"left to torch: {reason}", str(count))
-    console.print(table)
     errors = sorted({error for column in columns for error in column.errors})
-    for error in errors:
-        console.print(f"not installed: {error}", markup=False)
-    if not calls and not delegations:
-        console.print("shardweave was not called at all: nothing is proven")
-    return int(bool(errors) or not (calls or delegations))
+    lines = [f"| shardweave, in {sum(column.processes for column in columns)} processes | calls |", "|---|---|"]
+    lines += [f"| carried out on {world} | {count} |" for world, count in calls.most_common()]
+    lines += [f"| left to torch: {reason.replace('|', '¦')} | {count} |" for reason, count in delegations.most_common()]
+    lines += ["", *(f"not installed: {error}" for error in errors)] if errors else []
+    called = bool(calls or delegations)
+    lines += [] if called else ["", "shardweave was not called at all: nothing is proven"]
+    return called and not errors, lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

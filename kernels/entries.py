@@ -101,7 +101,7 @@ class Entries:
 
 
 def _argsort(keys: torch.Tensor) -> torch.Tensor:
-    """Of keys that are all different; numpy's sort is faster than torch's."""
+    """Of keys that are all different, by numpy's sort."""
     return torch.from_numpy(np.argsort(keys.numpy()))
 
 

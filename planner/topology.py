@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from ..errors import ArgumentError
 
-_BEYOND = 1 << 63  # no figure is as large; of numbers that are, some fit no float
+_MOST_RANKS = 1 << 62  # of a node: what an int64 holds
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Link:
         for name in ("latency_us", "gigabytes_per_s", "message_us"):
             _check_figure(f"link: {name}", getattr(self, name), positive=name == "gigabytes_per_s")
         if not isinstance(self.one_sided, bool):
-            raise ArgumentError(f"link: one_sided {self.one_sided!r}; allowed: True, False")
+            raise ArgumentError(f"link: one_sided {reprlib.repr(self.one_sided)}; allowed: True, False")
 
     def us(self, nbytes: Any, messages: Any) -> Any:
         """Microseconds in which a rank moves `nbytes` to or from so many peers; numbers or arrays, 0 where 0 move."""
@@ -71,9 +72,9 @@ class Topology:
     def __post_init__(self) -> None:
         size = self.node_size
         if not isinstance(self.name, str):
-            raise ArgumentError(f"topology: name {self.name!r}; allowed: text")
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < _BEYOND):
-            allowed = "a whole number above 0, below 2**63, or None for one node"
+            raise ArgumentError(f"topology: name {reprlib.repr(self.name)}; allowed: text")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_RANKS):
+            allowed = "a whole number from 1 to 2**62, or None for one node"
             raise ArgumentError(f"topology: node_size {reprlib.repr(size)}; allowed: {allowed}")
         _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
         _check_figure("topology: call_us", self.call_us, positive=False)
@@ -121,10 +122,10 @@ class Topology:
 
 
 def _check_figure(name: str, value: Any, positive: bool) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _BEYOND
+    # Whole numbers may be larger than any float.
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
     if not fits or (positive and value == 0):
-        allowed = f"a number {'above 0' if positive else '>= 0'}, below 2**63"
-        raise ArgumentError(f"{name} {reprlib.repr(value)}; allowed: {allowed}")
+        raise ArgumentError(f"{name} {reprlib.repr(value)}; allowed: a number {'above 0' if positive else '>= 0'}")
 
 
 def _fields_of(kind: type, name: str, data: Any) -> dict[str, Any]:

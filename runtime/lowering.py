@@ -48,7 +48,7 @@ class OneCall:
 
 BACKENDS = {
     # What its messages cost to start is saved by one all-to-all; large shards cost more to pack into one buffer. Its
-    # all-gather is slower than its all-to-all.
+    # all-gather was slower than its all-to-all when this was set.
     "gloo": OneCall(all_to_all=1 << 20, all_gather=0),
     # Its all-to-all is grouped messages, and wants them in one buffer; its all-gather sends each byte into a node once.
     "nccl": OneCall(all_to_all=0, all_gather=math.inf),

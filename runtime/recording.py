@@ -118,7 +118,7 @@ class Recording:
                 bytes_received = _bytes_received(entry, self._rank)
                 # Specs that differ in what no trace says, as in strides.
                 before = found[entry].calls if entry in found else 0
-                found[entry] = Cost(before + calls, bytes_received)
+                found[entry] = Cost(max(before, calls) if entry.traced else before + calls, bytes_received)
             except ShardweaveError as error:
                 left_out[str(error)] += calls
         alive = (_process_began(), round(time.time(), 2)) if self._ranks_meet else (0.0, 0.0)

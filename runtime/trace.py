@@ -26,7 +26,7 @@ MOST_BYTES = 4 << 20
 """Of a trace as it is written; of what does not fit, what moves least bytes is left out."""
 _MOST_REASONS = 64  # for which calls are left out
 _LONGEST_REASON = 200
-_MOST_COUNTED = 1 << 63
+_BEYOND = 1 << 63
 _HEAD = '{"shardweave_trace"'
 FSDP_COLLECTIVES = {
     ("S0", "R"): "all_gather",
@@ -285,6 +285,6 @@ def _seconds(number: object) -> float:
 
 
 def _whole(number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _MOST_COUNTED:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _BEYOND:
         raise TypeError(f"{reprlib.repr(number)} is no number of 0 or more, below 2**63")
     return number

@@ -31,7 +31,7 @@ function background(element) {
     // Of the nearest that has one; without any a page is white.
     for (; element; element = element.parentElement) {
         const colour = getComputedStyle(element).backgroundColor;
-        if (!/, 0\)$/.test(colour)) return colour;
+        if (!/^rgba\(.*, 0\)$/.test(colour)) return colour;
     }
     return "rgb(255, 255, 255)";
 }

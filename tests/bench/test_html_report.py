@@ -253,7 +253,11 @@ def test_files_in_and_out(tmp_path: Path) -> None:
         html_report.run([given], out, None, tmp_path / "no/r.md")
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+def starts(browser: str | None) -> bool:
+    return browser is not None and subprocess.run([browser, "--version"], capture_output=True).returncode == 0
+
+
+BROWSER = next(filter(starts, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FAULTS = {  # in what is shown, and what each is called
     "": "",
     "picture.style.width = '150px'": "px high",
@@ -276,6 +280,15 @@ def show(page: Path, *options: str) -> tuple[str, str]:
     title = re.search(r"<title>(.*)</title>", done.stdout)
     assert title is not None, done.stderr
     return done.stderr, unescape(title[1])
+
+
+@in_a_browser
+def test_the_console_is_heard(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for script, heard in (("console.error('said')", True), ("nothing.there", True), ("1", False)):
+        page.write_text(f"<title>a page</title><script>{script}</script>", encoding="utf-8")
+        said, _ = show(page)
+        assert ("CONSOLE" in said) == heard
 
 
 @in_a_browser

@@ -32,7 +32,7 @@ NOT_RUN = {
     "make test-long": "takes longer than CI may; tests themselves",
     "make test-nightly": "takes longer than CI may; the same tests with more requests",
     "make test-torch": "downloads another torch; tests themselves",
-    "make gpu": "needs a GPU; test_kernels.py runs both of its commands without one",
+    "make gpu": "needs a GPU; test_gpu_targets.py runs both of its commands without one",
 }
 
 _FENCE = re.compile(r"^(\s*)```(.*)$")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from page_runs import run_commands, run_page
-from pages import NOT_RUN, PAGES, commands, parse_page, read_page
+from pages import NOT_RUN, PAGES, ROOT, commands, parse_page, read_page
 
 
 @pytest.mark.multi
@@ -72,6 +73,8 @@ def test_what_is_not_run_is_on_a_page_and_is_there(tmp_path: Path) -> None:
     found = {" ".join(c.words[:2]) for path in PAGES for b in read_page(path).blocks if b.language == "bash"
              for c in commands(b)}  # fmt: skip
     assert found >= NOT_RUN.keys()
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert tests >= {name for why in NOT_RUN.values() for name in re.findall(r"test_\w+\.py", why)}
     (block,) = parse_page("page.md", "```bash\nmake demo\nmake tset\n```").blocks
     assert run_commands(block, tmp_path) == ["line 3: make tset: nobody checks such a command"]
 

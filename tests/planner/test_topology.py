@@ -65,7 +65,7 @@ def test_ranks_share_a_node_by_blocks() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"node_size": 0}, "node_size 0; allowed: a whole number above 0, below 2**63, or None for one node"),
+        ({"node_size": 0}, "node_size 0; allowed: a whole number from 1 to 2**62, or None for one node"),
         ({"node_size": 2.5}, "node_size 2.5; allowed"),
         ({"memory_gigabytes_per_s": 0}, "memory_gigabytes_per_s 0; allowed: a number above 0"),
         ({"call_us": -1}, "topology: call_us -1; allowed: a number >= 0"),
@@ -78,8 +78,8 @@ def test_ranks_share_a_node_by_blocks() -> None:
         ({"network": {"latency_us": 1, "gigabytes_per_s": "fast", "one_sided": True}}, "gigabytes_per_s 'fast'"),
         ({"network": 5}, "topology: network: 5; allowed"),
         ({"name": 5}, "topology: name 5; allowed: text"),
-        ({"node_size": 10**40}, "000; allowed: a whole number above 0, below 2**63"),
-        ({"call_us": 10**400}, "allowed: a number >= 0, below 2**63"),
+        ({"node_size": 10**40}, "000; allowed: a whole number from 1 to 2**62"),
+        ({"call_us": 10**400}, "allowed: a number >= 0"),
         ({"node": {"latency_us": 1, "gigabytes_per_s": 1, "one_sided": "no"}}, "one_sided 'no'; allowed: True, False"),
     ],
 )
