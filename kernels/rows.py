@@ -51,7 +51,7 @@ class Buffers:
                     f"contiguous, as buffers[0], {first.dtype} {tuple(first.shape)}"
                 )
         self._tables = tables
-        self._addresses: tuple[int, ...] | None = None
+        self._addresses: tuple[tuple[int, ...], int] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -65,8 +65,10 @@ class Buffers:
         if self._tables is None:
             self._tables = AddressTables(self.device)
         if self._addresses is None:
-            self._addresses = tuple([tensor.data_ptr() for tensor in self._tensors])
-        return self._tables.of(self._addresses), reduce(or_, self._addresses)
+            addresses = tuple([tensor.data_ptr() for tensor in self._tensors])
+            self._addresses = addresses, reduce(or_, addresses)
+        addresses, bits = self._addresses
+        return self._tables.of(addresses), bits
 
 
 class ChosenBuffers(Buffers):

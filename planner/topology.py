@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-_MOST_RANKS = 1 << 62  # of a node: what an int64 holds
+_LARGEST_NODE = 1 << 62  # ranks, which an int64 holds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Topology:
         size = self.node_size
         if not isinstance(self.name, str):
             raise ArgumentError(f"topology: name {reprlib.repr(self.name)}; allowed: text")
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_RANKS):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST_NODE):
             allowed = "a whole number from 1 to 2**62, or None for one node"
             raise ArgumentError(f"topology: node_size {reprlib.repr(size)}; allowed: {allowed}")
         _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)

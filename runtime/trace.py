@@ -26,7 +26,7 @@ MOST_BYTES = 4 << 20
 """Of a trace as it is written; of what does not fit, what moves least bytes is left out."""
 _MOST_REASONS = 64  # for which calls are left out
 _LONGEST_REASON = 200
-_BEYOND = 1 << 63
+_BEYOND = 1 << 63  # what an int64 holds
 _HEAD = '{"shardweave_trace"'
 FSDP_COLLECTIVES = {
     ("S0", "R"): "all_gather",
