@@ -23,6 +23,7 @@ from ..runtime.choosing import NAMES
 from .link_fit import Fit, Sample, fit_link, fit_local
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds
+from .writable import check_writable
 
 LARGEST = 32 << 20
 _LEAST_LARGEST = 4096
@@ -65,8 +66,7 @@ def run(
         world = None  # which is of several nodes; the ranks of one choose by what they share
     if largest < _LEAST_LARGEST:
         raise ArgumentError(f"--largest: {largest}; allowed: {_LEAST_LARGEST} bytes or more")
-    if out is not None and not os.access(out.absolute().parent, os.W_OK):
-        raise ArgumentError(f"--out: {str(out)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--out", out)
     config = {"device": "cpu", "world": world, "node_size": node_size, "largest": largest}
     return (_run_here if given else _run_local)(size, config, out, name)
 

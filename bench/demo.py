@@ -22,6 +22,7 @@ from .markdown import provenance_lines
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .turns import KEPT
 from .workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
+from .writable import check_writable
 
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds
 
@@ -37,8 +38,7 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     cases = sum(only in name for name in names)
     if not cases:
         raise ArgumentError(f"--only: {only!r} is in no case's name; allowed: part of one of {', '.join(names)}")
-    if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):
-        raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--json", json_path)
     console.print(_heading(ranks))
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console

@@ -31,6 +31,7 @@ from ..runtime.choosing import check_name, choose_world
 from ..runtime.shared_memory import why_not_here
 from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
 from .self_test import self_test
+from .writable import check_writable
 
 # As pyproject.toml requires them: from this version on, below that one.
 SUPPORTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
@@ -277,6 +278,7 @@ def run(as_json: Path | None = None) -> int:
     Raises:
         ArgumentError: the JSON cannot be written.
     """
+    check_writable("--json", as_json)
     findings = examine()
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -294,8 +296,5 @@ def run(as_json: Path | None = None) -> int:
     console.print("Nothing is off." if not off else f"{len(off)} of {len(findings)} things are off.")
     if as_json is not None:
         written: list[dict[str, Any]] = [asdict(finding) for finding in findings]
-        try:
-            as_json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"--json: '{as_json}' cannot be written: {error}; allowed: a file") from None
+        as_json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return int(bool(off))

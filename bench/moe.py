@@ -41,6 +41,7 @@ from .other_libraries import INSTALL
 from .ranks import RankMain, Ranks, RanksFailed, Send
 from .training import LENGTH, SEQUENCES, batch, text
 from .transformer import Sizes
+from .writable import check_writable
 
 STEPS = 30
 LEARNING_RATE = 1e-3
@@ -163,8 +164,7 @@ def run(ranks: int, steps: int, fsdp: int, against: str | None, json_path: Path 
         raise ArgumentError(f"--against: {against} is not installed; allowed: where it is ({INSTALL[against]})")
     if against is not None and moe_against.EXPERTS % ranks:
         raise ArgumentError(f"--ranks: {ranks}; allowed with --against: divisors of {moe_against.EXPERTS} experts")
-    if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):
-        raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--json", json_path)
     by_rank: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
 
     def output(rank: int, line: str) -> None:

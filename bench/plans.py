@@ -27,10 +27,12 @@ from shardweave.planner import Placement, plan
 from shardweave.planner.cost import prices
 from shardweave.planner.exchange import Change
 
+from ..errors import ArgumentError
 from . import plan_times
 from .machine import provenance
 from .markdown import provenance_lines
 from .stock_plans import Counted, count_stock, stock
+from .writable import check_writable
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2), (4, 2, 2))
 EVEN = ((4096,), (1024, 512), (256, 128, 64))
@@ -286,6 +288,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the report there instead of printing it")
     arguments = parser.parse_args()
+    try:
+        check_writable("--out", arguments.out)
+    except ArgumentError as error:
+        parser.error(str(error))
     join()
     text = report()
     if arguments.out is None:

@@ -7,7 +7,6 @@ on a topology.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from .replay_prices import priced, show_priced
 from .replay_ranks import Setting, rank_main
 from .replay_report import Replayed, show_replayed
 from .turns import slowest
+from .writable import check_writable
 
 MOST_RANKS = 16
 _PLAIN_WIDTH = 170  # of a table that no terminal bounds
@@ -75,8 +75,7 @@ def run(paths: Sequence[Path], options: Options) -> int:
             f"--only: {options.only!r} is in none of the {len(every)} redistributions of TRACE; allowed: in one"
         )
     path = options.json_path
-    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise ArgumentError(f"--json: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--json", path)
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     if options.topology is not None or trace.world_size > MOST_RANKS:
         left_out = _left_out(options, len(every), len(asked), len(asked))

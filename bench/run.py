@@ -17,6 +17,7 @@ from .markdown import as_markdown
 from .measuring import Found, Key, suite
 from .result_file import Absent, Fault, Results, read
 from .suites import SUITES
+from .writable import check_writable
 
 HERE = Path(__file__).resolve().parent
 COMMITTED = HERE / "results"
@@ -120,8 +121,7 @@ def _measured(cases: Mapping[str, Sequence[str]], scale: str) -> tuple[Results |
 def _check_files(json_path: Path | None, out: Path | None) -> None:
     if importlib.util.find_spec("pytest_benchmark") is None:
         raise ArgumentError("bench: pytest-benchmark is not installed; allowed: pip install 'shardweave[bench]'")
-    if json_path is not None and (json_path.is_dir() or not os.access(json_path.absolute().parent, os.W_OK)):
-        raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--json", json_path)
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from .machine import provenance
 from .markdown import provenance_lines
 from .torch_tests_outcomes import FILE
 from .torch_tests_site import FOLDER
+from .writable import check_writable
 
 DEFAULT_TIMEOUT = 1800.0
 _LINES = 12  # of what a test said when it failed
@@ -147,8 +148,7 @@ def compare(
         raise ArgumentError(f"FOLDER: {str(folder)!r} has no test_*.py; allowed: a folder of torch's tests")
     if jobs < 1 or timeout <= 0:
         raise ArgumentError(f"--jobs, --timeout: {jobs}, {timeout:g}; allowed: 1 or more, and seconds above 0")
-    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK)):
-        raise ArgumentError(f"--out: {str(out)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--out", out)
 
     def both(file: Path) -> tuple[Column, Column]:
         ours = run(file, folder, True, only, timeout)

@@ -32,6 +32,7 @@ from .markdown import provenance_lines
 from .ranks import Ranks, RanksFailed, Send
 from .training_report import SIDES, Outcome, show
 from .transformer import Sizes, Transformer, build
+from .writable import check_writable
 
 STEPS = 30
 LEAST_STEPS = 2  # a median and quartiles want two
@@ -115,8 +116,7 @@ def run(ranks: int, steps: int, json_path: Path | None) -> int:
         raise ArgumentError(f"--ranks: {ranks}; allowed: {allowed} and others whose mesh divides {heads} heads")
     if steps < LEAST_STEPS:
         raise ArgumentError(f"--steps: {steps}; allowed: {LEAST_STEPS} or more")
-    if json_path is not None and not os.access(json_path.absolute().parent, os.W_OK):
-        raise ArgumentError(f"--json: {str(json_path)!r} cannot be written; allowed: a file in a folder that is there")
+    check_writable("--json", json_path)
     by_rank: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
 
     def output(rank: int, line: str) -> None:
