@@ -30,6 +30,7 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor as 
 
 import shardweave
 from shardweave.bench.host_worlds import (
+    Alone,
     MirrorWorld,
     SilentWorld,
     as_on_a_gpu,
@@ -69,6 +70,7 @@ class NullWorld:
     name, backend, error, busy, pending, rank = "null", "", None, False, None, 0
 
     def __init__(self) -> None:
+        self.rendezvous = Alone(0, RANKS)
         self._kept: dict[Any, list[torch.Tensor]] = {}
         self._bytes: dict[int, torch.Tensor] = {}
 
@@ -190,7 +192,7 @@ class DeviceCost(NamedTuple):
 
     Attributes:
         windows: through windows, launches left out; windows_launched: and made (None without a GPU).
-        messages: by messages, launches left out and nothing sent; untold: the store is not told of the call either.
+        messages: by messages, launches left out and nothing sent.
         boxes, signals: launches through windows; messages_boxes: by messages.
     """
 
@@ -200,7 +202,6 @@ class DeviceCost(NamedTuple):
     boxes: int
     signals: int
     messages: float
-    untold: float
     messages_boxes: int
 
 
@@ -227,17 +228,16 @@ def _measured_on_device_worlds(
     median = {side: statistics.median(of_side) for side, of_side in times.items()}
     return DeviceCost(
         name, median["windows"], median.get("launched"), counts["PreparedLaunch"], counts["PreparedSignal"],
-        median["messages"], median["untold"], sum(sent.values()),
+        median["messages"], sum(sent.values()),
     )  # fmt: skip
 
 
 def sampled_on_device_worlds(
     mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
 ) -> tuple[dict[str, list[float]], Counter[str], Counter[str]]:
-    """Microseconds of a call by round: "windows", "messages", "untold" and, on a GPU, "launched"; and what is launched
-    through windows and by messages."""
-    device, silent = mesh.device_type, NullWorlds.named["collective"]
-    assert isinstance(silent, SilentWorld)
+    """Microseconds of a call by round: "windows", "messages" and, on a GPU, "launched"; and what is launched through
+    windows and by messages."""
+    device = mesh.device_type
     local, specs = given(mesh, shape, source, target)
     windows, messages = (partial(run_redistribution, local, *specs, How(world=world)) for world in NullWorlds.named)
     counts, sent = counted_launches(windows), counted_launches(messages)
@@ -245,8 +245,7 @@ def sampled_on_device_worlds(
     for _ in range(rounds):
         with without_launches():
             times.setdefault("windows", []).append(microseconds(windows, number, device))
-            for side, silent.tells in (("messages", True), ("untold", False)):
-                times.setdefault(side, []).append(microseconds(messages, number, device))
+            times.setdefault("messages", []).append(microseconds(messages, number, device))
         if device == "cuda":
             times.setdefault("launched", []).append(microseconds(windows, number, device))
     return times, counts, sent
@@ -308,14 +307,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"| {cost.kind} | {cost.stock:.1f} | {cost.ours:.1f} | {cost.ours / cost.stock:.2f} |")
     print(
         "\nThe loop inside it, as ranks on GPUs run it. Through windows: launches (of boxes + of signals) left out. By "
-        "messages:\nthose left out too, nothing sent; and without telling the store as well.\n"
+        "messages:\nthose left out too, nothing sent.\n"
     )
-    print(
-        "| kind | windows | launches | launched | messages | store not told | launches |\n|---|---|---|---|---|---|---|"
-    )
+    print("| kind | windows | launches | launched | messages | launches |\n|---|---|---|---|---|---|")
     for c in measure_on_device_worlds(rounds, number, arguments.device):
         launched = "no GPU" if c.windows_launched is None else f"{c.windows_launched:.1f}"
-        cells = c.kind, f"{c.windows:.1f}", f"{c.boxes} + {c.signals}", launched, f"{c.messages:.1f}", f"{c.untold:.1f}"
+        cells = c.kind, f"{c.windows:.1f}", f"{c.boxes} + {c.signals}", launched, f"{c.messages:.1f}"
         print(f"| {' | '.join(cells)} | {c.messages_boxes} |")
 
 

@@ -19,6 +19,7 @@ from shardweave.kernels.pointers import PreparedLaunch
 from shardweave.kernels.signal import SLOT, Channel, PreparedSignal
 from shardweave.runtime import collective, copies
 from shardweave.runtime.collective import CollectiveWorld
+from shardweave.runtime.rendezvous import Rendezvous
 from shardweave.runtime.symmetric_world import SymmetricWorld
 
 TIMEOUT = 10.0
@@ -42,14 +43,21 @@ class _Mirror:
         return {rank: longer[row * max(i - 1, 0) :][: own.numel()] for i, rank in enumerate(told)}
 
 
+class Alone(Rendezvous):
+    """Of a rank that takes all others to be there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(dist.HashStore(), rank, TIMEOUT, lambda rank: False)
+
+    def meet(self, ranks: tuple[int, ...]) -> str:
+        return ""
+
+
 class MirrorWorld(SymmetricWorld):
     """Rank 0 through windows, among peers that are itself."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        super().__init__(dist.HashStore(), 0, size, TIMEOUT, _Mirror(device))
-
-    def session(self, ranks: tuple[int, ...]) -> str:
-        return ""
+        super().__init__(0, size, TIMEOUT, _Mirror(device), Alone(0, size))
 
     def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         return dict.fromkeys(ranks, text)
@@ -64,21 +72,10 @@ _DONE = _Done()
 
 
 class SilentWorld(CollectiveWorld):
-    """Rank 0 by messages that are not sent; the store that it posts to is a real one.
-
-    Attributes:
-        tells: whether it is told.
-    """
-
-    tells = True
+    """Rank 0 by messages that are not sent."""
 
     def __init__(self, size: int) -> None:
-        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        super().__init__(dist.PrefixStore("silent", self.server), 0, size, TIMEOUT, "nccl")
-
-    def announce(self, ranks: tuple[int, ...], token: int, compare: bool) -> None:
-        if self.tells:
-            super().announce(ranks, token, False)
+        super().__init__(0, size, TIMEOUT, "nccl", Alone(0, size))
 
 
 def nothing_is_sent() -> ExitStack:

@@ -114,16 +114,15 @@ def as_markdown(rows: Sequence[Row], about: dict[str, Any], dry: bool = False) -
         lines.append(f"| {row.name} | {shown(row, dry)} | {target} | {met} | {' | '.join(figures)} |")
     for row in rows:
         if not dry and row.detail and "kinds" in row.detail:
+            # fmt: off
             lines += ["", "Host work, µs a call: through `DTensor.redistribute`, stock on a fake group and ours on a "
                       "world that meets nobody; in the loop inside it, stock; through windows, launches (of boxes + of "
-                      "signals) excluded and made; by messages, launches and torch.distributed excluded, the store "
-                      "told and not.", ""]  # fmt: skip
-            lines += [
-                "| kind | stock | ours | loop, stock | windows | launched | launches | messages | store not told |"
-            ]
-            lines += ["|---|---|---|---|---|---|---|---|---|"]
+                      "signals) excluded and made; by messages, launches and torch.distributed excluded.", ""]
+            # fmt: on
+            lines += ["| kind | stock | ours | loop, stock | windows | launched | launches | messages |"]
+            lines += ["|---|---|---|---|---|---|---|---|"]
             for kind in row.detail["kinds"]:
-                names = ("stock", "ours", "inner_stock", "windows", "windows_launched", "messages", "untold")
+                names = ("stock", "ours", "inner_stock", "windows", "windows_launched", "messages")
                 cells = ["-" if kind[n] is None else f"{kind[n]:.1f}" for n in names]
                 cells.insert(5, f"{kind['boxes']} + {kind['signals']}")
                 lines.append(f"| {kind['kind']} | {' | '.join(cells)} |")

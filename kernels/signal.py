@@ -8,6 +8,7 @@ that all ranks of a group have for one window:
     signal(arrived, send=True, wait=True)     a barrier: what peers wrote before theirs is visible to later kernels here
     signal(released, send=True)               "what you wrote for me, and what I read of yours, I am done with"
     signal(released, wait=True, credit=1)     "every peer is done with the last use": free at once the first time
+    signal(…, send=True, wait=True, credit=UNLIMITED)     "this use is not made here": nothing is waited for
 
 Every rank of a group issues the same sequence on a channel. Kernels before and after a signal are ordered by the
 stream. Data that was pushed without a credit may be read torn: who runs out of polls says so to its peers before its
@@ -42,10 +43,14 @@ SLOT = 4
 """Words of a pad that belong to one peer: its count, its tokens of even and of odd counts, one unused."""
 KINDS = {1: "late", 2: "failed", 3: "disagrees"}
 """What a code says of the peer: it did not come in time, said that it had failed, or sent another token."""
+UNLIMITED = 1 << 40
+"""Credit with which nothing is waited for: what peers tell is counted as awaited, whenever it comes."""
 _FIELD, _MOST = 20, (1 << 20) - 1
 _FAILED = tl.constexpr(-1)  # in place of a count
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in KINDS)
 _BLOCK = tl.constexpr(1024)
+_UNLIMITED = tl.constexpr(UNLIMITED)
+_COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and where they go in a token
 _EAGER_POLLS, _NAP = 100, 1e-4  # of the reference; a nap is a poll
 SHORTEST_POLL = 1.5e-7
 """Seconds; less is not expected of any GPU: a load that passes the first cache by, and its way through shared memory to
@@ -100,7 +105,10 @@ def signal_kernel(
         seen = tl.atomic_add(slot, 0, sem="acquire", scope="sys")
         if SEND:
             count = tl.atomic_add(table + peer, 1, sem="relaxed", scope="gpu") + 1
-            tl.atomic_xchg(there + 1 + (count & 1), token.to(tl.int64), sem="relaxed", scope="sys")
+            if CREDIT < _UNLIMITED:
+                # Of this count alone: a use that is not made leaves what is there, which a peer may not have read yet.
+                mixed = token.to(tl.int64) ^ ((count & _COUNTED) << _ABOVE)
+                tl.atomic_xchg(there + 1 + (count & 1), mixed, sem="relaxed", scope="sys")
             tl.atomic_xchg(there, count, sem="release", scope="sys")
         if WAIT:
             goal = tl.atomic_add(table + peers + peer, 1, sem="relaxed", scope="gpu") + 1 - CREDIT
@@ -113,7 +121,7 @@ def signal_kernel(
                 kind = tl.full((), _LATE, tl.int64)
             elif CREDIT == 0:
                 theirs = tl.atomic_add(slot + 1 + (goal & 1), 0, sem="relaxed", scope="sys")
-                if theirs != token.to(tl.int64):
+                if theirs != token.to(tl.int64) ^ ((goal & _COUNTED) << _ABOVE):
                     kind = tl.full((), _DISAGREES, tl.int64)
         if seen < 0:
             kind = tl.full((), _PEER_FAILED, tl.int64)
@@ -308,7 +316,8 @@ def signal_reference(
     for peer in range(channel.peers):
         if send and not failed:
             count = sent[peer] = sent[peer] + 1
-            theirs[peer][1 + (count & 1)] = token
+            if credit < UNLIMITED:
+                theirs[peer][1 + (count & 1)] = _mixed(token, count)
             theirs[peer][0] = count
     for peer in range(channel.peers):
         slot = SLOT * peer
@@ -322,7 +331,7 @@ def signal_reference(
                     seen, left = pad[slot], left - 1
                 if seen < goal:
                     kind = 1
-                elif credit == 0 and pad[slot + 1 + (goal & 1)] != token:
+                elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(token, goal):
                     kind = 3
             if seen < 0:
                 kind = 2
@@ -336,6 +345,11 @@ def signal_reference(
             filler, size = poison_word(poison.dtype)
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
             poison.view(-1).view(integers).copy_(torch.tensor(filler, device="cpu").to(integers))
+
+
+def _mixed(token: int, count: int) -> int:
+    """What is written in place of a token, so that it differs from the one that stood there before."""
+    return token ^ (count & _COUNTED.value) << _ABOVE.value
 
 
 @functools.lru_cache

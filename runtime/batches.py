@@ -137,6 +137,9 @@ class TwoSidedRound(_Round):
     """One message to each peer and one from it: what each tensor has in it, one after the other."""
 
     steps: Mapping[int, TwoSidedStep]
+    one_mesh = True
+    """All tensors of the batch are on one mesh. Else ranks know different ones of its process groups, and messages go
+    by the group of everyone."""
 
     def meet(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
         """Rank, first and last byte of each message in a buffer of what is sent, and in one of what comes."""
@@ -144,7 +147,7 @@ class TwoSidedRound(_Round):
         self.packed, self.received = (max((end for _, _, end in x), default=0) for x in (sends, receives))
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        transfer, received = self.messages(xs)
+        transfer, received = self.messages(xs, token)
         if self.sends or self.receives:
             yield transfer
         for i, step in self.steps.items():
@@ -156,9 +159,9 @@ class TwoSidedRound(_Round):
     def group(self) -> tuple[int, ...] | None:
         """The process group of all its steps, if it is one."""
         groups = {step.of_group for step in self.steps.values()}
-        return next(iter(groups)) if len(groups) == 1 else None
+        return next(iter(groups)) if self.one_mesh and len(groups) == 1 else None
 
-    def messages(self, xs: list[torch.Tensor]) -> tuple[Transfer, torch.Tensor]:
+    def messages(self, xs: list[torch.Tensor], token: int) -> tuple[Transfer, torch.Tensor]:
         """What is to be sent, all packed, and received, and the buffer for that."""
         packed, received = (
             torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (self.packed, self.received)
@@ -167,7 +170,7 @@ class TwoSidedRound(_Round):
             step.pack([xs[i]], [packed.view(step.dtype)])
         sends = tuple((rank, packed[a:b]) for rank, a, b in self.sends)
         receives = tuple((rank, received[a:b]) for rank, a, b in self.receives)
-        return Transfer(sends, receives, group=self.group), received
+        return Transfer(sends, receives, token, group=self.group), received
 
 
 class MixedRound(OneSidedRound):
@@ -177,7 +180,7 @@ class MixedRound(OneSidedRound):
     far: TwoSidedRound
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        yield from self.exchange(xs, token, *self.far.messages(xs))
+        yield from self.exchange(xs, token, *self.far.messages(xs, token))
 
 
 _BoundStep = OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction
@@ -265,6 +268,7 @@ class BoundBatch:
         two_sided = TwoSidedRound(self.world, self.rank, self.device)
         places = {i: SharedBuffers(sent_at[i], received_at[i]) for i in exchanges}
         steps: dict[int, Any] = {i: self._bound(i, step, given, places[i]) for i, step in exchanges.items()}
+        two_sided.one_mesh = len({program.mesh for program in self.batch.programs}) == 1
         two_sided.meet(sends, receives)
         if not self.mixes:
             two_sided.steps = steps

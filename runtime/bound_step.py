@@ -52,6 +52,12 @@ class World(Protocol):
     def offered(self, address: Address, number: int) -> Sequence[Address]:
         """The addresses that a peer's `offer` of so many buffers stands for."""
 
+    def check(self) -> None:
+        """
+        Raises:
+            WorldError: this world is dead, as far as the host knows.
+        """
+
     backend: str
     """Of process groups, one of `lowering.BACKENDS`. Of worlds that are not one-sided."""
 

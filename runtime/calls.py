@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, WorldError
 from ..planner import Mesh
 from .batches import BoundBatch
 from .collective import CollectiveWorld
@@ -36,13 +36,13 @@ class Call:
         self, bound: BoundProgram | BoundBatch | None, world: AnyWorld | None, company: tuple[int, ...]
     ) -> None:
         self.bound, self.world, self.company = bound, world, company
-        self.announcer = _announcer(world, company)
-        self.first = True
+        self.meets, self.words = len(company) > 1, ""
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
             self.order.join()  # binding has uploaded what calls on other streams read
         if bound is not None and world is not None:
             what, bytes_received, bytes_bound = bound.summary()
+            self.words = what
             self.kind = stats().kind(what, world.name, bytes_received, bytes_bound)
 
     def build(self, x: torch.Tensor) -> None:
@@ -63,8 +63,9 @@ class Call:
         if world.error is not None:
             # Before anything is pushed: buffers that peers kept ready may have found another use. Where the call that
             # failed was in a part of this world alone, ranks of the other part have not been told.
-            world.fail(world.error)
-            raise world.error
+            error = world.error
+            world.fail(error)
+            raise error
         stats().calls[world.name] += 1
         self.kind.calls += 1
         if self.order is not None:
@@ -72,9 +73,8 @@ class Call:
         with Turn(world, self.kind):
             reply: Any = None
             try:
-                if self.announcer is not None:
-                    self.announcer.announce(self.company, bound.token, self.first)
-                    self.first = False
+                if self.meets:
+                    world.rendezvous.begin(self.company, bound.token, self.words)
                 run = bound.run(x)
                 if later and isinstance(world, SymmetricWorld):
                     return self._beside(run, x, world)
@@ -123,11 +123,19 @@ class Call:
                     reply = world.answer(request)
 
 
-def _announcer(world: AnyWorld | None, company: tuple[int, ...]) -> CollectiveWorld | None:
-    """Where ranks post their requests before they meet; None where the meetings themselves tell that they agree."""
-    if isinstance(world, MixedWorld):
-        return world.across if world.spans(company) else None
-    return world if isinstance(world, CollectiveWorld) and len(company) > 1 else None
+def refuse(world: AnyWorld, company: tuple[int, ...], first_met: tuple[int, ...], error: ArgumentError) -> None:
+    """Tell the ranks that make a call in step that this one does not, because of an argument; wait for none of them.
+
+    Where all ranks refuse alike, what they call next works.
+
+    Args:
+        first_met: those of `company` that this rank would have met first.
+    """
+    with suppress(WorldError):  # peers that are gone need not be told
+        while world.pending is not None:
+            world.pending.finish()  # its meetings come before this call's
+        world.rendezvous.refuse(company, str(error))
+        world.refuse(first_met, company)
 
 
 def check_backend(device: torch.device, mesh_size: int, asked: str | None = None) -> None:

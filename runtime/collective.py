@@ -12,20 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
-from .agreement import REFUSED, Agreement
-from .meeting import Agree, AllGather, AllToAll, Ask, Collective, ReduceScatter, Transfer
-from .shared_memory import post_failure, read_failure, read_when_posted
+from ..errors import PeerError, WorldError
+from .meeting import AllGather, AllReduce, Ask, Collective, ReduceScatter, Transfer
+from .rendezvous import Rendezvous
+from .wait_watcher import WaitWatcher
+from .word_check import WordCheck
 
 if TYPE_CHECKING:
     from .pending import Pending
 
-_KEPT_POSTS = 64
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 
-# Of messages on gloo, which pairs sends with receives by it: those of the user's own are others.
-_TAG = 0x5EED
-_NEVER_SENT = _TAG + 1
+# Messages on gloo, which pairs sends with receives by their tags. Ours have this bit: those of users are small numbers.
+_OURS = 1 << 30
+_NEVER_SENT = _OURS - 1
+_PROBE = _OURS - 2
+
+
+def message_tag(token: int, number: int) -> int:
+    """Of the messages of one point of a program in one call: 31 bits that differ for other points and calls."""
+    mixed = (token * 0x9E3779B97F4A7C15 + number * 0xC2B2AE3D27D4EB4F) & 0xFFFFFFFFFFFFFFFF
+    return _OURS | (mixed ^ mixed >> 29) >> 20 & (_OURS - 1)
 
 
 class Members(tuple[int, ...]):
@@ -40,11 +47,10 @@ class CollectiveWorld:
     One for each backend that the group has. Compiling and running never make a group; collectives use those that the
     meshes have.
 
-    Every call posts its number and request to the store without waiting; a rank that runs a request for the first time
-    reads what its peers posted for the same call and refuses if they differ.
-
-    Where sizes follow from data, what ranks run is compared before (`Agree`): on gloo, which ends a process that gets
-    more than it expects, by a message each time; elsewhere by what they post, the first time.
+    **Ranks agree in every exchange on the request and on the number of the call.** On gloo both are in the tags of
+    messages, so that data of another call is never received, whatever its size; who waits in vain finds out from the
+    store what its peers are doing. Other backends have no tags: each message is sent together with a word that the
+    receiver's device compares, which the host learns one call later; outputs are overwritten then.
     """
 
     one_sided = False
@@ -52,18 +58,24 @@ class CollectiveWorld:
     windows = None
     name = "collective"
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, backend: str) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, backend: str, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout, self.backend = rank, size, timeout, backend
-        self._store = store
-        self._calls: dict[tuple[int, ...], int] = {}
-        self._announced = ("", 0)
+        self.rendezvous = rendezvous
         self._groups: dict[tuple[int, ...], Members] = {}
         self._used: set[dist.ProcessGroup] = set()
-        self.error: WorldError | None = None
-        self._agreement = Agreement()
-        self._agreed: set[int] = set()
+        self._error: WorldError | None = None
         self.busy = self._left = False
         self.pending: Pending | None = None
+        self._watcher = WaitWatcher(rendezvous, self._close_connections)
+        self._checks: dict[torch.device, WordCheck] = {}
+
+    def check(self) -> None:
+        """
+        Raises:
+            WorldError: this world is dead, as far as the host knows.
+        """
+        if (error := self.error) is not None:
+            raise error
 
     def node_of(self, rank: int) -> int:
         return rank
@@ -89,66 +101,8 @@ class CollectiveWorld:
     def landings(self, ranks: tuple[int, ...]) -> None:
         return None
 
-    def announce(self, ranks: tuple[int, ...], token: int, compare: bool) -> None:
-        """Post this call's request under the ranks that run it in step; if asked, compare with what the others posted.
-
-        Raises:
-            DisagreementError: a peer posted another request for the same call.
-            MeetingTimeoutError: a peer posted nothing within the timeout.
-        """
-        call = self._calls[ranks] = self._calls.get(ranks, 0) + 1
-        where = f"shardweave/calls/{self.backend}/{hash(ranks)}"
-        self._announced = where, call
-        slot = call % _KEPT_POSTS
-        self._store.set(f"{where}/{self.rank}/{slot}", f"{call} {token}")
-        for peer in ranks if compare else ():
-            if peer == self.rank:
-                continue
-            text = read_when_posted(
-                self._store, f"{where}/{peer}/{slot}", peer, self.timeout, lambda text: int(text.split()[0]) >= call
-            )
-            posted, theirs = map(int, text.split())
-            # A peer that needs nothing from here may be far ahead and have reused the slot: nothing to compare then.
-            if posted == call and theirs == REFUSED:
-                raise _refused(peer, self.rank)
-            if posted == call and theirs != token:
-                raise _differs(peer, self.rank, token, theirs)
-
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
-        """Post, where peers that compile the request look, that this rank's argument is wrong; wait for nobody."""
-        if len(company) > 1:
-            self.announce(company, REFUSED, False)
-
-    def decline(self, ranks: tuple[int, ...]) -> None:
-        """In place of an `Agree` with the others of `ranks`: this rank's argument is wrong; wait for nobody.
-
-        Not on gloo, those that have agreed on this before are not told. Where all ranks decline alike their world lives
-        on.
-        """
-        peers = tuple(rank for rank in ranks if rank != self.rank)
-        if self.backend == "gloo":
-            self._agreement.refuse(peers)
-        elif peers:
-            self.announce(ranks, REFUSED, False)
-
-    def _agree(self, request: Agree) -> None:
-        """
-        Raises:
-            DisagreementError: a peer runs something else.
-            MeetingTimeoutError, PeerError: a peer did not come.
-        """
-        peers, token = request.peers, request.token
-        ranks = tuple(sorted((*peers, self.rank)))
-        if self.backend != "gloo":
-            self.announce(ranks, token, token not in self._agreed)
-            self._agreed.add(token)
-            return
-        self._calls[ranks] = self._calls.get(ranks, 0) + 1
-        for peer, theirs in self._agreement.exchange(peers, token, self._messages).items():
-            if theirs == REFUSED:
-                raise _refused(peer, self.rank)
-            if theirs != token:
-                raise _differs(peer, self.rank, token, theirs)
+        """What the rendezvous tells is enough: this rank's messages of later calls are never taken for this one's."""
 
     def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Process groups that the programs bound next may use, of several with the same ranks the first.
@@ -171,144 +125,186 @@ class CollectiveWorld:
         Raises:
             WorldError: a rank did not come.
         """
-        first = ranks.index(self.rank)
-        peers = ranks[first + 1 :] + ranks[:first]
-        sent, came = (torch.zeros(len(peers), dtype=torch.uint8, device=device) for _ in range(2))
-        each = range(len(peers))
-        sends, receives = (tuple((peers[i], x[i : i + 1]) for i in each) for x in (sent, came))
-        self.answer(Transfer(sends, receives, group=self.group_order(ranks)))
-        for group in self._groups.values():
-            if len(group) > 1 and set(group) <= set(ranks):
-                sent, came = (torch.zeros(len(group), dtype=torch.uint8, device=device) for _ in range(2))
-                self.answer(AllToAll(group, sent, [1] * len(group), came, [1] * len(group)))
-
-    def _began(self, request: Collective) -> Callable[[], None]:
-        assert isinstance(request.group, Members)
-        group = request.group.process_group
-        start = time.monotonic()
-
-        def told(error: RuntimeError) -> WorldError:
-            who = " or ".join(f"rank {rank}" for rank in self._absent(request.group))
-            if time.monotonic() - start >= self.timeout:
-                text = f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
-                return MeetingTimeoutError(text)
-            return PeerError(f"rank {self.rank} lost {who}: {self._why(self._absent(request.group), error)}")
-
-        def wait() -> None:
-            try:
-                if request[1].device.type == "cpu":
-                    work.wait(timedelta(seconds=self.timeout))
-                else:
-                    work.wait()  # the stream waits, not this process
-            except RuntimeError as error:
-                raise told(error) from error
-
-        try:
-            self._used.add(group)
-            work = _started(request, group)
-        except RuntimeError as error:
-            raise told(error) from error
-        return wait
-
-    def _absent(self, group: Sequence[int]) -> list[int]:
-        """The other ranks of a group that have not announced this call; all of them if they have: a collective that
-        fails does not say because of whom."""
-        others = [rank for rank in group if rank != self.rank]
-        where, call = self._announced
-        try:
-            posts = {rank: f"{where}/{rank}/{call % _KEPT_POSTS}" for rank in others}
-            there = {r: self._store.get(key).decode() for r, key in posts.items() if self._store.check([key])}
-        except dist.DistError:  # the store went with its rank
-            return others
-        return [rank for rank in others if int(there.get(rank, "0").split()[0]) < call] or others
+        self.rendezvous.begin(ranks, 0, "prepare")
+        for group in (self.group_order(ranks), *self._groups.values()):
+            members = ranks if group is None else group
+            if len(members) > 1 and set(members) <= set(ranks):
+                peers = [rank for rank in members if rank != self.rank]
+                sent, came = (torch.zeros(len(peers), dtype=torch.uint8, device=device) for _ in range(2))
+                sends, receives = (tuple((p, x[i : i + 1]) for i, p in enumerate(peers)) for x in (sent, came))
+                self.answer(Transfer(sends, receives, 0, group=group))
 
     def answer(self, request: Ask) -> None:
         self.begin(request)()
 
     def begin(self, request: Ask) -> Callable[[], None]:
         """`answer`, but what it returns waits for the peers."""
+        assert isinstance(request, Transfer | Collective)
+        if self.backend != "gloo":
+            return self._with_words(request)
         if isinstance(request, Collective):
-            return self._began(request)
-        if isinstance(request, Agree):
-            return partial(self._agree, request)
-        assert isinstance(request, Transfer)
+            self._agree(request)
+            return self._collective(request)
+        everyone: Any = dist.distributed_c10d.GroupMember.WORLD
+        tag = message_tag(request.token, self.rendezvous.call.number)
+        peers, works = [], []
+        try:
+            for peer, buffer in request.receives:
+                works.append(everyone.recv([buffer], peer, tag))
+                peers.append(peer)
+            for peer, buffer in request.sends:
+                works.append(everyone.send([buffer], peer, tag))
+                peers.append(peer)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        return partial(self._wait, tuple(peers), works)
+
+    def _wait(self, peers: tuple[int, ...], works: Sequence[dist.Work]) -> None:
+        """Wait for one peer after the other; what is sent and received stays where it is until then."""
+        if not works:
+            return
+        watcher, deadline = self._watcher, time.monotonic() + self.timeout
+        watcher.began(peers)
+        try:
+            for i, work in enumerate(works):
+                try:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+                except RuntimeError as error:
+                    watcher.ended()
+                    if watcher.error is not None:
+                        raise watcher.error from error
+                    if time.monotonic() >= deadline:
+                        raise self.rendezvous.late(peers[i]) from error
+                    raise self._lost(peers[i], error) from error
+                watcher.awaits(peers[i + 1 :])
+        finally:
+            watcher.ended()
+
+    def _agree(self, request: Collective) -> None:
+        """Before a collective of gloo, which has no tags: each rank tells the next one of the group its call.
+
+        Where all neighbours agree, all ranks do.
+        """
+        group = request.group
+        at, word = group.index(self.rank), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        following, preceding = group[(at + 1) % len(group)], group[at - 1]
+        if len(group) > 1:
+            came = torch.empty(1, dtype=torch.uint8, device="cpu")
+            self.begin(Transfer(((following, word),), ((preceding, came),), request.token))()
+
+    def _collective(self, request: Collective) -> Callable[[], None]:
+        assert isinstance(request.group, Members)
+        group = request.group.process_group
+        peers = tuple(rank for rank in request.group if rank != self.rank)
+        self._used.add(group)
+        work = _started(request, group)
+
+        def wait() -> None:
+            if request[1].device.type == "cpu":
+                self._wait(peers, [work])
+            else:
+                work.wait()  # the stream waits, not this process
+
+        return wait
+
+    def _with_words(self, request: Transfer | Collective) -> Callable[[], None]:
+        """Exchange, and beside it a word with each peer that the device compares."""
+        device = request[1].device if isinstance(request, Collective) else _device_of(request)
+        if device is None:
+            return lambda: None
+        check = self._checks.get(device)
+        if check is None:
+            check = self._checks[device] = WordCheck(self.rank, self.size, device)
+        expected = message_tag(request.token, self.rendezvous.call.number)
+        words = check.words(expected)
         # A backend may connect the ranks of a group when it is first used, all of them at once: so it is the group of
         # exactly those that exchange, where there is one.
-        group = None
-        if isinstance(request.group, Members):
-            group = request.group.process_group
+        group = request.group.process_group if isinstance(request.group, Members) else None
+        if group is not None:
             self._used.add(group)
-        operations = [dist.P2POp(dist.irecv, buffer, peer, group, _TAG) for peer, buffer in request.receives]
-        operations += [dist.P2POp(dist.isend, buffer, peer, group, _TAG) for peer, buffer in request.sends]
-        return self._messages(operations) if operations else lambda: None
+        if isinstance(request, Transfer):
+            sends, receives = list(request.sends), list(request.receives)
+        else:
+            sends = receives = []
+        senders = {p: None for p, _ in receives} if isinstance(request, Transfer) else dict.fromkeys(request.group)
+        receivers = {p: None for p, _ in sends} if isinstance(request, Transfer) else dict.fromkeys(request.group)
+        own = words[self.rank : self.rank + 1]
+        sends = [*sends, *((p, own) for p in receivers if p != self.rank)]
+        came = [*receives, *((p, words[p : p + 1]) for p in senders if p != self.rank)]
+        operations = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in came]
+        operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        if isinstance(request, Collective):
+            assert group is not None
+            works.append(_started(request, group))
+        into = [b for _, b in receives] if isinstance(request, Transfer) else [_result(request)]
 
-    def _messages(self, operations: list[dist.P2POp]) -> Callable[[], None]:
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            peers = sorted({operation.peer for operation in operations})
-            raise PeerError(f"rank {self.rank} lost one of ranks {peers}: {self._why(peers, error)}") from error
-        return partial(self._wait, operations, works)
-
-    def _wait(self, operations: list[dist.P2POp], works: list[dist.Work]) -> None:
-        if operations[0].tensor.device.type != "cpu":
+        def wait() -> None:
             for work in works:
                 work.wait()  # the stream waits, not this process
-            return
-        deadline = time.monotonic() + self.timeout
-        for operation, work in zip(operations, works, strict=True):
-            try:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-            except RuntimeError as error:
-                if time.monotonic() >= deadline:
-                    raise MeetingTimeoutError(
-                        f"rank {operation.peer} did not come within {self.timeout:g} s; rank {self.rank} was waiting "
-                        f"for it"
-                    ) from error
-                why = self._why([operation.peer], error)
-                raise PeerError(f"rank {self.rank} lost rank {operation.peer}: {why}") from error
+            check.compare(words, expected, into)
 
-    def _why(self, ranks: Iterable[int], error: RuntimeError) -> str:
-        """What ranks that left said, or what torch.distributed says."""
+        return wait
+
+    @property
+    def error(self) -> WorldError | None:
+        """What ended this world, as far as the host knows; nothing is waited for."""
+        if self._error is None:
+            for check in self._checks.values():
+                peer = check.disagrees()
+                if peer is not None:
+                    self._error = self.rendezvous.disagreement(peer)
+        return self._error
+
+    def _lost(self, peer: int, error: RuntimeError) -> WorldError:
+        """Of a peer with which there is no connection any more: what it wrote, or what torch.distributed says."""
+        why: str | None = None
         with suppress(dist.DistError):  # the store went with its rank
-            said = [failure for rank in ranks if (failure := read_failure(self._store, rank))]
-            return "; ".join(said) or str(error)
-        return str(error)
+            if elsewhere := self.rendezvous.refused(peer) or self.rendezvous.misplaced(peer, True):
+                return elsewhere
+            why = self.rendezvous.failure(peer)
+        return PeerError(f"rank {self.rank} lost rank {peer}: {why or error}")
 
     def fail(self, error: WorldError) -> None:
-        self.error = self.error or error
+        """Tell ranks that wait for this one, now or later, that it will not come. The first error stays."""
+        if self._error is None:
+            self._error = error
+            self.rendezvous.fail(f"rank {self.rank} failed: {error}")
 
-    def leave(self) -> None:
-        """After a failure, tell ranks that wait for this one, now or later, that it will not come.
-
-        gloo tells them when it closes their connections, as it does when a wait takes too long; other backends only
-        at their own timeout.
-        """
-        if self._left:
+    def _close_connections(self) -> None:
+        """Have waits of this process and of its peers end: gloo closes connections when a wait takes too long; other
+        backends have timeouts of their own alone."""
+        if self.backend != "gloo" or self._left:
             return
         self._left = True
-        with suppress(dist.DistError):
-            post_failure(self._store, self.rank, f"rank {self.rank} failed: {self.error}")
-        if self.backend != "gloo" or not self._calls:
-            return
         everyone: Any = dist.distributed_c10d.GroupMember.WORLD
         for group in (everyone, *self._used):
             for peer in dist.get_process_group_ranks(group):
                 if peer != self.rank and _close(group, peer):
                     break
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether gloo has lost its connection to a rank. Of a rank that lives this asks for a message that nobody
+        sends, and forgets it."""
+        if self.backend != "gloo":
+            return False
+        everyone: Any = dist.distributed_c10d.GroupMember.WORLD
+        try:
+            everyone.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _PROBE)
+        except RuntimeError:
+            return True
+        return False
 
-def _refused(peer: int, rank: int) -> DisagreementError:
-    return DisagreementError(
-        f"rank {peer} refused: its arguments do not fit, see the error there; rank {rank} was waiting for it"
-    )
+
+def _device_of(request: Transfer) -> torch.device | None:
+    for _, buffer in (*request.receives, *request.sends):
+        return buffer.device
+    return None
 
 
-def _differs(peer: int, rank: int, token: int, theirs: int) -> DisagreementError:
-    return DisagreementError(
-        f"rank {rank} and rank {peer} asked for different things (another mesh, shape, dtype, layout or order of "
-        f"calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
-    )
+def _result(request: Collective) -> torch.Tensor:
+    """What a collective writes, as flat bytes."""
+    return (request.values if isinstance(request, AllReduce) else request.receives).view(-1).view(torch.uint8)
 
 
 def _close(group: dist.ProcessGroup, peer: int) -> bool:
@@ -325,9 +321,6 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
     options: Any = {"group": group, "async_op": True}
-    if isinstance(request, AllToAll):
-        sizes = request.receive_sizes, request.send_sizes
-        return dist.all_to_all_single(request.receives, request.sends, *sizes, **options)
     if isinstance(request, AllGather):
         return dist.all_gather_into_tensor(request.receives, request.sends, **options)
     if isinstance(request, ReduceScatter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..errors import ArgumentError, WorldError
+from ..errors import ArgumentError
 from ..planner import Request, Topology, check_local_shape, plan_batch
 from .autograd import as_dtensor
 from .batches import BoundBatch
-from .calls import Call, check_backend, check_ranks, world_for
+from .calls import Call, check_backend, check_ranks, refuse, world_for
 from .dtensor import plain_local, target_of
 from .dtypes import dtype_name
 from .group_caches import forget_dead_groups, kept_with_group
@@ -112,11 +111,8 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
             position = batch.position(i, rank)
             if position is not None:
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")
-    except ArgumentError:
-        with suppress(WorldError):  # peers that are gone need not be told
-            while world.pending is not None:
-                world.pending.finish()
-            world.refuse(batch.first_met(rank), company)
+    except ArgumentError as error:
+        refuse(world, company, batch.first_met(rank), error)
         raise
     bound = BoundBatch(batch, rank, [x.stride() for x in locals_], world, [x.dtype for x in locals_], device)
     return Call(bound, world, company)

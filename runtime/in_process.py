@@ -16,7 +16,7 @@ from .bound_step import Run
 from .dtypes import name_of
 from .executor import BoundProgram
 from .lowering import BACKENDS, Reduction, check_reduction, node_of
-from .meeting import Agree, AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
+from .meeting import AllGather, AllReduce, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
 from .streams import captured
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
@@ -63,6 +63,9 @@ class InProcessWorld:
 
     def landings(self, ranks: tuple[int, ...]) -> None:
         return None
+
+    def check(self) -> None:
+        pass
 
 
 def simulate(
@@ -216,19 +219,17 @@ def run_all(runs: Mapping[int, Run | BatchRun]) -> dict[int, Any]:
 def _awaited(request: Ask, rank: int) -> list[int]:
     if isinstance(request, Mixed):
         return _awaited(request.transfer, rank) + _awaited(request.meet, rank)
-    if isinstance(request, Meet | Agree):
+    if isinstance(request, Meet):
         return list(request.peers)
     if isinstance(request, Collective):
         return [peer for peer in request.group if peer != rank]  # also those that send nothing
     return list(dict.fromkeys(peer for peer, _ in request.receives))
 
 
-def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
+def _receives(request: Transfer | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
     if isinstance(request, Transfer):
         return request.receives
-    if isinstance(request, AllGather):
-        return list(zip(request.group, request.receives.chunk(len(request.group)), strict=True))
-    return list(zip(request.group, request.receives.split(request.receive_sizes), strict=True))
+    return list(zip(request.group, request.receives.chunk(len(request.group)), strict=True))
 
 
 def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]:
@@ -238,9 +239,7 @@ def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]
         return [(peer, request.sends) for peer in request.group]
     if isinstance(request, AllReduce):
         return [(peer, request.values) for peer in request.group]
-    if isinstance(request, ReduceScatter):
-        return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
-    return list(zip(request.group, request.sends.split(request.send_sizes), strict=True))
+    return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
 
 
 def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> None:
@@ -255,15 +254,11 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
         if request.meanwhile is not None:
             request.meanwhile()
         return
-    if isinstance(request, Agree):
-        for peer in request.peers:
-            posted[rank, peer].append((request.token, None))
-        return
     messages: dict[int, list[torch.Tensor]] = defaultdict(list)
     for peer, buffer in _sends(request):
         messages[peer].append(buffer.clone())
     for peer, buffers in messages.items():
-        posted[rank, peer].append(buffers)
+        posted[rank, peer].append((request.token, buffers))
 
 
 def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
@@ -272,19 +267,20 @@ def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]
         return _answered(rank, request.meet, posted)
     own = [rank] if isinstance(request, Collective) else []
     came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
-    if isinstance(request, Meet | Agree):
-        if any(not isinstance(message, tuple) or message[0] != request.token for message in came.values()):
-            raise DisagreementError(f"rank {rank} met ranks {request.peers} at another point of the program")
+    for peer, (token, _) in came.items():
+        if token != request.token:
+            raise DisagreementError(f"rank {rank} met rank {peer} at another point of the program")
+    if isinstance(request, Meet):
         return [came[peer][1] for peer in request.peers]
     if isinstance(request, ReduceScatter | AllReduce):
         into = request.receives if isinstance(request, ReduceScatter) else request.values
-        terms = [term for peer in request.group for term in came[peer]]
+        terms = [term for peer in request.group for term in came[peer][1]]
         if len(terms) != len(request.group) or any(t.shape != into.shape or t.dtype != into.dtype for t in terms):
             raise DisagreementError(f"rank {rank} expects {into.numel()} values of ranks {request.group} each")
         into.copy_(reduce(_OPS[request.op], terms))
         return None
     for peer, buffer in _receives(request):
-        sent = came[peer].pop(0) if isinstance(came[peer], list) and came[peer] else None
+        sent = came[peer][1].pop(0) if isinstance(came[peer][1], list) and came[peer][1] else None
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(
                 f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"

@@ -32,19 +32,13 @@ class Meet(NamedTuple):
     output: torch.Tensor | None = None
 
 
-class Agree(NamedTuple):
-    """Tell every peer what this rank runs: a number, which has to be theirs as well. Two-sided worlds only."""
-
-    peers: tuple[int, ...]
-    token: int
-    output: torch.Tensor | None = None
-
-
 class Transfer(NamedTuple):
     """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided worlds only."""
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
+    token: int
+    """Equal on all ranks that run the same point of the same request, as of `Meet`; of collectives as well."""
     output: torch.Tensor | None = None
     group: tuple[int, ...] | None = None
     """The ranks of the process group whose members all exchange, in its order; None: some of everyone."""
@@ -63,26 +57,16 @@ class Mixed(NamedTuple):
     output: torch.Tensor | None = None
 
 
-class AllToAll(NamedTuple):
-    """Every rank of a process group sends some bytes to every other. Two-sided worlds only, as the collectives below.
+class AllGather(NamedTuple):
+    """Every rank of a process group sends the same number of bytes to all; `receives` has them in its order.
 
-    Buffers are flat bytes, in the order of `group`; sizes are bytes for each rank of it, 0 for this one.
+    Buffers are flat bytes. Two-sided worlds only, as the collectives below.
     """
 
     group: tuple[int, ...]
     sends: torch.Tensor
-    send_sizes: list[int]
     receives: torch.Tensor
-    receive_sizes: list[int]
-    output: torch.Tensor | None = None
-
-
-class AllGather(NamedTuple):
-    """Every rank of a process group sends the same number of bytes to all; `receives` has them in its order."""
-
-    group: tuple[int, ...]
-    sends: torch.Tensor
-    receives: torch.Tensor
+    token: int
     output: torch.Tensor | None = None
 
 
@@ -93,6 +77,7 @@ class ReduceScatter(NamedTuple):
     sends: torch.Tensor
     receives: torch.Tensor
     op: str
+    token: int
     output: torch.Tensor | None = None
 
 
@@ -102,8 +87,9 @@ class AllReduce(NamedTuple):
     group: tuple[int, ...]
     values: torch.Tensor
     op: str
+    token: int
     output: torch.Tensor | None = None
 
 
-Collective = AllToAll | AllGather | ReduceScatter | AllReduce
-Ask = Meet | Agree | Transfer | Mixed | Collective
+Collective = AllGather | ReduceScatter | AllReduce
+Ask = Meet | Transfer | Mixed | Collective

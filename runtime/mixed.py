@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .landings import Landings
     from .lowering import WindowPolicy
     from .pending import Pending
+    from .rendezvous import Rendezvous
     from .windows import Use, Window
 
 InsideNodes = SharedMemoryWorld | SymmetricWorld
@@ -45,6 +46,10 @@ class MixedWorld:
         self.backend, self.recycles = across.backend, inside.recycles
 
     @property
+    def rendezvous(self) -> Rendezvous:
+        return self.across.rendezvous
+
+    @property
     def windows(self) -> WindowPolicy | None:
         return self.inside.windows
 
@@ -66,10 +71,6 @@ class MixedWorld:
 
     def node_of(self, rank: int) -> Hashable:
         return self._nodes[rank]
-
-    def spans(self, ranks: Iterable[int]) -> bool:
-        """Whether ranks are of several nodes."""
-        return len({self._nodes[rank] for rank in ranks}) > 1
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inside.empty(shape, dtype, device)
@@ -120,24 +121,16 @@ class MixedWorld:
         return wait
 
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
-        """Tell peers of this node at their next meeting, and post it for those that compile the request; wait for
-        nobody."""
-        if self.spans(company):
-            self.across.refuse(first_met, company)
+        """Tell peers of this node at their next meeting; wait for nobody."""
         if len(first_met) > 1:
             # Which of them are met first, or at all, depends on the step: who waits for this rank is of its company.
             near = tuple(rank for rank in company if self._nodes[rank] == self._nodes[self.rank])
             self.inside.refuse(near, company)
 
-    def decline(self, ranks: tuple[int, ...]) -> None:
-        """In place of an `Agree` with the others of `ranks`: this rank's argument is wrong; wait for nobody."""
-        self.across.decline(ranks)
-
     def fail(self, error: WorldError) -> None:
         """Tell peers of this node and of others that wait for this rank, now or later, that it will not come."""
         self.inside.fail(error)
         self.across.fail(error)
-        self.across.leave()
 
     @property
     def error(self) -> WorldError | None:

@@ -27,8 +27,8 @@ class _Messages(TwoSidedStep):
     def bind_finish(self, unpack: list[Part]) -> None:
         self.unpack = [] if self.step.reduce else unpack
 
-    def begun(self, x: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> Transfer:
-        asked = self.messages([x], out, received)
+    def begun(self, x: torch.Tensor, received: torch.Tensor, token: int, out: torch.Tensor) -> Transfer:
+        asked = self.messages([x], out, received, token)
         assert isinstance(asked, Transfer)
         return asked
 
@@ -71,7 +71,7 @@ class MixedStep(OneSidedStep):
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         received = torch.empty(self.far.received, dtype=self.dtype, device=self.device)
-        landing, out = yield from self.exchange(x, token, partial(self.far.begun, x, received))
+        landing, out = yield from self.exchange(x, token, partial(self.far.begun, x, received, token))
         return self.finish(x, landing, out, received)
 
     def finish(
@@ -118,7 +118,7 @@ class WindowedMixedStep(WindowedStep):
         if window is not None:
             self.windows.signal(window, "enter")
         given = out if self.last else None
-        yield Mixed(far.begun(x, received, out), partial(self._push, x, token), Meet((), 0, None), given)
+        yield Mixed(far.begun(x, received, token, out), partial(self._push, x, token), Meet((), 0, None), given)
         own = received if window is None else self.own_window
         self.finish([x, own, received], [out])
         if window is not None:

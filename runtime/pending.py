@@ -71,9 +71,7 @@ class Pending:
 
     def as_tensor(self, output: torch.Tensor) -> AsyncCollectiveTensor:
         """`output`, which is complete once it is waited for."""
-        work = _Waiting(self)
-        _waited_for.add(work)
-        _register_work(output, work)
+        _register_work(output, _Waiting(self, output))
         return AsyncCollectiveTensor(output)
 
     def finish(self) -> None:
@@ -90,16 +88,17 @@ class Pending:
         world.pending = self._run = self._complete = None
         ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with Turn(world, self._kind), ranged, on_stream:
-            try:
-                reply = complete()
-                while True:
-                    reply = world.answer(run.send(reply))
-            except StopIteration:
-                self._done = None if self._stream is None else self._stream.record_event()
-            except BaseException as error:
-                self._error = error
-                raise
+        try:
+            with Turn(world, self._kind), ranged, on_stream:
+                try:
+                    reply = complete()
+                    while True:
+                        reply = world.answer(run.send(reply))
+                except StopIteration:
+                    self._done = None if self._stream is None else self._stream.record_event()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def join(self) -> None:
         """Have the current stream wait for a run that is finished."""
@@ -128,18 +127,26 @@ class Joined(Pending):
 
 
 class _Waiting(dist.Work):
-    """What `wait_tensor` calls for a tensor of a pending run."""
+    """What `wait_tensor` calls for a tensor of a pending run. It lives until that returns, or the tensor is gone."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: Pending, output: torch.Tensor) -> None:
         super().__init__()
         self.pending = pending
+        self._output = weakref.ref(output, lambda _: _waited_for.discard(self))
+        _waited_for.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            self.pending.finish()
+            self.pending.join()
+        except BaseException:
+            # torch forgets a work when it begins to wait for it: whoever uses the tensor next has to be told as well.
+            if (output := self._output()) is not None:
+                _register_work(output, self)
+            raise
         _waited_for.discard(self)
-        self.pending.finish()
-        self.pending.join()
         return True
 
 
 _waited_for: set[_Waiting] = set()
-"""Until somebody waits: torch holds a work without its Python object, which would be gone by then."""
+"""torch holds a work without its Python object."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..errors import ArgumentError, UnsupportedError, WorldError
+from ..errors import ArgumentError, UnsupportedError
 from ..planner import Program, Topology, check_local_shape, plan, position_of
-from .calls import Call, check_backend, check_ranks, world_for
+from .calls import Call, check_backend, check_ranks, refuse, world_for
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
@@ -112,11 +111,8 @@ def _bind(
     world, _ = _world(program, x, how, current.mesh, target.mesh)
     try:
         check_local_shape(program, position, x.shape)
-    except ArgumentError:
-        with suppress(WorldError):  # peers that are gone need not be told
-            while world.pending is not None:
-                world.pending.finish()
-            world.refuse(program.first_met(position), program.company(position))
+    except ArgumentError as error:
+        refuse(world, program.company(position), program.first_met(position), error)
         raise
     bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
     return Call(bound, world, program.company(position))

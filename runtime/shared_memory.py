@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
+from ..errors import PeerError, WorldError
 from .futex import sleep_on, wake
 from .landings import Landings
 from .meeting import Ask, Meet
+from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
 from .segments import Segment, bytes_of, open_segment, process_namespace, segment_path, unlink_names, uses_names
 from .shared_pool import MAX_SEGMENTS, SharedPool
 
@@ -115,7 +115,7 @@ class _Peer:
 class SharedMemoryWorld:
     """The ranks of a process group on one machine.
 
-    Starting posts this rank's process and control page to the store and waits for nobody; peers are mapped when first
+    Starting writes this rank's process and control page to the store and waits for nobody; peers are mapped when first
     met. A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for
     it, as long as each pair meets in the same order on both sides.
 
@@ -129,9 +129,8 @@ class SharedMemoryWorld:
     name = "shared_memory"
     backend = ""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, node_size: int | None = None) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
-        self._store = store
+    def __init__(self, rank: int, size: int, timeout: float, rendezvous: Rendezvous) -> None:
+        self.rank, self.size, self.timeout, self.rendezvous = rank, size, timeout, rendezvous
         named = uses_names()
         self._control = Segment("shardweave-control", 8 * (_SLOTS + 2 * _SLOT_WORDS * size), named)
         self._page = memoryview(self._control.map).cast("Q")
@@ -143,7 +142,21 @@ class SharedMemoryWorld:
         self.error: WorldError | None = None
         self.busy = False
         self.pending: Pending | None = None
-        post(store, rank, self._control.handle, named, node_size)
+        kind = "named" if named else "anonymous"
+        rendezvous.store.set(_post_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
+
+    def check(self) -> None:
+        """
+        Raises:
+            WorldError: this world is dead.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def has_died(self, rank: int) -> bool:
+        """Whether the process of a rank that was met is gone."""
+        peer = self._peers.get(rank)
+        return peer is not None and peer.has_died()
 
     def node_of(self, rank: int) -> int:
         return 0
@@ -195,8 +208,10 @@ class SharedMemoryWorld:
 
     def fail(self, error: WorldError) -> None:
         """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
-        self.error = self.error or error
         self._page[_FAILED] = 1
+        if self.error is None:
+            self.error = error
+            self.rendezvous.fail(f"rank {self.rank} failed: {error}")
         if self._pool.named:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
             unlink_names(os.getpid())
@@ -211,10 +226,6 @@ class SharedMemoryWorld:
         self._come(found, _REFUSED, _NOWHERE)
         for peer in found:
             peer.awaited = False
-
-    def decline(self, ranks: tuple[int, ...]) -> None:
-        """`refuse` at a meeting of all of `ranks`."""
-        self.refuse(ranks, ranks)
 
     def _come(self, peers: list[_Peer], token: int, offer: Address) -> None:
         """Tell peers that this rank has come to their next meeting."""
@@ -267,14 +278,7 @@ class SharedMemoryWorld:
         # A rank that refuses waits for nobody: its number may have gone beyond.
         if peer.page[slot + _NUMBER] < peer.meetings or theirs == token:
             return
-        if theirs == _REFUSED:
-            raise DisagreementError(
-                f"{peer} refused: its arguments do not fit, see the error there; rank {self.rank} was waiting for it"
-            )
-        raise DisagreementError(
-            f"rank {self.rank} and rank {peer.rank} asked for different things (another mesh, shape, dtype, layout "
-            f"or order of calls): requests {token:#x} and {theirs:#x}; no tensor of yours was written"
-        )
+        raise self.rendezvous.disagreement(peer.rank, theirs == _REFUSED)
 
     def _wait(self, peer: _Peer, slot: int) -> None:
         page, number, give_way = peer.page, peer.meetings, os.sched_yield
@@ -282,7 +286,7 @@ class SharedMemoryWorld:
             give_way()
             if page[slot] >= number:
                 return
-        start = time.monotonic()
+        start, wait = time.monotonic(), None
         # The peer rings when it comes, if it sees that this rank sleeps for it; a nap ends in any case.
         self._page[_SLEEPS_FOR] = peer.rank + 1
         try:
@@ -296,19 +300,22 @@ class SharedMemoryWorld:
                         unlink_names(peer.pid)
                     raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")
                 if waited > self.timeout:
-                    raise MeetingTimeoutError(
-                        f"{peer} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it"
-                    )
+                    raise self.rendezvous.late(peer.rank)
+                if waited > FIRST_LOOK:
+                    wait = wait or LongWait(self.rendezvous)
+                    wait.look([peer.rank])
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:
             self._page[_SLEEPS_FOR] = 0
+            if wait is not None:
+                wait.over()
 
     def _find_all(self, ranks: tuple[int, ...]) -> list[_Peer]:
         self._met[ranks] = [self._peers.get(rank) or self._find(rank) for rank in ranks]
         return self._met[ranks]
 
     def _find(self, rank: int) -> _Peer:
-        _, pid, handle, kind, _ = read_post(self._store, rank, self.timeout).split()
+        pid, handle, kind = self.rendezvous.read(_post_key(rank), rank).split()
         try:
             peer = self._peers[rank] = _Peer(rank, int(pid), int(handle), kind == "named")
         except FileNotFoundError as error:
@@ -324,58 +331,4 @@ class SharedMemoryWorld:
 
 
 def _post_key(rank: int) -> str:
-    return f"shardweave/process/{rank}"
-
-
-def read_post(store: dist.Store, rank: int, timeout: float) -> str:
-    """What a rank posted when its world started: machine, process, handle and kind of its control segment, and how many
-    ranks it takes a node to have (0: all of the machine)."""
-    return read_when_posted(store, _post_key(rank), rank, timeout)
-
-
-def read_when_posted(
-    store: dist.Store, key: str, rank: int, timeout: float, accept: Callable[[str], bool] = lambda text: True
-) -> str:
-    """What `rank` posted to the store under `key`, once there is something that `accept` takes.
-
-    Raises:
-        MeetingTimeoutError: there was nothing within `timeout` seconds.
-        PeerError: the store cannot be reached any more.
-    """
-    deadline, pause = time.monotonic() + timeout, 1e-4
-    while True:
-        try:
-            if store.check([key]) and accept(text := store.get(key).decode()):
-                return text
-            failure = read_failure(store, rank)
-        except dist.DistError as error:
-            raise PeerError(f"the store is gone (its rank died?) while waiting for rank {rank}: {error}") from error
-        if failure is not None:
-            raise PeerError(f"waiting for what rank {rank} posts: {failure}")
-        if time.monotonic() > deadline:
-            raise MeetingTimeoutError(f"rank {rank} did not come within {timeout:g} s: it posted no {key}")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def post(store: dist.Store, rank: int, handle: int, named: bool, node_size: int | None) -> None:
-    kind = "named" if named else "anonymous"
-    store.set(_post_key(rank), f"{machine_name()} {os.getpid()} {handle} {kind} {node_size or 0}")
-
-
-def _failure_key(rank: int) -> str:
-    return f"shardweave/failed/{rank}"
-
-
-def post_failure(store: dist.Store, rank: int, text: str) -> None:
-    store.set(_failure_key(rank), text)
-
-
-def forget_failure(store: dist.Store, rank: int) -> None:
-    with suppress(RuntimeError):  # a store that keeps nothing, as that of a fake group, cannot forget
-        store.delete_key(_failure_key(rank))
-
-
-def read_failure(store: dist.Store, rank: int) -> str | None:
-    """What a rank posted when it failed, None if it did not."""
-    return store.get(key).decode() if store.check([key := _failure_key(rank)]) else None
+    return f"process/{rank}"

@@ -14,8 +14,7 @@ from ..kernels.signal import Code, Failure, polls_within
 from .leases import Leases
 from .lowering import WindowPolicy
 from .meeting import Ask, Meet
-from .sessions import agree_on_session
-from .shared_memory import read_when_posted
+from .rendezvous import Rendezvous
 from .streams import SideStream
 from .symmetric_memory import Provider
 from .windows import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
@@ -41,7 +40,7 @@ class SymmetricWorld:
 
     A rank that waits in vain leaves rank, peer and channel in a word of the host, overwrites the outputs it works on,
     and tells its peers, which do the same: the world is dead, and the next call raises, or the same call where the
-    device is the CPU. A rank that refuses its arguments tells nobody: peers that do not refuse as well wait in vain.
+    device is the CPU. A rank that refuses its arguments says so in every window that the call may use.
 
     Attributes:
         windows: whether steps push or pull.
@@ -55,12 +54,11 @@ class SymmetricWorld:
     name = "symmetric"
     backend = ""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, provider: Provider) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, provider: Provider, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
+        self.rendezvous = rendezvous
         self.windows = WindowPolicy()
-        self._store = store
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
-        self._sessions: dict[tuple[int, ...], str] = {}
         self._all: list[Window] = []
         self._lent: dict[tuple[int, ...], list[Leases]] = {}
         self.failure = Failure(provider.device)
@@ -161,9 +159,7 @@ class SymmetricWorld:
 
     def session(self, ranks: tuple[int, ...]) -> str:
         """What a group's keys in the store begin with. The first time all its ranks call."""
-        if ranks not in self._sessions:
-            self._sessions[ranks] = agree_on_session(self._store, self.rank, ranks, self.timeout)
-        return self._sessions[ranks]
+        return self.rendezvous.meet(ranks)
 
     def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         """What each rank of a group, which all call, says at a place that nobody has used before.
@@ -171,9 +167,9 @@ class SymmetricWorld:
         Raises:
             MeetingTimeoutError: a rank did not come.
         """
-        store = dist.PrefixStore(self.session(ranks), self._store)
-        store.set(f"{where}/{self.rank}", text)
-        return {r: read_when_posted(store, f"{where}/{r}", r, self.timeout) for r in ranks}
+        where = f"{self.provider.device.type}/{self.session(ranks)}/{where}"
+        self.rendezvous.store.set(f"{where}/{self.rank}", text)
+        return {r: self.rendezvous.read(f"{where}/{r}", r) for r in ranks}
 
     def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
         window.signal(use, token, self.polls, poison)
@@ -206,17 +202,23 @@ class SymmetricWorld:
             )
         if code.kind == "failed":
             return PeerError(
-                f"rank {code.peer} failed; rank {code.rank} was waiting for it ({where}); outputs since then are "
-                f"overwritten"
+                f"rank {code.peer} failed{self._why(code.peer)}; rank {code.rank} was waiting for it ({where}); "
+                f"outputs since then are overwritten"
             )
-        return DisagreementError(
-            f"rank {code.rank} and rank {code.peer} asked for different things (another mesh, shape, dtype, layout or "
-            f"order of calls; {where}); outputs since then are overwritten, no other tensor of yours was written"
-        )
+        error = self.rendezvous.disagreement(code.peer)
+        return DisagreementError(f"{error} ({where}; outputs since then are overwritten)")
+
+    def _why(self, peer: int) -> str:
+        with suppress(dist.DistError):  # the store went with its rank
+            failure = self.rendezvous.failure(peer)
+            return f": {failure}" if failure else ""
+        return ""
 
     def fail(self, error: WorldError) -> None:
         """Tell every peer, from here on in the stream, that this rank will not come. The first error stays."""
-        self._error = self.error or error
+        if self.error is None:
+            self._error = error
+            self.rendezvous.fail(f"rank {self.rank} failed: {error}")
         # A device that is broken itself says nothing more; the error that is on its way tells of it.
         with suppress(RuntimeError):
             self.failure.fail()
@@ -224,7 +226,11 @@ class SymmetricWorld:
                 window.say_failed()
 
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
-        """Nobody is told, so that ranks that refuse alike go on."""
+        """Enqueue in every window that the call may use that this rank does not make it; wait for nobody.
 
-    def decline(self, ranks: tuple[int, ...]) -> None:
-        """Nobody is told."""
+        Where all ranks refuse alike their world lives on.
+        """
+        with suppress(RuntimeError):  # as in `fail`
+            for window in self._all:
+                if set(window.ranks) <= set(company):
+                    window.refuse()

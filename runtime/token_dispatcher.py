@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError, UnsupportedError
+from .calls import refuse
 from .in_process import InProcessWorld, run_all
 from .pending import Turn
 from .routed_tokens import RoutedTokens
@@ -20,7 +21,7 @@ from .token_engine import TokenEngine, placed
 from .token_fixed_slabs import slab_rank, with_splits
 from .token_layout import DispatchLayout, DispatchSettings, spelled_out
 from .token_pushes import PushingRank
-from .token_rank import TokenRank
+from .token_rank import RUNS, TokenRank
 from .token_windows import WindowRank
 from .worlds import AnyWorld, current_worlds, why_not_backend
 
@@ -123,7 +124,11 @@ class TokenDispatcher(TokenEngine):
             asked = settings.get("splits") is not None or agreed.slab_capacity is not None
             if device.type == "cuda" and not chosen.one_sided and not asked:
                 agreed, why = with_splits(agreed, current_worlds().nodes_of(ranks))
-        self._ranks = ranks
+        self._ranks, self._company = ranks, tuple(sorted(ranks))
+        self._words = (
+            f"token dispatcher {number} of these ranks: {agreed.num_experts} experts, top "
+            f"{agreed.top_k}, hidden {agreed.hidden}, {agreed.max_tokens} tokens at most, {agreed.dtype}"
+        )
         self._kind = stats().kind(
             f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}", name, 0, None
         )
@@ -138,7 +143,7 @@ class TokenDispatcher(TokenEngine):
         if self._order is not None:
             self._order.join()  # what was uploaded is read by calls on other streams
 
-    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+    def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         world, (run,) = self._world, runs
         if self._order is not None:
             self._order.join(self)
@@ -146,13 +151,14 @@ class TokenDispatcher(TokenEngine):
             return [run_all({self._ranks[0]: run})[self._ranks[0]]]
         while world.pending is not None:
             world.pending.finish()
-        if world.error is not None:
-            raise world.error
+        if (error := world.error) is not None:
+            raise error
         stats().calls[world.name] += 1
         self._kind.calls += 1
         with Turn(world, self._kind):
             reply: Any = None
             try:
+                world.rendezvous.begin(self._company, self.parts[0].token + what, f"{RUNS[what]} of {self._words}")
                 while True:
                     reply = world.answer(run.send(reply))
             except StopIteration as end:
@@ -224,18 +230,18 @@ class TokenDispatcher(TokenEngine):
             raise self._world.error
 
     def _telling(self) -> _Telling:
-        return _Telling(self._world, self._ranks)
+        return _Telling(self._world, self._company)
 
 
 class _Telling:
-    """An argument that is refused here is not waited for by peers."""
+    """Peers are told when this rank refuses an argument."""
 
-    def __init__(self, world: AnyWorld | InProcessWorld, ranks: tuple[int, ...]) -> None:
-        self._world, self._ranks = world, ranks
+    def __init__(self, world: AnyWorld | InProcessWorld, company: tuple[int, ...]) -> None:
+        self._world, self._company = world, company
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ArgumentError) and not isinstance(self._world, InProcessWorld) and not self._world.error:
-            self._world.decline(self._ranks)
+        if isinstance(error, ArgumentError) and not isinstance(self._world, InProcessWorld):
+            refuse(self._world, self._company, self._company, error)

@@ -39,7 +39,7 @@ class TokenEngine:
     def after_dispatch(self, lost: torch.Tensor) -> None:
         self._losses.add(lost)
 
-    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+    def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         raise NotImplementedError
 
     def check(self) -> None:

@@ -23,9 +23,9 @@ from ..kernels.route_tokens import Routed
 from ..kernels.rows import Buffers, TokenRows
 from ..planner import NVLINK_INFINIBAND
 from ..planner.splits import price_splits
-from .meeting import Agree, Ask
+from .meeting import Ask
 from .token_layout import DispatchLayout
-from .token_rank import WEIGHED, Read, Take, TokenRank
+from .token_rank import Read, Take, TokenRank
 from .token_routing import Sent, Slabs
 from .token_slabs import SlabRank
 
@@ -54,10 +54,9 @@ class FixedSlabRank(SlabRank):
         return before - before[..., self._first]
 
     def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
-        matrix = counted[:, :-2].contiguous()
-        counts = matrix[:, :-1].long()
+        counts = counted[:, :-1].long()
         with_room = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
-        groups = self._grouped(torch.cat((with_room.int(), matrix[:, -1:]), 1), self.slots)
+        groups = self._grouped(torch.cat((with_room.int(), counted[:, -1:]), 1), self.slots)
         without = torch.stack(((counts - with_room).sum(), counts.new_zeros(())))
         groups = groups._replace(lost=groups.lost + without)
         start = (self._slab + self._before(groups.limit.long())).int()
@@ -65,7 +64,7 @@ class FixedSlabRank(SlabRank):
         none = torch.zeros(1, dtype=torch.int64, device="cpu")
         sizes = self._sizes_of_all
         slabs = Slabs(sizes.clone(), sizes.clone(), none, self._places(with_room, groups))
-        return Sent(weights, groups, rows, matrix, slabs)
+        return Sent(weights, groups, rows, counted, slabs)
 
     def _places(self, counts: torch.Tensor, groups: Groups) -> torch.Tensor:
         """int64 [W * capacity]: the row in this rank's buffer of each row of the slabs that it receives, -1 of none.
@@ -104,7 +103,8 @@ class FixedSlabRank(SlabRank):
         came = []
         for slab in packed:
             came.append(self._empty(tuple(slab.shape), slab.dtype))
-            yield from self._exchange(slab, [self._capacity] * owners, came[-1], [self._capacity] * owners)
+            sizes = [self._capacity] * owners
+            yield from self._exchange(what, slab, sizes, came[-1], sizes)
         # Each row that came is a token of one entry, whose owner is this rank.
         place = places.int()[:, None]
         rows = TokenRows(torch.where(place >= 0, self.me, owners).int(), place)
@@ -118,15 +118,14 @@ class FixedSlabRank(SlabRank):
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
     ) -> Generator[Ask, Any, list[torch.Tensor]]:
-        if what != WEIGHED:
-            yield Agree(self.peers, self.token + what)
+        yield from ()  # a generator, as for all ranks
         assert sent.slabs is not None
         owners, sizes = self.layout.ranks, [self._capacity] * self.layout.ranks
         rows, found = sent.slabs.places.clamp(min=0), []
         for values in given:
             back = self._empty((len(rows), *values.shape[1:]), values.dtype)
             going = values.index_select(0, rows) if len(values) else torch.zeros_like(back)
-            yield from self._exchange(going, sizes, back, sizes)
+            yield from self._exchange(what, going, sizes, back, sizes)
             found.append(Buffers([back] * owners, self.tables))
         return read(found)
 

@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..kernels.copy_rows import copy_rows
 from .bound_step import World
 from .token_layout import DispatchLayout
-from .token_rank import TokenRank
+from .token_rank import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, TokenRank
 from .token_routing import Sent, specs_of_sent
 
 Tensors = list[torch.Tensor]
@@ -36,8 +36,8 @@ class Engine(Protocol):
     state: torch.Tensor
     """What its operators mutate. Made by `state_of`."""
 
-    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
-        """Carry out one run of each part; what they return."""
+    def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+        """Carry out one run of each part, of one of `token_rank.RUNS`; what they return."""
 
     def before_dispatch(self) -> None:
         """Raise for what earlier dispatches lost."""
@@ -101,7 +101,7 @@ def dispatch(engine: Engine, xs: Tensors, ids: Tensors, weights: Tensors) -> Ten
     """Of each rank the rows received, [rows, H], and the tensors of its Sent."""
     engine.before_dispatch()
     runs = [p.dispatch(_rows(x), i, w) for p, x, i, w in zip(engine.parts, xs, ids, weights, strict=True)]
-    done = engine.run(runs)
+    done = engine.run(DISPATCH, runs)
     engine.after_dispatch(done[0][1].groups.lost)
     return [tensor for received, sent in done for tensor in (received, *sent.tensors())]
 
@@ -123,10 +123,11 @@ def combine(
     given: Sequence[Any] = weights or [None] * len(values)
     sents = _sents(engine, routing)
     engine.run(
+        COMBINE,
         [
             p.combine(s, v, out, w, a if a is None else _rows(a))
             for p, s, v, out, w, a in zip(engine.parts, sents, values, outs, given, adds, strict=True)
-        ]
+        ],
     )
 
 
@@ -146,7 +147,7 @@ def dispatch_backward(engine: Engine, gradients: Tensors, weight_gradients: Tens
         p.combine(s, g.contiguous(), out, None, None, numbers.contiguous())
         for p, s, g, numbers, out in zip(engine.parts, sents, gradients, weight_gradients, outs, strict=True)
     ]
-    return [*outs, *engine.run(runs)]
+    return [*outs, *engine.run(UNDISPATCH, runs)]
 
 
 def new_dispatched_backward(engine: Engine, gradients: Tensors, weight_gradients: Tensors, routing: Tensors) -> Tensors:
@@ -169,7 +170,7 @@ def combine_backward(
         p.combine_backward(s, _rows(g), v)
         for p, s, g, v in zip(engine.parts, _sents(engine, routing, weights), gradients, given, strict=True)
     ]
-    found = engine.run(runs)
+    found = engine.run(BACKWARD, runs)
     return [*[d for d, _ in found], *([w for _, w in found] if values else [])]
 
 

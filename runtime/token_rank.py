@@ -29,7 +29,13 @@ Read = Callable[[Sequence[Buffers]], list[torch.Tensor]]
 Take = Callable[[torch.Tensor], None]
 """From the buffer where rows came to wherever it keeps its results; it may be that buffer."""
 # Added to the dispatcher's token: what a run is for. Its meetings are numbered from there on.
-DISPATCH, COMBINE, BACKWARD, WEIGHED = 0, 8, 16, 24
+DISPATCH, COMBINE, BACKWARD, WEIGHED, UNDISPATCH = 0, 8, 16, 24, 32
+RUNS = {
+    DISPATCH: "dispatch",
+    COMBINE: "combine",
+    BACKWARD: "backward of combine",
+    UNDISPATCH: "backward of dispatch",
+}
 ROUTING = "routing of one dispatch, held until backward"
 """Of `TokenRank.nbytes`."""
 
@@ -120,7 +126,7 @@ class TokenRank:
             return [out, *[gather_values(sent.rows, numbers) for numbers in buffers[1:]]]
 
         given = (values,) if numbers is None else (values, numbers)
-        _, *of_entries = yield from self._fetch(COMBINE, sent, given, read)
+        _, *of_entries = yield from self._fetch(COMBINE if numbers is None else UNDISPATCH, sent, given, read)
         return of_entries[0] if of_entries else None
 
     def combine_backward(

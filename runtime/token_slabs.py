@@ -4,7 +4,7 @@ A slab has a sender's rows for an owner in order of slot, token and k. Its sizes
 which the host reads once for each dispatch; nothing else waits for the device. Sums are those of `combine_rows` over
 the slabs that come back, so owners are in the order that they have everywhere.
 
-Each run begins with all ranks saying what it is, so that none takes a slab for another's.
+Messages say of which run they are, so that no rank takes a slab for another's.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from ..errors import DisagreementError
 from ..kernels.group_rows import Groups, Slots
 from ..kernels.locate_rows import locate_rows
 from ..kernels.push_rows import padding_rows, push_rows
 from ..kernels.route_tokens import Routed
 from ..kernels.rows import Buffers
-from .meeting import Agree, Ask, Transfer
+from .meeting import Ask, Transfer
 from .statistics import stats
 from .token_layout import DispatchLayout
-from .token_rank import ROUTING, WEIGHED, Read, Take, TokenRank
+from .token_rank import ROUTING, Read, Take, TokenRank
 from .token_routing import Sent, Slabs
 
 _HOST = torch.device("cpu")
@@ -33,7 +32,6 @@ class SlabRank(TokenRank):
     """Ranks that send and receive."""
 
     in_slabs = True
-    words_told = 2  # of which call they are
     way = "one slab of exact size for each pair of ranks; the host reads the counts once for each dispatch"
 
     @classmethod
@@ -51,42 +49,32 @@ class SlabRank(TokenRank):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._host_slots = Slots.divided(self.layout.bounds, _HOST)
-        # Told with counts: worlds of which each run is not compared before tell here that ranks disagree.
-        low, high = self.token & 0x7FFFFFFF, self.token >> 31
-        self._words = torch.tensor([low, high], dtype=torch.int32, device=self.device)
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
     ) -> Generator[Ask, Any, tuple[Any, torch.Tensor | None]]:
-        yield Agree(self.peers, self.token + what)
+        yield from ()  # a generator, as for all ranks
         if counts is None:
             return own, None
         ranks, ones = self.layout.ranks, [1] * self.layout.ranks
-        telling = torch.cat((counts, self._words)).expand(ranks, -1).contiguous()
+        telling = counts.expand(ranks, -1).contiguous()
         told = self._empty(tuple(telling.shape), torch.int32)
-        yield from self._exchange(telling, ones, told, ones)
+        yield from self._exchange(what, telling, ones, told, ones)
         return own, told
 
     def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
         told = self._read(counted)
-        matrix = counted[:, :-2].contiguous()
-        groups = self._grouped(matrix, self.slots)
+        groups = self._grouped(counted, self.slots)
         slabs, starts = self._planned(told, groups if self.device == _HOST else None)
         slabs = slabs._replace(places=self._upload(slabs.places))
         rows = locate_rows(routed.slot, routed.place, groups._replace(start=self._upload(starts)), self.slots)
-        return Sent(weights, groups, rows, matrix, slabs)
+        return Sent(weights, groups, rows, counted, slabs)
 
     def _planned(self, told: torch.Tensor, groups: Groups | None) -> tuple[Slabs, torch.Tensor]:
         """Slabs, and where this rank's rows of each slot begin in all of its own, int32 [S]; all on the host, where
         `told` and `groups` are."""
-        for rank, words in enumerate(told[:, -2:].tolist()):
-            if words != told[self.me, -2:].tolist():
-                raise DisagreementError(
-                    f"rank {self.ranks[self.me]} and rank {self.ranks[rank]} asked for different things (another "
-                    f"dispatcher or order of calls); no tensor of yours was written"
-                )
         if groups is None:
-            groups = self._grouped(told[:, :-2].contiguous(), self._host_slots)
+            groups = self._grouped(told, self._host_slots)
         sent = torch.nn.functional.pad(groups.limit.long().cumsum(0), (1, 0))
         sends = sent[torch.tensor(self.layout.bounds, device="cpu")].diff()
         # Of the own slots, by source: rows before a source's, how many it has of those that are kept, where they begin.
@@ -126,7 +114,7 @@ class SlabRank(TokenRank):
         push_rows(x, sent.rows, slab_of_all, sent.groups, self.me, weights, several, most_padding=0)
         for slab, buffer in zip(packed, into, strict=True):
             came = self._empty((len(places), *slab.shape[1:]), slab.dtype)
-            yield from self._exchange(slab, sends, came, receives)
+            yield from self._exchange(what, slab, sends, came, receives)
             buffer.index_copy_(0, places, came)
             buffer.index_fill_(0, padding, 0)
         if take is not None:
@@ -135,20 +123,19 @@ class SlabRank(TokenRank):
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
     ) -> Generator[Ask, Any, list[torch.Tensor]]:
-        if what != WEIGHED:  # which is part of a run that has begun
-            yield Agree(self.peers, self.token + what)
         slabs = sent.slabs
         assert slabs is not None
         sends, receives, _ = _sizes(slabs)
         found = []
         for values in given:
             back = self._empty((sum(sends), *values.shape[1:]), values.dtype)
-            yield from self._exchange(values.index_select(0, slabs.places[: sum(receives)]), receives, back, sends)
+            going = values.index_select(0, slabs.places[: sum(receives)])
+            yield from self._exchange(what, going, receives, back, sends)
             found.append(Buffers([back] * self.layout.ranks, self.tables))
         return read(found)
 
     def _exchange(
-        self, sends: torch.Tensor, send_sizes: list[int], receives: torch.Tensor, receive_sizes: list[int]
+        self, what: int, sends: torch.Tensor, send_sizes: list[int], receives: torch.Tensor, receive_sizes: list[int]
     ) -> Generator[Ask, Any, None]:
         """One contiguous piece of `sends` to each rank, one from each; sizes count rows."""
         outgoing, incoming = sends.split(send_sizes), receives.split(receive_sizes)
@@ -157,16 +144,22 @@ class SlabRank(TokenRank):
         yield Transfer(
             tuple((self.ranks[r], _bytes(outgoing[r])) for r in others if outgoing[r].numel()),
             tuple((self.ranks[r], _bytes(incoming[r])) for r in others if incoming[r].numel()),
+            self.token + what,
         )
 
     def _read(self, counted: torch.Tensor) -> torch.Tensor:
-        """On the host, which waits for it."""
+        """On the host, which waits for it.
+
+        Raises:
+            WorldError: they are of another call, or did not come.
+        """
         stats().host_reads["counts of a token dispatch"] += 1
         if counted.device.type != "cuda":
             return counted
         host = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True, device="cpu")
         host.copy_(counted, non_blocking=True)
         torch.cuda.current_stream(counted.device).synchronize()
+        self.world.check()
         return host
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ..planner import FILL, Boxes, Exchange, Step
 from .bound_step import BoundStep, Run
 from .copies import Copies, Patchwork, Reduction, Side, Whole, is_plain, run_of
 from .lowering import Lowering
-from .meeting import AllGather, AllToAll, Transfer
+from .meeting import AllGather, Transfer
 
 Part = tuple[int, int, Boxes, Side, Side]
 _PACKED = -1  # in place of a buffer
@@ -31,7 +31,7 @@ class TwoSidedStep(BoundStep):
     """Pack what peers need, send and receive with exact sizes, unpack or reduce what came: a kernel before, one after.
 
     By a message to each peer, where what lies in one run of memory is sent from where it is and received where it
-    belongs; by an all-to-all, from one buffer into another; or by an all-gather, where all get the same.
+    belongs; or by an all-gather, where all get the same.
 
     Args:
         lowering: which of these.
@@ -59,11 +59,11 @@ class TwoSidedStep(BoundStep):
         # Of a step between meshes each rank has members of its own.
         within = isinstance(self.step, Exchange) and self.step.group is not None
         self.of_group = self.world.group_order(everyone) if within else None
-        self.together, self.gathers = lowering.how == "all-to-all", lowering.how == "all-gather"
-        exact = self.together or self.gathers or self.device.type == "cpu"
+        self.gathers = lowering.how == "all-gather"
+        exact = self.gathers or self.device.type == "cpu"
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
         peers = list(zip(self.peers, self.peer_ranks, strict=True))
-        if self.together or self.gathers:
+        if self.gathers:
             peers.sort(key=lambda peer: self.group.index(peer[1]))
         self._bind_sends(peers[:1] if self.gathers else peers, shared)
         if self.gathers:
@@ -71,10 +71,6 @@ class TwoSidedStep(BoundStep):
             peers.insert(self.group.index(rank), (self.me, rank))
         unpack = self._bind_receives(peers, shared)
         self.bind_finish(unpack)
-        # Bytes for each rank of the group, of an all-to-all.
-        sent = {rank: last - first for rank, _, first, last in self.sends}
-        came = {rank: last - first for rank, first, last, _ in self.receives}
-        self.sent, self.came = ([n.get(r, 0) * self.dtype.itemsize for r in self.group] for n in (sent, came))
 
     def _parts_to(self, peer: int, base: int) -> tuple[list[Part], int]:
         """What a peer gets, contributor by contributor in the order of rows, packed from `base`; and where it ends."""
@@ -94,7 +90,7 @@ class TwoSidedStep(BoundStep):
         """Rank, buffer or `_PACKED`, first and last element there."""
         packing: list[Part] = []
         self.packed = 0
-        from_where_it_is = shared is None and not self.together
+        from_where_it_is = shared is None
         for peer, rank in peers:
             first = self._aligned(self.packed) if shared is None else shared.sent_at[peer]
             parts, last = self._parts_to(peer, first)
@@ -115,7 +111,7 @@ class TwoSidedStep(BoundStep):
         """Rank, first and last element, and whether in the output itself."""
         self.staged = [Side.target(self.incoming, self.strides) for _ in range(self.contributors)]
         unpack: list[Part] = []
-        in_place = shared is None and not (self.together or self.leave_apart or self.step.reduce)
+        in_place = shared is None and not (self.leave_apart or self.step.reduce)
         in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
         base = 0
         for peer, rank in peers:
@@ -171,7 +167,7 @@ class TwoSidedStep(BoundStep):
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
         # To a collective every rank of the group comes, also one that has nothing to send and gets nothing.
         if self.group or self.sends or self.receives:
-            asked = self.messages(buffers, received if out is None else out, received)
+            asked = self.messages(buffers, received if out is None else out, received, token)
             yield asked._replace(output=out) if self.last else asked
         buffers = [*buffers, received]
         if out is None:
@@ -180,14 +176,12 @@ class TwoSidedStep(BoundStep):
         return out
 
     def messages(
-        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor
-    ) -> Transfer | AllToAll | AllGather:
+        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, token: int
+    ) -> Transfer | AllGather:
         """What the world is to do, with all packed that is sent from there."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
         flat, arrived, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
-        if self.together:
-            return AllToAll(self.group, flat, self.sent, arrived, self.came)
         sends = []
         for rank, buffer, first, last in self.sends:
             if buffer == _PACKED:
@@ -198,12 +192,12 @@ class TwoSidedStep(BoundStep):
             sends.append((rank, part.view(torch.uint8)))
         landed = out.view(-1).view(torch.uint8)
         if self.gathers:
-            return AllGather(self.group, sends[0][1], landed if self.receives[0][3] else arrived)
+            return AllGather(self.group, sends[0][1], landed if self.receives[0][3] else arrived, token)
         receives = [
             (rank, (landed if final else arrived)[first * size : last * size])
             for rank, first, last, final in self.receives
         ]
-        return Transfer(tuple(sends), tuple(receives), group=self.of_group)
+        return Transfer(tuple(sends), tuple(receives), token, group=self.of_group)
 
 
 def may_leave_apart(step: Step, following: Step) -> bool:

@@ -61,12 +61,12 @@ class VendorReduction(BoundStep):
         out = self.empty()
         if self.scatters:
             landed = out if self.lands else torch.empty(out.numel(), dtype=self.dtype, device=self.device)
-            yield ReduceScatter(self.group, self._terms(x), landed.view(-1), self.op, out if self.last else None)
+            yield ReduceScatter(self.group, self._terms(x), landed.view(-1), self.op, token, out if self.last else None)
             if not self.lands:
                 self.unpack([landed], [out])
         else:
             self.pack([x], [out])
-            yield AllReduce(self.group, out.view(-1), self.op, out if self.last else None)
+            yield AllReduce(self.group, out.view(-1), self.op, token, out if self.last else None)
         return out if self.divisor == 1 else out.div_(self.divisor)
 
     def _terms(self, x: torch.Tensor) -> torch.Tensor:

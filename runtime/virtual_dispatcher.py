@@ -53,7 +53,7 @@ class VirtualTokenDispatcher(TokenEngine):
         parts = [part(agreed, world, ranks, r, device, agreed.token(0)) for r in ranks]
         super().__init__(agreed, parts, "in process")
 
-    def run(self, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+    def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
         ended = run_all(dict(enumerate(runs)))
         return [ended[rank] for rank in range(len(runs))]
 

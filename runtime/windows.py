@@ -7,12 +7,13 @@ from typing import Literal
 
 import torch
 
-from ..kernels.signal import SLOT, Channel, Failure, build_signal, pack, signal
+from ..kernels.signal import SLOT, UNLIMITED, Channel, Failure, build_signal, pack, signal
 
 Use = Literal["enter", "meet", "leave", "spoil"]
 _SMALLEST = 1 << 16
 ALIGNMENT = 256  # bytes, of what has a place in a window
 _CHANNELS = ("arrivals", "releases")
+_REFUSED = 0  # in place of a token
 
 
 def window_size(nbytes: int) -> int:
@@ -66,6 +67,11 @@ class Window:
             signal(self.arrived, send=True, wait=True, token=token, polls=polls)
         else:
             signal(self.released, send=use == "leave", poison=poison)
+
+    def refuse(self) -> None:
+        """Enqueue a use that this rank does not make: it comes to meet with no token, and waits for nobody."""
+        for channel in (self.arrived, self.released):
+            signal(channel, send=True, wait=True, credit=UNLIMITED, token=_REFUSED)
 
     def build(self, dtype: torch.dtype) -> None:
         """Compile what uses of the window with outputs of a dtype launch."""

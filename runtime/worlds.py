@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
 from .lowering import BACKENDS
 from .mixed import InsideNodes, MixedWorld
-from .shared_memory import SharedMemoryWorld, forget_failure, read_post, why_not_here
+from .rendezvous import Rendezvous, settings
+from .shared_memory import SharedMemoryWorld, machine_name, why_not_here
 from .statistics import stats
 from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
 from .symmetric_world import SymmetricWorld
@@ -32,13 +34,16 @@ class Worlds:
         self.group = c10d.GroupMember.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = _timeout(self.group)
-        self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
-        forget_failure(self._store, self.rank)  # of an earlier group, where the store is the same
+        store = dist.PrefixStore("shardweave", c10d._get_default_store())
+        self._node_size = pretended_node_size()
+        self.rendezvous = Rendezvous(store, self.rank, self.timeout, self._is_gone)
+        if platform.system() == "Linux":
+            # So that peers can tell who shares memory.
+            store.set(_machine_key(self.rank), f"{machine_name()} {self._node_size or 0}")
         self._shared: SharedMemoryWorld | None = None
         self._collectives: dict[str, CollectiveWorld] = {}
         self._symmetric: dict[str, SymmetricWorld] = {}
         self._mixed: dict[tuple[object, str], MixedWorld] = {}
-        self._node_size = pretended_node_size()
         self._nodes: dict[int, Hashable] = {}
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
@@ -95,6 +100,12 @@ class Worlds:
             stats().worlds[ranks] = f"{name}: {why}"
         return found
 
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended."""
+        if self._shared is not None and self._shared.has_died(rank):
+            return True
+        return self._find_obstacle("cpu") is None and self._collective("cpu").is_gone(rank)
+
     def nodes_of(self, ranks: Sequence[int]) -> list[Hashable]:
         """The node of each rank. All of `ranks` ask."""
         return [self._node_of(rank) for rank in ranks]
@@ -102,10 +113,10 @@ class Worlds:
     def _symmetric_on(self, device: torch.device) -> SymmetricWorld:
         found = self._symmetric.get(device.type)
         if found is None:
-            store = dist.PrefixStore(f"symmetric/{device.type}", self._store)
+            store = dist.PrefixStore(f"symmetric/{device.type}", self.rendezvous.store)
             on_cpu = device.type == "cpu"
             provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
-            found = SymmetricWorld(store, self.rank, self.size, self.timeout, provider)
+            found = SymmetricWorld(self.rank, self.size, self.timeout, provider, self.rendezvous)
             self._symmetric[device.type] = found
         if found.provider.device != device:
             raise UnsupportedError(
@@ -132,13 +143,13 @@ class Worlds:
 
     def _shared_memory(self) -> SharedMemoryWorld:
         if self._shared is None:
-            self._shared = SharedMemoryWorld(self._store, self.rank, self.size, self.timeout, self._node_size)
+            self._shared = SharedMemoryWorld(self.rank, self.size, self.timeout, self.rendezvous)
         return self._shared
 
     def _collective(self, device_type: str) -> CollectiveWorld:
         backend = self._backend(device_type)
         if backend not in self._collectives:
-            self._collectives[backend] = CollectiveWorld(self._store, self.rank, self.size, self.timeout, backend)
+            self._collectives[backend] = CollectiveWorld(self.rank, self.size, self.timeout, backend, self.rendezvous)
         return self._collectives[backend]
 
     def _node_of(self, rank: int) -> Hashable:
@@ -147,9 +158,7 @@ class Worlds:
             ArgumentError: the rank takes nodes to be of another size.
         """
         if rank not in self._nodes:
-            # Starting posts this rank's machine, so that its peers can decide as well.
-            self._shared_memory()
-            machine, *_, size = read_post(self._store, rank, self.timeout).split()
+            machine, size = self.rendezvous.read(_machine_key(rank), rank).split()
             if int(size) != (self._node_size or 0):
                 here, there = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
                 raise ArgumentError(
@@ -157,6 +166,10 @@ class Worlds:
                 )
             self._nodes[rank] = machine, rank // self._node_size if self._node_size else 0
         return self._nodes[rank]
+
+
+def _machine_key(rank: int) -> str:
+    return f"machine/{rank}"
 
 
 def why_no_memory(device: torch.device, asked: str | None) -> str | None:
@@ -212,6 +225,13 @@ def _timeout(group: Any) -> float:
     except (AttributeError, RuntimeError):
         return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
+
+def _from_environment(name: str) -> Callable[[], str]:
+    return lambda: os.environ.get(name) or "not set"
+
+
+settings["SHARDWEAVE_WORLD"] = _from_environment("SHARDWEAVE_WORLD")
+settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
 _worlds: Worlds | None = None
 

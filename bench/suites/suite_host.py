@@ -2,7 +2,7 @@
 
 Through `DTensor.redistribute`: stock on a fake process group, shardweave on a world that moves nothing. And the loop
 inside it, as ranks on GPUs run it: through windows with launches left out, by messages with launches and sending left
-out, and with the store not told as well; beside stock's. No bytes: small tensors, and none of it is for moving them.
+out; beside stock's. No bytes: small tensors, and none of it is for moving them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from shardweave.bench.measuring import Sink
 SUITE = "host"
 ROUNDS = {"full": 15, "quick": 7, "dry": 1}
 CALLS = {"full": 400, "quick": 200, "dry": 3}
-_INSIDE = "ours, windows", "ours, windows, launched", "ours, messages", "ours, messages, store not told", "stock"
+_INSIDE = "ours, windows", "ours, windows, launched", "ours, messages", "stock"
 _NAMES = {
     "ours, windows": "windows",
     "ours, windows, launched": "launched",
     "ours, messages": "messages",
-    "ours, messages, store not told": "untold",
     "stock": "inner_stock",
 }
 
