@@ -263,7 +263,7 @@ class CollectiveWorld:
             if elsewhere := self.rendezvous.refused(peer) or self.rendezvous.misplaced(peer, True):
                 return elsewhere
             why = self.rendezvous.failure(peer)
-        return PeerError(f"rank {self.rank} lost rank {peer}: {why or error}")
+        return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it: {why or error}")
 
     def fail(self, error: WorldError) -> None:
         """Tell ranks that wait for this one, now or later, that it will not come. The first error stays."""

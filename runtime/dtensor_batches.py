@@ -105,6 +105,8 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
     for program in batch.programs:
         check_ranks(program.mesh)
     company = batch.company(rank)
+    if rank not in company:
+        return Call(None, None, ())  # a rank in none of the meshes: it holds nothing, and nobody waits for it
     world, _ = world_for(company, device, how.world, *(spec.mesh for pair in specs for spec in pair))
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):

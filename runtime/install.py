@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,30 @@ from .fsdp_recording import note_fsdp
 from .lowering import Reduction
 from .recording import Recording, active, noting, write_down
 from .redistribution import How, default, how_asked, run_by_default
+from .rendezvous import settings
 from .trace import exception_text
+from .worlds import tell_settings
+
+
+def _said(read: Callable[[], object]) -> Callable[[], str]:
+    return lambda: str(read())
+
+
+def _only() -> str:
+    meshes = policy().only
+    return "all meshes" if meshes is None else ", ".join(str(mesh.mesh.tolist()) for mesh in meshes)
+
+
+# What ranks compare when they first meet.
+settings |= {
+    "install()": lambda: "called" if is_installed() else "not called",
+    "install(min_bytes=)": _said(lambda: policy().min_bytes),
+    "install(only=)": _only,
+    "install(topology=)": _said(lambda: default().topology),
+    "install(reduction=)": _said(lambda: default().reduction),
+    "install(costs=)": _said(lambda: "on" if priced_on() is not None else "off"),
+}
+
 
 _SEAMS = {
     "redistribute_local_tensor": (
@@ -85,6 +108,7 @@ def install(
     run_by_default(how)
     carry_out_under(carried_out)
     price_on((topology or NVLINK_NODE) if costs else None)
+    tell_settings()
 
 
 def uninstall() -> None:
@@ -93,6 +117,7 @@ def uninstall() -> None:
     run_by_default(How())
     carry_out_under(Policy())
     price_on(None)
+    tell_settings()
 
 
 @contextmanager

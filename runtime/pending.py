@@ -71,7 +71,8 @@ class Pending:
 
     def as_tensor(self, output: torch.Tensor) -> AsyncCollectiveTensor:
         """`output`, which is complete once it is waited for."""
-        _register_work(output, _Waiting(self, output))
+        self._waiting = _Waiting(self, output)
+        _register_work(output, self._waiting)
         return AsyncCollectiveTensor(output)
 
     def finish(self) -> None:
@@ -127,26 +128,26 @@ class Joined(Pending):
 
 
 class _Waiting(dist.Work):
-    """What `wait_tensor` calls for a tensor of a pending run. It lives until that returns, or the tensor is gone."""
+    """What `wait_tensor` calls for a tensor of a pending run.
+
+    torch never lets go of such a work, so it holds nothing: the tensor holds the run, and the run holds this.
+    """
 
     def __init__(self, pending: Pending, output: torch.Tensor) -> None:
         super().__init__()
-        self.pending = pending
-        self._output = weakref.ref(output, lambda _: _waited_for.discard(self))
-        _waited_for.add(self)
+        self._pending, self._output = weakref.ref(pending), weakref.ref(output)
+        output._shardweave_pending = pending  # type: ignore[attr-defined]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        pending, output = self._pending(), self._output()
+        if pending is None or output is None:
+            return True  # nobody holds the tensor
         try:
-            self.pending.finish()
-            self.pending.join()
+            pending.finish()
+            pending.join()
         except BaseException:
             # torch forgets a work when it begins to wait for it: whoever uses the tensor next has to be told as well.
-            if (output := self._output()) is not None:
-                _register_work(output, self)
+            _register_work(output, self)
             raise
-        _waited_for.discard(self)
+        output.__dict__.pop("_shardweave_pending", None)
         return True
-
-
-_waited_for: set[_Waiting] = set()
-"""torch holds a work without its Python object."""

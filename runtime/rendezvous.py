@@ -79,9 +79,15 @@ class Rendezvous:
     # ------------------------------------------------------------------ calls
 
     def begin(self, ranks: Ranks, fingerprint: int, words: str) -> None:
-        """This rank makes the next call of `ranks`."""
+        """This rank makes the next call of `ranks`, which meet if they have not yet.
+
+        Raises:
+            DisagreementError, MeetingTimeoutError, PeerError: as `meet`.
+        """
         number = self._counts[ranks] = self._counts.get(ranks, 0) + 1
         self.call = CallRecord(ranks, number, fingerprint, words)
+        if ranks not in self._sessions:
+            self.meet(ranks)
 
     def announce(self, ranks: Ranks, fingerprint: int, words: str) -> None:
         """The same, but the call is still made ready: its ranks may wait for each other before it begins."""

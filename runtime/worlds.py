@@ -250,6 +250,12 @@ def current_worlds() -> Worlds:
     return _worlds
 
 
+def tell_settings() -> None:
+    """Let ranks that wait for this one know its settings, if there is a process group."""
+    if dist.is_initialized():
+        current_worlds().rendezvous.tell_settings()
+
+
 def why_not_backend(device: torch.device, asked: str | None = None) -> str | None:
     """Why the default process group cannot carry programs on `device` in the world asked for, or None."""
     return current_worlds().why_not_backend(device.type, asked)

@@ -1,4 +1,4 @@
-"""What stands before symmetric memory is there: names that ranks agree on, and torch's rendezvous of any groups."""
+"""What stands before symmetric memory is there: torch's rendezvous of any groups."""
 
 from __future__ import annotations
 
@@ -11,41 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 
-from shardweave.errors import MeetingTimeoutError
-from shardweave.runtime.sessions import agree_on_session
 from shardweave.runtime.symmetric_memory import TorchSymmetricMemory, _OwnNumbers
 
 pytestmark = pytest.mark.plan
-
-
-def agreed(store: dist.Store, ranks: tuple[int, ...], first: int = 0) -> list[str]:
-    """`first`: how many of the ranks are there before the others."""
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        asked = [pool.submit(agree_on_session, store, r, ranks, 20) for r in ranks[:first]]
-        for future in asked:
-            with pytest.raises(TimeoutError):
-                future.result(0.05)
-        asked += [pool.submit(agree_on_session, store, r, ranks, 20) for r in ranks[first:]]
-        return [future.result() for future in asked]
-
-
-@pytest.mark.parametrize("ranks", [(0, 1), (3, 5, 9), tuple(range(8))], ids=len)
-def test_ranks_agree_on_a_new_name_whatever_the_store_holds(ranks: tuple[int, ...]) -> None:
-    store, seen = dist.HashStore(), set()
-    for life in range(6):
-        # Of earlier lives there is a whole session in the store, which none of the ranks may take for this one's.
-        names = agreed(store, ranks, first=life % len(ranks))
-        assert len(set(names)) == 1 and names[0] not in seen
-        seen.add(names[0])
-
-
-def test_a_rank_that_was_there_in_an_earlier_life_only_did_not_come() -> None:
-    store = dist.HashStore()
-    agreed(store, (0, 1))
-    with pytest.raises(MeetingTimeoutError, match="rank 1 did not come within 0.2 s; rank 0 was waiting for it"):
-        agree_on_session(store, 0, (0, 1), 0.2)
-    with pytest.raises(MeetingTimeoutError, match="rank 7 did not come within 0.2 s"):
-        agree_on_session(store, 0, (0, 7), 0.2)
 
 
 class Counting:
