@@ -29,6 +29,7 @@ from ..planner.explanation import format_bytes
 from ..runtime import segments
 from ..runtime.choosing import check_name, choose_world
 from ..runtime.shared_memory import why_not_here
+from ..runtime.token_layout import poison_asked_for
 from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
 from .self_test import self_test
 from .writable import check_writable
@@ -92,11 +93,15 @@ def settings() -> Iterator[Finding]:
     def node_size() -> None:
         pretended_node_size()
 
+    def poison() -> None:
+        poison_asked_for()
+
     checks: dict[str, Callable[[], None]] = {
         "SHARDWEAVE_TIMEOUT": timeout,
         "SHARDWEAVE_WORLD": world,
         "SHARDWEAVE_SEGMENTS": kind,
         "SHARDWEAVE_NODE_SIZE": node_size,
+        "SHARDWEAVE_POISON_ROWS": poison,
     }
     for name, check in checks.items():
         value = os.environ.get(name)

@@ -59,12 +59,13 @@ class Layer:
     experts_twice: bool = False
     slab_capacity: float | None = None  # of ranks that send and receive
     save: str = "lease"
+    zero_rows: bool = False
 
     def __str__(self) -> str:
         said = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
         said += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
         said += ["slabs of one size"] * (self.slab_capacity is not None)
-        said += [f"save {self.save}"] * (self.save != "lease")
+        said += [f"save {self.save}"] * (self.save != "lease") + ["zero rows"] * self.zero_rows
         return ", ".join(said + ["replicated experts"] * self.experts_twice)
 
 
@@ -84,12 +85,14 @@ def layers() -> Iterator[Layer]:
         yield replace(layer, experts_twice=True, tokens=128)
         yield replace(layer, odd=True)
         yield replace(layer, save="copy")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            yield replace(layer, dtype=dtype, zero_rows=True)
         for align, dtype in product((1, 8, 128), (torch.bfloat16, torch.float32)):
             yield replace(layer, align=align, dtype=dtype, slab_capacity=1.25)
         yield replace(layer, layout="batched", expert_capacity=512, slab_capacity=1.25)
     for hidden, top_k, experts in ((4097, 3, 60), (2500, 1, 3), (20, 6, 300)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, save="copy")
+            yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, save="copy", zero_rows=True)
 
 
 class TokenSpecialisation(Specialisation):
@@ -111,6 +114,7 @@ class TokenSpecialisation(Specialisation):
             "combine_rows": (k + c.get("HAS_ADD", 0), 1),
             "weigh_rows": (2, 1),
             "copy_rows": (1, 1),
+            "fill_rows": (0, 1),
             "silu_and_mul": (2, 1),
             "silu_and_mul_backward": (3, 4),
         }
@@ -222,6 +226,7 @@ def _train(layer: Layer) -> None:
         dtype=layer.dtype, align=layer.align, expert_capacity=layer.expert_capacity, layout=layer.layout,
         expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None, device=NOWHERE,
         slab_capacity=layer.slab_capacity, one_sided=layer.slab_capacity is None, save=layer.save,
+        zero_rows=layer.zero_rows,
     )  # fmt: skip
 
     def of_all(*shape: int, dtype: torch.dtype, wanted: bool = False) -> list[torch.Tensor]:

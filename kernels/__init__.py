@@ -6,6 +6,7 @@ from .boxes import Boxes, source_views, target_views
 from .combine_rows import combine_rows
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_reference, copy_launches, copy_table
 from .copy_rows import copy_rows
+from .fill_rows import fill_rows
 from .gather_values import gather_values
 from .group_rows import Groups, Slots, group_rows
 from .locate_rows import locate_rows
@@ -37,6 +38,7 @@ __all__ = [
     "copy_launches",
     "copy_rows",
     "copy_table",
+    "fill_rows",
     "gather_values",
     "group_rows",
     "locate_rows",

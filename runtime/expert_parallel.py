@@ -29,7 +29,7 @@ class ExpertParallel(ParallelStyle):
 
     For a module whose parameters have the experts along dim 0, and whose `forward(x, offsets)` gives [R, H] of x
     [R, H], rows grouped by expert; offsets int32 [E_local] say where each group ends, as `torch._grouped_mm` takes
-    them, and rows past the last are not initialised. Afterwards
+    them, and rows past the last are not initialised, or zero with `zero_rows=True`. Afterwards
 
     - it is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no keyword
       arguments, and gives [T, H], each token's sum by its weights;

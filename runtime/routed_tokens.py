@@ -36,7 +36,8 @@ class TokenLoad:
 class RoutedTokens:
     """What a rank's experts get. A pytree.
 
-    Rows from `num_rows` on are not initialised: mask them, never multiply by them.
+    Rows from `num_rows` on are zero if the dispatcher's `layout.zero_rows` is True. Otherwise they are not initialised:
+    mask them, never multiply by them.
 
     Attributes:
         x: [R, H], rows grouped by slot, then by source rank, token and k; padding rows are zero. Batched: [S_local, C,

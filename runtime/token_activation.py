@@ -8,19 +8,21 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..errors import ArgumentError
+from ..kernels.fill_rows import fill_rows
 from ..kernels.rows import PAYLOADS
 from ..kernels.silu_and_mul import silu_and_mul as write_result
 from ..kernels.silu_and_mul import silu_and_mul_backward as write_gradients
 from .routed_tokens import RoutedTokens
+from .token_layout import fill_of
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:
     """silu(gate) * up of the rows of a dispatch, in float32 and rounded once: [..., F], contiguous. Differentiable.
 
     Work is bounded by `routed.num_rows`, which the device reads: rows from there on are not read. Those of the result
-    are not initialised, as in `routed.x`: what goes by groups, as `torch._grouped_mm` does, never reads them. The
-    gradients of `gate` and `up` are zero there, whatever the result's own has. Padding rows are computed like others:
-    zeros give zeros. Batched buffers have no rows past the end.
+    are zero with `zero_rows=True` and not initialised without, as in `routed.x`: what goes by groups, as
+    `torch._grouped_mm` does, never reads them. The gradients of `gate` and `up` are zero there, whatever the result's
+    own has. Padding rows are computed like others: zeros give zeros. Batched buffers have no rows past the end.
 
     Args:
         gate, up: float32, bfloat16 or float16, both alike, of shape [R, F] (batched [S_local, C, F]), R and so on as in
@@ -43,23 +45,27 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> 
             raise ArgumentError(f"{name}: {x.dtype}; allowed: {gate.dtype}, that of gate")
         if x.device != routed.x.device:
             raise ArgumentError(f"{name}: on {x.device}; allowed: {routed.x.device}")
-    out: torch.Tensor = SiluAndMul.apply(gate.flatten(0, -2), up.flatten(0, -2), routed.num_rows)
+    given = gate.flatten(0, -2), up.flatten(0, -2)
+    out: torch.Tensor = SiluAndMul.apply(*given, routed.num_rows, routed._layout.zero_rows)
     return out.view(gate.shape)
 
 
 class SiluAndMul(torch.autograd.Function):
-    """(gate [R, F], up [R, F], num_rows int32 [1]) to silu(gate) * up. Backward keeps all three."""
+    """(gate [R, F], up [R, F], num_rows int32 [1], zero_rows as of DispatchLayout) to silu(gate) * up. Backward keeps
+    the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(gate, up, num_rows)
-        return (forward_op if torch.compiler.is_compiling() else _forward)(gate, up, num_rows)
+        return (forward_op if torch.compiler.is_compiling() else _forward)(gate, up, num_rows, zero_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         backward = backward_op if torch.compiler.is_compiling() else _backward
-        return (*backward(gradient, *ctx.saved_tensors), None)
+        return (*backward(gradient, *ctx.saved_tensors), None, None)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -71,9 +77,11 @@ def _new(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
-    out = _new(gate)
+def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None) -> torch.Tensor:
+    out, rest = _new(gate), fill_of(zero_rows)
     write_result(_rows(gate), _rows(up), num_rows, out)
+    if rest is not None:
+        fill_rows(out, num_rows, rest)
     return out
 
 
@@ -88,5 +96,5 @@ def _backward(
 # For `torch.compile`, which cannot look into launchers. They communicate nothing: one that is not used may go.
 forward_op = torch.library.custom_op("shardweave::silu_and_mul", _forward, mutates_args=())
 backward_op = torch.library.custom_op("shardweave::silu_and_mul_backward", _backward, mutates_args=())
-forward_op.register_fake(lambda gate, up, num_rows: _new(gate))
+forward_op.register_fake(lambda gate, up, num_rows, zero_rows: _new(gate))
 backward_op.register_fake(lambda gradient, gate, up, num_rows: (_new(gate), _new(up)))

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..kernels.copy_rows import copy_rows
 from . import token_ops as ops
 from .token_memory import RowsAgain
 from .token_ops import Engine, by_rank, routing_length
-from .token_routing import Sent
 
 
 def _found(engine: Engine, function: Any, new: Any, operator: Any, *given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -43,16 +41,11 @@ class Dispatch(torch.autograd.Function):
     def forward(ctx: Any, engine: Engine, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         n = len(engine.parts)
         xs, weights, ids = given[:n], given[n : 2 * n], given[2 * n :]
-        found = _found(engine, ops.dispatch, ops.new_dispatched, ops.dispatch_op, list(xs), list(ids), list(weights))
-        # What came through a window is a copy already.
-        leased = engine.layout.save == "copy" and not engine.parts[0].in_windows
-        if leased and not torch.compiler.is_compiling():
-            leases, found = found, []
-            for rows, weights_of_rows, *rest in by_rank(leases, 2 + routing_length(engine)):
-                copies = torch.empty_like(rows), torch.empty_like(weights_of_rows)
-                for copy, lease in zip(copies, (rows, weights_of_rows), strict=True):
-                    copy_rows(lease, copy, Sent.of([weights_of_rows, *rest]).groups.num_rows)
-                found += [*copies, *rest]
+        tokens = list(xs), list(ids), list(weights)
+        if engine.layout.save == "copy" and not torch.compiler.is_compiling():
+            found = ops.dispatch(engine, *tokens, ops.new_received(engine, tokens[0]))
+        else:
+            found = _found(engine, ops.dispatch, ops.new_dispatched, ops.dispatch_op, *tokens)
         ranks = list(by_rank(found, 2 + routing_length(engine)))
         routing = [tensor for rank in ranks for tensor in rank[2:]]
         if not torch.compiler.is_compiling():

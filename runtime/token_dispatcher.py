@@ -81,6 +81,11 @@ class TokenDispatcher(TokenEngine):
             each dispatch. "slabs": of one size, `slab_capacity`, or with room for all rows of a rank. Default: slabs of
             one size with `slab_capacity`; else on CPUs "host", on GPUs the cheaper by a topology's prices, which
             `explain` states: slabs for a few tokens.
+        zero_rows: True: rows from `routed.num_rows` on are zero, in `routed.x`, in `routed.weights` and in the gradient
+            of `expert_output`, so that experts may work by all rows, as nn.Linear does: a weight's gradient sums over
+            all of them, and 0 * NaN is NaN. False: they are not initialised, which is enough for experts by groups.
+            Default: True with a `capacity` of up to 1.5 * max_tokens * top_k rows, where it costs little beside
+            dispatch and combine; the number of ranks does not count. Batched buffers have no such rows.
         device: default: the CPU.
         world: "shared_memory", "collective", "mixed" or "symmetric"; default: by what the ranks share, as for
             `redistribute`. "symmetric" has ranks push into each other's memory and meet on the device, so that the host
@@ -197,11 +202,14 @@ class TokenDispatcher(TokenEngine):
     ) -> torch.Tensor:
         """[T, H], the weighted sum of each token's rows of all ranks' `expert_output`, plus `add`.
 
-        Rows from `routed.num_rows` on are not initialised, in `routed.x` and in the gradient of `expert_output` alike.
-        Experts that go by groups, as `torch._grouped_mm` does, never see them. What goes by all rows masks both:
+        With `zero_rows=False`, rows from `routed.num_rows` on are not initialised, in `routed.x` and in the gradient of
+        `expert_output` alike. Experts that go by groups, as `torch._grouped_mm` does, never see them. What goes by all
+        rows asks for `zero_rows=True`, or masks both:
 
             there = torch.arange(len(routed.x), device=routed.x.device)[:, None] < routed.num_rows
             output = torch.where(there, f(torch.where(there, routed.x, 0)), 0)
+
+        SHARDWEAVE_POISON_ROWS=1 fills these rows with NaN, so that code that reads them is found.
 
         Args:
             expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.

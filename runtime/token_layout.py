@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import math
 import operator
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -42,12 +43,15 @@ class DispatchSettings(TypedDict, total=False):
     leases: int
     slab_capacity: int | float | None
     splits: str | None
+    zero_rows: bool | None
 
 
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
 SAVES = ("lease", "redispatch", "copy")
 MOST_LEASES = 1 << 10
+ZERO_ROWS_UP_TO = 1.5
+"""Times max_tokens * top_k rows: the `capacity` up to which rows that hold no token are zero by default."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class DispatchLayout:
     """Dispatches whose rows may stay where peers wrote them, of ranks that meet on the device."""
     slab_capacity: int | None
     """Rows of a rank for another, where they travel in slabs of one size."""
+    zero_rows: bool | None
+    """Whether rows from `num_rows` on are zero; None: there are none that anyone sees, as in batched buffers."""
 
     @classmethod
     def of(
@@ -100,6 +106,7 @@ class DispatchLayout:
         leases: int = 1,
         slab_capacity: int | float | None = None,
         splits: str | None = None,
+        zero_rows: bool | None = None,
     ) -> DispatchLayout:
         """
         Raises:
@@ -123,6 +130,8 @@ class DispatchLayout:
                 raise ArgumentError(f"{name}: {text!r}; allowed: {', '.join(map(repr, allowed))}")
         if dtype not in PAYLOADS:
             raise ArgumentError(f"dtype: {dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
+        if not (zero_rows is None or isinstance(zero_rows, bool)):
+            raise ArgumentError(f"zero_rows: {zero_rows!r}; allowed: True, False, None")
         bounds, slot_of, expert_of = _slots(ranks, num_experts, expert_map)
         most_slots = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
         entries = ranks * max_tokens * top_k
@@ -147,6 +156,11 @@ class DispatchLayout:
         if slab_capacity is not None:
             share = max_tokens * top_k / ranks
             slab_capacity = min(_capacity_rows("slab_capacity", slab_capacity, share), max_tokens * top_k)
+        if batched:
+            zero_rows = None
+        elif zero_rows is None:
+            # Not by the number of ranks: experts that work by all rows would get NaN once there are more of them.
+            zero_rows = capacity is not None and rows <= up(math.ceil(ZERO_ROWS_UP_TO * max_tokens * top_k), align)
         # Row numbers are int32, before they are limited as well.
         if (
             max(
@@ -161,7 +175,7 @@ class DispatchLayout:
                 f"max_tokens: {max_tokens} with top_k {top_k} on {ranks} ranks; allowed: 2**31 rows in all"
             )
         return cls(ranks, num_experts, top_k, hidden, max_tokens, dtype, rows, expert_capacity, align, overflow,
-                   batched, bounds, slot_of, expert_of, save, leases, slab_capacity)  # fmt: skip
+                   batched, bounds, slot_of, expert_of, save, leases, slab_capacity, zero_rows)  # fmt: skip
 
     @property
     def most_padding(self) -> int:
@@ -188,6 +202,30 @@ class DispatchLayout:
     def token(self, number: int) -> int:
         """Of the group's dispatcher of this number: equal for equal layouts and numbers; 56 bits, the last 8 zero."""
         return (self._digest + number) % (1 << 48) << 8
+
+
+def fill_of(zero_rows: bool | None) -> float | None:
+    """What a buffer's rows from `num_rows` on are filled with, as `DispatchLayout.zero_rows` and the environment say;
+    None: they keep what they have.
+
+    Raises:
+        ArgumentError: as of `poison_asked_for`.
+    """
+    if zero_rows is None:
+        return None
+    return 0.0 if zero_rows else math.nan if poison_asked_for() else None
+
+
+def poison_asked_for() -> bool:
+    """Whether SHARDWEAVE_POISON_ROWS asks for NaN in rows that would not be initialised.
+
+    Raises:
+        ArgumentError: it is neither 0 nor 1.
+    """
+    text = os.environ.get("SHARDWEAVE_POISON_ROWS")
+    if text and text not in ("0", "1"):
+        raise ArgumentError(f"SHARDWEAVE_POISON_ROWS: {text!r}; allowed: 0, 1")
+    return text == "1"
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.copy_rows import copy_rows
 from .bound_step import World
 from .token_layout import DispatchLayout
 from .token_rank import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, TokenRank
@@ -97,22 +96,34 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[1] == 1 or not x.numel() or x.stride(1) == 1 else x.contiguous()
 
 
-def dispatch(engine: Engine, xs: Tensors, ids: Tensors, weights: Tensors) -> Tensors:
-    """Of each rank the rows received, [rows, H], and the tensors of its Sent."""
+def dispatch(
+    engine: Engine, xs: Tensors, ids: Tensors, weights: Tensors, outs: Sequence[Sequence[torch.Tensor]] | None = None
+) -> Tensors:
+    """Of each rank the rows received, [rows, H], and the tensors of its Sent. With `outs`, of each rank memory for rows
+    and for their weights, both are copies there."""
     engine.before_dispatch()
-    runs = [p.dispatch(_rows(x), i, w) for p, x, i, w in zip(engine.parts, xs, ids, weights, strict=True)]
+    copies: Sequence[Any] = outs or [None] * len(xs)
+    runs = [
+        p.dispatch(_rows(x), i, w, out) for p, x, i, w, out in zip(engine.parts, xs, ids, weights, copies, strict=True)
+    ]
     done = engine.run(DISPATCH, runs)
     engine.after_dispatch(done[0][1].groups.lost)
     return [tensor for received, sent in done for tensor in (received, *sent.tensors())]
 
 
+def new_received(engine: Engine, xs: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each rank memory for the rows of a dispatch and for their weights."""
+    rows, hidden = engine.layout.rows, engine.layout.hidden
+    return [(x.new_empty(rows, hidden), x.new_empty(rows, dtype=torch.float32)) for x in xs]
+
+
 def new_dispatched(engine: Engine, xs: Tensors, ids: Tensors, weights: Tensors) -> Tensors:
     """Memory for what `dispatch` returns."""
     found = []
-    for part, x in zip(engine.parts, xs, strict=True):
-        found.append(x.new_empty(part.layout.rows, part.layout.hidden))
+    for part, x, received in zip(engine.parts, xs, new_received(engine, xs), strict=True):
         specs = specs_of_sent(part.layout, part.me, x.shape[0], x.device, part.in_slabs)
-        found += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
+        routing = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
+        found += [*received, *routing]
     return found
 
 
@@ -157,18 +168,26 @@ def new_dispatched_backward(engine: Engine, gradients: Tensors, weight_gradients
 
 
 def combine_backward(
-    engine: Engine, gradients: Tensors, values: Tensors, weights: Tensors, routing: Tensors
+    engine: Engine,
+    gradients: Tensors,
+    values: Tensors,
+    weights: Tensors,
+    routing: Tensors,
+    outs: Tensors | None = None,
 ) -> Tensors:
-    """The gradients of all ranks' values, [rows, H], then those of their weights, float32 [T, K].
+    """The gradients of all ranks' values, [rows, H], then those of their weights, float32 [T, K]. With `outs`, memory
+    for the former, they are copies there.
 
     Args:
         values: what was combined; none where it was not weighted, and so without gradients of weights.
         weights: float32 [rows], of the rows that each rank received.
     """
     given: Sequence[Any] = [v.contiguous() for v in values] or [None] * len(gradients)
+    copies: Sequence[Any] = outs or [None] * len(gradients)
+    sents = _sents(engine, routing, weights)
     runs = [
-        p.combine_backward(s, _rows(g), v)
-        for p, s, g, v in zip(engine.parts, _sents(engine, routing, weights), gradients, given, strict=True)
+        p.combine_backward(s, _rows(g), v, out)
+        for p, s, g, v, out in zip(engine.parts, sents, gradients, given, copies, strict=True)
     ]
     found = engine.run(BACKWARD, runs)
     return [*[d for d, _ in found], *([w for _, w in found] if values else [])]
@@ -204,14 +223,13 @@ def _operator(name: str, given: str, body: Callable[..., None]) -> Any:
     return operator
 
 
-def _dispatch_into(engine: Engine, outs: Tensors, *given: Any) -> None:
+def _dispatch_into(engine: Engine, outs: Tensors, xs: Tensors, ids: Tensors, weights: Tensors) -> None:
     each = 2 + routing_length(engine)
-    for into, (rows, *sent) in zip(by_rank(outs, each), by_rank(dispatch(engine, *given), each), strict=True):
-        num_rows = Sent.of(sent).groups.num_rows
-        for out, found in zip(into[:2], (rows, sent[0]), strict=True):
-            copy_rows(found, out, num_rows)
-        for out, found in zip(into[2:], sent[1:], strict=True):
-            out.copy_(found)
+    of = list(by_rank(outs, each))
+    done = dispatch(engine, xs, ids, weights, [into[:2] for into in of])
+    for into, found in zip(of, by_rank(done, each), strict=True):
+        for out, routing in zip(into[2:], found[2:], strict=True):
+            out.copy_(routing)
 
 
 def _dispatch_backward_into(engine: Engine, outs: Tensors, *given: Any) -> None:
@@ -222,9 +240,8 @@ def _dispatch_backward_into(engine: Engine, outs: Tensors, *given: Any) -> None:
 def _combine_backward_into(
     engine: Engine, outs: Tensors, gradients: Tensors, values: Tensors, weights: Tensors, routing: Tensors
 ) -> None:
-    found, n = combine_backward(engine, gradients, values, weights, routing), len(gradients)
-    for out, rows, sent in zip(outs[:n], found[:n], _sents(engine, routing), strict=True):
-        copy_rows(rows, out, sent.groups.num_rows)
+    n = len(gradients)
+    found = combine_backward(engine, gradients, values, weights, routing, outs[:n])
     for out, numbers in zip(outs[n:], found[n:], strict=True):
         out.copy_(numbers)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ..kernels.combine_rows import combine_rows
+from ..kernels.copy_rows import copy_rows
+from ..kernels.fill_rows import fill_rows
 from ..kernels.gather_values import gather_values
 from ..kernels.group_rows import Groups, Slots, group_rows
 from ..kernels.locate_rows import locate_rows
@@ -21,7 +23,7 @@ from ..kernels.rows import Buffers
 from ..kernels.weigh_rows import weigh_rows
 from .bound_step import World
 from .meeting import Ask
-from .token_layout import DispatchLayout
+from .token_layout import DispatchLayout, fill_of
 from .token_routing import Sent
 
 Read = Callable[[Sequence[Buffers]], list[torch.Tensor]]
@@ -90,6 +92,7 @@ class TokenRank:
         self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device, token: int
     ) -> None:
         self.layout, self.world, self.ranks, self.me = layout, world, ranks, me
+        self._rest = fill_of(layout.zero_rows)
         self.device, self.token = device, token
         self.slots = Slots.divided(layout.bounds, device)
         self.slot_of = None
@@ -99,16 +102,23 @@ class TokenRank:
         self.tables = AddressTables(device)
 
     def dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        outs: Sequence[torch.Tensor] | None = None,
     ) -> Generator[Ask, Any, tuple[torch.Tensor, Sent]]:
-        """The rows that this rank received, [rows, H], and what combine needs."""
+        """The rows that this rank received, [rows, H], and what combine needs. With `outs`, memory for rows and for
+        their weights, copies of those in the world's memory."""
         routed = route_tokens(ids, self.layout.num_experts, self.slot_of, self.slots.number)
-        own = self._rows_to_receive(), self._new_numbers()
+        # What comes through a window is copied out of it: to where it is wanted.
+        own = outs if outs and self.in_windows else (self._rows_to_receive(), self._new_numbers())
         into, counted = yield from self._share(DISPATCH, own, routed.counts)
         assert counted is not None
-        sent = self._located(routed, counted, own[1])
+        sent = self._located(routed, counted, (outs or own)[1])
+        self._fill_rest(sent.groups, *(outs or own))
         yield from self._deliver(DISPATCH, sent, x, into, weights)
-        return own[0], sent
+        return _lasting(own, outs, sent.groups)[0], sent
 
     def combine(
         self,
@@ -130,24 +140,27 @@ class TokenRank:
         return of_entries[0] if of_entries else None
 
     def combine_backward(
-        self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None
+        self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> Generator[Ask, Any, tuple[torch.Tensor, torch.Tensor | None]]:
-        """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries."""
-        received = self._new_rows()
-        into, _ = yield from self._share(BACKWARD, (received,))
+        """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries. With
+        `out`, memory for the former, a copy of them."""
+        outs, of_weights = None if out is None else (out,), None
+        own = outs if outs and self.in_windows else (self._new_rows(),)
+        into, _ = yield from self._share(BACKWARD, own)
+        self._fill_rest(sent.groups, *(outs or own))
         if values is None:
             yield from self._deliver(BACKWARD, sent, gradient, into)
-            return received, None
-        numbers = self._new_numbers()
+        else:
+            numbers = self._new_numbers()
 
-        def weigh(came: torch.Tensor) -> None:
-            weigh_rows(came, values, sent.weights, sent.groups.num_rows, received, numbers)
+            def weigh(came: torch.Tensor) -> None:
+                weigh_rows(came, values, sent.weights, sent.groups.num_rows, own[0], numbers)
 
-        yield from self._deliver(BACKWARD, sent, gradient, into, take=weigh)
-        (found,) = yield from self._fetch(
-            WEIGHED, sent, (numbers,), lambda buffers: [gather_values(sent.rows, buffers[0])]
-        )
-        return received, found
+            yield from self._deliver(BACKWARD, sent, gradient, into, take=weigh)
+            (of_weights,) = yield from self._fetch(
+                WEIGHED, sent, (numbers,), lambda buffers: [gather_values(sent.rows, buffers[0])]
+            )
+        return _lasting(own, outs, sent.groups)[0], of_weights
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
@@ -183,6 +196,13 @@ class TokenRank:
         layout = self.layout
         return group_rows(matrix, slots, self.me, layout.rows, layout.align, layout.expert_capacity, layout.batched)
 
+    def _fill_rest(self, groups: Groups, *of_rows: torch.Tensor) -> None:
+        """Rows from `num_rows` on, which nobody delivers; before others are there, since what is overwritten where this
+        rank failed stays so."""
+        if self._rest is not None:
+            for x in of_rows:
+                fill_rows(x, groups.num_rows, self._rest)
+
     def _rows_to_receive(self) -> torch.Tensor:
         """Memory for the rows of a dispatch, [rows, H]."""
         return self._new_rows()
@@ -195,3 +215,14 @@ class TokenRank:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.world.empty(shape, dtype, self.device)
+
+
+def _lasting(
+    received: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, groups: Groups
+) -> Sequence[torch.Tensor]:
+    """What was received, or `outs`, which get copies of its rows."""
+    if outs is None or outs is received:
+        return received
+    for rows, out in zip(received, outs, strict=True):
+        copy_rows(rows, out, groups.num_rows)
+    return outs

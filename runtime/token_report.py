@@ -27,6 +27,8 @@ def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = Non
         f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
         f"overflow: {layout.overflow}; save: {layout.save}",
     ]
+    if layout.zero_rows is not None:
+        lines.append(f"  rows from num_rows on are {'zero' if layout.zero_rows else 'not initialised'}")
     for way in ways:
         capacity = _slab_capacity(layout, way)
         memory, wire = way.nbytes(layout, capacity), on_wire(layout, way, capacity)
@@ -63,6 +65,7 @@ def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
         "overflow": layout.overflow,
         "save": layout.save,
         "leases": layout.leases,
+        "zero_rows": layout.zero_rows,
         "ways": [
             {
                 "way": way.way,

@@ -64,10 +64,9 @@ class Sent(NamedTuple):
 def specs_of_sent(
     layout: DispatchLayout, me: int, tokens: int, device: torch.device, in_slabs: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype, torch.device]]:
-    """Shapes, dtypes and devices of `Sent.tensors`."""
+    """Shapes, dtypes and devices of `Sent.tensors` but the first, the weights."""
     slots, owned = layout.bounds[-1], layout.bounds[me + 1] - layout.bounds[me]
     found = [
-        ((layout.rows,), torch.float32, device),
         *[((n,), torch.int32, device) for n in (slots, slots, owned)],
         *[((owned,), torch.int64, device)] * 2,
         ((1,), torch.int32, device),

@@ -40,7 +40,7 @@ class TorchtitanDispatcher:
             num_max_tokens_per_rank: the largest T of any rank; each rank's may differ at every dispatch.
             dtype: of tokens: float32, bfloat16 or float16.
             device: default: that of the mesh's type, and the current one of it; without a mesh the CPU.
-            capacity, expert_capacity, overflow, leases, slab_capacity, splits: as of TokenDispatcher.
+            capacity, expert_capacity, overflow, leases, slab_capacity, splits, zero_rows: as of TokenDispatcher.
             save: "lease" or "copy", as of TokenDispatcher.
             world: as of TokenDispatcher; without a mesh there is none.
             pad_multiple: rows that each expert's group is padded to a multiple of: 16 for fp8, 32 for mxfp8.
@@ -60,6 +60,7 @@ class TorchtitanDispatcher:
         leases: int = 1
         slab_capacity: int | float | None = None
         splits: str | None = None
+        zero_rows: bool | None = None
         world: str | None = None
 
         def build(self) -> TorchtitanDispatcher:
@@ -101,7 +102,7 @@ class TorchtitanDispatcher:
             "max_tokens": config.num_max_tokens_per_rank, "dtype": config.dtype, "capacity": config.capacity,
             "expert_capacity": config.expert_capacity, "overflow": config.overflow, "align": config.pad_multiple,
             "save": config.save, "leases": config.leases, "slab_capacity": config.slab_capacity,
-            "splits": config.splits,
+            "splits": config.splits, "zero_rows": config.zero_rows,
         }  # fmt: skip
         if mesh is None:
             self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)
@@ -126,8 +127,8 @@ class TorchtitanDispatcher:
 
         Returns:
             [R, D], grouped by expert, R being the same at every dispatch: rows from the sum of the counts on are not
-            initialised, as grouped GEMMs by offsets never read them; int64 [E_local], the rows of each group, padding
-            included; what `combine` takes.
+            initialised, as grouped GEMMs by offsets never read them, or zero with `zero_rows`; int64 [E_local], the
+            rows of each group, padding included; what `combine` takes.
 
         Raises:
             ArgumentError: meshes are not wired, or a shape or dtype is not allowed.

@@ -29,7 +29,7 @@ class VirtualTokenDispatcher(TokenEngine):
     Args:
         size: W, ranks from 1 on.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, leases, slab_capacity, device: as of TokenDispatcher.
+            save, leases, slab_capacity, zero_rows, device: as of TokenDispatcher.
         one_sided: ranks write into each other's buffers; False: they send and receive, as over a network.
 
     Raises:

@@ -19,7 +19,7 @@ def test_dispatch_and_combine(device, dtype, layout):
     ranks, experts, k, hidden = 3, 4, 3, 24
     d = VirtualTokenDispatcher(
         ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=6, dtype=dtype, align=4, device=device,
-        expert_capacity=8, overflow="drop", layout=layout,
+        expert_capacity=8, overflow="drop", layout=layout, zero_rows=True,
     )  # fmt: skip
     g = torch.Generator().manual_seed(1)
     counts = [6, 0, 3]
@@ -49,9 +49,9 @@ def test_dispatch_and_combine(device, dtype, layout):
         for i, end in enumerate(r.offsets.tolist()):
             scale[at:end] = low + i + 1
             at = end
-        # Rows that hold no token are not multiplied: they are not initialised.
-        x = torch.where(scale > 0, r.x.flatten(0, -2), 0)
-        outputs.append((x * scale).view(r.x.shape))
+        # Also of rows that hold no token, which are zero.
+        assert not r.x.flatten(0, -2)[int(r.num_rows) :].any()
+        outputs.append((r.x.flatten(0, -2) * scale).view(r.x.shape))
     ys = d.combine(outputs, routed)
     torch.autograd.backward(ys, [v.to(device) for v in grads])
     # A few roundings, of the terms' absolute values: y of x * e, of that by a weight, and of sums.
@@ -112,7 +112,7 @@ def test_replays_of_a_cuda_graph(overflow):
     """New tokens in old memory, long after the capture, with more buffers in between than tables are kept."""
     d = VirtualTokenDispatcher(
         2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow=overflow,
-        expert_capacity=16,
+        expert_capacity=16, zero_rows=True,
     )  # fmt: skip
     given = [
         [torch.zeros(n, 64, dtype=torch.bfloat16, device="cuda") for n in (32, 7)],
@@ -122,7 +122,7 @@ def test_replays_of_a_cuda_graph(overflow):
 
     def layer():
         routed = d.dispatch(*given)
-        return d.combine([r.x for r in routed], routed), [r.dropped for r in routed]
+        return d.combine([r.x for r in routed], routed), [r.dropped for r in routed], routed
 
     def renew(seed: int) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -137,12 +137,15 @@ def test_replays_of_a_cuda_graph(overflow):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured, lost = layer()
+            captured, lost, received = layer()
         held = []
         for seed in range(1, 25):
             renew(seed)
             held.append(torch.empty(seed << 12, device="cuda"))
+            for r in received:
+                r.x.fill_(float("nan"))
             graph.replay()
+            assert not any(r.x[int(r.num_rows) :].any() for r in received)
             found = [y.clone() for y in captured]
             other = VirtualTokenDispatcher(
                 2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow="drop",

@@ -14,6 +14,7 @@ from token_cases import POISON, Case, combined, even_bounds, routing
 from shardweave.errors import ArgumentError
 from shardweave.kernels.combine_rows import combine_rows
 from shardweave.kernels.copy_rows import copy_rows
+from shardweave.kernels.fill_rows import fill_rows
 from shardweave.kernels.gather_values import gather_values
 from shardweave.kernels.group_rows import Groups, Slots, group_rows
 from shardweave.kernels.locate_rows import locate_rows
@@ -352,6 +353,24 @@ def test_copy_rows(device, dtype, shape):
         copy_rows(source, target, i32([n], device))
         same(target[:n], source[:n])
         assert (target[n:] == POISON).all()
+
+
+@pytest.mark.parametrize("dtype, shape", ROWS_TO_COPY, ids=str)
+@pytest.mark.parametrize("value", [0.0, float("nan"), 1.5])
+def test_fill_rows(device, dtype, shape, value):
+    for n in (0, 1, 13, shape[0]):
+        target = torch.full((shape[0] + 1, *shape[1:]), POISON, dtype=dtype, device=device)
+        fill_rows(target[:-1], i32([n], device), value)
+        same(target[n:-1], torch.full_like(target[n:-1], value))
+        assert (target[:n] == POISON).all() and (target[-1] == POISON).all()
+
+
+@plan
+def test_fill_rows_refuses():
+    whole, n = torch.zeros(4, 6), i32([2])
+    for target in (whole[:, :3], whole.double(), whole.int(), whole[0, 0]):
+        with pytest.raises(ArgumentError, match="target: .*; allowed: floats of 16 or 32 bits"):
+            fill_rows(target, n, 0.0)
 
 
 @plan

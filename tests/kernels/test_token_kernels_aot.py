@@ -18,6 +18,7 @@ from shardweave.bench.specialisations import KERNELS
 from shardweave.bench.token_specialisations import Layer, TokenSpecialisation, token_specialisations
 from shardweave.kernels.combine_rows import combine_rows_kernel
 from shardweave.kernels.copy_rows import copy_rows_kernel
+from shardweave.kernels.fill_rows import fill_rows_kernel
 from shardweave.kernels.gather_values import gather_values_kernel
 from shardweave.kernels.group_rows import group_rows_kernel, rank_rows
 from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
@@ -159,6 +160,15 @@ def test_copy_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (2048 * 2 // (16 * TARGETS[target].warp_size * 4),) * 2
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_fill_rows_is_vectorised_and_does_not_spill(target):
+    """From whichever row on."""
+    constants = {"H": 7168, "COLS": 2048, "WORD": tl.int16, "ALIGN": 16, "num_warps": 4}
+    compiled = compile_kernel(fill_rows_kernel, target, constants)
+    assert_no_spill(compiled, target)
+    assert wide(compiled, target) == (0, 2048 * 2 // (16 * TARGETS[target].warp_size * 4))
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("hidden", [1, 3, 2500, 20])
 def test_rows_of_any_length_compile(target, hidden):
@@ -179,9 +189,9 @@ def test_rows_of_any_length_compile(target, hidden):
 
 # Small, but with everything: both ways to route, tables, weights, sums, padding, odd addresses.
 LAYERS = (
-    Layer("large", 7168, 8, 256, 2, 300, align=8),
+    Layer("large", 7168, 8, 256, 2, 300, align=8, zero_rows=True),
     Layer("decode", 4096, 2, 8, 2, 4, dtype=torch.float32, ids=torch.int32),
-    Layer("odd", 30, 3, 5, 2, 7, dtype=torch.float16, odd=True, experts_twice=True, save="copy"),
+    Layer("odd", 30, 3, 5, 2, 7, dtype=torch.float16, odd=True, experts_twice=True, save="copy", zero_rows=True),
     Layer("batched", 64, 1, 5, 2, 7, expert_capacity=3, layout="batched"),
 )
 

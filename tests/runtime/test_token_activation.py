@@ -180,7 +180,7 @@ def test_operators_are_what_they_declare():
     g = torch.Generator().manual_seed(1)
     gate, up, gradient = torch.randn(3, 4, F, generator=g)
     num_rows = torch.tensor([4], dtype=torch.int32)
-    for operator, given in ((forward_op, (gate, up, num_rows)), (backward_op, (gradient, gate, up, num_rows))):
+    for operator, given in ((forward_op, (gate, up, num_rows, True)), (backward_op, (gradient, gate, up, num_rows))):
         assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
 
 
