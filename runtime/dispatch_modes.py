@@ -37,7 +37,7 @@ _MODES: dict[tuple[str, str], str | None] = {
     ("torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"): _SEES_ONE_OPERATOR,
     ("torch.distributed._tools.memory_tracker", "MemoryProfileDispatchMode"): _SEES_ONE_OPERATOR,
     # Their users read which collectives torch issues.
-    ("torch.distributed.tensor.debug._comm_mode", "CommDebugMode"): REPORTS,
+    ("torch.distributed.tensor.debug", "CommDebugMode"): REPORTS,
     ("torch.utils._debug_mode", "DebugMode"): REPORTS,
     ("torch.utils._debug_mode._mode", "DebugMode"): REPORTS,
     # There is no memory that could be moved, or not one rank's.
@@ -140,13 +140,10 @@ def _policy(policy: Callable[..., Any], collectives: list[tuple[Any, ...]], cont
 
 
 def torchs_collectives(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> list[tuple[Any, ...]]:
-    """What torch would issue to carry `x` over, each an operator and its arguments; the copy that it makes where it
-    communicates nothing. Of several steps all are given `x`. Alike on all ranks, but for `x`."""
-    mesh, found = current.mesh, []
-    for dim, source, goal in _torchs_steps(current, target):
-        if source != goal and mesh.size(dim) > 1:
-            found += _step(x, mesh, dim, source, goal)
-    return found or [(torch.ops.aten.clone.default, x)]
+    """The collectives that torch would issue to carry `x` over, each an operator and its arguments; the copy that it
+    makes where it issues none. Of several steps all are given `x`. Alike on all ranks, but for `x`."""
+    steps = [_collective(x, current.mesh, *step) for step in _torchs_steps(current, target)]
+    return [step for step in steps if step] or [(torch.ops.aten.clone.default, x)]
 
 
 def _torchs_steps(current: DTensorSpec, target: DTensorSpec) -> list[tuple[int, Placement, Placement]]:
@@ -160,10 +157,12 @@ def _torchs_steps(current: DTensorSpec, target: DTensorSpec) -> list[tuple[int, 
     return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
 
 
-def _step(x: torch.Tensor, mesh: DeviceMesh, dim: int, source: Placement, goal: Placement) -> list[tuple[Any, ...]]:
-    if source.is_replicate() or goal.is_partial():
-        return []
-    size, wait = mesh.size(dim), (_c10d.wait_tensor.default, x)
+def _collective(
+    x: torch.Tensor, mesh: DeviceMesh, dim: int, source: Placement, goal: Placement
+) -> tuple[Any, ...] | None:
+    size = mesh.size(dim)
+    if source == goal or size == 1 or source.is_replicate() or goal.is_partial():
+        return None
     try:
         name = str(mesh.get_group(dim).group_name)
     except RuntimeError:  # a mesh that was made without process groups
@@ -171,9 +170,9 @@ def _step(x: torch.Tensor, mesh: DeviceMesh, dim: int, source: Placement, goal: 
     if source.is_partial():
         op = getattr(source, "reduce_op", "sum")
         if goal.is_shard():
-            return [(_c10d.reduce_scatter_tensor.default, x, op, size, name), wait]
-        return [(_c10d.all_reduce.default, x, op, name), wait]
+            return _c10d.reduce_scatter_tensor.default, x, op, size, name
+        return _c10d.all_reduce.default, x, op, name
     # From one sharded dim to another torch gathers on CPUs, and where a strided shard takes part.
     if isinstance(source, Shard) and isinstance(goal, Shard) and mesh.device_type != "cpu":
-        return [(torch.ops._dtensor.shard_dim_alltoall.default, x, source.dim, goal.dim, name)]
-    return [(_c10d.all_gather_into_tensor.default, x, size, name), wait]
+        return torch.ops._dtensor.shard_dim_alltoall.default, x, source.dim, goal.dim, name
+    return _c10d.all_gather_into_tensor.default, x, size, name
