@@ -93,7 +93,7 @@ class FSDPReduceScatter(_OwnMemory, ReduceScatter):
             op: SUM, AVG, or PREMUL_SUM with its factor.
 
         Raises:
-            ArgumentError: as for `FSDPAllGather`.
+            ArgumentError: as for `FSDPAllGather`; a factor whose product is of another kind of dtype.
             UnsupportedError: another op than SUM, AVG and PREMUL_SUM with its factor; a dtype that is not reduced; the
                 process group cannot carry programs on the device.
             WorldError: the ranks could not meet.
@@ -101,6 +101,8 @@ class FSDPReduceScatter(_OwnMemory, ReduceScatter):
         given = ("output_tensor", output_tensor), ("input_tensor", input_tensor)
         _check(*given, output_tensor, group)
         source, factor = _read_op(op)
+        if factor is not None and not torch.can_cast(torch.result_type(output_tensor, factor), output_tensor.dtype):
+            raise ArgumentError(f"op: a factor of {factor} for {output_tensor.dtype}; allowed: whole ones for integers")
         _carry(output_tensor, input_tensor, group, input_tensor.numel(), source, "S0", factor)
 
 
@@ -222,6 +224,7 @@ def _carry(
 ) -> None:
     """Take the flat tensor of `numel` elements that `x` is this rank's part of from one layout to the other."""
     with below_modes(), torch.no_grad():
+        x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         flat = _flat(x)
         # Views and buffers that are kept outlive inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -250,8 +253,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     Programs are bound for such memory, and for none else: whatever the strides and bits of `x`, no key has to tell
     them apart.
     """
-    if isinstance(x, AsyncCollectiveTensor):
-        x = x.wait()
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 

@@ -165,14 +165,14 @@ def run_redistribution(
         # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
         with torch.inference_mode(False):
             return run_redistribution(x, current, target, how, later)
-    if x.is_conj() or x.is_neg():
-        # Programs move bytes, and these say something else than their bytes.
-        x = x.resolve_conj().resolve_neg()
     if torch._C._len_torch_dispatch_stack():
         if detect_fake_mode() is not None:
             raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
         # What a mode saves or counts is complete: `later` says nothing here.
         return as_one_operator(lambda y: run_redistribution(y, current, target, how), x, current, target)
+    if x.is_conj() or x.is_neg():
+        # Programs move bytes, and these say something else than their bytes.
+        x = x.resolve_conj().resolve_neg()
     return _bound(x, current, target, how or _default)(x, later)
 
 

@@ -17,7 +17,9 @@ from rank_processes import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.debug import CommDebugMode
@@ -233,11 +235,48 @@ def forward_under_other_modes(rank: int, saved: str) -> None:
     assert same(trained(mesh, saved, backward=shardweave.installed()), plain)
     reasons = stats.delegations
     assert set(reasons) == {"_CachedTorchDispatchMode recomputes what torch carried out"} and stats.calls
+    with pytest.raises(RuntimeError, match="encountered during backward but not found in storage"):
+        trained(mesh, saved, forward=shardweave.installed())
 
 
 @pytest.mark.parametrize("saved", ("nothing", "both", "as torchtitan"))
 def test_recomputing_does_what_forward_did(saved: str) -> None:
     run_ranks(forward_under_other_modes, 2, saved)
+
+
+def sharded_as_well(rank: int) -> None:
+    """Tensor parallelism, checkpointed blocks, and FSDP2 around them: as torchtitan lays them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    stats = shardweave.stats()
+
+    def gradients(saved: str | None, ours: bool) -> list[torch.Tensor]:
+        contexts = partial(create_selective_checkpoint_contexts, SAVED[saved]()) if saved else None
+        model = Model(mesh["tp"], None)
+        for i, block in enumerate(model.blocks):
+            if contexts is not None:
+                model.blocks[i] = checkpoint_wrapper(block, context_fn=contexts, early_stop=False)
+            fully_shard(model.blocks[i], mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
+        if ours:
+            shardweave.adapt_fsdp(model)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+        with shardweave.installed() if ours else _NONE:
+            model(distribute_tensor(x, mesh["tp"], [S0], src_data_rank=None)).square().sum().backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+    plain = gradients(None, False)
+    for saved in (None, "nothing", "as torchtitan"):
+        stats.reset()
+        for a, b in zip(gradients(saved, True), plain, strict=True):
+            assert torch.equal(a, b), saved  # of two terms there is one sum
+        assert stats.calls and not stats.delegations, stats.delegations
+
+
+def test_fsdp_around_selectively_checkpointed_blocks() -> None:
+    run_ranks(sharded_as_well, 4)
 
 
 def some_left_to_torch(rank: int) -> None:
@@ -363,6 +402,12 @@ def what_modes_see(rank: int) -> None:
         "FakeTensorMode replaces tensors",
         "Recorder is a dispatch mode not known",
     }
+    # What programs do not carry is told through a mode as without one.
+    stats.reset()
+    bits = DTensor.from_local(torch.tensor([3 << rank], dtype=torch.int32), mesh, (Partial("band"),), run_check=False)
+    with shardweave.installed(), create_selective_checkpoint_contexts([])[0]:
+        assert bits.redistribute(placements=[R]).to_local().tolist() == [2]
+    assert [reason[:17] for reason in stats.delegations] == ["placement P(band)"]
     # Asked for by name it is shardweave's under any mode, which sees it as one operator.
     with Recorder() as seen:
         assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())

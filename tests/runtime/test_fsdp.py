@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -417,6 +418,13 @@ def however_tensors_lie(rank: int, world: str) -> None:
             scatter(out, x, group, dist.ReduceOp.SUM)
             assert torch.equal(out.reshape(-1), expected) and torch.equal(x, before), (n, dtype, turn)
 
+    # What another collective has not finished yet.
+    late = funcol.all_reduce(torch.full((2,), rank + 1.0), "sum", group)
+    assert type(late) is funcol.AsyncCollectiveTensor
+    out = torch.empty(2 * size)
+    gather(out, late, group)
+    assert (out == sum(range(1, size + 1))).all()
+
     # Outputs that overlap their inputs, each rank's in another place.
     buffer = torch.full((4 * size + 8,), 99.0)
     for at in range(9):
@@ -480,6 +488,10 @@ def refused_on_one_rank(rank: int, world: str) -> None:
         (lambda: gather(x, x, None), "group: None; allowed"),
         (lambda: gather(out.double(), x, group), "all else alike"),
         (lambda: scatter(x[:2], out, group, dist.ReduceOp.SUM), "as large as the other"),
+        (
+            lambda: scatter(x.int(), out.int(), group, dist._make_nccl_premul_sum(2.5)),
+            "op: a factor of 2.5 for torch.i",
+        ),
     ]
     for turn, (call, text) in enumerate(wrong):
         if rank == 0:
