@@ -154,7 +154,7 @@ def redistribute_local_tensor(
             reason = str(error)
     if modes:
         note_decision(modes, reason)
-    left_to_torch(reason, _level(reason), f"{current_spec} to {target_spec}")
+    left_to_torch(reason, _level(reason), current_spec, target_spec)
     options = {"async_op": async_op, "is_explicit": is_explicit}
     if use_graph_based_transform is not None:
         options["use_graph_based_transform"] = use_graph_based_transform

@@ -82,15 +82,17 @@ _told: set[str] = set()
 _MOST_TOLD = 64
 
 
-def left_to_torch(reason: str, level: int, what: str) -> None:
+def left_to_torch(reason: str, level: int, current: object, target: object) -> None:
     """Count a redistribution that torch carries out, and log the first of each reason: at `level` on rank 0, on others
     to debug, since all leave the same."""
     _statistics.delegations[reason] += 1
-    if reason not in _told and len(_told) < _MOST_TOLD:
-        _told.add(reason)
-        _logger.log(
-            level if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG,
-            "left to torch: %s (%s). Further ones are counted in shardweave.stats().delegations.",
-            reason,
-            what,
-        )
+    if reason in _told or len(_told) == _MOST_TOLD:
+        return
+    _told.add(reason)
+    _logger.log(
+        level if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG,
+        "left to torch: %s (%s to %s). Further ones are counted in shardweave.stats().delegations.",
+        reason,
+        current,
+        target,
+    )
