@@ -171,7 +171,7 @@ def exchanges() -> int:
     return sum(kind.calls for kind in shardweave.stats().redistributions.values() if kind.bytes_received)
 
 
-def checkpointed(rank: int, policies: tuple[str, ...] = tuple(SAVED)) -> None:
+def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stats = shardweave.stats()
     with Recorder() as seen:
@@ -209,8 +209,8 @@ def checkpointed(rank: int, policies: tuple[str, ...] = tuple(SAVED)) -> None:
     [(2, "shared_memory"), (4, "shared_memory"), pytest.param(3, "collective", marks=pytest.mark.long)],
 )
 def test_selective_checkpointing_saves_and_recomputes_as_stock_does(size: int, world: str) -> None:
-    policies = ("both", "as torchtitan") if size == 4 else tuple(SAVED)
-    run_ranks(checkpointed, size, policies, environment={"SHARDWEAVE_WORLD": world})
+    policies = {2: ("nothing", "all-gathers", "as torchtitan", "waits"), 3: tuple(SAVED), 4: ("both", "as torchtitan")}
+    run_ranks(checkpointed, size, policies[size], environment={"SHARDWEAVE_WORLD": world})
 
 
 def forward_under_other_modes(rank: int, saved: str) -> None:
