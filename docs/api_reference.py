@@ -26,8 +26,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "explain", "prepare", "bind",
     ),
     "Under DTensor, FSDP2 and checkpoints": (
-        "install", "installed", "uninstall", "is_installed", "adapt_fsdp", "FSDPAllGather", "FSDPReduceScatter",
-        "SavePlanner", "LoadPlanner",
+        "install", "installed", "uninstall", "is_installed", "adapt_fsdp", "restore_fsdp", "FSDPAllGather",
+        "FSDPReduceScatter", "SavePlanner", "LoadPlanner",
     ),
     "Token dispatch": (
         "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "ExpertParallel", "share_of_tokens",

@@ -5,7 +5,7 @@ from .drop_in import redistribute_local_tensor
 from .dtensor import bind, explain, redistribute
 from .dtensor_batches import redistribute_batch
 from .expert_parallel import ExpertParallel
-from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp
+from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
 from .in_process import InProcessWorld, simulate
 from .install import install, installed, is_installed, record, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
@@ -49,6 +49,7 @@ __all__ = [
     "redistribute_batch",
     "redistribute_cost",
     "redistribute_local_tensor",
+    "restore_fsdp",
     "share_of_tokens",
     "silu_and_mul",
     "simulate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -16,14 +17,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ArgumentError, UnsupportedError
 from .autograd import Carry, carried, carried_with_gradient, is_in, kept_spec, nothing_of
+from .dispatch_modes import REPLACES, REPORTS, active_modes, note_decision, why_not_under
 from .recording import active
 from .redistribution import run_redistribution
-from .statistics import stats
+from .statistics import left_to_torch, stats
 from .worlds import why_not_backend
 
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TRACING, _OF_ANOTHER_TYPE = "torch.compile is tracing", "local tensor is a "
+_LEFT_OUT, _SMALL = "a mesh that install(only=) leaves out", "smaller than install(min_bytes=)"
+_ONE_RANK = "world size 1"
 
 
 class Policy(NamedTuple):
@@ -61,23 +66,20 @@ def policy() -> Policy:
 
 
 def why_delegate(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> str | None:
-    """Why torch itself has to carry a call out, or None."""
+    """Why torch itself has to carry a call out, or None; dispatch modes aside."""
     if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
+        return _TRACING
     if type(x) not in _PLAIN:
-        return f"local tensor is a {type(x).__name__}"
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    if modes:
-        return f"{type(modes[-1]).__name__} is watching"
+        return f"{_OF_ANOTHER_TYPE}{type(x).__name__}"
     if x.layout is not torch.strided or x.is_meta or x.is_quantized:
         return f"local tensor is {x.layout} on {x.device}"
     if current.mesh != target.mesh:
         return why_not_backend(x.device)
     if _policy.only is not None and current.mesh not in _policy.only:
-        return "a mesh that install(only=) leaves out"
+        return _LEFT_OUT
     if _policy.min_bytes and current.tensor_meta is not None:
         if math.prod(current.tensor_meta.shape) * x.element_size() < _policy.min_bytes:
-            return "smaller than install(min_bytes=)"
+            return _SMALL
     for a, b in zip(current.placements, target.placements, strict=True):
         if b.is_partial() and a != b and not a.is_replicate():
             return "shard or another op to partial, which torch refuses"
@@ -96,9 +98,11 @@ def redistribute_local_tensor(
     """torch's inner loop of the same name and signature, carried out by shardweave where it can be; also to another
     mesh.
 
-    Left to torch, and counted in `stats().delegations` with the reason: tracing, fake and other wrapped tensors, active
-    dispatch modes, placements that programs do not carry, one rank, unknown backends, what `install` leaves out. With
-    `async_op` the result is an `AsyncCollectiveTensor` wherever an exchange is left to wait for. A plan is chosen by
+    Left to torch, counted in `stats().delegations` with the reason, and logged once for each: tracing, fake and other
+    wrapped tensors, dispatch modes that report torch's collectives or replace tensors, or are not known, placements
+    that programs do not carry, one rank, unknown backends, what `install` leaves out. Other dispatch modes, those of
+    selective activation checkpointing among them, see one operator. With `async_op` the result is an
+    `AsyncCollectiveTensor` wherever an exchange is left to wait for, but under such modes. A plan is chosen by
     shardweave: `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.
 
     Args:
@@ -129,6 +133,9 @@ def redistribute_local_tensor(
             )
         torch_redistribute.assert_no_mixed_partial_types(spec.placements)
     reason = why_delegate(x, current_spec, target_spec)
+    modes = active_modes()
+    if modes and reason is None:
+        reason = why_not_under(modes)
     if crosses and reason is not None:
         raise UnsupportedError(f"to another mesh: {reason}, and torch itself cannot; allowed: without that")
     if reason is None:
@@ -136,6 +143,8 @@ def redistribute_local_tensor(
             x = nothing_of(x, current_spec)
         try:
             found = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec, later=async_op)
+            if modes:
+                note_decision(modes, None)
             if use_graph_based_transform is not None:
                 stats().ignored["use_graph_based_transform"] += 1
             return found
@@ -143,11 +152,21 @@ def redistribute_local_tensor(
             if crosses:  # torch itself cannot
                 raise
             reason = str(error)
-    stats().delegations[reason] += 1
+    if modes:
+        note_decision(modes, reason)
+    left_to_torch(reason, _level(reason), current_spec, target_spec)
     options = {"async_op": async_op, "is_explicit": is_explicit}
     if use_graph_based_transform is not None:
         options["use_graph_based_transform"] = use_graph_based_transform
     return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
+
+
+def _level(reason: str) -> int:
+    """How loudly a reason is told: one rank is nobody's worry, what the user asked for is worth a note."""
+    if reason == _ONE_RANK:
+        return logging.DEBUG
+    asked_for = reason in (_TRACING, _LEFT_OUT, _SMALL) or reason.startswith(_OF_ANOTHER_TYPE)
+    return logging.INFO if asked_for or reason.endswith((REPORTS, REPLACES)) else logging.WARNING
 
 
 class Redistribute:

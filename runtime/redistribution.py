@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Program, Topology, check_local_shape, plan, position_of
 from .calls import Call, check_backend, check_ranks, refuse, world_for
+from .dispatch_modes import as_one_operator
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
@@ -148,7 +149,8 @@ def run_redistribution(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How | None = None, later: bool = False
 ) -> torch.Tensor:
     """Carry a plain local tensor from one spec to another, on the same mesh or another; `how` is by default what
-    `install` was told. With `later` the last exchange may be waited for when the tensor is first used.
+    `install` was told. With `later` the last exchange may be waited for when the tensor is first used. Dispatch modes
+    see one operator.
 
     Raises:
         ArgumentError: a local tensor that does not fit its spec, layouts that do not fit the tensor.
@@ -159,11 +161,14 @@ def run_redistribution(
         # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
         with torch.inference_mode(False):
             return run_redistribution(x, current, target, how, later)
+    if torch._C._len_torch_dispatch_stack():
+        if detect_fake_mode() is not None:
+            raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+        # What a mode saves or counts is complete: `later` says nothing here.
+        return as_one_operator(lambda y: run_redistribution(y, current, target, how), x, current, target)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, and these say something else than their bytes.
         x = x.resolve_conj().resolve_neg()
-    if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
-        raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
     return _bound(x, current, target, how or _default)(x, later)
 
 

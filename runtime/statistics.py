@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
+_logger = logging.getLogger(__name__)
 _MOST_KINDS = 4096
 _OTHERS = "others", ""
 
@@ -72,3 +76,23 @@ _statistics = Statistics()
 def stats() -> Statistics:
     """The counters of this process: a `Statistics`, live, so that what it says changes with every call."""
     return _statistics
+
+
+_told: set[str] = set()
+_MOST_TOLD = 64
+
+
+def left_to_torch(reason: str, level: int, current: object, target: object) -> None:
+    """Count a redistribution that torch carries out, and log the first of each reason: at `level` on rank 0, on others
+    to debug, since all leave the same."""
+    _statistics.delegations[reason] += 1
+    if reason in _told or len(_told) == _MOST_TOLD:
+        return
+    _told.add(reason)
+    _logger.log(
+        level if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG,
+        "left to torch: %s (%s to %s). Further ones are counted in shardweave.stats().delegations.",
+        reason,
+        current,
+        target,
+    )

@@ -23,9 +23,12 @@ from shardweave import stats
 KNOWN_DELEGATIONS = re.compile(
     "|".join(
         [
-            # Who watches sees torch's own collectives.
+            # Who reports collectives, or has no memory to move, is given torch's own.
             "torch.compile is tracing",
-            r"\w*Mode is watching",
+            r"(CommDebugMode|DebugMode) reports torch's own collectives",
+            r"(FakeTensorMode|FunctionalTensorMode|ProxyTorchDispatchMode|LocalTensorMode) replaces tensors",
+            r"\w+ is a dispatch mode not known",
+            r"\w+ recomputes what torch carried out",
             r"local tensor is a (FakeTensor|FunctionalTensor|LocalTensor)",
             # What install() was told.
             r"a mesh that install\(only=\) leaves out",

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -226,8 +228,9 @@ def collectives_alone(rank: int, world: str) -> None:
         scatter(y.int(), x.int(), dist.group.WORLD, dist.ReduceOp.AVG)
     with pytest.raises(shardweave.ArgumentError, match="4 times as large"):
         gather(x[:3], y, dist.group.WORLD)
-    with pytest.raises(shardweave.ArgumentError, match="call fully_shard first"):
-        shardweave.adapt_fsdp(made())
+    for change in (shardweave.adapt_fsdp, shardweave.restore_fsdp):
+        with pytest.raises(shardweave.ArgumentError, match="call fully_shard first"):
+            change(made())
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -247,10 +250,258 @@ def test_one_rank() -> None:
 def on_a_backend_without_worlds(rank: int) -> str:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for part, size in ((model[0], 1), (model[1], 2)):  # the first could be adapted
+        fully_shard(part, mesh=DeviceMesh("cpu", list(range(size))))
+    before = comms_of(model)
     with pytest.raises(shardweave.UnsupportedError) as caught:
-        adapted(shard(made_mesh((2,)), MixedPrecisionPolicy()))
+        shardweave.adapt_fsdp(model)
+    assert comms_of(model) == before
     return str(caught.value)
 
 
-def test_a_backend_without_worlds_is_refused_when_adapting() -> None:
-    assert "fake" in run_ranks(on_a_backend_without_worlds, 1)[0]
+def test_a_backend_without_worlds_is_refused_before_anything_is_adapted() -> None:
+    (message,) = run_ranks(on_a_backend_without_worlds, 1)
+    assert "module: '1'" in message and "fake" in message
+
+
+def comms_of(model: torch.nn.Module) -> list[Any]:
+    """By what each parameter group of FSDP2's communicates."""
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups]
+    return [comm for group in groups for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
+
+
+class Block(torch.nn.Module):
+    """A layer for all ranks, and experts of which each rank of the mesh dim "ep" has its own."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(7, 7)
+        torch.manual_seed(50 + at)
+        self.experts = torch.nn.Parameter(torch.randn(5, 7, 7) / 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + torch.einsum("bi,eij->bj", x, self.experts).relu()
+
+
+def shard_experts(mesh: DeviceMesh) -> torch.nn.Module:
+    torch.manual_seed(0)
+    at = mesh.get_local_rank("ep")
+    model = torch.nn.Sequential(Block(at), torch.nn.Linear(7, 7), Block(at))
+    for linear in (model[0].layer, model[1], model[2].layer):
+        torch.manual_seed(9)
+        torch.nn.init.uniform_(linear.weight)
+    among = _fsdp_common.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+
+    def placement(parameter: torch.nn.Parameter) -> Any:
+        return _fsdp_common.ShardPlacementResult(None, among) if parameter.ndim == 3 else None
+
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh["shard", "ep"]._flatten("all"), shard_placement_fn=placement)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):  # gloo has no AVG
+            part.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def parameters_on_several_meshes(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
+    mine = [[batch(rank, step)] for step in range(STEPS)]
+    oracle = shard_experts(mesh)
+    for part in (oracle[0], oracle[1], oracle[2]):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group._reduce_scatter_comm = InOrder()
+    assert [len(m._get_fsdp_state()._fsdp_param_groups) for m in oracle] == [2, 1, 2]
+    expected = train(oracle, mine)
+    assert not shardweave.stats().calls
+    model = shard_experts(mesh)
+    before = comms_of(model)
+    shardweave.adapt_fsdp(model)
+    ours = comms_of(model)
+    assert {type(comm) for comm in ours} == {shardweave.FSDPAllGather, shardweave.FSDPReduceScatter}
+    shardweave.adapt_fsdp(model[0])  # doing it twice is doing it once
+    assert comms_of(model) == ours
+    found = train(model, mine)
+    # Five groups, gathered forward and backward and reduced.
+    assert sum(shardweave.stats().calls.values()) == 15 * STEPS and not shardweave.stats().delegations
+    # Expert parallelism's own: compared shard by shard.
+    assert difference(found, expected) == 0
+
+    # A part, then the rest; what has been set since stays.
+    shardweave.restore_fsdp(model[0])
+    assert comms_of(model)[:4] == before[:4] and comms_of(model)[4:] == ours[4:]
+    own = DefaultReduceScatter()
+    model[1].set_custom_reduce_scatter(own)
+    shardweave.restore_fsdp(model)
+    shardweave.restore_fsdp(model)
+    assert comms_of(model) == [own if i == 5 else comm for i, comm in enumerate(before)]
+    shardweave.stats().reset()
+    train(model, mine)
+    assert not shardweave.stats().calls
+    shardweave.adapt_fsdp(model)
+    shardweave.restore_fsdp(model)
+    assert comms_of(model)[5] is own
+
+
+def test_modules_with_parameters_on_several_meshes_are_adapted_and_restored() -> None:
+    run_ranks(parameters_on_several_meshes, 4)
+
+
+def spread(values: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    """The same elements in the same order with other strides; the memory between holds 99."""
+    room = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 3
+    x = values.new_full((max(room, 0) + 1,), 99).as_strided(shape, strides, offset)
+    return x.copy_(values.view(shape))
+
+
+def same_order(v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors whose elements are those of `v` [n], in its order, however they lie."""
+    n = len(v)
+    found = {
+        "contiguous": v.clone(),
+        "stride 2": spread(v, (n,), (2,)),
+        "offset": spread(v, (n,), (1,), 3),
+        "neg": torch._neg_view(-v),
+    }
+    if n == 1:
+        found |= {"0-d": v.reshape(()).clone(), "stride 5 of one": spread(v, (1,), (5,))}
+    if n % 6 == 0:
+        found |= {
+            "columns": spread(v, (n // 3, 3), (1, max(n // 3, 1))),
+            "part of rows": spread(v, (n // 3, 3), (7, 2), 1),
+            "three dims": spread(v, (2, n // 6, 3), (3, 6, 1)),
+        }
+    if v.is_complex():
+        found["conj"] = v.conj().resolve_conj().conj()
+    return found
+
+
+def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole ones, whose sums are exact."""
+    draw = torch.Generator().manual_seed(17 * n + rank)
+    if dtype.is_complex:
+        return torch.complex(*(torch.randint(-9, 10, (n,), generator=draw).float() for _ in range(2))).to(dtype)
+    return torch.randint(-9, 10, (n,), generator=draw).to(dtype)
+
+
+def however_tensors_lie(rank: int, world: str) -> None:
+    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+    group, size = dist.group.WORLD, dist.get_world_size()
+
+    def outputs(n: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        empty = torch.full((n,), 99, dtype=dtype)
+        own = gather.allocate((n,), dtype=dtype, device=torch.device("cpu")).fill_(99)
+        return [own, *same_order(empty).values()]
+
+    for n, dtype in product((0, 1, 6), (torch.float32, torch.bfloat16, torch.complex64, torch.int32)):
+        mine = same_order(numbers(rank, n, dtype)) | {"expanded": numbers(rank, 1, dtype).expand(n)}
+        whole = same_order(numbers(rank, n * size, dtype))
+        for turn in range(max(len(mine), len(whole), len(outputs(n * size, dtype)))):
+            # Every rank's lies in another way.
+            x = list(mine.values())[(turn + rank) % len(mine)]
+            before, everything = x.clone(), torch.empty(n * size, dtype=dtype)
+            dist.all_gather_into_tensor(everything, x.resolve_conj().resolve_neg().reshape(-1).contiguous())
+            all_outputs = outputs(n * size, dtype)
+            out = all_outputs[(turn + 2 * rank) % len(all_outputs)]
+            gather(out, x, group)
+            assert torch.equal(out.reshape(-1), everything) and torch.equal(x, before), (n, dtype, turn)
+            room = everything.new_empty(0).set_(out.untyped_storage())
+            assert (room == 99).sum() == len(room) - n * size, "memory between the elements was written"
+
+            x = list(whole.values())[(turn + rank) % len(whole)]
+            before, everything = x.clone(), torch.empty(size, n * size, dtype=dtype)
+            dist.all_gather_into_tensor(everything.view(-1), x.resolve_conj().resolve_neg().reshape(-1).contiguous())
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            expected = everything.to(wide).sum(0)[n * rank : n * (rank + 1)].to(dtype)
+            all_outputs = outputs(n, dtype)
+            out = all_outputs[(turn + 2 * rank) % len(all_outputs)]
+            scatter(out, x, group, dist.ReduceOp.SUM)
+            assert torch.equal(out.reshape(-1), expected) and torch.equal(x, before), (n, dtype, turn)
+
+    # What another collective has not finished yet.
+    late = funcol.all_reduce(torch.full((2,), rank + 1.0), "sum", group)
+    assert type(late) is funcol.AsyncCollectiveTensor
+    out = torch.empty(2 * size)
+    gather(out, late, group)
+    assert (out == sum(range(1, size + 1))).all()
+
+    # Outputs that overlap their inputs, each rank's in another place.
+    buffer = torch.full((4 * size + 8,), 99.0)
+    for at in range(9):
+        start = (at + rank) % 9
+        values = numbers(rank, 4, torch.float32)
+        buffer[start : start + 4] = values
+        gather(buffer[4 : 4 + 4 * size], buffer[start : start + 4], group)
+        assert torch.equal(buffer[4 : 4 + 4 * size], torch.cat([numbers(r, 4, torch.float32) for r in range(size)]))
+        values = numbers(rank, 4 * size, torch.float32)
+        buffer[4 : 4 + 4 * size] = values
+        scatter(buffer[start : start + 4], buffer[4 : 4 + 4 * size], group, dist.ReduceOp.SUM)
+        summed = sum(numbers(r, 4 * size, torch.float32) for r in range(size))
+        assert torch.equal(buffer[start : start + 4], summed[4 * rank : 4 * rank + 4])
+    assert set(shardweave.stats().calls) == {world}
+
+
+@pytest.mark.parametrize(
+    ("world", "size"),
+    [("shared_memory", 2), ("shared_memory", 5), ("collective", 3), ("mixed", 4), ("mixed", 5), ("symmetric", 3)],
+)
+def test_collectives_of_strided_and_lazy_tensors(world: str, size: int) -> None:
+    chosen = {"SHARDWEAVE_NODE_SIZE": "2"} if world == "mixed" else {"SHARDWEAVE_WORLD": world}
+    run_ranks(however_tensors_lie, size, world, environment=chosen)
+
+
+def strided_in_a_group_of_one(rank: int) -> None:
+    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+    for call in (gather, lambda out, x, group: scatter(out, x, group, dist.ReduceOp.AVG)):
+        for x in same_order(torch.arange(6.0)).values():
+            out = spread(torch.full((6,), 99.0), (6,), (2,))
+            call(out, x, dist.group.WORLD)
+            assert torch.equal(out, torch.arange(6.0))
+        buffer = torch.arange(8.0)
+        for out, x in ((buffer[:4], buffer[2:6]), (buffer[:4], buffer[:4]), (buffer[::2], buffer[:4])):
+            expected = x.clone()
+            call(out, x, dist.group.WORLD)
+            assert torch.equal(out, expected)
+
+
+def test_collectives_of_strided_tensors_in_a_group_of_one() -> None:
+    run_ranks(strided_in_a_group_of_one, 1)
+
+
+def refused_on_one_rank(rank: int, world: str) -> None:
+    gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
+    group, size = dist.group.WORLD, dist.get_world_size()
+    other = dist.new_group([1])
+    n = 3
+    x, out = torch.full((n,), float(rank)), torch.full((n * size,), -1.0)
+    with torch.inference_mode():
+        inference = torch.empty(n * size)
+    mesh = init_device_mesh("cpu", (size,))
+    wrong = [
+        (lambda: gather(out, DTensor.from_local(x, mesh), group), "input_tensor: a DTensor; allowed"),
+        (lambda: gather(out.to("meta"), x, group), "output_tensor: torch.strided on meta"),
+        (lambda: gather(out, x.to_sparse(), group), "input_tensor: torch.sparse_coo on cpu"),
+        (lambda: gather(torch.zeros(1).expand(n * size), x, group), "output_tensor: .* a place of its own"),
+        (lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM), "output_tensor: .* of its own"),
+        (lambda: gather(inference, x, group), "output_tensor: made under torch.inference_mode"),
+        (lambda: gather(x, x, other), "group: .*; allowed: a process group that this rank is in"),
+        (lambda: gather(x, x, None), "group: None; allowed"),
+        (lambda: gather(out.double(), x, group), "all else alike"),
+        (lambda: scatter(x[:2], out, group, dist.ReduceOp.SUM), "as large as the other"),
+        (
+            lambda: scatter(x.int(), out.int(), group, dist._make_nccl_premul_sum(2.5)),
+            "op: a factor of 2.5 for torch.i",
+        ),
+    ]
+    for turn, (call, text) in enumerate(wrong):
+        if rank == 0:
+            with pytest.raises(shardweave.ArgumentError, match=text):
+                call()
+        out.fill_(-1)
+        gather(out, x + turn, group)
+        assert torch.equal(out, torch.arange(size).repeat_interleave(n) + float(turn))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_collectives_refused_on_one_rank_leave_its_next_call_paired(world: str) -> None:
+    run_ranks(refused_on_one_rank, 3, world, environment={"SHARDWEAVE_WORLD": world})

@@ -1,0 +1,178 @@
+"""Redistributions while dispatch modes are active: one operator of shardweave's, or torch's own collectives.
+
+A mode that may see the operator gets a tensor in and a tensor out, and what runs inside is below all modes. Selective
+activation checkpointing is such a mode: it keeps the operator's output where its policy would have kept that of the
+collectives that torch issues for the same redistribution, so that backward finds it and nobody communicates again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+)
+
+REPORTS, REPLACES, UNKNOWN = "reports torch's own collectives", "replaces tensors", "is a dispatch mode not known"
+_SEES_ONE_OPERATOR = None
+_MODES: dict[tuple[str, str], str | None] = {
+    # It saves what its policy says, and finds it again.
+    ("torch.utils.checkpoint", "_CachingTorchDispatchMode"): _SEES_ONE_OPERATOR,
+    ("torch.utils.checkpoint", "_CachedTorchDispatchMode"): _SEES_ONE_OPERATOR,
+    # They look at what an operator takes and returns, and pass it on.
+    ("torch.utils.flop_counter", "_FlopCounterMode"): _SEES_ONE_OPERATOR,
+    ("torch.distributed._tools.mem_tracker", "MemTracker"): _SEES_ONE_OPERATOR,
+    ("torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"): _SEES_ONE_OPERATOR,
+    ("torch.distributed._tools.memory_tracker", "MemoryProfileDispatchMode"): _SEES_ONE_OPERATOR,
+    # Their users read which collectives torch issues.
+    ("torch.distributed.tensor.debug", "CommDebugMode"): REPORTS,
+    ("torch.utils._debug_mode", "DebugMode"): REPORTS,
+    ("torch.utils._debug_mode._mode", "DebugMode"): REPORTS,
+    # There is no memory that could be moved, or not one rank's.
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"): REPLACES,
+    ("torch._subclasses.functional_tensor", "FunctionalTensorMode"): REPLACES,
+    ("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode"): REPLACES,
+    ("torch.distributed._local_tensor", "LocalTensorMode"): REPLACES,
+}
+"""What each mode is given, by the module and name of its type, so that none has to be imported; not of subclasses."""
+
+_c10d: Any = torch.ops._c10d_functional
+_DECISIONS = "shardweave::left_to_torch"
+"""In the storage of a checkpointed region, beside operators: why each redistribution in turn was left to torch."""
+
+
+def active_modes() -> Sequence[Any]:
+    """The dispatch modes that see what is called now, the innermost last."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+
+
+def below_modes() -> AbstractContextManager[Any]:
+    """What is called in the block is seen by no dispatch mode."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def why_not_under(modes: Sequence[Any]) -> str | None:
+    """Why torch itself carries a redistribution out under these modes, or None.
+
+    A region that is recomputed does what its forward did, whatever modes are active now: it finds again what was saved
+    then, and nothing else.
+    """
+    for mode in modes:
+        if isinstance(mode, _CachedTorchDispatchMode):
+            at = mode.func_counter[_DECISIONS]
+            return mode.storage.get(_DECISIONS, {}).get(at, f"{_name(mode)} recomputes what torch carried out")
+    for mode in reversed(modes):
+        kind = type(mode)
+        obstacle = _MODES.get((kind.__module__, kind.__qualname__), UNKNOWN)
+        if obstacle is not None:
+            return f"{_name(mode)} {obstacle}"
+    return None
+
+
+def _name(mode: Any) -> str:
+    return type(mode).__name__
+
+
+def note_decision(modes: Sequence[Any], reason: str | None) -> None:
+    """Tell the checkpointed regions among `modes` why a redistribution was left to torch, or that it was not."""
+    for mode in modes:
+        if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            at = mode.func_counter[_DECISIONS]
+            mode.func_counter[_DECISIONS] += 1
+            if isinstance(mode, _CachingTorchDispatchMode):
+                mode.storage.setdefault(_DECISIONS, {})[at] = reason
+
+
+_requests: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+_handles = itertools.count()
+
+
+def _run(x: torch.Tensor, request: int) -> torch.Tensor:
+    """What modes see: `request` is a number that means something during one call alone."""
+    found = _requests[request](x)
+    # Operators return memory of their own.
+    return found.clone() if found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else found
+
+
+_operator = torch.library.custom_op(
+    "shardweave::redistribute", _run, mutates_args=(), schema="(Tensor x, int request) -> Tensor"
+)
+
+
+def as_one_operator(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, current: DTensorSpec, target: DTensorSpec
+) -> torch.Tensor:
+    """`run(x)`, which redistributes `x`, as one operator to all active modes; `run` itself is below them.
+
+    A policy of selective activation checkpointing is asked for the collectives that torch would have issued instead.
+    """
+    regions = [mode for mode in active_modes() if isinstance(mode, _CachingTorchDispatchMode)]
+    policies = [mode.policy_fn for mode in regions]
+    handle = next(_handles)
+    _requests[handle] = run
+    try:
+        for mode in regions:
+            mode.policy_fn = partial(_policy, mode.policy_fn, torchs_collectives(x, current, target))
+        return _operator(x, handle)
+    finally:
+        del _requests[handle]
+        for mode, policy in zip(regions, policies, strict=True):
+            mode.policy_fn = policy
+
+
+def _policy(policy: Callable[..., Any], collectives: list[tuple[Any, ...]], context: Any, *_: Any) -> Any:
+    """What a policy says of the first of torch's operators that it would save, or else of the first."""
+    found = [policy(context, operator, *args) for operator, *args in collectives]
+    saving = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return next((answer for answer in found if answer in saving), found[0])
+
+
+def torchs_collectives(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> list[tuple[Any, ...]]:
+    """The collectives that torch would issue to carry `x` over, each an operator and its arguments; the copy that it
+    makes where it issues none. Of several steps all are given `x`. Alike on all ranks, but for `x`."""
+    steps = [_collective(x, current.mesh, *step) for step in _torchs_steps(current, target)]
+    return [step for step in steps if step] or [(torch.ops.aten.clone.default, x)]
+
+
+def _torchs_steps(current: DTensorSpec, target: DTensorSpec) -> list[tuple[int, Placement, Placement]]:
+    """The mesh dims that torch would change in turn, each from one placement to another."""
+    if current.mesh != target.mesh:
+        return []
+    try:
+        steps = torch_redistribute._gen_transform_infos(current, target)
+    except Exception:  # of any kind: torch refuses some of what shardweave carries
+        return list(zip(range(current.mesh.ndim), current.placements, target.placements, strict=True))
+    return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
+
+
+def _collective(
+    x: torch.Tensor, mesh: DeviceMesh, dim: int, source: Placement, goal: Placement
+) -> tuple[Any, ...] | None:
+    size = mesh.size(dim)
+    if source == goal or size == 1 or source.is_replicate() or goal.is_partial():
+        return None
+    try:
+        name = str(mesh.get_group(dim).group_name)
+    except RuntimeError:  # a mesh that was made without process groups
+        name = ""
+    if source.is_partial():
+        op = getattr(source, "reduce_op", "sum")
+        if goal.is_shard():
+            return _c10d.reduce_scatter_tensor.default, x, op, size, name
+        return _c10d.all_reduce.default, x, op, name
+    # From one sharded dim to another torch gathers on CPUs, and where a strided shard takes part.
+    if isinstance(source, Shard) and isinstance(goal, Shard) and mesh.device_type != "cpu":
+        return torch.ops._dtensor.shard_dim_alltoall.default, x, source.dim, goal.dim, name
+    return _c10d.all_gather_into_tensor.default, x, size, name

@@ -1,0 +1,468 @@
+"""Redistributions under dispatch modes: selective activation checkpointing, modes that count, those left to torch."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_processes import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardweave
+
+pytestmark = pytest.mark.multi
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+_c10d: Any = torch.ops._c10d_functional
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+_NONE = nullcontext()
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+
+
+class Recorder(TorchDispatchMode):
+    """A mode that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def collectives(self) -> int:
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
+        return sum(self.seen[f"_c10d_functional.{name}.default"] for name in names)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(torch.nn.Module):
+    """Blocks under tensor and sequence parallelism, each a checkpointed region."""
+
+    def __init__(self, mesh: DeviceMesh, contexts: Callable[[], Any] | None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.contexts = contexts
+        for block in self.blocks:
+            plan = {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=S0, use_local_output=False),
+                "down": RowwiseParallel(output_layouts=S0, use_local_output=False),
+            }
+            parallelize_module(block, mesh, plan)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.contexts is None:
+                x = block(x)
+            else:
+                # To the region's end, as torchtitan does: else what comes last is never recomputed.
+                x = checkpoint(block, x, use_reentrant=False, context_fn=self.contexts, early_stop=False)
+        return x
+
+
+def every_second_matmul() -> Callable[..., CheckpointPolicy]:
+    """As torchtitan's default: reduce-scatters, and matmuls but every second."""
+    count = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in MATMULS:
+            assert args[1].ndim == 2
+            count["matmuls"] += 1
+        saves = operator is REDUCE_SCATTER or (operator in MATMULS and count["matmuls"] % 2)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+SAVED: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: [],
+    "matmuls": lambda: MATMULS,
+    "reduce-scatters": lambda: [*MATMULS, REDUCE_SCATTER],
+    "all-gathers": lambda: [ALL_GATHER],
+    "waits": lambda: [_c10d.wait_tensor.default],
+    "both": lambda: [REDUCE_SCATTER, ALL_GATHER],
+    "as torchtitan": every_second_matmul,
+    "everything": lambda: lambda *_, **__: CheckpointPolicy.PREFER_SAVE,
+    "by bool": lambda: lambda context, operator, *_, **__: operator is ALL_GATHER,
+}
+
+
+class Step(NamedTuple):
+    """Of a training step: the loss and the gradients, and the bytes of collectives' results that regions saved."""
+
+    values: list[torch.Tensor]
+    saved_bytes: int
+
+
+def trained(mesh: DeviceMesh, saved: str | None, forward: Any = _NONE, backward: Any = _NONE) -> Step:
+    """A step, with forward and backward each in a context."""
+    regions: list[Any] = []
+
+    def contexts() -> Any:
+        made = create_selective_checkpoint_contexts(SAVED[saved or ""]())
+        regions.append(made[0])
+        return made
+
+    model = Model(mesh, None if saved is None else contexts)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    source = distribute_tensor(x, mesh, [S0], src_data_rank=None).requires_grad_()
+    with forward:
+        loss = model(source).square().sum()
+    kept = {}
+    for region in regions:
+        for operator, outputs in region.storage.items():
+            if not isinstance(operator, str) and operator.namespace in ("_c10d_functional", "shardweave"):
+                found = [output.val for output in outputs.values() if hasattr(output, "val")]
+                found = [y.elem if isinstance(y, AsyncCollectiveTensor) else y for y in found]
+                kept |= {y.untyped_storage().data_ptr(): y.numel() * y.itemsize for y in found}
+    with backward:
+        loss.backward()
+    gradients = [source.grad, *(p.grad for p in model.parameters())]
+    whole = [loss.full_tensor().detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)]
+    return Step(whole, sum(kept.values()))
+
+
+def close(a: Step, b: Step) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-5) for x, y in zip(a.values, b.values, strict=True))
+
+
+def same(a: Step, b: Step) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.values, b.values, strict=True))
+
+
+def exchanges() -> int:
+    """Programs carried out in which this rank received something."""
+    return sum(kind.calls for kind in shardweave.stats().redistributions.values() if kind.bytes_received)
+
+
+def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    stats = shardweave.stats()
+    with Recorder() as seen:
+        torchs_plain = trained(mesh, None)
+    torchs_fewest = seen.collectives()
+    with shardweave.installed():
+        plain = trained(mesh, None)
+    fewest = exchanges()
+    # Of two terms there is one sum.
+    assert same(plain, torchs_plain) if dist.get_world_size() == 2 else close(plain, torchs_plain)
+    recomputed = {"nothing": 4, "matmuls": 4, "waits": 4} | dict.fromkeys(
+        ("reduce-scatters", "all-gathers", "as torchtitan", "by bool"), 2
+    )
+    for saved in policies:
+        # Below the region's own mode, so that it sees what the region carries out.
+        with Recorder() as seen:
+            stock = trained(mesh, saved)
+        stats.reset()
+        with shardweave.installed():
+            ours = trained(mesh, saved)
+        assert same(stock, torchs_plain) and same(ours, plain), saved
+        assert not stats.delegations, (saved, stats.delegations)
+        # What waits for a collective is none, and is not asked about: torch saves it, and issues the collective again.
+        # What torch saves of uneven shards is padded.
+        if saved == "waits" or 8 % dist.get_world_size():
+            assert ours.saved_bytes <= stock.saved_bytes, saved
+        else:
+            assert ours.saved_bytes == stock.saved_bytes, saved
+        again = recomputed.get(saved, 0)
+        assert exchanges() - fewest == seen.collectives() - torchs_fewest == again, saved
+
+
+@pytest.mark.parametrize(
+    ("size", "world"),
+    [(2, "shared_memory"), (4, "shared_memory"), pytest.param(3, "collective", marks=pytest.mark.long)],
+)
+def test_selective_checkpointing_saves_and_recomputes_as_stock_does(size: int, world: str) -> None:
+    policies = {2: ("nothing", "all-gathers", "as torchtitan", "waits"), 3: tuple(SAVED), 4: ("both", "as torchtitan")}
+    run_ranks(checkpointed, size, policies[size], environment={"SHARDWEAVE_WORLD": world})
+
+
+def forward_under_other_modes(rank: int, saved: str) -> None:
+    """Recomputing does what forward did, whatever is active then."""
+    mesh = init_device_mesh("cpu", (2,))
+    stats, plain = shardweave.stats(), trained(mesh, None)
+    with shardweave.installed():
+        for forward, backward, left in (
+            (Recorder(), _NONE, 4),
+            (CommDebugMode(), _NONE, 4),
+            (_NONE, Recorder(), 0),
+            (Recorder(), Recorder(), 4),
+            (FlopCounterMode(display=False), FlopCounterMode(display=False), 0),
+        ):
+            stats.reset()
+            assert same(trained(mesh, saved, forward, backward), plain)
+            if left:
+                # In forward explicitly, and the same again in backward.
+                assert stats.delegations.total() >= 2 * left, (saved, stats.delegations)
+            elif isinstance(backward, Recorder):
+                # What backward asks for by itself is left to torch, not what it recomputes.
+                before = stats.delegations.total()
+                stats.reset()
+                trained(mesh, None, _NONE, Recorder())
+                assert stats.delegations.total() == before
+            else:
+                assert not stats.delegations
+    # Forward by torch alone, and what it recomputes as well.
+    stats.reset()
+    assert same(trained(mesh, saved, backward=shardweave.installed()), plain)
+    reasons = stats.delegations
+    assert set(reasons) == {"_CachedTorchDispatchMode recomputes what torch carried out"} and stats.calls
+    with pytest.raises(RuntimeError, match="encountered during backward but not found in storage"):
+        trained(mesh, saved, forward=shardweave.installed())
+
+
+@pytest.mark.parametrize("saved", ("nothing", "both", "as torchtitan"))
+def test_recomputing_does_what_forward_did(saved: str) -> None:
+    run_ranks(forward_under_other_modes, 2, saved)
+
+
+def sharded_as_well(rank: int) -> None:
+    """Tensor parallelism, checkpointed blocks, and FSDP2 around them: as torchtitan lays them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    stats = shardweave.stats()
+
+    def gradients(saved: str | None, ours: bool) -> list[torch.Tensor]:
+        contexts = partial(create_selective_checkpoint_contexts, SAVED[saved]()) if saved else None
+        model = Model(mesh["tp"], None)
+        for i, block in enumerate(model.blocks):
+            if contexts is not None:
+                model.blocks[i] = checkpoint_wrapper(block, context_fn=contexts, early_stop=False)
+            fully_shard(model.blocks[i], mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
+        if ours:
+            shardweave.adapt_fsdp(model)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+        with shardweave.installed() if ours else _NONE:
+            model(distribute_tensor(x, mesh["tp"], [S0], src_data_rank=None)).square().sum().backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+    plain = gradients(None, False)
+    for saved in (None, "nothing", "as torchtitan"):
+        stats.reset()
+        for a, b in zip(gradients(saved, True), plain, strict=True):
+            assert torch.equal(a, b), saved  # of two terms there is one sum
+        assert stats.calls and not stats.delegations, stats.delegations
+
+
+def test_fsdp_around_selectively_checkpointed_blocks() -> None:
+    run_ranks(sharded_as_well, 4)
+
+
+def some_left_to_torch(rank: int) -> None:
+    """A region in which torch carries some redistributions out: what is saved is found again by the right ones."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def region(x: DTensor, y: DTensor) -> torch.Tensor:
+        found = x.redistribute(placements=[R]) * y.redistribute(placements=[R])
+        partial = DTensor.from_local(found.to_local().sin(), mesh, [Partial()], run_check=False)
+        with Recorder():
+            again = y.redistribute(placements=[R]).cos()
+        return (partial.redistribute(placements=[S0]).redistribute(placements=[R]) * again).to_local()
+
+    def gradients(saved: str | None) -> list[torch.Tensor]:
+        inputs = [torch.arange(8.0) / 9, torch.arange(8.0, 16) / 9]
+        x, y = (distribute_tensor(t, mesh, [S0], src_data_rank=None).requires_grad_() for t in inputs)
+        context = partial(create_selective_checkpoint_contexts, SAVED[saved]()) if saved else None
+        options = {"use_reentrant": False, "early_stop": False}
+        out = checkpoint(region, x, y, context_fn=context, **options) if context else region(x, y)
+        out.square().sum().backward()
+        return [x.grad.full_tensor(), y.grad.full_tensor()]
+
+    plain = gradients(None)
+    for saved in SAVED:
+        for min_bytes in (0, 33):
+            with shardweave.installed(min_bytes=min_bytes):
+                assert all(torch.equal(a, b) for a, b in zip(gradients(saved), plain, strict=True)), saved
+    assert "smaller than install(min_bytes=)" in shardweave.stats().delegations
+
+
+def test_regions_in_which_torch_carries_some_out() -> None:
+    run_ranks(some_left_to_torch, 2)
+
+
+def questions(x: DTensor, target: tuple[Placement, ...]) -> list[tuple]:
+    """The collectives that a policy is asked about, with their arguments."""
+    found = []
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        assert not context.is_recompute and operator.namespace != "shardweave"
+        if operator.namespace == "_c10d_functional" and not any(s in str(operator) for s in ("autograd", "wait")):
+            assert isinstance(args[0], torch.Tensor)
+            found.append((operator, *args[1:]))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    with create_selective_checkpoint_contexts(policy)[0] as region:
+        x.redistribute(placements=target)
+    assert region.policy_fn is policy
+    return found
+
+
+def asked(rank: int) -> None:
+    """What a policy is asked: as by stock."""
+    line, plane = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    pairs = [
+        (line, (S0,), (R,)),
+        (line, (S0,), (S1,)),
+        (line, (Partial(),), (R,)),
+        (line, (Partial("max"),), (S1,)),
+        (plane, (S0, S1), (R, S1)),
+        (plane, (S0, S1), (S0, R)),
+        (plane, (Partial(), R), (S0, R)),
+        (plane, (S0, Partial("avg")), (S0, R)),
+        (plane, (S0, S0), (R, R)),
+        (plane, (Partial(), Partial()), (S0, R)),
+        (plane, (Partial(), S0), (S0, S0)),
+    ]
+    for mesh, source, target in pairs:
+        x = DTensor.from_local(torch.arange(16.0).reshape(4, 4), mesh, source, run_check=False)
+        torchs = questions(x, target)
+        with shardweave.installed():
+            ours = questions(x, target)
+        assert ours == torchs != [], (source, target)
+    assert not shardweave.stats().delegations
+
+
+def test_policies_are_asked_for_the_collectives_of_stock() -> None:
+    run_ranks(asked, 4)
+
+
+def what_modes_see(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [S0], src_data_rank=None)
+    w = distribute_tensor(torch.ones(2, 4), mesh, [R], src_data_rank=None)
+    stats = shardweave.stats()
+
+    def run() -> torch.Tensor:
+        return (x.redistribute(placements=[S1]).redistribute(placements=[R], async_op=True) @ w).full_tensor()
+
+    with FlopCounterMode(display=False) as stock:
+        run()
+    with CommDebugMode() as torchs:
+        expected = run()
+    with shardweave.installed():
+        with FlopCounterMode(display=False) as flops:
+            assert run().equal(expected)
+        assert flops.get_total_flops() == stock.get_total_flops() > 0
+        with MemTracker() as memory:
+            before = memory.get_tracker_snapshot("current").get(torch.device("cpu"), {}).get("Total", 0)
+            kept = x.redistribute(placements=[R])
+            after = memory.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+            assert after - before == 12 * 4 and kept.full_tensor().equal(x.full_tensor())
+        assert stats.calls.total() >= 4 and not stats.delegations
+        # What a mode is given is whole.
+        with create_selective_checkpoint_contexts([])[0]:
+            assert type(x.redistribute(placements=[R], async_op=True)._local_tensor) is torch.Tensor
+            average = DTensorSpec(mesh, (Partial("avg"),), TensorMeta((6, 2), (2, 1), torch.float32))
+            replicated = DTensorSpec(mesh, (R,), average.tensor_meta)
+            local = torch.ones(6, 2)
+            assert shardweave.redistribute_local_tensor(local, replicated, average).data_ptr() != local.data_ptr()
+        assert not stats.delegations
+        calls = stats.calls.total()
+        with CommDebugMode() as counted:
+            assert run().equal(expected)
+        assert counted.get_comm_counts() == torchs.get_comm_counts() and stats.calls.total() == calls
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x.redistribute(placements=[R])
+        with Recorder() as seen:
+            run()
+        assert seen.collectives() and stats.calls.total() == calls
+    assert set(stats.delegations) == {
+        "CommDebugMode reports torch's own collectives",
+        "FakeTensorMode replaces tensors",
+        "Recorder is a dispatch mode not known",
+    }
+    # What programs do not carry is told through a mode as without one.
+    stats.reset()
+    bits = DTensor.from_local(torch.tensor([3 << rank], dtype=torch.int32), mesh, (Partial("band"),), run_check=False)
+    with shardweave.installed(), create_selective_checkpoint_contexts([])[0]:
+        assert bits.redistribute(placements=[R]).to_local().tolist() == [2]
+    assert [reason[:17] for reason in stats.delegations] == ["placement P(band)"]
+    # Asked for by name it is shardweave's under any mode, which sees it as one operator.
+    with Recorder() as seen:
+        assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())
+    assert seen.seen["shardweave.redistribute.default"] == 1
+    shardweave.FSDPAllGather()(torch.empty(4), torch.ones(2), dist.group.WORLD)
+    with Recorder() as seen:
+        out = torch.empty(4)
+        shardweave.FSDPAllGather()(out, torch.full((2,), float(rank)), dist.group.WORLD)
+        seen.seen.pop("aten.empty.memory_format")
+        seen.seen.pop("aten.full.default")
+    assert not seen.seen and out.tolist() == [0, 0, 1, 1]
+
+
+def test_what_each_mode_sees() -> None:
+    run_ranks(what_modes_see, 2)
+
+
+def logged(rank: int) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append((record.levelname, record.getMessage()))
+
+    logger = logging.getLogger("shardweave")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(Lines())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.arange(12.0), mesh, [S0], src_data_rank=None)
+    for _ in range(2):
+        with shardweave.installed(min_bytes=100):
+            x.redistribute(placements=[R])
+        with shardweave.installed():
+            for mode in (Recorder(), CommDebugMode()):
+                with mode:
+                    x.redistribute(placements=[R])
+            x.redistribute(placements=[R])
+        shardweave.stats().reset()
+    return lines
+
+
+def test_what_is_left_to_torch_is_logged_once_for_each_reason() -> None:
+    first, second = run_ranks(logged, 2)
+    assert [level for level, _ in first] == ["INFO", "WARNING", "INFO"]
+    assert [level for level, _ in second] == ["DEBUG"] * 3
+    for lines in (first, second):
+        for (_, line), why in zip(lines, ("min_bytes", "Recorder is a dispatch mode not", "CommDebug"), strict=True):
+            assert line.startswith("left to torch: ") and why in line and "S(0)" in line and "delegations" in line
+    (alone,) = run_ranks(logged, 1)
+    assert {level for level, line in alone if "world size 1" in line} == {"DEBUG"}
