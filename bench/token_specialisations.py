@@ -21,6 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from shardweave.bench.specialisations import DTYPES, KERNELS, NOWHERE, Specialisation
+from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.signal import Failure
 from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.token_activation import silu_and_mul
@@ -249,7 +250,7 @@ def _train(layer: Layer) -> None:
 
 
 def _signals() -> None:
-    """What a window launches for outputs of all dtypes."""
+    """What a window launches for outputs of all dtypes, and ranks that send for words beside messages."""
     size = 8
     memory = {r: torch.empty(pad_bytes(size) + 4096, dtype=torch.uint8, device=NOWHERE) for r in range(size)}
     window = Window(3, memory, 0, Failure(NOWHERE))
@@ -258,4 +259,7 @@ def _signals() -> None:
         window.signal("meet", 5, 1)
         for use in ("leave", "spoil"):
             window.signal(use, 0, 1, torch.empty(5, dtype=dtype, device=NOWHERE))
+    window.refuse()
     window.say_failed()
+    words = torch.empty(size, dtype=torch.int64, device=NOWHERE)
+    WordComparison(words, Failure(NOWHERE))(words, 5, words)

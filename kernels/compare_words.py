@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,38 +50,38 @@ def compare_words_kernel(
             tl.store(target + at, filler, mask=at < nbytes)
 
 
-def compare_words(came: torch.Tensor, expected: int, codes: torch.Tensor, failure: Failure, out: torch.Tensor) -> None:
-    """Fail if a word is not the expected one; if this rank has failed, now or before, overwrite what came.
+class WordComparison:
+    """Compares what a rank expects with a word of each rank, and overwrites messages that came with another.
 
-    The host waits for nothing and learns of it from `failure`.
+    Compiled and loaded when it is made, which a captured graph could not do. The host waits for nothing, and learns
+    from `failure`.
 
     Args:
-        came: int64 [n], contiguous: a word of each rank; [0] compares nothing.
-        expected: 63 bits.
         codes: int64 [n], `signal.pack` of rank, peer and channel; of several that differ the largest is kept.
-        out: contiguous, of any dtype. All its bits are set: NaN where the dtype has one.
     """
-    if not runs_on(came.device):
-        compare_words_reference(came, expected, codes, failure, out)
-        return
-    with on_device(came.device):
-        start = _launch(came.device)
-        start(came, came.numel(), expected, codes, failure.error, failure.told.data_ptr(), out.data_ptr(),
-              out.numel() * out.element_size())  # fmt: skip
 
+    def __init__(self, codes: torch.Tensor, failure: Failure) -> None:
+        self.codes, self.failure = codes, failure
+        self._start: Callable[..., None] | None = None
+        if runs_on(codes.device):
+            arguments: tuple[Any, ...] = (codes, 1, 0, codes, failure.error, failure.told.data_ptr(), 0, 0)
+            self._start = prepared(compare_words_kernel, (1, 1, 1), codes.device, arguments, 1)
 
-@functools.lru_cache
-def _launch(device: torch.device) -> Callable[..., None]:
-    """Compiled once for each device."""
-    word = torch.zeros(1, dtype=torch.int64, device=device)
-    arguments: tuple[Any, ...] = (word, 1, 0, word, word, 0, 0, 0)
-    return prepared(compare_words_kernel, (1, 1, 1), device, arguments, 1)
+    def __call__(self, came: torch.Tensor, expected: int, out: torch.Tensor) -> None:
+        """Fail if a word is not the expected one; if this rank has failed, now or before, overwrite `out`.
 
-
-def build_compare_words(device: torch.device) -> None:
-    """Compile and load what `compare_words` launches, which a captured graph could not do."""
-    if runs_on(device):
-        _launch(device)
+        Args:
+            came: int64 [n], contiguous; [0] compares nothing.
+            expected: 63 bits.
+            out: contiguous, of any dtype. All its bits are set: NaN where the dtype has one.
+        """
+        if self._start is None:
+            compare_words_reference(came, expected, self.codes, self.failure, out)
+            return
+        failure, nbytes = self.failure, out.numel() * out.element_size()
+        with on_device(came.device):
+            self._start(came, came.numel(), expected, self.codes, failure.error, failure.told.data_ptr(),
+                        out.data_ptr(), nbytes)  # fmt: skip
 
 
 def compare_words_reference(

@@ -67,6 +67,7 @@ class CollectiveWorld:
         self.busy = self._left = False
         self.pending: Pending | None = None
         self._watcher = WaitWatcher(rendezvous, self._close_connections)
+        self.has_tags = backend == "gloo"
         self._checks: dict[torch.device, WordCheck] = {}
 
     def check(self) -> None:
@@ -140,7 +141,7 @@ class CollectiveWorld:
     def begin(self, request: Ask) -> Callable[[], None]:
         """`answer`, but what it returns waits for the peers."""
         assert isinstance(request, Transfer | Collective)
-        if self.backend != "gloo":
+        if not self.has_tags:
             return self._with_words(request)
         if isinstance(request, Collective):
             self._agree(request)

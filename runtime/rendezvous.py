@@ -202,7 +202,8 @@ class Rendezvous:
     # ------------------------------------------------------------------ failures and disagreements
 
     def fail(self, text: str) -> None:
-        """This rank makes no more calls."""
+        """This rank makes no more calls; what it was doing stays written, for the errors of peers."""
+        self.write_waiting(0)
         with suppress(dist.DistError):
             self.store.set(self._key("failed", self.rank), text)
 

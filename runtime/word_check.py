@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.compare_words import build_compare_words, compare_words
+from ..kernels.compare_words import WordComparison
 from ..kernels.signal import Failure, pack
 
 
@@ -20,9 +20,9 @@ class WordCheck:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._failure = Failure(device)
-        self._codes = torch.tensor([pack(rank, peer, 0) for peer in range(size)], device=device)
+        codes = torch.tensor([pack(rank, peer, 0) for peer in range(size)], device=device)
+        self._compare = WordComparison(codes, self._failure)
         self._none = torch.empty(0, dtype=torch.int64, device=device)
-        build_compare_words(device)
 
     def words(self, expected: int) -> torch.Tensor:
         """int64 [world size]: this rank's word, which it sends from its own place, and room for the others'. Where no
@@ -32,7 +32,7 @@ class WordCheck:
     def compare(self, words: torch.Tensor, expected: int, received: Sequence[torch.Tensor]) -> None:
         """Overwrite what was received, flat bytes, where a rank's word is another, or one was before."""
         for out in _merged(received) or [self._none]:
-            compare_words(words, expected, self._codes, self._failure, out)
+            self._compare(words, expected, out)
             words = self._none
 
     def disagrees(self) -> int | None:

@@ -214,8 +214,8 @@ def test_no_kernel_is_forgotten(launched: list[TokenSpecialisation]) -> None:
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
     assert of("group_rows", "BATCHED") == of("route_few", "HAS_TABLE") == {True, False}
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
-    # A window waits with credit, meets, leaves and spoils with poison of every size; a failed one tells.
-    assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 1
+    # A window waits with credit, meets, leaves and spoils with poison of every size, is refused, and says it failed.
+    assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2
     # Nothing is written down any more, and addresses are those of memory again.
     assert JITFunction.run.__module__ == "triton.runtime.jit" and torch.empty(2).data_ptr() % 64 == 0
 
