@@ -128,8 +128,8 @@ def layout_of_spec(spec: DTensorSpec, mesh: Mesh | None = None) -> Layout:
     sharded = [m for m, p in enumerate(spec.placements) if isinstance(p, torch_types.Shard | torch_types._StridedShard)]
     if sharded and (odd := set(sharded).intersection(unordered_dims(spec.mesh, mesh))):
         raise UnsupportedError(
-            f"shards along mesh dim {min(odd)}, whose ranks do not ascend: torch disagrees with itself about whose each "
-            f"is; allowed: a mesh whose ranks ascend along it"
+            f"shards along mesh dim {min(odd)}, whose ranks do not ascend: torch's own operations disagree about which "
+            f"rank holds which; allowed: a mesh whose ranks ascend along it"
         )
     if not any(isinstance(p, torch_types._StridedShard) for p in spec.placements):
         return layout_of(spec.placements, spec.mesh.shape, spec.shard_order)

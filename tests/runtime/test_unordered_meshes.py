@@ -190,9 +190,8 @@ def round_trips(rank: int) -> None:
         assert distribute_tensor(x, mesh, [S0]).redistribute(placements=[S1]).full_tensor().equal(x)
         cut = DTensor.from_local(x, mesh, [R], run_check=False).redistribute(placements=[S0])
         assert cut.full_tensor().equal(x.roll(2, 0)), "torch agrees with itself by now: delegate no more"
-        assert DTensor.from_local(x, mesh, [P], run_check=False).redistribute(placements=[S0]).full_tensor().equal(
-            2 * x
-        )
+        summed = DTensor.from_local(x, mesh, [P], run_check=False).redistribute(placements=[S0])
+        assert summed.full_tensor().equal(2 * x)
     assert delegated() == 7
 
 
@@ -293,7 +292,7 @@ def test_masked_and_norm_partials_on_a_mesh_that_does_not_ascend() -> None:
 
 
 def under_fsdp(rank: int) -> None:
-    """FSDP2 shards, gathers and reduces by the order of the process group, uneven shards too, and so do its adapters."""
+    """FSDP2 goes by the order of the process group throughout, uneven shards too, and so do its adapters."""
     mesh, found = DeviceMesh("cpu", [2, 0, 1]), []
     for adapted in (False, True):
         torch.manual_seed(3)
