@@ -97,9 +97,10 @@ def redistribute_local_tensor(
     mesh.
 
     Left to torch, and counted in `stats().delegations` with the reason: tracing, fake and other wrapped tensors, active
-    dispatch modes, placements that programs do not carry, one rank, unknown backends, what `install` leaves out. With
-    `async_op` the result is an `AsyncCollectiveTensor` wherever an exchange is left to wait for. A plan is chosen by
-    shardweave: `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.
+    dispatch modes, placements that programs do not carry, shards along mesh dims whose ranks do not ascend, one rank,
+    unknown backends, what `install` leaves out. With `async_op` the result is an `AsyncCollectiveTensor` wherever an
+    exchange is left to wait for. A plan is chosen by shardweave: `use_graph_based_transform` only reaches torch, and is
+    counted in `stats().ignored`.
 
     Args:
         local_tensor: this rank's shard, of the shape that `current_spec` gives it; any strides.
