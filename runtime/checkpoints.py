@@ -59,8 +59,8 @@ class SavePlanner(DefaultSavePlanner):
     a shard of more than 1,024 boxes is logged as a warning: redistribute it to plain shards first.
 
     Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is written:
-        UnsupportedError: a DTensor that is partial, or has several boxes where safetensors are written; the text names
-            its key.
+        UnsupportedError: a DTensor that is partial, is sharded along a mesh dim whose ranks do not ascend, or has
+            several boxes where safetensors are written; the text names its key.
         ArgumentError: a local tensor whose shape is not that of its shard.
     """
 
@@ -96,7 +96,8 @@ class LoadPlanner(DefaultLoadPlanner):
     buffer of no more than the chunk. DTensors on the meta device get memory and keep their shard order.
 
     Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is read:
-        UnsupportedError: a DTensor that is partial; the text names its key.
+        UnsupportedError: a DTensor that is partial, or is sharded along a mesh dim whose ranks do not ascend; the text
+            names its key.
         ArgumentError: a local tensor whose shape is not that of its shard; a checkpoint that lacks part of the tensor.
         ValueError: a tensor of another shape in the checkpoint.
     """

@@ -268,9 +268,8 @@ class CollectiveWorld:
 
     def fail(self, error: WorldError) -> None:
         """Tell ranks that wait for this one, now or later, that it will not come. The first error stays."""
-        if self._error is None:
-            self._error = error
-            self.rendezvous.fail(f"rank {self.rank} failed: {error}")
+        self._error = self.error or error
+        self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")
 
     def _close_connections(self) -> None:
         """Have waits of this process and of its peers end: gloo closes connections when a wait takes too long; other

@@ -100,7 +100,8 @@ def redistribute_local_tensor(
 
     Left to torch, counted in `stats().delegations` with the reason, and logged once for each: tracing, fake and other
     wrapped tensors, dispatch modes that report torch's collectives or replace tensors, or are not known, placements
-    that programs do not carry, one rank, unknown backends, what `install` leaves out. Other dispatch modes, those of
+    that programs do not carry, shards along mesh dims whose ranks do not ascend, one rank, unknown backends, what
+    `install` leaves out. Other dispatch modes, those of
     selective activation checkpointing among them, see one operator. With `async_op` the result is an
     `AsyncCollectiveTensor` wherever an exchange is left to wait for, but under such modes. A plan is chosen by
     shardweave: `use_graph_based_transform` only reaches torch, and is counted in `stats().ignored`.

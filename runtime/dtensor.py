@@ -76,7 +76,8 @@ def redistribute(
     Raises:
         ArgumentError: placements, an order, a dtype or an `out` that do not fit; raised before anything is
             communicated.
-        UnsupportedError: bitwise partials, a backend that cannot carry programs.
+        UnsupportedError: bitwise partials, a backend that cannot carry programs; shards along a mesh dim whose ranks do
+            not ascend, of which torch's own operations disagree about which rank holds which.
         WorldError: a peer died, did not come, or asked for something else.
     """
     if not isinstance(dtensor, DTensor):

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
+from .specs import unordered_dims
 from .token_dispatcher import TokenDispatcher
 from .token_layout import DispatchSettings, spelled_out
 from .token_shares import share_of_tokens, whole_of_shares
@@ -34,7 +35,9 @@ class ExpertParallel(ParallelStyle):
     - it is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no keyword
       arguments, and gives [T, H], each token's sum by its weights;
     - its parameters are DTensors, `Shard(0)`, so forward reads them by `to_local()`. Their gradients are of all ranks'
-      tokens. E need not divide: ranks have what torch.chunk gives them. `fully_shard` over another mesh dim may follow;
+      tokens. E need not divide: ranks have what torch.chunk gives them. `fully_shard` over another mesh dim may follow.
+      Shards go by the order of the process group, as torch scatters and gathers them: ascending ranks, whatever the
+      order in the mesh;
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
@@ -46,7 +49,8 @@ class ExpertParallel(ParallelStyle):
 
     Raises, by `parallelize_module`:
         ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
-        UnsupportedError: as of TokenDispatcher.
+        UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as of
+            TokenDispatcher. By the constructor: `replicated_over` a mesh whose ranks do not ascend.
     """
 
     @spelled_out(*_OF_MODULE)
@@ -61,6 +65,10 @@ class ExpertParallel(ParallelStyle):
         if replicated_over is not None and not (isinstance(replicated_over, DeviceMesh) and replicated_over.ndim == 1):
             raise ArgumentError(f"replicated_over: {replicated_over!r}; allowed: a 1-D DeviceMesh, or None")
         self._replicated_over = replicated_over
+        if replicated_over is not None and unordered_dims(replicated_over):
+            raise UnsupportedError(
+                f"replicated_over: ranks {replicated_over.mesh.tolist()} do not ascend; allowed: ascending ranks"
+            )
         refused = settings.keys() & set(_OF_MODULE)
         if refused:
             raise ArgumentError(f"{', '.join(sorted(refused))}: given; allowed: what the module's parameters say")
@@ -70,7 +78,8 @@ class ExpertParallel(ParallelStyle):
         """
         Raises:
             ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
-            UnsupportedError: as of TokenDispatcher.
+            UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as of
+                TokenDispatcher.
         """
         sizes = {name: p.shape[0] if p.dim() else None for name, p in module.named_parameters()}
         numbers = set(sizes.values())
@@ -78,7 +87,7 @@ class ExpertParallel(ParallelStyle):
             raise ArgumentError(f"module: parameters of {sizes} experts; allowed: all with the experts along dim 0")
         (experts,) = numbers
         assert experts is not None
-        kind, expert_map = device_mesh.device_type, experts_of_shards(experts, device_mesh.size())
+        kind, expert_map = device_mesh.device_type, experts_of_shards(experts, device_mesh)
         settings: DispatchSettings = {**self._settings, "num_experts": experts, "expert_map": expert_map}
         dispatcher = TokenDispatcher(
             device_mesh,

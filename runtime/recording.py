@@ -136,7 +136,7 @@ def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
     if current.tensor_meta is None:
         raise ArgumentError("a spec without tensor_meta")
     mesh, other = meshes[current.mesh], meshes[target.mesh]
-    source, goal = layout_of_spec(current), layout_of_spec(target)
+    source, goal = layout_of_spec(current, mesh), layout_of_spec(target, other)
     shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
     target_mesh = None if mesh == other else other
     return Entry(mesh, target_mesh, shape, dtype, str(source), str(goal), key.where, key.traced)

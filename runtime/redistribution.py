@@ -101,6 +101,8 @@ def _bind(
 ) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
     if plain := plain_request(current, target):
+        for spec in (plain.current, plain.target):
+            layout_of_spec(spec)  # raises before a mask is applied, and released
         if between := norms_in_turn(current, target):
             return partial(_run_in_turn, list(pairwise([current, *between, target])), how)
         return partial(_run_transformed, plain, how)

@@ -71,6 +71,7 @@ class Rendezvous:
         self._words: dict[int, str] = {}  # of peers that this rank has met
         self._sessions: dict[Ranks, str] = {}
         self._refusals: dict[str, tuple[int, str]] = {}
+        self._failed = False
         for kind in ("failed", "waiting", "refused"):
             with suppress(RuntimeError):  # a store that keeps nothing, as that of a fake group, cannot forget
                 store.delete_key(self._key(kind, rank))
@@ -202,7 +203,10 @@ class Rendezvous:
     # ------------------------------------------------------------------ failures and disagreements
 
     def fail(self, text: str) -> None:
-        """This rank makes no more calls; what it was doing stays written, for the errors of peers."""
+        """This rank makes no more calls; what it was doing stays written, for the errors of peers. The first text stays."""
+        if self._failed:
+            return
+        self._failed = True
         self.write_waiting(0)
         with suppress(dist.DistError):
             self.store.set(self._key("failed", self.rank), text)

@@ -209,9 +209,8 @@ class SharedMemoryWorld:
     def fail(self, error: WorldError) -> None:
         """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
         self._page[_FAILED] = 1
-        if self.error is None:
-            self.error = error
-            self.rendezvous.fail(f"rank {self.rank} failed: {error}")
+        self.error = self.error or error
+        self.rendezvous.fail(f"rank {self.rank} failed: {self.error}")
         if self._pool.named:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
             unlink_names(os.getpid())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types as torch_types
@@ -29,6 +31,26 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
             _meshes.clear()
         _meshes[device_mesh] = mesh
     return mesh
+
+
+def unordered_dims(device_mesh: DeviceMesh, mesh: Mesh | None = None) -> tuple[int, ...]:
+    """The mesh dims along which some process group has its ranks in another order than the mesh.
+
+    torch sorts the ranks of a group, so these are the mesh dims along which ranks do not ascend; with torch 2.15's
+    `preserve_rank_order` there is none. It follows from what all ranks know, so that all come to the same answer.
+
+    Args:
+        mesh: `mesh_of(device_mesh)`, where the process group may be gone by now.
+    """
+    if getattr(device_mesh, "_preserve_rank_order", False):
+        return ()
+    return _dims_not_ascending(mesh_of(device_mesh) if mesh is None else mesh)
+
+
+@lru_cache(256)
+def _dims_not_ascending(mesh: Mesh) -> tuple[int, ...]:
+    table = mesh.rank_array.reshape(mesh.shape)
+    return tuple(m for m in range(mesh.ndim) if (np.diff(table, axis=m) < 0).any())
 
 
 def normal_placements(
@@ -91,12 +113,24 @@ def layout_of(placements: Sequence[Any], mesh_shape: Sequence[int], shard_order:
     return Layout(_planners(placements), _orders(shard_order)).decoded(mesh_shape)
 
 
-def layout_of_spec(spec: DTensorSpec) -> Layout:
-    """The layout of a DTensor.
+def layout_of_spec(spec: DTensorSpec, mesh: Mesh | None = None) -> Layout:
+    """The layout of a DTensor: which shard is whose goes by mesh coordinates.
+
+    That is torch's meaning as well, except along mesh dims whose process groups have another order: there torch
+    scatters, gathers and reduces by the order of the group, and cuts replicas by mesh coordinate.
+
+    Args:
+        mesh: as of `unordered_dims`.
 
     Raises:
-        UnsupportedError: as `layout_of`.
+        UnsupportedError: shards along such a mesh dim; as `layout_of`.
     """
+    sharded = [m for m, p in enumerate(spec.placements) if isinstance(p, torch_types.Shard | torch_types._StridedShard)]
+    if sharded and (odd := set(sharded).intersection(unordered_dims(spec.mesh, mesh))):
+        raise UnsupportedError(
+            f"shards along mesh dim {min(odd)}, whose ranks do not ascend: torch's own operations disagree about which "
+            f"rank holds which; allowed: a mesh whose ranks ascend along it"
+        )
     if not any(isinstance(p, torch_types._StridedShard) for p in spec.placements):
         return layout_of(spec.placements, spec.mesh.shape, spec.shard_order)
     if spec.use_strided_shard_as_shard_order:

@@ -216,9 +216,8 @@ class SymmetricWorld:
 
     def fail(self, error: WorldError) -> None:
         """Tell every peer, from here on in the stream, that this rank will not come. The first error stays."""
-        if self.error is None:
-            self._error = error
-            self.rendezvous.fail(f"rank {self.rank} failed: {error}")
+        self._error = self.error or error
+        self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")
         # A device that is broken itself says nothing more; the error that is on its way tells of it.
         with suppress(RuntimeError):
             self.failure.fail()

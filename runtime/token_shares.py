@@ -22,6 +22,7 @@ def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
     Raises:
         ArgumentError: a mesh of several dims, a tensor without rows.
+        UnsupportedError: a mesh whose ranks do not ascend.
         WorldError: in backward, a rank did not come.
     """
     _check(x, mesh)
@@ -41,6 +42,7 @@ def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Ten
 
     Raises:
         ArgumentError: a mesh of several dims; a share that is not this rank's of so many tokens.
+        UnsupportedError: a mesh whose ranks do not ascend.
         WorldError: a rank did not come.
     """
     _check(y, mesh)

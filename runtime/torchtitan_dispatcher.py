@@ -78,6 +78,7 @@ class TorchtitanDispatcher:
 
         Raises:
             ArgumentError, UnsupportedError: as of TokenDispatcher.
+            UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend.
         """
         self.ep_mesh = ep_mesh
         self.init_buffer()
@@ -107,7 +108,7 @@ class TorchtitanDispatcher:
         if mesh is None:
             self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)
         else:
-            settings["expert_map"] = experts_of_shards(config.num_experts, mesh.size())
+            settings["expert_map"] = experts_of_shards(config.num_experts, mesh)
             self.dispatcher = TokenDispatcher(mesh, **settings, device=device, world=config.world)
 
     def dispatch(

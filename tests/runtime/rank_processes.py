@@ -35,6 +35,8 @@ KNOWN_DELEGATIONS = re.compile(
             r"smaller than install\(min_bytes=\)",
             # What torch refuses, and has to refuse itself.
             "shard or another op to partial, which torch refuses",
+            # What torch does in two ways, of which the caller has met one.
+            r"shards along mesh dim \d, whose ranks do not ascend: .*",
             # Where no program can run.
             "world size 1",
             r"process group backend '\w+'",

@@ -133,7 +133,7 @@ def meshes_of_all_kinds() -> dict[str, DeviceMesh]:
         "4": init_device_mesh("cpu", (4,)),
         "1x4": init_device_mesh("cpu", (1, 4)),
         "1,3": DeviceMesh("cpu", [1, 3]),
-        "2,0 3,1": DeviceMesh("cpu", [[2, 0], [3, 1]]),
+        "0,2 1,3": DeviceMesh("cpu", [[0, 2], [1, 3]]),
         "0": DeviceMesh("cpu", [0]),
     }
 

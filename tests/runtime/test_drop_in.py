@@ -94,14 +94,14 @@ def order_under_forward_dtype(mesh: DeviceMesh) -> bool:
 
 def another_mesh_same_placements(mesh: DeviceMesh) -> bool:
     x = whole(8, 3)
-    other = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("c", "d"))
+    other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("c", "d"))
     got = held(x, mesh, (S0, R), {0: (0,)}).redistribute(other, (S0, R))
     return got.device_mesh == other and right(got, x, {0: (0,)})
 
 
 def another_mesh(mesh: DeviceMesh) -> bool:
     x = whole(7, 3)
-    other = DeviceMesh("cpu", [3, 1, 0])
+    other = DeviceMesh("cpu", [0, 1, 3])
     got = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)}).redistribute(other, (S0,))
     if other.get_coordinate() is None:
         return got._local_tensor.numel() == 0

@@ -10,16 +10,17 @@ import torch.distributed as dist
 from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
 from rank_processes import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from shardweave.errors import ArgumentError
+from shardweave.errors import ArgumentError, UnsupportedError
 from shardweave.runtime.expert_parallel import ExpertParallel
 from shardweave.runtime.routed_tokens import RoutedTokens
 from shardweave.runtime.token_memory import RowsAgain
 from shardweave.runtime.token_shares import share_of_tokens, whole_of_shares
+from shardweave.runtime.torchtitan_dispatcher import TorchtitanDispatcher
 
 HIDDEN = 8
 
@@ -96,6 +97,32 @@ def each_case(rank: int) -> None:
 @pytest.mark.multi
 def test_experts_and_their_tokens():
     run_ranks(each_case, 4)
+
+
+def on_a_mesh_in_another_order(rank: int) -> None:
+    """torch scatters and gathers shards by the order of the process group, and so are experts placed."""
+    mesh, pair = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [1, 0])
+    assert two_layers(rank, mesh, 8, 1, "lease") == 2
+    matrices = matrices_of(8, HIDDEN, torch.float32)
+    module = parallelize_module(Experts(matrices), mesh, style(2))
+    assert torch.equal(module.matrices.full_tensor(), matrices)
+    assert torch.equal(module.matrices.to_local(), matrices[2 * rank : 2 * rank + 2])
+    for experts in (10, 3):
+        module = Experts(matrices_of(experts, HIDDEN, torch.float32))
+        with pytest.raises(UnsupportedError, match=rf"{experts} experts on ranks \[2, 0, 3, 1\].*a multiple of 4"):
+            parallelize_module(module, mesh, style(2))
+        assert not isinstance(module.matrices, DTensor)
+        seam = TorchtitanDispatcher.Config(num_experts=experts, top_k=1, hidden_dim=8, num_max_tokens_per_rank=4)
+        with pytest.raises(UnsupportedError, match=rf"{experts} experts on ranks \[2, 0, 3, 1\]"):
+            seam.build().wire_meshes(ep_mesh=mesh)
+    if rank < 2:
+        with pytest.raises(UnsupportedError, match=r"replicated_over: ranks \[1, 0\] do not ascend"):
+            style(2, replicated_over=pair)
+
+
+@pytest.mark.multi
+def test_experts_on_a_mesh_whose_ranks_do_not_ascend():
+    run_ranks(on_a_mesh_in_another_order, 4)
 
 
 class Failing(Experts):

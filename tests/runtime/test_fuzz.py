@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 from rank_processes import run_ranks
 from test_simulate import oracle, poison  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
+from shardweave.errors import UnsupportedError
 from shardweave.planner import Link, Topology
 
 SLOW = Link(latency_us=50, gigabytes_per_s=1, one_sided=False, message_us=10)
@@ -204,18 +207,110 @@ def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, world: str) -> 
     assert same(twice._local_tensor, want), f"{case}\nrank {position}: second gradient {twice}, not {want}"
 
 
-REAL = {4: [(4,), (2, 2), (2, 1, 2), (1, 4)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+def ascending(random: Random, ranks: Iterable[int], shape: tuple[int, ...]) -> list[int]:
+    """A random order of ranks that ascends along each mesh dim: each goes where all before it are taken."""
+    cells = list(product(*map(range, shape)))
+    order: dict[tuple[int, ...], int] = {}
+    for rank in sorted(ranks):
+        free = [c for c in cells if c not in order]
+        next_ones = [c for c in free if not any(o != c and all(map(int.__le__, o, c)) for o in free)]
+        order[random.choice(next_ones)] = rank
+    return [order[c] for c in cells]
+
+
+def descending_dims(order: list[int], shape: tuple[int, ...]) -> set[int]:
+    """Those of a mesh with a line of ranks that torch's process group sorts."""
+    table = torch.tensor(order).view(shape)
+    return {m for m in range(len(shape)) if not table.equal(table.sort(m).values)}
+
+
+REAL = {4: [(4,), (2, 2), (2, 1, 2), (1, 4), (3,)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (5,)]}
+
+
+def real_meshes(random: Random, ranks: int) -> list[tuple[tuple[int, ...], list[int], DeviceMesh]]:
+    """Of each shape one that ascends along every mesh dim and one in any order; those of fewer ranks on any of them."""
+    meshes = []
+    for shape in REAL[ranks]:
+        chosen = random.sample(range(ranks), math.prod(shape))
+        for order in (ascending(random, chosen, shape), chosen):
+            meshes.append((shape, order, DeviceMesh("cpu", torch.tensor(order).view(shape))))
+    return meshes
 
 
 def many_on_ranks(rank: int, ranks: int, world: str, first: int, count: int) -> int:
-    random, meshes = Random(first), []
-    for shape in REAL[ranks]:
-        order = random.sample(range(ranks), ranks)
-        meshes += [(shape, order, DeviceMesh("cpu", torch.tensor(order).view(shape)))]
+    """Shards along mesh dims whose ranks do not ascend are refused."""
+    meshes = real_meshes(Random(first), ranks)
     for seed in range(first, first + count):
         shape, order, mesh = meshes[seed % len(meshes)]
-        check_on_a_rank(drawn(seed, shape), mesh, order.index(rank), world)
+        if rank not in order:
+            continue
+        case = drawn(seed, shape)
+        cut = {m for text in (case.source, case.target) for m, t in enumerate(oracle.read(text).tokens) if t[0] == "S"}
+        try:
+            check_on_a_rank(case, mesh, order.index(rank), world)
+            carried = True
+        except UnsupportedError as error:
+            assert "whose ranks do not ascend" in str(error)
+            carried = False
+        assert carried != bool(cut & descending_dims(order, shape)) or (carried and case.source == case.target), case
     return count
+
+
+def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mesh: DeviceMesh, world: str) -> bool:
+    """What torch has distributed, carried over by torch, under install, and by name, and made whole by torch.
+
+    Returns whether it was torch's, mesh dims whose ranks do not ascend being cut.
+    """
+    random = Random(f"{seed} through torch")
+    size = [random.choice((0, 1, 2, 3, 5, 8, random.randint(1, 17))) for _ in range(random.randint(1, 3))]
+    choices = [Replicate(), *map(Shard, range(len(size)))] * 2
+    source = [random.choice([*choices, Partial()]) for _ in shape]
+    target = [p if p.is_partial() and random.random() < 0.3 else random.choice(choices) for p in source]
+    odd = any({source[m], target[m]} - {Replicate(), Partial()} for m in descending_dims(order, shape))
+    if odd:  # torch drops rows of uneven shards there
+        size = [mesh.size() * random.randint(1, 2) for _ in size]
+    drawn_values = torch.randint(-9, 10, size, generator=torch.Generator().manual_seed(seed))
+    x = drawn_values.to(random.choice((torch.float64, torch.int64)))
+    shards = [Replicate() if p.is_partial() else p for p in source]
+
+    def given() -> DTensor:
+        local = distribute_tensor(x, mesh, shards).to_local()
+        return DTensor.from_local(local, mesh, source, run_check=False, shape=x.shape, stride=x.stride())
+
+    def locals_of(y: DTensor) -> list[torch.Tensor]:
+        return [y.to_local(), y.full_tensor()]
+
+    what = f"{seed}: {order} as {shape}, {size} {x.dtype}, {source} → {target}"
+    stock = locals_of(given().redistribute(placements=target))
+    shardweave.stats().delegations.clear()
+    with shardweave.installed():
+        found = locals_of(given().redistribute(placements=target))
+    delegated = sum(shardweave.stats().delegations.values())
+    assert all(map(same, found, stock)), f"{what}: {found}, not {stock}"
+    if odd:
+        if source == target:
+            assert same(shardweave.redistribute(given(), target, world=world).to_local(), stock[0]), what
+            return False
+        assert delegated, what
+        with pytest.raises(UnsupportedError, match="whose ranks do not ascend"):
+            shardweave.redistribute(given(), target, world=world)
+        return True
+    summed = math.prod(mesh.size(m) for m, p in enumerate(source) if p.is_partial())
+    assert same(stock[1], x * summed), what
+    by_name = locals_of(shardweave.redistribute(given(), target, world=world))
+    assert all(map(same, by_name, stock)), f"{what}: {by_name}, not {stock}"
+    assert not delegated, what
+    return False
+
+
+def many_through_torch(rank: int, ranks: int, world: str, first: int, count: int) -> tuple[int, int]:
+    """How many there were, and of them torch's."""
+    meshes, left = real_meshes(Random(first), ranks), 0
+    for seed in range(first, first + count):
+        shape, order, mesh = meshes[seed % len(meshes)]
+        if rank in order:
+            left += check_through_torch(seed, shape, order, mesh, world)
+    return count, left
 
 
 @pytest.mark.plan
@@ -236,7 +331,14 @@ def test_random_redistributions_in_process_at_length(part: int) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("world", ["shared_memory", "collective"])
 def test_random_redistributions_of_real_ranks(world: str) -> None:
-    assert run_ranks(many_on_ranks, 4, 4, world, 0, 26) == [26] * 4
+    assert run_ranks(many_on_ranks, 4, 4, world, 0, 40) == [40] * 4
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_random_redistributions_of_what_torch_distributed(world: str) -> None:
+    for count, left in run_ranks(many_through_torch, 4, 4, world, 0, 30, environment={"SHARDWEAVE_WORLD": world}):
+        assert 0 < left < count
 
 
 @pytest.mark.long
@@ -245,3 +347,15 @@ def test_random_redistributions_of_real_ranks(world: str) -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_random_redistributions_of_real_ranks_at_length(ranks: int, world: str) -> None:
     assert run_ranks(many_on_ranks, ranks, ranks, world, 1000, 150, timeout=500) == [150] * ranks
+
+
+@pytest.mark.long
+@pytest.mark.multi
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_random_redistributions_of_what_torch_distributed_at_length(ranks: int, world: str) -> None:
+    environment = {"SHARDWEAVE_WORLD": world}
+    for count, left in run_ranks(
+        many_through_torch, ranks, ranks, world, 1000, 150, environment=environment, timeout=500
+    ):
+        assert 0 < left < count

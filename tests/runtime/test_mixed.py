@@ -15,7 +15,7 @@ from rank_processes import end_ranks, run_ranks
 from test_drop_in import refused_meanwhile, waited_for_later
 from test_faults import die_or_wait, disagree, misfit_on_one
 from test_fsdp import collectives_alone
-from test_fuzz import check_on_a_rank, drawn, many_on_ranks, placements_of, same, spec_of, with_strides
+from test_fuzz import ascending, check_on_a_rank, drawn, many_on_ranks, placements_of, same, spec_of, with_strides
 from test_redistribute_meshes import batches, on_nodes, one_disagrees, to_other_meshes
 from test_simulate import oracle, poison  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -133,7 +133,7 @@ def digests(rank: int, ranks: int, world: str, first: int, count: int) -> list[s
     """Of outputs, from values that do not add up exactly; each first checked against slices with values that do."""
     random, meshes = Random(first), []
     for shape in REAL[ranks]:
-        order = random.sample(range(ranks), ranks)
+        order = ascending(random, range(ranks), shape)
         meshes += [(shape, order, DeviceMesh("cpu", torch.tensor(order).view(shape)))]
     found = []
     for seed in range(first, first + count):

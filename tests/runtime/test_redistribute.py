@@ -201,9 +201,9 @@ def submeshes_and_oddities(rank: int) -> None:
     x = torch.arange(10.0)
     y = shardweave.redistribute(distribute_tensor(x, rows, [Shard(0)]), [Replicate()])
     assert torch.equal(y.to_local(), x)
-    half = DeviceMesh("cpu", [3, 1])
+    half = DeviceMesh("cpu", [1, 3])
     if rank in (1, 3):
-        local = x[:5] if rank == 3 else x[5:]
+        local = x[:5] if rank == 1 else x[5:]
         d = DTensor.from_local(local, half, [Shard(0)], run_check=False)
         assert torch.equal(shardweave.redistribute(d, [Replicate()]).to_local(), x)
         assert torch.equal(shardweave.redistribute(d, [Replicate()], world="collective").to_local(), x)

@@ -53,7 +53,7 @@ def meshes_of_all_kinds() -> dict[str, DeviceMesh]:
         "4": init_device_mesh("cpu", (4,)),
         "1,3": DeviceMesh("cpu", [1, 3]),
         "0,2": DeviceMesh("cpu", [0, 2]),
-        "3,1,0": DeviceMesh("cpu", [3, 1, 0]),
+        "0,1,3": DeviceMesh("cpu", [0, 1, 3]),
     }
 
 

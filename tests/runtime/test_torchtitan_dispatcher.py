@@ -10,7 +10,7 @@ import torch.distributed as dist
 from moe_reference import Tokens, assert_near, matrices_of, tokens_of
 from rank_processes import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardweave.errors import ArgumentError
@@ -27,7 +27,8 @@ needs_torchtitan = pytest.mark.skipif(
 def test_experts_are_where_torch_chunk_has_them(experts, ranks):
     chunks = [c.tolist() for c in torch.arange(experts).chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
-    found = experts_of_shards(experts, ranks)
+    mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
+    found = experts_of_shards(experts, mesh)
     assert found == (None if experts % ranks == 0 else chunks)
 
 

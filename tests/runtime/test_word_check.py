@@ -69,9 +69,7 @@ def _gathered(x: Any) -> torch.Tensor:
 
 
 def test_calls_in_another_order_overwrite_what_came_and_raise_in_the_next() -> None:
-    for mine, others, some, error, of_world in run_ranks(
-        swapped, 3, "ordered", environment={"SHARDWEAVE_TIMEOUT": "20"}
-    ):
+    for mine, others, some, error, of_world in run_ranks(swapped, 3, environment={"SHARDWEAVE_TIMEOUT": "20"}):
         assert mine and all(others) and some
         assert error.startswith("DisagreementError: ") and of_world == "DisagreementError", error
 
