@@ -203,7 +203,7 @@ class Rendezvous:
     # ------------------------------------------------------------------ failures and disagreements
 
     def fail(self, text: str) -> None:
-        """This rank makes no more calls; what it was doing stays written, for the errors of peers. The first text stays."""
+        """This rank makes no more calls; what it was doing stays written, for errors of peers. The first text stays."""
         if self._failed:
             return
         self._failed = True
