@@ -42,7 +42,7 @@ class Call:
             self.order.join()  # binding has uploaded what calls on other streams read
         if bound is not None and world is not None:
             what, bytes_received, bytes_bound = bound.summary()
-            self.words = what
+            self.words = " ".join(what.split())
             self.kind = stats().kind(what, world.name, bytes_received, bytes_bound)
 
     def build(self, x: torch.Tensor) -> None:

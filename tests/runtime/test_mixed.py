@@ -25,7 +25,9 @@ import shardweave
 from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 from shardweave.planner import Mesh, Topology
+from shardweave.runtime.collective import CollectiveWorld
 from shardweave.runtime.lowering import AssumedWorld, explain_on, lower
+from shardweave.runtime.meeting import Transfer
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
@@ -96,7 +98,7 @@ def test_all_who_meet_choose_alike_by_their_nodes() -> None:
                             wanted = "push" if len(nodes) == 1 else "push and send"
                             assert (how == {wanted}) == (len(nodes) < len(members)), (program.explain(), members, how)
                         found.update(how)
-    assert min(found["push"], found["push and send"], found["send and receive"] + found["all-to-all"]) > 3, found
+    assert min(found["push"], found["push and send"], found["send and receive"]) > 3, found
 
 
 @pytest.mark.plan
@@ -165,30 +167,18 @@ class Counted:
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages, self.sent, self.received = 0, 0, 0
 
-        def batch(operations: list[dist.P2POp]) -> Any:
-            for operation in operations:
-                assert operation.peer // 2 != rank // 2, f"rank {rank} and rank {operation.peer} share a node"
+        def begin(world: CollectiveWorld, request: Any) -> Any:
+            assert isinstance(request, Transfer)  # no collective of a group
+            for peer, buffer in (*request.sends, *request.receives):
+                assert peer // 2 != rank // 2, f"rank {rank} and rank {peer} share a node"
+                assert buffer.dtype is torch.uint8
                 self.messages += 1
-                nbytes = operation.tensor.numel() * operation.tensor.element_size()
-                if operation.op is dist.isend:
-                    self.sent += nbytes
-                else:
-                    self.received += nbytes
-            return stock(operations)
+            self.sent += sum(buffer.numel() for _, buffer in request.sends)
+            self.received += sum(buffer.numel() for _, buffer in request.receives)
+            return stock(world, request)
 
-        def all_to_all(out: torch.Tensor, x: torch.Tensor, out_sizes: list[int], in_sizes: list[int], group: Any,
-                       async_op: bool) -> Any:  # fmt: skip
-            nodes = [r // 2 for r in dist.get_process_group_ranks(group)]
-            assert len(set(nodes)) == len(nodes)
-            self.sent += sum(in_sizes)
-            self.received += sum(out_sizes)
-            return stock_all_to_all(out, x, out_sizes, in_sizes, group=group, async_op=async_op)
-
-        stock, stock_all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
-        monkeypatch.setattr(dist, "batch_isend_irecv", batch)
-        monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-            monkeypatch.setattr(dist, name, None)
+        stock = CollectiveWorld.begin
+        monkeypatch.setattr(CollectiveWorld, "begin", begin)
 
 
 def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[str], int]:
