@@ -9,7 +9,7 @@ import numpy as np
 
 from .cost import Price, price
 from .dtypes import ITEMSIZE
-from .exchange import Boxes, Change, grid, turn_of
+from .exchange import Boxes, change_of, grid, turn_of
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes
 from .layout import Layout, Shard
 from .mesh import Mesh
@@ -165,7 +165,7 @@ def price_step(
 ) -> Price:
     """The price of one step, on a mesh or between two."""
     if source_mesh == target_mesh:
-        return price(Change(source_mesh, shape, dtype, source, target, topology.node_size), topology)
+        return price(change_of(source_mesh, dtype, source, target, topology.node_size), shape, topology)
     return _price_crossing(
         Crossing(shape, source_mesh, source, target_mesh, target, topology.node_size), dtype, topology
     )
