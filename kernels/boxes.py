@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -77,6 +78,22 @@ class Boxes:
             raise ArgumentError(
                 "boxes: target_stride is 0 along an axis of extent > 1: elements would be written twice"
             )
+
+    @classmethod
+    def unchecked(cls, fill: float | int | bool, **arrays: np.ndarray) -> Boxes:
+        """Boxes of arrays that are known to fit together, of int64: what a plan says of small ones takes less time than
+        to check it."""
+        boxes = cls.__new__(cls)
+        boxes.__dict__.update(arrays, fill=fill)
+        return boxes
+
+    def split(self, ends: Sequence[int]) -> list[Boxes]:
+        """The boxes up to the first of `ends`, from there to the next, and so on."""
+        listed = [(name, made) for name, made in vars(self).items() if name != "fill"]  # rows too, where they are made
+        return [
+            Boxes.unchecked(self.fill, **{name: made[first:last] for name, made in listed})
+            for first, last in pairwise([0, *ends])
+        ]
 
     def __len__(self) -> int:
         return len(self.target)

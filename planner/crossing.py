@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,6 +31,7 @@ def union(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
     return Mesh((size,), ("ranks",), np.concatenate([ranks, others]).tolist())
 
 
+@lru_cache(maxsize=1024)
 def position_of(rank: int, source_mesh: Mesh, target_mesh: Mesh) -> int:
     """The position of a rank among the ranks of both meshes, -1 if it is in neither."""
     return int(union(source_mesh, target_mesh).positions_of(np.array([rank]))[0])

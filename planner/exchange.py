@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from .dtypes import is_floating
-from .index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
+from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes, spans_at
 from .layout import Layout, Partial, Shard, receivers_contribute
 from .mesh import Coordinate, Mesh
 from .overlay import Overlay, overlay
@@ -268,7 +268,7 @@ class Change:
             return False
         if self.reduced:
             return True
-        if self.closure == self.shards_split or receivers_contribute(self.source, self.target):
+        if self.closure == self.shards_split or self._stays:
             return False
         if self.shards_split:
             if self.mesh.size > _MOST_COUNTED:
@@ -285,6 +285,10 @@ class Change:
         wanted = (wanted_from < wanted_to).all(axis=0)
         inside = ((held_from <= wanted_from) & (wanted_to <= held_to)).all(axis=0)
         return bool((wanted & ~inside).any())
+
+    @cached_property
+    def _stays(self) -> bool:
+        return receivers_contribute(self.source, self.target)
 
     def _has_all(self, shape: tuple[int, ...], coordinate: Coordinate) -> bool:
         at = self.mesh.shape, coordinate

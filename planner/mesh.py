@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,15 @@ class Mesh:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or self._described == other._described
+
+    @property
+    def _described(self) -> tuple[Any, ...]:
+        return self.shape, self.names, self.dims, self.offset, self.table
 
     def _derived(self, dims: Iterable[Sequence[Pair]], names: Sequence[str] | None, offset: int | None = None) -> Mesh:
         return Mesh.__new__(Mesh)._set(dims, names, self.offset if offset is None else offset, self.table)
@@ -280,7 +290,8 @@ class Mesh:
         Raises:
             ArgumentError: there is no such position.
         """
-        (position,) = whole_numbers("rank: position", [position])
+        if type(position) is not int:
+            (position,) = whole_numbers("rank: position", [position])
         if not 0 <= position < self.size:
             raise ArgumentError(
                 f"rank: position {position} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}"
@@ -311,7 +322,8 @@ class Mesh:
         Raises:
             ArgumentError: there is no such position.
         """
-        (position,) = whole_numbers("position", [position])
+        if type(position) is not int:
+            (position,) = whole_numbers("position", [position])
         if not 0 <= position < self.size:
             raise ArgumentError(f"position: {position}; allowed: 0..{self.size - 1}")
         if self.ranks is None:

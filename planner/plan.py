@@ -110,11 +110,11 @@ def _cost(
 def _plan(mesh: Mesh, asked: Asked) -> Program:
     shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     if topology is None and asked.max_bytes is None:
-        stops = checked(mesh, shape, dtype, asked.src, asked.dst)
+        stops = checked(mesh, len(shape), dtype, asked.src, asked.dst)
         src, dst = asked.src, asked.dst
         if len(stops) == 2:
             mesh, src, dst = narrowed(mesh, shape, src, dst)
-            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, shape, dtype, src, dst)))
+            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst)))
         return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)
     topology = topology or NVLINK_NODE
     found = _routed(mesh, shape, dtype, asked.src, asked.dst, topology, asked.max_bytes)
@@ -122,8 +122,8 @@ def _plan(mesh: Mesh, asked: Asked) -> Program:
 
 
 def _plan_crossing(mesh: Mesh, other: Mesh, asked: Asked) -> Program:
-    check_layout("src", asked.src, mesh, asked.shape, asked.dtype)
-    check_layout("dst", asked.dst, other, asked.shape, asked.dtype)
+    check_layout("src", asked.src, mesh, len(asked.shape), asked.dtype)
+    check_layout("dst", asked.dst, other, len(asked.shape), asked.dtype)
     check_target(asked.dst, [None] * other.ndim)
     if asked.topology is not None or asked.max_bytes is not None:
         topology = asked.topology or NVLINK_NODE
@@ -148,7 +148,7 @@ class _Routed(NamedTuple):
 def _routed(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
 ) -> _Routed:
-    checked(mesh, shape, dtype, src, dst)
+    checked(mesh, len(shape), dtype, src, dst)
     mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
     mesh, src, dst = narrowed(mesh, shape, src, dst)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)

@@ -10,7 +10,7 @@ import torch
 
 from ..kernels import Boxes as StridedBoxes
 from ..planner import FILL, Boxes, Program, Step
-from .copies import Copies, Reduction, Side, contiguous_strides
+from .copies import Copies, Reduction, Side, Terms, contiguous_strides
 from .landings import Landings
 from .lowering import WindowPolicy
 from .meeting import Address, Ask
@@ -82,6 +82,7 @@ class BoundStep:
         group = program.members(step, me) if members is None else members
         # Each rank begins with the peer after itself: writes spread over the peers.
         start = group.index(me)
+        self.members = np.array(sorted(group))
         self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
         self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
         self.incoming = step.boxes.select(step.boxes.receiver == me)
@@ -95,6 +96,10 @@ class BoundStep:
                 for kept in part if isinstance(part, tuple) else (part,):
                     if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
                         yield kept
+
+    @property
+    def contributors(self) -> int:
+        return self.step.reduce.contributors if self.step.reduce else 1
 
     def fill_rows(self) -> Boxes:
         return self.incoming.select(self.incoming.sender[:, 0] == FILL)
@@ -115,31 +120,23 @@ class BoundStep:
     def empty(self) -> torch.Tensor:
         return self.world.empty(self.shape, self.dtype, self.device)
 
-    def reduction(self, staged: list[Side], buffers: np.ndarray | int = 1) -> Reduction:
+    def reduction(self, staged: Terms, buffers: np.ndarray | int = 1) -> Reduction:
         """Reduce into the output from the input (source 0) and the contributions of others, at `staged`.
 
         `buffers`: the sources that these are in, [n, contributors] or one for all.
         """
         rows, reduce = self.incoming, self.step.reduce
         assert reduce is not None
-        own = Side.source(rows, self.source_strides)
-        source, offset, stride = [], [], []
-        where = np.broadcast_to(buffers, rows.sender.shape)
-        for contributor in range(reduce.contributors):
-            sender = rows.sender[:, contributor]
-            is_own = sender == self.me
-            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, where[:, contributor])))
-            offset.append(np.where(is_own, own.offset, staged[contributor].offset))
-            stride.append(np.where(is_own[:, None], own.stride, staged[contributor].stride))
-        target = Side.target(rows, self.strides)
-        boxes = StridedBoxes(
-            source=np.stack(source, axis=1),
+        own, target = Side.source(rows, self.source_strides), Side.target(rows, self.strides)
+        is_own = rows.sender == self.me
+        boxes = StridedBoxes.unchecked(
+            self.step.fill,
+            source=np.where(rows.sender == FILL, FILL, np.where(is_own, 0, buffers)),
             target=np.zeros(len(rows), np.int64),
-            source_offset=np.stack(offset, axis=1),
+            source_offset=np.where(is_own, own.offset[:, None], staged.offset),
             target_offset=target.offset,
             extent=rows.extent,
-            source_stride=np.stack(stride, axis=1),
+            source_stride=np.where(is_own[:, :, None], own.stride[:, None], staged.stride),
             target_stride=target.stride,
-            fill=self.step.fill,
         )
         return Reduction(boxes, reduce, self.dtype, self.device)

@@ -50,7 +50,8 @@ class Side:
     ) -> None:
         per_dim = np.array(strides, dtype=np.int64)
         self.offset = start @ per_dim + base
-        self.stride = step * per_dim[list(boxes.axes)]
+        # An axis for each tensor dim, or more.
+        self.stride = step * (per_dim if len(boxes.axes) == len(per_dim) else per_dim[list(boxes.axes)])
 
     @classmethod
     def source(cls, boxes: Boxes, strides: Sequence[int]) -> Side:
@@ -79,6 +80,25 @@ class Side:
             side.offset = side.offset + (piece.into * self.stride[piece.rows]).sum(axis=1)
         side.stride = self.stride[piece.rows]
         return side
+
+
+class Terms:
+    """Where the terms of boxes lie: offsets [n, contributors] and strides [n, contributors, axes], in elements.
+
+    `bases`: [n, contributors], what is added to where boxes lie by `side`.
+    """
+
+    def __init__(self, side: Side, bases: np.ndarray) -> None:
+        self.offset = side.offset[:, None] + bases
+        self.stride = side.stride[:, None].repeat(bases.shape[1], axis=1)
+
+    def put(self, rows: np.ndarray, contributor: int, side: Side) -> None:
+        """Some boxes have a term elsewhere."""
+        self.offset[rows, contributor], self.stride[rows, contributor] = side.offset, side.stride
+
+    def put_all(self, terms: np.ndarray, other: Terms) -> None:
+        """Some terms, by a mask [n, contributors], lie where `other` says."""
+        self.offset[terms], self.stride[terms] = other.offset[terms], other.stride[terms]
 
 
 class Piece(NamedTuple):
@@ -158,17 +178,36 @@ class Copies:
         self.empty = not parts
         if self.empty:
             return
-        self.boxes = StridedBoxes(
-            source=np.concatenate([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
-            target=np.concatenate([np.full(len(b), t) for _, t, b, _, _ in parts]),
-            source_offset=np.concatenate([s.offset for _, _, _, s, _ in parts])[:, None],
-            target_offset=np.concatenate([t.offset for _, _, _, _, t in parts]),
-            extent=np.concatenate([b.extent for _, _, b, _, _ in parts]),
-            source_stride=np.concatenate([s.stride for _, _, _, s, _ in parts])[:, None],
-            target_stride=np.concatenate([t.stride for _, _, _, _, t in parts]),
-            fill=fill,
+        boxes = StridedBoxes.unchecked(
+            fill,
+            source=_joined([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
+            target=_joined([np.full(len(b), t) for _, t, b, _, _ in parts]),
+            source_offset=_joined([s.offset for _, _, _, s, _ in parts])[:, None],
+            target_offset=_joined([t.offset for _, _, _, _, t in parts]),
+            extent=_joined([b.extent for _, _, b, _, _ in parts]),
+            source_stride=_joined([s.stride for _, _, _, s, _ in parts])[:, None],
+            target_stride=_joined([t.stride for _, _, _, _, t in parts]),
         )
-        self.table = None if is_plain_memory(device) else copy_table(self.boxes, dtype, device)
+        self._bind(boxes, dtype, device)
+
+    @classmethod
+    def several(
+        cls, boxes: StridedBoxes, ends: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> list[Copies]:
+        """The boxes up to the first of `ends`, from there to the next, and so on."""
+        if is_plain_memory(device):
+            _ = boxes.target_rows, boxes.source_rows  # once, for all parts
+        found = []
+        for part in boxes.split(ends):
+            found.append(cls.__new__(cls))
+            found[-1].empty = not len(part)
+            if len(part):
+                found[-1]._bind(part, dtype, device)
+        return found
+
+    def _bind(self, boxes: StridedBoxes, dtype: torch.dtype, device: torch.device) -> None:
+        self.boxes = boxes
+        self.table = None if is_plain_memory(device) else copy_table(boxes, dtype, device)
         self._views: dict[Address, list[torch.Tensor]] = {}
 
     def build(self, aligned: int) -> None:
@@ -237,6 +276,10 @@ class Reduction:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)
             else:
                 target.fill_(self.boxes.fill)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _fix(
