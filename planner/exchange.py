@@ -51,6 +51,13 @@ class Boxes:
         """Elements of each box, [n]."""
         return self.extent.prod(axis=1)
 
+    @cached_property
+    def numbers(self) -> list[tuple[int, list[int], list[int], list[int], list[int], list[int], list[int]]]:
+        """The rows as Python numbers, in the order of the attributes: a few take less time than arrays of them."""
+        columns = self.receiver, self.sender, self.source_start, self.target_start
+        columns += self.extent, self.source_step, self.target_step
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def select(self, rows: np.ndarray) -> Boxes:
         return Boxes(
             self.receiver[rows],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterator, Sequence
+from functools import cached_property
+from operator import mul
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..kernels import Boxes as StridedBoxes
+from ..kernels import Where
 from ..planner import FILL, Boxes, Program, Step
 from .copies import Copies, Reduction, Side, Terms, contiguous_strides
 from .landings import Landings
@@ -85,7 +88,6 @@ class BoundStep:
         self.members = np.array(sorted(group))
         self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
         self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
-        self.incoming = step.boxes.select(step.boxes.receiver == me)
 
     def launched(self) -> Iterator[Copies | Reduction]:
         """All that a run may launch, in whichever attribute it is."""
@@ -96,6 +98,27 @@ class BoundStep:
                 for kept in part if isinstance(part, tuple) else (part,):
                     if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
                         yield kept
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        """Rows in which this rank receives or sends."""
+        boxes = self.step.boxes
+        if self.program.rank is not None:
+            return boxes
+        return boxes.select((boxes.receiver == self.me) | (boxes.sender == self.me).any(axis=1))
+
+    @cached_property
+    def incoming(self) -> Boxes:
+        """Rows of what this rank ends with."""
+        return self.boxes.select(self.boxes.receiver == self.me)
+
+    def where(
+        self, extent: list[int], start: list[int], step: list[int], strides: Sequence[int], base: int = 0
+    ) -> Where:
+        """A box of a row in a buffer with strides, as kernels say it."""
+        axes = self.boxes.axes
+        offset = base + sum(map(mul, start, strides))
+        return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
 
     @property
     def contributors(self) -> int:
@@ -110,7 +133,7 @@ class BoundStep:
 
     def outgoing(self, peer: int, contributor: int) -> Boxes:
         """Rows that this rank contributes to a peer."""
-        boxes = self.step.boxes
+        boxes = self.boxes
         return boxes.select((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
 
     def fills(self) -> tuple[int, int, Boxes, Side, Side]:

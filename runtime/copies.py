@@ -13,6 +13,8 @@ from ..kernels import Boxes as StridedBoxes
 from ..kernels import (
     CopyTable,
     ReduceTable,
+    SourceRows,
+    TargetRows,
     copy_boxes,
     copy_table,
     reduce_boxes,
@@ -170,6 +172,12 @@ def run_of(boxes: Boxes, side: Side) -> int | None:
 class Copies:
     """Boxes copied from some tensors into others; a part is (source, target, boxes, source side, target side)."""
 
+    table: CopyTable | None = None
+    fill: float | int | bool
+    _targets: TargetRows
+    _sources: SourceRows
+    _views: dict[Address, list[torch.Tensor]]
+
     def __init__(
         self, parts: Sequence[tuple[int, int, Boxes, Side, Side]], fill: float | int | bool, dtype: torch.dtype,
         device: torch.device
@@ -188,27 +196,26 @@ class Copies:
             source_stride=_joined([s.stride for _, _, _, s, _ in parts])[:, None],
             target_stride=_joined([t.stride for _, _, _, _, t in parts]),
         )
-        self._bind(boxes, dtype, device)
+        self.fill, self._views = fill, {}
+        if is_plain_memory(device):
+            self._targets, self._sources = boxes.target_rows, boxes.source_rows
+        else:
+            self.table = copy_table(boxes, dtype, device)
 
     @classmethod
-    def several(
-        cls, boxes: StridedBoxes, ends: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> list[Copies]:
-        """The boxes up to the first of `ends`, from there to the next, and so on."""
+    def of_rows(
+        cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool, dtype: torch.dtype,
+        device: torch.device
+    ) -> Copies:  # fmt: skip
+        """Of boxes that are few, by where each lies."""
+        copies = cls.__new__(cls)
+        copies.empty = not targets
+        copies.fill, copies._views = fill, {}
         if is_plain_memory(device):
-            _ = boxes.target_rows, boxes.source_rows  # once, for all parts
-        found = []
-        for part in boxes.split(ends):
-            found.append(cls.__new__(cls))
-            found[-1].empty = not len(part)
-            if len(part):
-                found[-1]._bind(part, dtype, device)
-        return found
-
-    def _bind(self, boxes: StridedBoxes, dtype: torch.dtype, device: torch.device) -> None:
-        self.boxes = boxes
-        self.table = None if is_plain_memory(device) else copy_table(boxes, dtype, device)
-        self._views: dict[Address, list[torch.Tensor]] = {}
+            copies._targets, copies._sources = targets, sources
+        elif targets:
+            copies.table = copy_table(StridedBoxes.of_rows(targets, sources, fill), dtype, device)
+        return copies
 
     def build(self, aligned: int) -> None:
         """Compile and upload what is launched for sources at multiples of so many bytes."""
@@ -233,16 +240,16 @@ class Copies:
             return
         views = None if key is None else self._views.get(key)
         if views is None:
-            views = target_views(self.boxes, targets)
+            views = target_views(self._targets, targets)
             if key is not None:
                 if len(self._views) >= _CACHED_ADDRESSES:
                     self._views.pop(next(iter(self._views)))
                 self._views[key] = views
-        for target, source in zip(views, source_views(self.boxes, sources), strict=True):
+        for target, source in zip(views, source_views(self._sources, sources), strict=True):
             if source:
                 target.copy_(source[0])
             else:
-                target.fill_(self.boxes.fill)
+                target.fill_(self.fill)
 
 
 class Reduction:
@@ -270,7 +277,7 @@ class Reduction:
             reduce_boxes(self.table, sources, targets)
             return
         for target, contributors in zip(
-            target_views(self.boxes, targets), source_views(self.boxes, sources), strict=True
+            target_views(self.boxes.target_rows, targets), source_views(self.boxes.source_rows, sources), strict=True
         ):
             if contributors:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels import Boxes as StridedBoxes
+from ..kernels import SourceRows, TargetRows
 from ..planner import FILL, Boxes, Exchange
 from .bound_step import BoundStep, Run
 from .copies import Copies, Side, Terms, contiguous_strides
@@ -58,34 +58,23 @@ class OneSidedStep(BoundStep):
     def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Copies]:
         """What this rank writes into the buffer of each member, by position: of its own, what it keeps and what is
         filled, unless values are reduced. `shapes`: of what members end with."""
-        boxes, members = self.step.boxes, self.members
-        sends, place = boxes.sender == self.me, np.searchsorted(members, boxes.receiver)
-        writes, own = sends.any(axis=1), boxes.receiver == self.me
-        writes = writes & ~own if self.step.reduce else writes | (own & (boxes.sender[:, 0] == FILL))
-        if len(members) < self.program.mesh.size:
-            writes &= members.take(place, mode="clip") == boxes.receiver
-        at = np.flatnonzero(writes)
-        at = at[np.argsort(place[at], kind="stable")]
-        rows, place = boxes.select(at), place[at]
-        ndim = len(self.program.shape)
-        strides = np.array([contiguous_strides(shape)[:ndim] for shape in shapes.values()], dtype=np.int64)[place]
-        offset = (rows.target_start * strides).sum(axis=1)
-        if self.step.reduce:
-            slab = self.slabs_of(rows)[np.arange(len(at)), sends[at].argmax(axis=1)]
-            offset += slab * np.array([math.prod(shape) for shape in shapes.values()])[place]
-        source = Side.source(rows, self.source_strides)
-        table = StridedBoxes.unchecked(
-            self.step.fill,
-            source=np.where(rows.sender[:, :1] == FILL, FILL, 0),
-            target=np.zeros(len(at), dtype=np.int64),
-            source_offset=source.offset[:, None],
-            target_offset=offset,
-            extent=rows.extent,
-            source_stride=source.stride[:, None],
-            target_stride=rows.target_step * strides[:, list(rows.axes)],
-        )
-        ends = np.searchsorted(place, np.arange(len(members)), side="right").tolist()
-        return dict(zip(shapes, Copies.several(table, ends, self.dtype, self.device), strict=True))
+        me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
+        here, strides = self.source_strides, {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
+        slabs = self.slabs_of(self.boxes).tolist() if reduce else []
+        targets: dict[int, TargetRows] = {p: [] for p in shapes}
+        sources: dict[int, SourceRows] = {p: [] for p in shapes}
+        for i, (receiver, senders, start, to, extent, step, to_step) in enumerate(self.boxes.numbers):
+            fills = receiver == me and not reduce and senders[0] == FILL
+            if receiver not in shapes or not (fills or me in senders) or (receiver == me and reduce):
+                continue
+            there, base = strides[receiver], 0
+            if reduce:
+                base = slabs[i][senders.index(me)] * math.prod(shapes[receiver])
+            targets[receiver].append((0, self.where(extent, to, to_step, there, base)))
+            sources[receiver].append([] if fills else [(0, self.where(extent, start, step, here))])
+        parts = zip(targets.values(), sources.values(), strict=True)
+        written = (Copies.of_rows(*rows, self.step.fill, self.dtype, self.device) for rows in parts)
+        return dict(zip(shapes, written, strict=True))
 
     def bind_reduction(self) -> None:
         self.reduce = self.reduction(self.staged)
