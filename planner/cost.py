@@ -43,9 +43,7 @@ def price(change: Change, shape: tuple[int, ...], topology: Topology) -> Price:
     return prices([change], shape, topology)[0]
 
 
-def prices(
-    changes: Sequence[Change], shape: tuple[int, ...], topology: Topology, unbounded: int = 0
-) -> list[Price]:
+def prices(changes: Sequence[Change], shape: tuple[int, ...], topology: Topology, unbounded: int = 0) -> list[Price]:
     """The price of each of some changes of one tensor on one mesh; the first `unbounded` have 0 for `least_us`."""
     if not changes:
         return []

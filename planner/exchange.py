@@ -105,9 +105,7 @@ class Change:
         contributors: ranks whose terms of a piece are reduced, 1 where nothing is.
     """
 
-    def __init__(
-        self, mesh: Mesh, dtype: str, source: Layout, target: Layout, node_size: int | None = None
-    ) -> None:
+    def __init__(self, mesh: Mesh, dtype: str, source: Layout, target: Layout, node_size: int | None = None) -> None:
         self.mesh, self.dtype, self.source, self.target = mesh, dtype, source, target
         self.node_size = node_size
         before, after = source.prefixes, target.prefixes

@@ -124,6 +124,10 @@ class BoundStep:
     def contributors(self) -> int:
         return self.step.reduce.contributors if self.step.reduce else 1
 
+    @cached_property
+    def _none(self) -> Boxes:
+        return self.boxes.select(np.zeros(0, np.int64))
+
     def fill_rows(self) -> Boxes:
         return self.incoming.select(self.incoming.sender[:, 0] == FILL)
 
@@ -134,7 +138,8 @@ class BoundStep:
     def outgoing(self, peer: int, contributor: int) -> Boxes:
         """Rows that this rank contributes to a peer."""
         boxes = self.boxes
-        return boxes.select((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
+        rows = np.flatnonzero((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
+        return boxes.select(rows) if len(rows) else self._none
 
     def fills(self) -> tuple[int, int, Boxes, Side, Side]:
         rows = self.fill_rows()

@@ -67,6 +67,10 @@ class Side:
     def packed(cls, boxes: Boxes) -> Side:
         """Boxes one after the other, each contiguous."""
         side = cls.__new__(cls)
+        if len(boxes) == 1:
+            side.offset = np.zeros(1, np.int64)
+            side.stride = np.array([contiguous_strides(boxes.extent[0].tolist())], dtype=np.int64)
+            return side
         sizes = boxes.elements
         side.offset = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if len(sizes) else sizes
         tail = np.cumprod(np.maximum(boxes.extent[:, :0:-1], 1), axis=1)[:, ::-1]
@@ -124,6 +128,8 @@ class Whole:
 
     def pieces(self, boxes: Boxes) -> list[Piece]:
         """Where boxes that are read from the tensor lie."""
+        if not len(boxes):
+            return []
         return [Piece(self.buffer, np.arange(len(boxes)), None, boxes, Side.source(boxes, self.strides))]
 
 
@@ -163,10 +169,17 @@ def is_plain(boxes: Boxes) -> bool:
 
 def run_of(boxes: Boxes, side: Side) -> int | None:
     """Where boxes begin that lie in memory one after the other, each contiguous, as if packed; None if they do not."""
-    packed = Side.packed(boxes)
-    adjoining = (side.offset - side.offset[:1] == packed.offset).all()
-    contiguous = ((side.stride == packed.stride) | (boxes.extent <= 1)).all()
-    return int(side.offset[0]) if len(boxes) and adjoining and contiguous else None
+    offsets, end = side.offset.tolist(), None
+    for offset, extent, strides in zip(offsets, boxes.extent.tolist(), side.stride.tolist(), strict=True):
+        if end is not None and offset != end:
+            return None
+        size = 1
+        for n, stride in zip(reversed(extent), reversed(strides), strict=True):
+            if n > 1 and stride != size:
+                return None
+            size *= n
+        end = offset + size
+    return offsets[0] if offsets else None
 
 
 class Copies:

@@ -123,6 +123,8 @@ class TwoSidedStep(BoundStep):
             first = base = self._aligned(base) if shared is None else shared.received_at[peer]
             for contributor in range(self.contributors):
                 here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
+                if not len(here):
+                    continue
                 rows = self.incoming.select(here)
                 target = Side.target(rows, self.strides)
                 run = run_of(rows, target) if in_place else None
