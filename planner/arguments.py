@@ -56,15 +56,16 @@ def layout_of(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
 def checked(mesh: Mesh, ndim: int, dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
     """Source and target, of a tensor of `ndim` dims, with mesh dims of size 1 replicated, only one where they are the
     same then."""
-    check_layout("src", src, mesh, ndim, dtype)
-    check_layout("dst", dst, mesh, ndim, dtype)
+    sizes = (1,) * ndim  # any will do
+    check_layout("src", src, mesh, sizes, dtype)
+    check_layout("dst", dst, mesh, sizes, dtype)
     check_target(dst, src.placements)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     return (source,) if source == target else (source, target)
 
 
-def check_layout(name: str, layout: Layout, mesh: Mesh, ndim: int, dtype: str) -> None:
-    layout.check(mesh.shape, ndim, name)
+def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> None:
+    layout.check(mesh.shape, len(shape), name)
     for mesh_dim, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             try:

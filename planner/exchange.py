@@ -54,9 +54,9 @@ class Boxes:
     @cached_property
     def numbers(self) -> list[tuple[int, list[int], list[int], list[int], list[int], list[int], list[int]]]:
         """The rows as Python numbers, in the order of the attributes: a few take less time than arrays of them."""
-        columns = self.receiver, self.sender, self.source_start, self.target_start
-        columns += self.extent, self.source_step, self.target_step
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        starts, steps = (self.source_start, self.target_start), (self.source_step, self.target_step)
+        columns = [self.receiver, self.sender, *starts, self.extent, *steps]
+        return list(zip(*[column.tolist() for column in columns], strict=True))
 
     def select(self, rows: np.ndarray) -> Boxes:
         return Boxes(

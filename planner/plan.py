@@ -122,8 +122,8 @@ def _plan(mesh: Mesh, asked: Asked) -> Program:
 
 
 def _plan_crossing(mesh: Mesh, other: Mesh, asked: Asked) -> Program:
-    check_layout("src", asked.src, mesh, len(asked.shape), asked.dtype)
-    check_layout("dst", asked.dst, other, len(asked.shape), asked.dtype)
+    check_layout("src", asked.src, mesh, asked.shape, asked.dtype)
+    check_layout("dst", asked.dst, other, asked.shape, asked.dtype)
     check_target(asked.dst, [None] * other.ndim)
     if asked.topology is not None or asked.max_bytes is not None:
         topology = asked.topology or NVLINK_NODE
