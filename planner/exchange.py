@@ -51,7 +51,6 @@ class Boxes:
         """Elements of each box, [n]."""
         return self.extent.prod(axis=1)
 
-    @cached_property
     def numbers(self) -> list[tuple[int, list[int], list[int], list[int], list[int], list[int], list[int]]]:
         """The rows as Python numbers, in the order of the attributes: a few take less time than arrays of them."""
         starts, steps = (self.source_start, self.target_start), (self.source_step, self.target_step)

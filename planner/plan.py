@@ -112,7 +112,7 @@ def _plan(mesh: Mesh, asked: Asked) -> Program:
     if topology is None and asked.max_bytes is None:
         stops = checked(mesh, len(shape), dtype, asked.src, asked.dst)
         src, dst = asked.src, asked.dst
-        if len(stops) == 2:
+        if len(stops) == 2 and src.has_partial:  # else the direct exchange is all that is to be considered
             mesh, src, dst = narrowed(mesh, shape, src, dst)
             stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst)))
         return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)

@@ -63,7 +63,7 @@ class OneSidedStep(BoundStep):
         slabs = self.slabs_of(self.boxes).tolist() if reduce else []
         targets: dict[int, TargetRows] = {p: [] for p in shapes}
         sources: dict[int, SourceRows] = {p: [] for p in shapes}
-        for i, (receiver, senders, start, to, extent, step, to_step) in enumerate(self.boxes.numbers):
+        for i, (receiver, senders, start, to, extent, step, to_step) in enumerate(self.boxes.numbers()):
             fills = receiver == me and not reduce and senders[0] == FILL
             if receiver not in shapes or not (fills or me in senders) or (receiver == me and reduce):
                 continue
