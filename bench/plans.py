@@ -25,7 +25,7 @@ import shardweave
 from shardweave import Layout, Link, Mesh, Topology
 from shardweave.planner import Placement, plan
 from shardweave.planner.cost import prices
-from shardweave.planner.exchange import Change
+from shardweave.planner.exchange import change_of
 
 from ..errors import ArgumentError
 from . import plan_times
@@ -84,8 +84,8 @@ def us_with_sums(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], to
 
 def us(mesh: Mesh, shape: tuple[int, ...], routes: Sequence[Sequence[Layout]], topology: Topology) -> list[float]:
     """The price of exchanges from stop to stop, of some routes; torch's collectives between these move no less."""
-    steps = [Change(mesh, shape, "float32", a, b, topology.node_size) for stops in routes for a, b in pairwise(stops)]
-    left = iter(prices(steps, topology, unbounded=len(steps)))
+    steps = [change_of(mesh, "float32", a, b, topology.node_size) for stops in routes for a, b in pairwise(stops)]
+    left = iter(prices(steps, shape, topology, unbounded=len(steps)))
     return [sum(next(left).us for _ in pairwise(stops)) for stops in routes]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .boxes import Boxes, source_views, target_views
+from .boxes import Boxes, SourceRows, TargetRows, Where, source_views, target_views
 from .combine_rows import combine_rows
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_reference, copy_launches, copy_table
 from .copy_rows import copy_rows
@@ -30,8 +30,11 @@ __all__ = [
     "ReduceTable",
     "Routed",
     "RowLaunch",
+    "SourceRows",
     "Slots",
+    "TargetRows",
     "TokenRows",
+    "Where",
     "combine_rows",
     "copy_boxes",
     "copy_boxes_reference",

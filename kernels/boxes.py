@@ -13,6 +13,8 @@ from ..errors import ArgumentError
 
 Where = tuple[tuple[int, ...], tuple[int, ...], int]
 """Extent, strides and offset, in elements."""
+TargetRows = list[tuple[int, Where]]
+SourceRows = list[list[tuple[int, Where]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,30 @@ class Boxes:
                 "boxes: target_stride is 0 along an axis of extent > 1: elements would be written twice"
             )
 
+    @classmethod
+    def unchecked(cls, fill: float | int | bool, **arrays: np.ndarray) -> Boxes:
+        """Boxes of arrays that are known to fit together, of int64: what a plan says of small ones takes less time than
+        to check it."""
+        boxes = cls.__new__(cls)
+        boxes.__dict__.update(arrays, fill=fill)
+        return boxes
+
+    @classmethod
+    def of_rows(cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool) -> Boxes:
+        """Boxes of one contributor, at least one box, by their `target_rows` and `source_rows`."""
+        axes = len(targets[0][1][0])
+        read = [row[0] if row else (-1, ((0,) * axes, (0,) * axes, 0)) for row in sources]
+        return cls(
+            source=np.array([[number] for number, _ in read]),
+            target=np.array([number for number, _ in targets]),
+            source_offset=np.array([[offset] for _, (_, _, offset) in read]),
+            target_offset=np.array([offset for _, (_, _, offset) in targets]),
+            extent=np.array([extent for _, (extent, _, _) in targets], dtype=np.int64),
+            source_stride=np.array([[stride] for _, (_, stride, _) in read], dtype=np.int64),
+            target_stride=np.array([stride for _, (_, stride, _) in targets], dtype=np.int64),
+            fill=fill,
+        )
+
     def __len__(self) -> int:
         return len(self.target)
 
@@ -95,14 +121,14 @@ class Boxes:
         return int(self.extent.prod(axis=1).sum())
 
     @cached_property
-    def target_rows(self) -> list[tuple[int, Where]]:
+    def target_rows(self) -> TargetRows:
         """Per box: target, and where in it. Python numbers, made once."""
         extents, strides = map(tuple, self.extent.tolist()), map(tuple, self.target_stride.tolist())
         where = zip(extents, strides, self.target_offset.tolist(), strict=True)
         return list(zip(self.target.tolist(), where, strict=True))
 
     @cached_property
-    def source_rows(self) -> list[list[tuple[int, Where]]]:
+    def source_rows(self) -> SourceRows:
         """Per box, per contributor: source, and where in it; a fill row has none. Python numbers, made once."""
         return [
             [(i, (tuple(extent), tuple(stride), offset)) for i, offset, stride in zip(*row, strict=True) if i >= 0]
@@ -118,14 +144,14 @@ class Boxes:
         return bool((self.source[:, 0] < 0).any())
 
 
-def source_views(boxes: Boxes, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def source_views(rows: SourceRows, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Per box, per contributor: the part of its source as a strided view of shape extent; a fill row has none."""
-    return [[_view(sources[i], *where) for i, where in row] for row in boxes.source_rows]
+    return [[_view(sources[i], *where) for i, where in row] for row in rows]
 
 
-def target_views(boxes: Boxes, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def target_views(rows: TargetRows, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Per box: the part of its target as a strided view of shape extent."""
-    return [_view(targets[i], *where) for i, where in boxes.target_rows]
+    return [_view(targets[i], *where) for i, where in rows]
 
 
 def _view(buffer: torch.Tensor, extent: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:

@@ -200,7 +200,9 @@ def copy_boxes_reference(boxes: Boxes, sources: Sequence[torch.Tensor], targets:
     """One copy_ (or fill_) per box through its views."""
     if boxes.contributors != 1:
         raise ArgumentError(f"boxes have {boxes.contributors} contributors; copy_boxes takes 1 (see reduce_boxes)")
-    for target, source in zip(target_views(boxes, targets), source_views(boxes, sources), strict=True):
+    for target, source in zip(
+        target_views(boxes.target_rows, targets), source_views(boxes.source_rows, sources), strict=True
+    ):
         if not source:
             target.fill_(boxes.fill)
         elif source[0].dtype is target.dtype:

@@ -358,7 +358,9 @@ def reduce_boxes_reference(
     divisor: float | None = None,
 ) -> None:
     """One reduce_views (or fill_) per box."""
-    for target, contributors in zip(target_views(boxes, targets), source_views(boxes, sources), strict=True):
+    for target, contributors in zip(
+        target_views(boxes.target_rows, targets), source_views(boxes.source_rows, sources), strict=True
+    ):
         if contributors:
             reduce_views(target, contributors, op, divisor)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .dtypes import check_reducible
@@ -31,9 +32,9 @@ class Asked:
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = whole_numbers("shape", shape)
-    if any(n < 0 for n in sizes):
+    if sizes and min(sizes) < 0:
         raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
-    if math.prod(max(n, 1) for n in sizes) > _MOST_ELEMENTS:
+    if math.prod([max(n, 1) for n in sizes]) > _MOST_ELEMENTS:
         raise ArgumentError(f"shape: {sizes} has more than 2**58 elements; allowed: what 64-bit offsets reach")
     return sizes
 
@@ -51,10 +52,13 @@ def layout_of(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
         raise type(error)(f"{argument}: {error}") from None
 
 
-def checked(mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
-    """Source and target with mesh dims of size 1 replicated, only one where they are the same then."""
-    check_layout("src", src, mesh, shape, dtype)
-    check_layout("dst", dst, mesh, shape, dtype)
+@lru_cache(maxsize=4096)
+def checked(mesh: Mesh, ndim: int, dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
+    """Source and target, of a tensor of `ndim` dims, with mesh dims of size 1 replicated, only one where they are the
+    same then."""
+    sizes = (1,) * ndim  # any will do
+    check_layout("src", src, mesh, sizes, dtype)
+    check_layout("dst", dst, mesh, sizes, dtype)
     check_target(dst, src.placements)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     return (source,) if source == target else (source, target)

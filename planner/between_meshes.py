@@ -10,7 +10,7 @@ from ..errors import ArgumentError
 from .arguments import Asked
 from .crossing import Crossing, price_step, union
 from .dtypes import ITEMSIZE
-from .exchange import Change
+from .exchange import change_of
 from .index_sets import held_sizes
 from .layout import Layout, Partial, Replicate, Shard
 from .mesh import Mesh
@@ -74,8 +74,8 @@ def _program(
     for mesh, a, other, b in legs:
         if mesh == other:
             stops = staged(mesh, (a, b))
-            changes = [Change(mesh, shape, dtype, x, y, node_size) for x, y in pairwise(stops)]
-            steps += [step_inside(both, change, rank) for change in changes]
+            changes = [change_of(mesh, dtype, x, y, node_size) for x, y in pairwise(stops)]
+            steps += [step_inside(both, change, shape, rank) for change in changes]
             continue
         crossing = Crossing(shape, mesh, a, other, b, node_size)
         common = mesh, a, other, b, crossing.boxes(rank), None, 0
@@ -111,7 +111,7 @@ def _priced(legs: list[Leg], shape: tuple[int, ...], dtype: str, topology: Topol
         return Route(stops, sum(round(p.us, 3) for p in prices), peak)
     taken = 0
     for mesh, a, other, b in legs:
-        contributors = Change(mesh, shape, dtype, a, b).contributors if mesh == other else 1
+        contributors = change_of(mesh, dtype, a, b).contributors if mesh == other else 1
         taken += _largest(shape, b, other) * contributors
     return Route(stops, taken * ITEMSIZE[dtype], 0)
 

@@ -38,12 +38,12 @@ class Price(NamedTuple):
     peak_bytes: int
 
 
-def price(change: Change, topology: Topology) -> Price:
-    """The price of doing `change` in one step."""
-    return prices([change], topology)[0]
+def price(change: Change, shape: tuple[int, ...], topology: Topology) -> Price:
+    """The price of doing `change` to a tensor of a shape in one step."""
+    return prices([change], shape, topology)[0]
 
 
-def prices(changes: Sequence[Change], topology: Topology, unbounded: int = 0) -> list[Price]:
+def prices(changes: Sequence[Change], shape: tuple[int, ...], topology: Topology, unbounded: int = 0) -> list[Price]:
     """The price of each of some changes of one tensor on one mesh; the first `unbounded` have 0 for `least_us`."""
     if not changes:
         return []
@@ -51,7 +51,7 @@ def prices(changes: Sequence[Change], topology: Topology, unbounded: int = 0) ->
     at_once = max(1, _MOST_AT_ONCE // at.near.size)
     found: list[Price] = []
     for first in range(0, len(changes), at_once):
-        found += _prices(changes[first : first + at_once], topology, at, max(0, unbounded - first))
+        found += _prices(changes[first : first + at_once], shape, topology, at, max(0, unbounded - first))
     return found
 
 
@@ -64,22 +64,22 @@ def elements(at: Ranks, shape: Sequence[int], layouts: Sequence[Layout]) -> np.n
     return found
 
 
-def _overlaps(at: Ranks, changes: Sequence[Change]) -> np.ndarray:
+def _overlaps(at: Ranks, shape: tuple[int, ...], changes: Sequence[Change]) -> np.ndarray:
     """[k, r, q] elements that receiver r wants and rank q holds."""
     found = np.ones((len(changes), *at.near.shape))
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
-    for d, extent in enumerate(changes[0].shape):
+    for d, extent in enumerate(shape):
         cuts = [(wanted.get(d, ()), held.get(d, ())) for wanted, held in by_dim]
         found *= _rows(cuts, partial(overlap, at, extent))
     return found
 
 
-def _senders(at: Ranks, changes: Sequence[Change]) -> np.ndarray:
+def _senders(at: Ranks, shape: tuple[int, ...], changes: Sequence[Change]) -> np.ndarray:
     """[k, r] ranks that receiver r takes something from, itself counted, where shards are even: the shards that its own
     meets, of each as many as there are terms."""
     found = np.array([[change.contributors] for change in changes]) * np.ones(len(at.receivers))
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
-    for d, extent in enumerate(changes[0].shape):
+    for d, extent in enumerate(shape):
         wanted, held = (_rows([x[i].get(d, ()) for x in by_dim], partial(lengths, at, extent)) for i in (0, 1))
         found *= np.ceil(wanted[:, at.receivers] / np.maximum(held.max(axis=1, keepdims=True), 1))
     return found
@@ -93,14 +93,16 @@ def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
     return found[0] if len(found) == 1 else np.concatenate(found).take(index, axis=0)
 
 
-def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, unbounded: int) -> list[Price]:
+def _prices(
+    changes: Sequence[Change], shape: tuple[int, ...], topology: Topology, at: Ranks, unbounded: int
+) -> list[Price]:
     """Arrays are [k, r]: of each change, on each receiver; bytes unless said otherwise."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
     contributors = np.array([[change.contributors] for change in changes])
     layouts = {layout: i for i, layout in enumerate(dict.fromkeys([x for c in changes for x in (c.source, c.target)]))}
-    held = elements(at, changes[0].shape, list(layouts))[:, at.receivers] * size
+    held = elements(at, shape, list(layouts))[:, at.receivers] * size
     before, after = held[[layouts[c.source] for c in changes]], held[[layouts[c.target] for c in changes]]
-    common = _overlaps(at, changes)
+    common = _overlaps(at, shape, changes)
     shared = [shares(at, change) for change in changes]
     near_shares = np.concatenate([x.near for x in shared])
     near = common * near_shares
@@ -126,7 +128,7 @@ def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, unbounded:
             near_in = near_out = near_in + missing
         else:
             far_in = far_out = missing
-            others = _senders(at, changes) - (near > 0).sum(axis=2)
+            others = _senders(at, shape, changes) - (near > 0).sum(axis=2)
             far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
@@ -144,12 +146,18 @@ def _prices(changes: Sequence[Change], topology: Topology, at: Ranks, unbounded:
     least = np.zeros(len(changes))
     if last := changes[unbounded:]:
         bytes_ = common[unbounded:] if len(common) > 1 else common
-        least[unbounded:] = _least_us(last, topology, at, bytes_ * size, after[unbounded:], own[unbounded:])
+        least[unbounded:] = _least_us(last, shape, topology, at, bytes_ * size, after[unbounded:], own[unbounded:])
     return [Price(a, b, int(c)) for a, b, c in zip(us.tolist(), least.tolist(), peak.tolist(), strict=True)]
 
 
 def _least_us(
-    changes: Sequence[Change], topology: Topology, at: Ranks, common: np.ndarray, wanted: np.ndarray, own: np.ndarray
+    changes: Sequence[Change],
+    shape: tuple[int, ...],
+    topology: Topology,
+    at: Ranks,
+    common: np.ndarray,
+    wanted: np.ndarray,
+    own: np.ndarray,
 ) -> np.ndarray:
     """[k] a bound from below on any steps that communicate. 0 where a value is split into terms, and where not every
     rank is looked at.
@@ -161,7 +169,7 @@ def _least_us(
     if not at.whole:
         return np.zeros(len(changes))
     node, network, ranks = topology.node, topology.network, len(at.positions)
-    whole = math.prod(changes[0].shape) * ITEMSIZE[changes[0].dtype]
+    whole = math.prod(shape) * ITEMSIZE[changes[0].dtype]
     terms = np.array([[change.contributors] for change in changes])
     lacking = np.where(terms > 1, wanted, wanted - own).max(axis=1)
     added = whole * (terms[:, 0] - 1) / ranks

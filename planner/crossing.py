@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
 from .cost import Price, price
 from .dtypes import ITEMSIZE
-from .exchange import Boxes, Change, grid, turn_of
+from .exchange import Boxes, change_of, grid, turn_of
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes
 from .layout import Layout, Shard
 from .mesh import Mesh
@@ -30,6 +31,7 @@ def union(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
     return Mesh((size,), ("ranks",), np.concatenate([ranks, others]).tolist())
 
 
+@lru_cache(maxsize=1024)
 def position_of(rank: int, source_mesh: Mesh, target_mesh: Mesh) -> int:
     """The position of a rank among the ranks of both meshes, -1 if it is in neither."""
     return int(union(source_mesh, target_mesh).positions_of(np.array([rank]))[0])
@@ -165,7 +167,7 @@ def price_step(
 ) -> Price:
     """The price of one step, on a mesh or between two."""
     if source_mesh == target_mesh:
-        return price(Change(source_mesh, shape, dtype, source, target, topology.node_size), topology)
+        return price(change_of(source_mesh, dtype, source, target, topology.node_size), shape, topology)
     return _price_crossing(
         Crossing(shape, source_mesh, source, target_mesh, target, topology.node_size), dtype, topology
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from .dtypes import is_floating
-from .index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
+from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes, spans_at
 from .layout import Layout, Partial, Shard, receivers_contribute
 from .mesh import Coordinate, Mesh
 from .overlay import Overlay, overlay
@@ -21,6 +22,7 @@ FILL = -1
 """In place of a sender: the box is filled with the identity of the target's partial op."""
 
 _MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together
+_MOST_KEPT = 64  # ranks of a closure up to which all pairs that there may be are looked at, whatever the shape
 _MOST_COUNTED = 1024  # ranks of a mesh up to which all boxes of a shard that becomes partial are looked at
 
 
@@ -48,6 +50,12 @@ class Boxes:
     def elements(self) -> np.ndarray:
         """Elements of each box, [n]."""
         return self.extent.prod(axis=1)
+
+    def numbers(self) -> list[tuple[int, list[int], list[int], list[int], list[int], list[int], list[int]]]:
+        """The rows as Python numbers, in the order of the attributes: a few take less time than arrays of them."""
+        starts, steps = (self.source_start, self.target_start), (self.source_step, self.target_step)
+        columns = [self.receiver, self.sender, *starts, self.extent, *steps]
+        return list(zip(*[column.tolist() for column in columns], strict=True))
 
     def select(self, rows: np.ndarray) -> Boxes:
         return Boxes(
@@ -83,7 +91,8 @@ class Boxes:
 
 
 class Change:
-    """What one exchange does to each mesh dim, worked out from two layouts in which mesh dims of size 1 are replicated.
+    """What one exchange does to each mesh dim, worked out from two layouts in which mesh dims of size 1 are replicated,
+    for tensors of any shape.
 
     Attributes:
         closure: mesh dims whose cut, or an earlier cut of the same tensor dim, changed; the exchange stays inside them.
@@ -95,16 +104,8 @@ class Change:
         contributors: ranks whose terms of a piece are reduced, 1 where nothing is.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        shape: tuple[int, ...],
-        dtype: str,
-        source: Layout,
-        target: Layout,
-        node_size: int | None = None,
-    ) -> None:
-        self.mesh, self.shape, self.dtype, self.source, self.target = mesh, shape, dtype, source, target
+    def __init__(self, mesh: Mesh, dtype: str, source: Layout, target: Layout, node_size: int | None = None) -> None:
+        self.mesh, self.dtype, self.source, self.target = mesh, dtype, source, target
         self.node_size = node_size
         before, after = source.prefixes, target.prefixes
         self.closure = tuple([m for m in range(mesh.ndim) if before[m] != after[m]])
@@ -137,70 +138,95 @@ class Change:
         ops = {p.op for m, p in enumerate(self.source.placements) if m in self.reduced and isinstance(p, Partial)}
         return "sum" if not ops or "avg" in ops else ops.pop()
 
-    def boxes(self, rank: int | None = None) -> Boxes:
-        """Every row, or those in which position `rank` receives or sends; a receiver's rows tile its target shard.
+    def boxes(self, shape: tuple[int, ...], rank: int | None = None) -> Boxes:
+        """Every row for a tensor of a shape, or those in which position `rank` receives or sends; a receiver's rows
+        tile its target shard.
 
         Rows are in the order of receivers, then of the source's cells, tensor dim by tensor dim in cutting order.
         """
         if rank is None:
-            parts = [self._boxes(*pairs) for pairs in self._all_pairs()]
-            return Boxes.concatenate(parts)
-        me = self.mesh.coordinate(rank)
-        sent = self._boxes(*self._pairs_from(me))
+            return Boxes.concatenate([self._boxes(shape, *pairs) for pairs in self._all_pairs()])
+        if math.prod([self.mesh.shape[m] for m in self.closure]) <= _MOST_KEPT:
+            return self._boxes(shape, *_kept_pairs(self, rank))
+        sent = self._boxes(shape, *self._pairs_from(rank, shape))
         mine = (sent.sender == rank).any(axis=1) & (sent.receiver != rank)
-        found = Boxes.concatenate([self._boxes(*self._pairs_to(me)), sent.select(mine)])
+        found = Boxes.concatenate([self._boxes(shape, *self._pairs_to(rank, shape)), sent.select(mine)])
         return found.select(np.argsort(found.receiver, kind="stable"))
+
+    def pairs_of_any_shape(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Coordinates of receivers and of holders, [n, mesh dims] each, and the senders, [n, contributors], of all rows
+        that position `rank` may have in a tensor of any shape, in their order."""
+        received, sent = self._pairs_to(rank), self._pairs_from(rank)
+        receivers, holders = (np.concatenate(both) for both in zip(received, sent, strict=True))
+        senders, receiver = self._senders(receivers, holders), receivers @ self.mesh.strides
+        mine = (senders == rank).any(axis=1) & (receiver != rank)
+        mine[: len(received[0])] = True
+        rows = np.flatnonzero(mine)
+        rows = rows[np.argsort(receiver[rows], kind="stable")]
+        return receivers[rows], holders[rows], senders[rows]
 
     def _all_pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Coordinates of receivers and of holders of each cell that they may need, [n, mesh dims] each, in parts."""
-        mesh = self.mesh
-        cut = [m for _, order in self.source.orders for m in order if m in self.closure]
+        mesh, cut = self.mesh, self._cut(self.source)
         cells = grid([mesh.shape[m] for m in cut])
         at_once = max(1, _MOST_PAIRS // len(cells))
         for first in range(0, mesh.size, at_once):
-            positions = np.arange(first, min(first + at_once, mesh.size))
-            receivers = np.stack(np.unravel_index(positions, mesh.shape), axis=1).repeat(len(cells), axis=0)
+            receivers = mesh.coordinates[:, first : first + at_once].T.repeat(len(cells), axis=0)
             holders = receivers.copy()
-            holders[:, cut] = np.tile(cells, (len(positions), 1))
+            holders[:, cut] = np.tile(cells, (len(receivers) // len(cells), 1))
             yield receivers, holders
 
-    def _pairs_to(self, me: Coordinate) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs of which `me` is the receiver."""
-        box = held_box(self.shape, self.target, self.mesh.shape, me)
-        holders = self._places(self.source, box, me)
+    def _pairs_to(self, rank: int, shape: tuple[int, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs of which `rank` is the receiver: of a tensor of a shape, or all that there are of any."""
+        me = self.mesh.coordinate(rank)
+        holders = self._places(self.source, me, shape, self.target)
         return np.broadcast_to(np.array(me), holders.shape), holders
 
-    def _pairs_from(self, me: Coordinate) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs in which the cell is that of `me`, with every receiver whose target meets it."""
-        box = held_box(self.shape, self.source, self.mesh.shape, me)
+    def _pairs_from(self, rank: int, shape: tuple[int, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs in which the cell is that of `rank`, with every receiver whose target meets it."""
+        me = self.mesh.coordinate(rank)
         free = [m for m in self.closure if not isinstance(self.target.placements[m], Shard)]
-        receivers = self._places(self.target, box, me, free)
-        holders = receivers.copy()
-        cut = [m for m in self.closure if isinstance(self.source.placements[m], Shard)]
+        receivers = self._places(self.target, me, shape, self.source, free)
+        holders, cut = receivers.copy(), self._cut(self.source)
         holders[:, cut] = np.array(me)[cut]
         return receivers, holders
 
-    def _places(self, layout: Layout, box: tuple[Span, ...], start: Coordinate, free: Sequence[int] = ()) -> np.ndarray:
-        """Coordinates whose shards under `layout` meet `box`, [n, mesh dims], in the order of cells; `start` elsewhere,
-        and each coordinate along the mesh dims `free`."""
-        cells = [
-            cells_meeting(n, layout.cuts(d), self.mesh.shape, span)
-            for d, (n, span) in enumerate(zip(self.shape, box, strict=True))
-        ]
-        sizes = [len(found) for found in cells] + [self.mesh.shape[m] for m in free]
-        index = grid(sizes)
-        places = np.tile(np.array(start, dtype=np.int64), (len(index), 1))
-        for d, found in enumerate(cells):
-            places[:, layout.order(d)] = found[index[:, d]]
-        places[:, free] = index[:, len(cells) :]
+    def _cut(self, layout: Layout) -> list[int]:
+        """The mesh dims of the closure that cut under a layout, tensor dim by tensor dim in cutting order. Shards that
+        differ along another mesh dim that cuts have nothing in common."""
+        return [m for _, order in layout.orders for m in order if m in self.closure]
+
+    def _places(
+        self, layout: Layout, me: Coordinate, shape: tuple[int, ...] | None, met: Layout, free: Sequence[int] = ()
+    ) -> np.ndarray:
+        """Coordinates whose shards under `layout` meet what `me` holds under the layout `met`, [n, mesh dims], in the
+        order of cells; `me` elsewhere, and each coordinate along the mesh dims `free`. Without a shape all that do in
+        a tensor of some shape."""
+        if shape is None:
+            cut = self._cut(layout)
+            cells = grid([self.mesh.shape[m] for m in cut])
+        else:
+            box = held_box(shape, met, self.mesh.shape, me)
+            cut = [m for _, order in layout.orders for m in order]
+            found = [cells_meeting(n, layout.cuts(d), self.mesh.shape, box[d]) for d, n in enumerate(shape)]
+            index = grid([len(of_dim) for of_dim in found])
+            of_dims = [of_dim[index[:, d]] for d, of_dim in enumerate(found)]
+            cells = np.concatenate([index[:, :0], *of_dims], axis=1)
+        index = grid([len(cells), *(self.mesh.shape[m] for m in free)])
+        places = np.tile(np.array(me, dtype=np.int64), (len(index), 1))
+        places[:, cut] = cells[index[:, 0]]
+        places[:, free] = index[:, 1:]
         return places
 
-    def _boxes(self, receivers: np.ndarray, holders: np.ndarray) -> Boxes:
+    def _boxes(
+        self, shape: tuple[int, ...], receivers: np.ndarray, holders: np.ndarray, senders: np.ndarray | None = None
+    ) -> Boxes:
         """The rows of pairs of a receiver and a holder of a cell, without those where nothing meets."""
         mesh = self.mesh
-        found = overlay(self.shape, self.source, mesh.shape, holders, self.target, mesh.shape, receivers)
-        receivers, holders = receivers[found.pair], holders[found.pair]
-        return Boxes.of(found, receivers @ mesh.strides, self._senders(receivers, holders))
+        found = overlay(shape, self.source, mesh.shape, holders, self.target, mesh.shape, receivers)
+        receivers = receivers[found.pair]
+        sender = self._senders(receivers, holders[found.pair]) if senders is None else senders[found.pair]
+        return Boxes.of(found, receivers @ mesh.strides, sender)
 
     def _senders(self, receivers: np.ndarray, holders: np.ndarray) -> np.ndarray:
         """Positions [n, contributors]: the receiver itself where it holds the cell, else of equal holders, those of its
@@ -240,33 +266,49 @@ class Change:
             term = term * self.mesh.shape[m] + coordinates[..., m]
         return term
 
-    def communicates(self) -> bool:
+    def communicates(self, shape: tuple[int, ...]) -> bool:
         """Whether any rank at all must receive anything: the same answer on every rank."""
-        if 0 in self.shape or not self.closure:
+        if 0 in shape or not self.closure:
             return False
         if self.reduced:
             return True
-        if self.closure == self.shards_split:
+        if self.closure == self.shards_split or self._stays:
             return False
         if self.shards_split:
             if self.mesh.size > _MOST_COUNTED:
                 return True  # to be sure would take every rank's boxes
-            boxes = self.boxes()
+            boxes = self.boxes(shape)
             return bool(((boxes.sender != boxes.receiver[:, None]) & (boxes.sender != FILL)).any())
         if self.source.strided_dims or self.target.strided_dims:
             if self.mesh.size > _MOST_COUNTED:
-                return not receivers_contribute(self.source, self.target)
-            return not all(self._has_all(self.mesh.coordinate(position)) for position in range(self.mesh.size))
-        coordinates = np.stack(np.unravel_index(np.arange(self.mesh.size), self.mesh.shape))
-        source, target = (spans_at(self.shape, x, self.mesh.shape, coordinates) for x in (self.source, self.target))
-        wanted = (target[..., 0] < target[..., 1]).all(axis=0)
-        inside = ((source[..., 0] <= target[..., 0]) & (target[..., 1] <= source[..., 1])).all(axis=0)
+                return True
+            return not all(self._has_all(shape, self.mesh.coordinate(position)) for position in range(self.mesh.size))
+        at = self.mesh.shape, self.mesh.coordinates
+        held_from, held_to = spans_at(shape, self.source, *at)
+        wanted_from, wanted_to = spans_at(shape, self.target, *at)
+        wanted = (wanted_from < wanted_to).all(axis=0)
+        inside = ((held_from <= wanted_from) & (wanted_to <= held_to)).all(axis=0)
         return bool((wanted & ~inside).any())
 
-    def _has_all(self, coordinate: Coordinate) -> bool:
+    @cached_property
+    def _stays(self) -> bool:
+        return receivers_contribute(self.source, self.target)
+
+    def _has_all(self, shape: tuple[int, ...], coordinate: Coordinate) -> bool:
         at = self.mesh.shape, coordinate
-        wanted = math.prod(held_sizes(self.shape, self.target, *at))
-        return elements_in_common(self.shape, self.source, at, self.target, at) == wanted
+        return elements_in_common(shape, self.source, at, self.target, at) == math.prod(
+            held_sizes(shape, self.target, *at)
+        )
+
+
+change_of = lru_cache(maxsize=4096)(Change)
+"""The change between two layouts, made once."""
+
+
+@lru_cache(maxsize=1024)
+def _kept_pairs(change: Change, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`Change.pairs_of_any_shape`, found once: tensors of new shapes then cost their own boxes alone."""
+    return change.pairs_of_any_shape(rank)
 
 
 def grid(sizes: Sequence[int]) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -127,39 +128,51 @@ def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
     return np.array(runs, dtype=np.int64).reshape(len(runs), 6)
 
 
+@lru_cache(maxsize=8192)
+def _cut_dims(
+    layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
+) -> tuple[tuple[int, Parts, bool], ...]:
+    """The tensor dims that are cut, how the rank at `coordinate` sees their cuts, and whether one is strided."""
+    return tuple((d, parts_of(cuts, mesh_shape, coordinate), is_strided(cuts)) for d, cuts in layout.all_cuts)
+
+
 def held_sizes(
-    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Coordinate
+    shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
 ) -> tuple[int, ...]:
     """The shape of the shard of the rank at `coordinate`."""
-    sizes = []
-    for d, extent in enumerate(shape):
-        parts = parts_of(layout.cuts(d), mesh_shape, coordinate)
-        if d in layout.strided_dims:
-            held = held_spans(extent, parts)
-            sizes.append(int((held[:, 1] - held[:, 0]).sum()))
+    sizes = list(shape)
+    for d, parts, strided in _cut_dims(layout, mesh_shape, coordinate):
+        if strided:
+            held = held_spans(sizes[d], parts)
+            sizes[d] = int((held[:, 1] - held[:, 0]).sum())
         else:
-            low, high = held_span(extent, parts)
-            sizes.append(high - low)
+            low, high = held_span(sizes[d], parts)
+            sizes[d] = high - low
     return tuple(sizes)
 
 
 def held_box(
-    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinate: Coordinate
+    shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
 ) -> tuple[Span, ...]:
     """The spans, one per tensor dim, of the shard of the rank at `coordinate`; first to last where it is strided."""
-    return tuple(held_span(n, parts_of(layout.cuts(d), mesh_shape, coordinate)) for d, n in enumerate(shape))
+    box = [(0, n) for n in shape]
+    for d, parts, _ in _cut_dims(layout, mesh_shape, coordinate):
+        box[d] = held_span(shape[d], parts)
+    return tuple(box)
 
 
 def elements_in_common(
-    shape: Sequence[int], held: Layout, held_at: tuple[Sequence[int], Coordinate], wanted: Layout,
-    wanted_at: tuple[Sequence[int], Coordinate],
+    shape: Sequence[int], held: Layout, held_at: tuple[tuple[int, ...], Coordinate], wanted: Layout,
+    wanted_at: tuple[tuple[int, ...], Coordinate],
 ) -> int:  # fmt: skip
     """Elements of one rank's shard under `wanted` that are in one rank's under `held`; mesh shape and coordinate of
     each."""
+    cut_here, cut_there = ({d: p for d, p, _ in _cut_dims(x, *at)} for x, at in ((held, held_at), (wanted, wanted_at)))
+    strided = {*held.strided_dims, *wanted.strided_dims}
     count = 1
     for d, extent in enumerate(shape):
-        a, b = parts_of(held.cuts(d), *held_at), parts_of(wanted.cuts(d), *wanted_at)
-        if d in held.strided_dims or d in wanted.strided_dims:
+        a, b = cut_here.get(d, ()), cut_there.get(d, ())
+        if d in strided:
             runs = common_runs(extent, a, b)
             count *= int((runs[:, 2] * runs[:, 3]).sum())
         else:
@@ -172,8 +185,11 @@ def spans_along(
     extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinates: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Start and stop, [n] each, of what the ranks at `coordinates`, [mesh dims, n], hold of a tensor dim."""
-    start = np.zeros(coordinates.shape[1], dtype=np.int64)
-    stop = np.full(coordinates.shape[1], extent, dtype=np.int64)
+    number = coordinates.shape[1]
+    if not order:
+        return np.zeros(number, dtype=np.int64), np.full(number, extent, dtype=np.int64)
+    start: Any = 0
+    stop: Any = extent
     for mesh_dim in order:
         size = -(-(stop - start) // mesh_shape[mesh_dim])
         start = np.minimum(start + coordinates[mesh_dim] * size, stop)
@@ -181,16 +197,22 @@ def spans_along(
     return start, stop
 
 
-def spans_at(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray) -> np.ndarray:
-    """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n, 2].
+def spans_at(
+    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n] each.
 
     Of tensor dims that are cut plainly; of strided ones the whole dim.
     """
     orders = {d: order for d, order in layout.orders if d not in layout.strided_dims}
-    out = np.empty((len(shape), coordinates.shape[1], 2), dtype=np.int64)
+    start = np.zeros((len(shape), coordinates.shape[1]), dtype=np.int64)
+    stop = np.empty_like(start)
     for d, extent in enumerate(shape):
-        out[d, :, 0], out[d, :, 1] = spans_along(extent, orders.get(d, ()), mesh_shape, coordinates)
-    return out
+        if d in orders:
+            start[d], stop[d] = spans_along(extent, orders[d], mesh_shape, coordinates)
+        else:
+            stop[d] = extent
+    return start, stop
 
 
 def overlaps(

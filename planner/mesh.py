@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,21 @@ class Mesh:
         fields = {"shape": shape, "names": None if names is None else tuple(names), "dims": dims, "offset": offset}
         for name, value in {**fields, "table": table}.items():
             object.__setattr__(self, name, value)
+        # Meshes are keys of many tables. Of numbers alone: another process would hash names otherwise.
+        object.__setattr__(self, "_hash", hash((dims, offset, table or ())))
         return self
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or self._described == other._described
+
+    @property
+    def _described(self) -> tuple[Any, ...]:
+        return self.shape, self.names, self.dims, self.offset, self.table
 
     def _derived(self, dims: Iterable[Sequence[Pair]], names: Sequence[str] | None, offset: int | None = None) -> Mesh:
         return Mesh.__new__(Mesh)._set(dims, names, self.offset if offset is None else offset, self.table)
@@ -250,7 +265,7 @@ class Mesh:
 
     def same_ranks(self, other: Mesh) -> bool:
         """Whether the same rank stands at each coordinate: meshes that differ at most in names."""
-        return self.shape == other.shape and bool((self.rank_array == other.rank_array).all())
+        return self is other or self.shape == other.shape and bool((self.rank_array == other.rank_array).all())
 
     def overlaps(self, other: Mesh) -> bool:
         """Whether a rank is in both meshes."""
@@ -275,7 +290,8 @@ class Mesh:
         Raises:
             ArgumentError: there is no such position.
         """
-        (position,) = whole_numbers("rank: position", [position])
+        if type(position) is not int:
+            (position,) = whole_numbers("rank: position", [position])
         if not 0 <= position < self.size:
             raise ArgumentError(
                 f"rank: position {position} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}"
@@ -306,15 +322,23 @@ class Mesh:
         Raises:
             ArgumentError: there is no such position.
         """
-        (position,) = whole_numbers("position", [position])
+        if type(position) is not int:
+            (position,) = whole_numbers("position", [position])
         if not 0 <= position < self.size:
             raise ArgumentError(f"position: {position}; allowed: 0..{self.size - 1}")
+        if self.ranks is None:
+            return position
         index = self.offset
         for pairs in reversed(self.dims):
             for n, stride in reversed(pairs):
                 position, digit = divmod(position, n)
                 index += digit * stride
         return index if self.table is None else self.table[index]
+
+    @cached_property
+    def coordinates(self) -> np.ndarray:
+        """[mesh dims, size] the coordinate of each position."""
+        return np.stack(np.unravel_index(np.arange(self.size), self.shape))
 
     @cached_property
     def strides(self) -> np.ndarray:
@@ -339,11 +363,17 @@ class Mesh:
         return self.positions_of((ranks // node_size * node_size)[:, None] + np.arange(node_size))
 
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
-        """The positions reached from `position` by moving along `dims`, row-major."""
-        positions = [self.position([0 if d in dims else c for d, c in enumerate(self.coordinate(position))])]
-        for d in sorted(dims):
-            stride = math.prod(self.shape[d + 1 :])
-            positions = [p + i * stride for p in positions for i in range(self.shape[d])]
+        """The positions reached from `position` by moving along `dims`, row-major.
+
+        Raises:
+            ArgumentError: there is no such position.
+        """
+        if not 0 <= position < self.size:
+            self.coordinate(position)  # says so
+        along = [(self.shape[d], math.prod(self.shape[d + 1 :])) for d in sorted(dims)]
+        positions = [position - sum(position // stride % n * stride for n, stride in along)]
+        for n, stride in along:
+            positions = [p + i * stride for p in positions for i in range(n)]
         return tuple(positions)
 
     def __str__(self) -> str:

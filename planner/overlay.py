@@ -37,21 +37,27 @@ def overlay(
 
     A tensor dim that a strided shard cuts has two axes, one from span to span and one along them.
     """
-    low, high = spans_at(shape, source, source_mesh, holders.T), spans_at(shape, target, target_mesh, receivers.T)
-    start, stop = np.maximum(low[..., 0], high[..., 0]), np.minimum(low[..., 1], high[..., 1])
+    held_from, held_to = spans_at(shape, source, source_mesh, holders.T)
+    wanted_from, wanted_to = spans_at(shape, target, target_mesh, receivers.T)
+    start, stop = np.maximum(held_from, wanted_from), np.minimum(held_to, wanted_to)
     strided = sorted({*source.strided_dims, *target.strided_dims})
-    plain = [d for d in range(len(shape)) if d not in strided]
-    pair = np.flatnonzero((start < stop)[plain].all(axis=0))
-    source_start, target_start = (start - low[..., 0])[:, pair].T, (start - high[..., 0])[:, pair].T
-    length = (stop - start)[:, pair].T
+    meets = start < stop
+    if strided:
+        meets[strided] = True
+    pair = np.flatnonzero(meets.all(axis=0))
+    found = start - held_from, start - wanted_from, stop - start
+    source_start, target_start, length = (x.T if len(pair) == len(holders) else x.T[pair] for x in found)
+    if not strided:
+        ones = np.ones_like(length)
+        return Overlay(pair, source_start, target_start, length, ones, ones, tuple(range(len(shape))))
     runs: dict[int, np.ndarray] = {}
     for d in strided:
-        found, which = _runs_of_pairs(
+        rows, which = _runs_of_pairs(
             shape[d], source.cuts(d), source_mesh, holders[pair], target.cuts(d), target_mesh, receivers[pair]
         )
         pair, source_start, target_start, length = (x[which] for x in (pair, source_start, target_start, length))
-        runs = {other: rows[which] for other, rows in runs.items()} | {d: found}
-        source_start[:, d], target_start[:, d] = found[:, 0], found[:, 1]
+        runs = {other: found[which] for other, found in runs.items()} | {d: rows}
+        source_start[:, d], target_start[:, d] = rows[:, 0], rows[:, 1]
     extent, source_step, target_step, axes = [], [], [], []
     ones = np.ones(len(pair), dtype=np.int64)
     for d in range(len(shape)):
@@ -65,8 +71,7 @@ def overlay(
             source_step.append(ones)
             target_step.append(ones)
             axes.append(d)
-    none = ones[:, None][:, :0]  # of a scalar
-    sizes, here, there = (np.stack(x, axis=1) if x else none for x in (extent, source_step, target_step))
+    sizes, here, there = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
     return Overlay(pair, source_start, target_start, sizes, here, there, tuple(axes))
 
 

@@ -14,7 +14,7 @@ from .arguments import Asked, check_layout, check_shape, check_target, checked, 
 from .between_meshes import plan_crossing
 from .crossing import union
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import Change
+from .exchange import Change, change_of
 from .index_sets import held_sizes
 from .layout import Layout, Replicate, Shard
 from .mesh import Mesh, whole_numbers
@@ -110,11 +110,11 @@ def _cost(
 def _plan(mesh: Mesh, asked: Asked) -> Program:
     shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     if topology is None and asked.max_bytes is None:
-        stops = checked(mesh, shape, dtype, asked.src, asked.dst)
+        stops = checked(mesh, len(shape), dtype, asked.src, asked.dst)
         src, dst = asked.src, asked.dst
-        if len(stops) == 2:
+        if len(stops) == 2 and src.has_partial:  # else the direct exchange is all that is to be considered
             mesh, src, dst = narrowed(mesh, shape, src, dst)
-            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, shape, dtype, src, dst)))
+            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst)))
         return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)
     topology = topology or NVLINK_NODE
     found = _routed(mesh, shape, dtype, asked.src, asked.dst, topology, asked.max_bytes)
@@ -148,7 +148,7 @@ class _Routed(NamedTuple):
 def _routed(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
 ) -> _Routed:
-    checked(mesh, shape, dtype, src, dst)
+    checked(mesh, len(shape), dtype, src, dst)
     mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
     mesh, src, dst = narrowed(mesh, shape, src, dst)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
@@ -181,8 +181,8 @@ def _program(
     topology: Topology | None,
 ) -> Program:
     node_size = None if topology is None else topology.node_size
-    changes = (Change(mesh, shape, dtype, a, b, node_size) for a, b in pairwise(route.stops))
-    steps = tuple(step_of(change, rank) for change in changes)
+    changes = (change_of(mesh, dtype, a, b, node_size) for a, b in pairwise(route.stops))
+    steps = tuple([step_of(change, shape, rank) for change in changes])
     return Program(mesh, shape, dtype, src, dst, steps, rank, topology, route.others)
 
 
@@ -194,27 +194,32 @@ def _cheapest_route(
     Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike. Among
     equals a stop wins where a reduced mesh dim ends up replicated: it reduces every element once, not once per replica.
     """
-    change = Change(mesh, shape, dtype, source, target)
+    change = change_of(mesh, dtype, source, target)
     if not change.reduced:
         return source, target
-    routes: list[tuple[Layout, ...]] = [(source, target)]
-    bases = [source]
-    if set(change.split) <= set(change.reduced):
-        bases.append(target)
-    for base in bases:
-        for dim in range(len(shape)):
-            if shape[dim] > 1 and (stop := scattered(base, change.reduced, dim)) not in (source, target):
-                routes.append((source, stop, target))
     replicated = any(target.placements[m] == Replicate() for m in change.reduced)
 
     def price(route: tuple[Layout, ...]) -> tuple[int, int]:
         taken = 0
-        for a, b in zip(route, route[1:], strict=False):
+        for a, b in pairwise(route):
             elements = math.prod(held_sizes(shape, b, mesh.shape, (0,) * mesh.ndim))
-            taken += elements * Change(mesh, shape, dtype, a, b).contributors * ITEMSIZE[dtype]
+            taken += elements * change_of(mesh, dtype, a, b).contributors * ITEMSIZE[dtype]
         return taken, -len(route) if replicated else len(route)
 
+    routes = [route for dim, route in _routes(change, len(shape)) if dim is None or shape[dim] > 1]
     return min(routes, key=price)
+
+
+@lru_cache(maxsize=1024)
+def _routes(change: Change, ndim: int) -> list[tuple[int | None, tuple[Layout, ...]]]:
+    """Routes for a value that is reduced, and the tensor dim that each is scattered along; None for the direct one."""
+    source, target = change.source, change.target
+    routes: list[tuple[int | None, tuple[Layout, ...]]] = [(None, (source, target))]
+    for base in (source, target) if set(change.split) <= set(change.reduced) else (source,):
+        for dim in range(ndim):
+            if (stop := scattered(base, change.reduced, dim)) not in (source, target):
+                routes.append((dim, (source, stop, target)))
+    return routes
 
 
 def scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:

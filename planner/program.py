@@ -235,7 +235,8 @@ class Program:
     def bytes_received(self) -> list[int]:
         """What comes from other ranks in all steps together."""
         size = ITEMSIZE[self.dtype]
-        return [sum(step.boxes.elements_received(r) for step in self.steps) * size for r in self.ranks]
+        exchanges = [step for step in self.steps if isinstance(step, Exchange)]
+        return [sum([step.boxes.elements_received(r) for step in exchanges]) * size for r in self.ranks]
 
     @cached_property
     def bytes_over_network(self) -> list[int]:

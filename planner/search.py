@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..errors import ArgumentError
 from .cost import Price, elements, prices
 from .dtypes import ITEMSIZE
-from .exchange import Change
+from .exchange import change_of
 from .layout import Layout, Partial
 from .mesh import Mesh
 from .ranks import ranks_of
@@ -70,8 +70,8 @@ class Search:
 
     def prices(self, pairs: Sequence[tuple[Layout, Layout]], unbounded: int = 0) -> list[Price]:
         """`price` of some steps, which takes little more than of one; of the first `unbounded` not of `least_us`."""
-        changes = [Change(self.mesh, self.shape, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
-        found = prices(changes, self.topology, unbounded)
+        changes = [change_of(self.mesh, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
+        found = prices(changes, self.shape, self.topology, unbounded)
         # What `staged` would do in stages is not tried at once.
         wide = [is_too_wide(self.mesh, a, b) for a, b in pairs] if self.mesh.size > MOST_TERMS else [False] * len(pairs)
         return [

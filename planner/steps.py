@@ -13,26 +13,26 @@ from .mesh import Mesh
 from .program import Exchange, Local, Reduce, Step
 
 
-def step_of(change: Change, rank: int | None) -> Step:
+def step_of(change: Change, shape: tuple[int, ...], rank: int | None) -> Step:
     plain = change.contributors == 1 and change.divisor == 1
     reduce = None if plain else Reduce(change.op, change.contributors, change.divisor)
     if reduce is not None:
         check_computed(change.dtype)
     partials = [p for p in change.target.placements if isinstance(p, Partial)]
     fill = identity(change.dtype, partials[0].op) if partials else 0
-    common = (change.mesh, change.source, change.mesh, change.target, change.boxes(rank), reduce, fill)
-    return Exchange(*common, change.closure) if change.communicates() else Local(*common)
+    common = (change.mesh, change.source, change.mesh, change.target, change.boxes(shape, rank), reduce, fill)
+    return Exchange(*common, change.closure) if change.communicates(shape) else Local(*common)
 
 
-def step_inside(both: Mesh, change: Change, rank: int | None) -> Step:
+def step_inside(both: Mesh, change: Change, shape: tuple[int, ...], rank: int | None) -> Step:
     """A step of one of two meshes, in positions of everyone."""
     mesh = change.mesh
     if rank is not None:
         (rank,) = mesh.positions_of(np.array([both.rank_at(rank)])).tolist()
     if rank == -1:
-        step = step_of(change, 0)
+        step = step_of(change, shape, 0)
         return replace(step, boxes=step.boxes.select(np.zeros(len(step.boxes), dtype=bool)))
-    step = step_of(change, rank)
+    step = step_of(change, shape, rank)
     places = both.positions_of(mesh.rank_array)
     sender = np.where(step.boxes.sender == FILL, FILL, places[step.boxes.sender])
     boxes = replace(step.boxes, receiver=places[step.boxes.receiver], sender=sender)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterator, Sequence
+from functools import cached_property
+from operator import mul
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..kernels import Boxes as StridedBoxes
+from ..kernels import Where
 from ..planner import FILL, Boxes, Program, Step
-from .copies import Copies, Reduction, Side, contiguous_strides
+from .copies import Copies, Reduction, Side, Terms, contiguous_strides
 from .landings import Landings
 from .lowering import WindowPolicy
 from .meeting import Address, Ask
@@ -88,9 +91,9 @@ class BoundStep:
         group = program.members(step, me) if members is None else members
         # Each rank begins with the peer after itself: writes spread over the peers.
         start = group.index(me)
+        self.members = np.array(sorted(group))
         self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
         self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
-        self.incoming = step.boxes.select(step.boxes.receiver == me)
 
     def launched(self) -> Iterator[Copies | Reduction]:
         """All that a run may launch, in whichever attribute it is."""
@@ -102,6 +105,35 @@ class BoundStep:
                     if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
                         yield kept
 
+    @cached_property
+    def boxes(self) -> Boxes:
+        """Rows in which this rank receives or sends."""
+        boxes = self.step.boxes
+        if self.program.rank is not None:
+            return boxes
+        return boxes.select((boxes.receiver == self.me) | (boxes.sender == self.me).any(axis=1))
+
+    @cached_property
+    def incoming(self) -> Boxes:
+        """Rows of what this rank ends with."""
+        return self.boxes.select(self.boxes.receiver == self.me)
+
+    def where(
+        self, extent: list[int], start: list[int], step: list[int], strides: Sequence[int], base: int = 0
+    ) -> Where:
+        """A box of a row in a buffer with strides, as kernels say it."""
+        axes = self.boxes.axes
+        offset = base + sum(map(mul, start, strides))
+        return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
+
+    @property
+    def contributors(self) -> int:
+        return self.step.reduce.contributors if self.step.reduce else 1
+
+    @cached_property
+    def _none(self) -> Boxes:
+        return self.boxes.select(np.zeros(0, np.int64))
+
     def fill_rows(self) -> Boxes:
         return self.incoming.select(self.incoming.sender[:, 0] == FILL)
 
@@ -111,8 +143,9 @@ class BoundStep:
 
     def outgoing(self, peer: int, contributor: int) -> Boxes:
         """Rows that this rank contributes to a peer."""
-        boxes = self.step.boxes
-        return boxes.select((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
+        boxes = self.boxes
+        rows = np.flatnonzero((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
+        return boxes.select(rows) if len(rows) else self._none
 
     def fills(self) -> tuple[int, int, Boxes, Side, Side]:
         rows = self.fill_rows()
@@ -121,31 +154,23 @@ class BoundStep:
     def empty(self) -> torch.Tensor:
         return self.world.empty(self.shape, self.dtype, self.device)
 
-    def reduction(self, staged: list[Side], buffers: np.ndarray | int = 1) -> Reduction:
+    def reduction(self, staged: Terms, buffers: np.ndarray | int = 1) -> Reduction:
         """Reduce into the output from the input (source 0) and the contributions of others, at `staged`.
 
         `buffers`: the sources that these are in, [n, contributors] or one for all.
         """
         rows, reduce = self.incoming, self.step.reduce
         assert reduce is not None
-        own = Side.source(rows, self.source_strides)
-        source, offset, stride = [], [], []
-        where = np.broadcast_to(buffers, rows.sender.shape)
-        for contributor in range(reduce.contributors):
-            sender = rows.sender[:, contributor]
-            is_own = sender == self.me
-            source.append(np.where(sender == FILL, FILL, np.where(is_own, 0, where[:, contributor])))
-            offset.append(np.where(is_own, own.offset, staged[contributor].offset))
-            stride.append(np.where(is_own[:, None], own.stride, staged[contributor].stride))
-        target = Side.target(rows, self.strides)
-        boxes = StridedBoxes(
-            source=np.stack(source, axis=1),
+        own, target = Side.source(rows, self.source_strides), Side.target(rows, self.strides)
+        is_own = rows.sender == self.me
+        boxes = StridedBoxes.unchecked(
+            self.step.fill,
+            source=np.where(rows.sender == FILL, FILL, np.where(is_own, 0, buffers)),
             target=np.zeros(len(rows), np.int64),
-            source_offset=np.stack(offset, axis=1),
+            source_offset=np.where(is_own, own.offset[:, None], staged.offset),
             target_offset=target.offset,
             extent=rows.extent,
-            source_stride=np.stack(stride, axis=1),
+            source_stride=np.where(is_own[:, :, None], own.stride[:, None], staged.stride),
             target_stride=target.stride,
-            fill=self.step.fill,
         )
         return Reduction(boxes, reduce, self.dtype, self.device)

@@ -13,6 +13,8 @@ from ..kernels import Boxes as StridedBoxes
 from ..kernels import (
     CopyTable,
     ReduceTable,
+    SourceRows,
+    TargetRows,
     copy_boxes,
     copy_table,
     reduce_boxes,
@@ -50,7 +52,8 @@ class Side:
     ) -> None:
         per_dim = np.array(strides, dtype=np.int64)
         self.offset = start @ per_dim + base
-        self.stride = step * per_dim[list(boxes.axes)]
+        # An axis for each tensor dim, or more.
+        self.stride = step * (per_dim if len(boxes.axes) == len(per_dim) else per_dim[list(boxes.axes)])
 
     @classmethod
     def source(cls, boxes: Boxes, strides: Sequence[int]) -> Side:
@@ -64,6 +67,10 @@ class Side:
     def packed(cls, boxes: Boxes) -> Side:
         """Boxes one after the other, each contiguous."""
         side = cls.__new__(cls)
+        if len(boxes) == 1:
+            side.offset = np.zeros(1, np.int64)
+            side.stride = np.array([contiguous_strides(boxes.extent[0].tolist())], dtype=np.int64)
+            return side
         sizes = boxes.elements
         side.offset = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if len(sizes) else sizes
         tail = np.cumprod(np.maximum(boxes.extent[:, :0:-1], 1), axis=1)[:, ::-1]
@@ -79,6 +86,25 @@ class Side:
             side.offset = side.offset + (piece.into * self.stride[piece.rows]).sum(axis=1)
         side.stride = self.stride[piece.rows]
         return side
+
+
+class Terms:
+    """Where the terms of boxes lie: offsets [n, contributors] and strides [n, contributors, axes], in elements.
+
+    `bases`: [n, contributors], what is added to where boxes lie by `side`.
+    """
+
+    def __init__(self, side: Side, bases: np.ndarray) -> None:
+        self.offset = side.offset[:, None] + bases
+        self.stride = side.stride[:, None].repeat(bases.shape[1], axis=1)
+
+    def put(self, rows: np.ndarray, contributor: int, side: Side) -> None:
+        """Some boxes have a term elsewhere."""
+        self.offset[rows, contributor], self.stride[rows, contributor] = side.offset, side.stride
+
+    def put_all(self, terms: np.ndarray, other: Terms) -> None:
+        """Some terms, by a mask [n, contributors], lie where `other` says."""
+        self.offset[terms], self.stride[terms] = other.offset[terms], other.stride[terms]
 
 
 class Piece(NamedTuple):
@@ -102,6 +128,8 @@ class Whole:
 
     def pieces(self, boxes: Boxes) -> list[Piece]:
         """Where boxes that are read from the tensor lie."""
+        if not len(boxes):
+            return []
         return [Piece(self.buffer, np.arange(len(boxes)), None, boxes, Side.source(boxes, self.strides))]
 
 
@@ -141,14 +169,27 @@ def is_plain(boxes: Boxes) -> bool:
 
 def run_of(boxes: Boxes, side: Side) -> int | None:
     """Where boxes begin that lie in memory one after the other, each contiguous, as if packed; None if they do not."""
-    packed = Side.packed(boxes)
-    adjoining = (side.offset - side.offset[:1] == packed.offset).all()
-    contiguous = ((side.stride == packed.stride) | (boxes.extent <= 1)).all()
-    return int(side.offset[0]) if len(boxes) and adjoining and contiguous else None
+    offsets, end = side.offset.tolist(), None
+    for offset, extent, strides in zip(offsets, boxes.extent.tolist(), side.stride.tolist(), strict=True):
+        if end is not None and offset != end:
+            return None
+        size = 1
+        for n, stride in zip(reversed(extent), reversed(strides), strict=True):
+            if n > 1 and stride != size:
+                return None
+            size *= n
+        end = offset + size
+    return offsets[0] if offsets else None
 
 
 class Copies:
     """Boxes copied from some tensors into others; a part is (source, target, boxes, source side, target side)."""
+
+    table: CopyTable | None = None
+    fill: float | int | bool
+    _targets: TargetRows
+    _sources: SourceRows
+    _views: dict[Address, list[torch.Tensor]]
 
     def __init__(
         self, parts: Sequence[tuple[int, int, Boxes, Side, Side]], fill: float | int | bool, dtype: torch.dtype,
@@ -158,18 +199,36 @@ class Copies:
         self.empty = not parts
         if self.empty:
             return
-        self.boxes = StridedBoxes(
-            source=np.concatenate([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
-            target=np.concatenate([np.full(len(b), t) for _, t, b, _, _ in parts]),
-            source_offset=np.concatenate([s.offset for _, _, _, s, _ in parts])[:, None],
-            target_offset=np.concatenate([t.offset for _, _, _, _, t in parts]),
-            extent=np.concatenate([b.extent for _, _, b, _, _ in parts]),
-            source_stride=np.concatenate([s.stride for _, _, _, s, _ in parts])[:, None],
-            target_stride=np.concatenate([t.stride for _, _, _, _, t in parts]),
-            fill=fill,
+        boxes = StridedBoxes.unchecked(
+            fill,
+            source=_joined([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
+            target=_joined([np.full(len(b), t) for _, t, b, _, _ in parts]),
+            source_offset=_joined([s.offset for _, _, _, s, _ in parts])[:, None],
+            target_offset=_joined([t.offset for _, _, _, _, t in parts]),
+            extent=_joined([b.extent for _, _, b, _, _ in parts]),
+            source_stride=_joined([s.stride for _, _, _, s, _ in parts])[:, None],
+            target_stride=_joined([t.stride for _, _, _, _, t in parts]),
         )
-        self.table = None if is_plain_memory(device) else copy_table(self.boxes, dtype, device)
-        self._views: dict[Address, list[torch.Tensor]] = {}
+        self.fill, self._views = fill, {}
+        if is_plain_memory(device):
+            self._targets, self._sources = boxes.target_rows, boxes.source_rows
+        else:
+            self.table = copy_table(boxes, dtype, device)
+
+    @classmethod
+    def of_rows(
+        cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool, dtype: torch.dtype,
+        device: torch.device
+    ) -> Copies:  # fmt: skip
+        """Of boxes that are few, by where each lies."""
+        copies = cls.__new__(cls)
+        copies.empty = not targets
+        copies.fill, copies._views = fill, {}
+        if is_plain_memory(device):
+            copies._targets, copies._sources = targets, sources
+        elif targets:
+            copies.table = copy_table(StridedBoxes.of_rows(targets, sources, fill), dtype, device)
+        return copies
 
     def build(self, aligned: int) -> None:
         """Compile and upload what is launched for sources at multiples of so many bytes."""
@@ -194,16 +253,16 @@ class Copies:
             return
         views = None if key is None else self._views.get(key)
         if views is None:
-            views = target_views(self.boxes, targets)
+            views = target_views(self._targets, targets)
             if key is not None:
                 if len(self._views) >= _CACHED_ADDRESSES:
                     self._views.pop(next(iter(self._views)))
                 self._views[key] = views
-        for target, source in zip(views, source_views(self.boxes, sources), strict=True):
+        for target, source in zip(views, source_views(self._sources, sources), strict=True):
             if source:
                 target.copy_(source[0])
             else:
-                target.fill_(self.boxes.fill)
+                target.fill_(self.fill)
 
 
 class Reduction:
@@ -231,12 +290,16 @@ class Reduction:
             reduce_boxes(self.table, sources, targets)
             return
         for target, contributors in zip(
-            target_views(self.boxes, targets), source_views(self.boxes, sources), strict=True
+            target_views(self.boxes.target_rows, targets), source_views(self.boxes.source_rows, sources), strict=True
         ):
             if contributors:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)
             else:
                 target.fill_(self.boxes.fill)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _fix(

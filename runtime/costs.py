@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..errors import ShardweaveError
 from ..planner import Topology
 from ..planner import redistribute_cost as cost_on_mesh
-from ..planner.exchange import Change
+from ..planner.exchange import change_of
 from .dtypes import dtype_name
 from .group_caches import forget_dead_groups, kept_with_group
 from .specs import layout_of_spec, mesh_of
@@ -84,8 +84,8 @@ def _price(current: DTensorSpec, target: DTensorSpec) -> float:
     mesh, shape, dtype = mesh_of(current.mesh), tuple(current.tensor_meta.shape), dtype_name(current.tensor_meta.dtype)
     source, goal = layout_of_spec(current), layout_of_spec(target)
     price = cost_on_mesh(mesh, shape, dtype, source, goal, _topology)
-    change = Change(mesh, shape, dtype, source.without_size_one(mesh.shape), goal.without_size_one(mesh.shape))
-    return price if change.communicates() else 0.0
+    change = change_of(mesh, dtype, source.without_size_one(mesh.shape), goal.without_size_one(mesh.shape))
+    return price if change.communicates(shape) else 0.0
 
 
 def priced_on() -> Topology | None:

@@ -67,6 +67,10 @@ class Lowering:
         return f"{self.how}: {self.why}"
 
 
+_PUSH = Lowering("push", "ranks write into each other's memory")
+_LOCAL = Lowering("local", "no rank receives anything")
+
+
 class Means(Protocol):
     """What a world has to carry out exchanges with."""
 
@@ -104,12 +108,12 @@ def check_reduction(reduction: object) -> Reduction:
 def lower(program: Program, step: Step, position: int, world: Means, reduction: Reduction = "ordered") -> Lowering:
     """The means for a step. Follows from what all ranks that meet know alike, so they choose alike."""
     if not isinstance(step, Exchange):
-        return Lowering("local", "no rank receives anything")
+        return _LOCAL
+    if world.one_sided and not world.windows:
+        return _PUSH
     members = window_members(program, step, position) if world.windows else program.members(step, position)
-    if world.one_sided:
-        if world.windows:
-            return _through_windows(program, step, members, world.windows)
-        return Lowering("push", "ranks write into each other's memory")
+    if world.one_sided and world.windows:
+        return _through_windows(program, step, members, world.windows)
     if step.group is not None and len(members) == 1:
         return Lowering("local", "this rank has no part in it")
     ranks = [program.mesh.rank_at(p) for p in members]

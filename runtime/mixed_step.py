@@ -66,7 +66,7 @@ class MixedStep(OneSidedStep):
 
     def bind_reduction(self) -> None:
         pushed = self.pushed(self.incoming)
-        _from_either(self.staged, self.far.staged, pushed)
+        self.staged.put_all(~pushed, self.far.staged)
         self.reduce = self.reduction(self.staged, np.where(pushed, _LANDED, _RECEIVED))
 
     def run(self, x: torch.Tensor, token: int) -> Run:
@@ -106,7 +106,7 @@ class WindowedMixedStep(WindowedStep):
         landed = np.isin(rows.sender, self.peers)
         if self.step.reduce:
             staged = self.landed(rows)
-            _from_either(staged, self.far.staged, landed)
+            staged.put_all(~landed, self.far.staged)
             return self.reduction(staged, np.where(landed, _LANDED, _RECEIVED))
         came = rows.select(landed[:, 0])
         near = (_LANDED, came, Side.target(came, self.strides))
@@ -130,11 +130,3 @@ class WindowedMixedStep(WindowedStep):
         if self.window is not None:
             self.fill_windows(x)
             self.windows.signal(self.window, "meet", token)
-
-
-def _from_either(near: Sequence[Side], far: Sequence[Side], is_near: np.ndarray) -> None:
-    """Where contributions lie: as `near` says where `is_near`, [n, contributors], else as `far` does."""
-    for contributor, (here, there) in enumerate(zip(near, far, strict=True)):
-        which = is_near[:, contributor]
-        here.offset = np.where(which, here.offset, there.offset)
-        here.stride = np.where(which[:, None], here.stride, there.stride)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..planner import Boxes, Exchange
+from ..kernels import SourceRows, TargetRows
+from ..planner import FILL, Boxes, Exchange
 from .bound_step import BoundStep, Run
-from .copies import Copies, Side, contiguous_strides
+from .copies import Copies, Side, Terms, contiguous_strides
 from .landings import LARGEST_KEPT
 from .meeting import Address, Meet, Mixed, Transfer
 
@@ -33,53 +34,61 @@ class OneSidedStep(BoundStep):
         self.lands_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
         slabs = 1 if self.lands_in_output else min(step.slabs, len(self.peers))
         self.landing_shape = self.shape if self.lands_in_output else (slabs, *self.shape)
+        shapes = {p: self.program.shape_after(step, p) for p in self.members.tolist()}
+        nbytes = {p: math.prod(shape) * slabs * self.dtype.itemsize for p, shape in shapes.items()}
+        self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
+        self.largest = largest
+        written = self._written(shapes)
         self.pushes: list[tuple[int, int, Copies]] = []
-        largest = self.nbytes(self.shape, slabs)
         for index, peer in enumerate(self.peers):
-            shape = self.program.shape_after(step, peer)
-            strides, nbytes = contiguous_strides(shape)[: len(self.program.shape)], self.nbytes(shape, slabs)
-            largest = max(largest, nbytes)
-            parts = []
-            for contributor in range(self.contributors):
-                rows = self.outgoing(peer, contributor)
-                target = Side.target(rows, strides, self.slabs_of(rows)[:, contributor] * math.prod(shape))
-                parts.append((0, 0, rows, Side.source(rows, self.source_strides), target))
-            copies = Copies(parts, step.fill, self.dtype, self.device)
-            if not copies.empty:
-                self.pushes.append((index, nbytes, copies))
-        self.own_nbytes, self.largest = self.nbytes(self.shape, slabs), largest
+            if not written[peer].empty:
+                self.pushes.append((index, nbytes[peer], written[peer]))
         group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
         self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
         self.own: Copies | None = None
         if reduce:
-            bases = self.slabs_of(self.incoming) * math.prod(self.shape)
-            self.staged = [Side.target(self.incoming, self.strides, base) for base in bases.T]
+            rows = self.incoming
+            self.staged = Terms(Side.target(rows, self.strides), self.slabs_of(rows) * math.prod(self.shape))
             self.bind_reduction()
         else:
-            rows = self.kept_rows()
-            sides = Side.source(rows, self.source_strides), Side.target(rows, self.strides)
-            self.own = Copies([(0, 0, rows, *sides), self.fills()], step.fill, self.dtype, self.device)
+            self.own = written[self.me]
+
+    def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Copies]:
+        """What this rank writes into the buffer of each member, by position: of its own, what it keeps and what is
+        filled, unless values are reduced. `shapes`: of what members end with."""
+        me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
+        here, strides = self.source_strides, {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
+        slabs = self.slabs_of(self.boxes).tolist() if reduce else []
+        targets: dict[int, TargetRows] = {p: [] for p in shapes}
+        sources: dict[int, SourceRows] = {p: [] for p in shapes}
+        for i, (receiver, senders, start, to, extent, step, to_step) in enumerate(self.boxes.numbers()):
+            fills = receiver == me and not reduce and senders[0] == FILL
+            if receiver not in shapes or not (fills or me in senders) or (receiver == me and reduce):
+                continue
+            there, base = strides[receiver], 0
+            if reduce:
+                base = slabs[i][senders.index(me)] * math.prod(shapes[receiver])
+            targets[receiver].append((0, self.where(extent, to, to_step, there, base)))
+            sources[receiver].append([] if fills else [(0, self.where(extent, start, step, here))])
+        parts = zip(targets.values(), sources.values(), strict=True)
+        written = (Copies.of_rows(*rows, self.step.fill, self.dtype, self.device) for rows in parts)
+        return dict(zip(shapes, written, strict=True))
 
     def bind_reduction(self) -> None:
         self.reduce = self.reduction(self.staged)
 
-    @property
-    def contributors(self) -> int:
-        return self.step.reduce.contributors if self.step.reduce else 1
-
     def pushed(self, rows: Boxes) -> np.ndarray:
         """Which contributions to rows of this rank or a peer are pushed, [n, contributors]."""
-        return np.isin(rows.sender, (self.me, *self.peers)) & (rows.sender != rows.receiver[:, None])
+        place = np.searchsorted(self.members, rows.sender)
+        within = self.members.take(place, mode="clip") == rows.sender
+        return within & (rows.sender != rows.receiver[:, None])
 
     def slabs_of(self, rows: Boxes) -> np.ndarray:
         """Which slab of its receiver each contribution goes to, [n, contributors]; of those that are not pushed none,
         whatever is said."""
         return (np.cumsum(self.pushed(rows), axis=1) - 1).clip(0)
-
-    def nbytes(self, shape: Sequence[int], slabs: int) -> int:
-        return math.prod(shape) * slabs * self.dtype.itemsize
 
     def land(self) -> torch.Tensor:
         """A buffer for what peers push."""

@@ -132,7 +132,7 @@ def layout_of_spec(spec: DTensorSpec, mesh: Mesh | None = None) -> Layout:
             f"rank holds which; allowed: a mesh whose ranks ascend along it"
         )
     if not any(isinstance(p, torch_types._StridedShard) for p in spec.placements):
-        return layout_of(spec.placements, spec.mesh.shape, spec.shard_order)
+        return _unstrided(spec.placements, spec.shard_order)
     if spec.use_strided_shard_as_shard_order:
         return layout_of(spec.placements, spec.mesh.shape)
     # Made by a view: no order, also where one has the same split factors.
@@ -140,6 +140,11 @@ def layout_of_spec(spec: DTensorSpec, mesh: Mesh | None = None) -> Layout:
         StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p for p in _planners(spec.placements)
     ]
     return Layout(own, _orders(spec.shard_order))
+
+
+@lru_cache(maxsize=1024)
+def _unstrided(placements: tuple[Any, ...], shard_order: Any) -> Layout:
+    return Layout(_planners(placements), _orders(shard_order))
 
 
 def _orders(shard_order: Any) -> dict[int, tuple[int, ...]]:

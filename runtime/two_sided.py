@@ -10,7 +10,7 @@ import torch
 
 from ..planner import FILL, Boxes, Exchange, Step
 from .bound_step import BoundStep, Run
-from .copies import Copies, Patchwork, Reduction, Side, Whole, is_plain, run_of
+from .copies import Copies, Patchwork, Reduction, Side, Terms, Whole, is_plain, run_of
 from .lowering import Lowering
 from .meeting import AllGather, Transfer
 
@@ -109,7 +109,8 @@ class TwoSidedStep(BoundStep):
         """What is to be unpacked."""
         self.receives: list[tuple[int, int, int, bool]] = []
         """Rank, first and last element, and whether in the output itself."""
-        self.staged = [Side.target(self.incoming, self.strides) for _ in range(self.contributors)]
+        bases = np.zeros((1, self.contributors), np.int64)
+        self.staged = Terms(Side.target(self.incoming, self.strides), bases)
         unpack: list[Part] = []
         in_place = shared is None and not (self.leave_apart or self.step.reduce)
         in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
@@ -118,6 +119,8 @@ class TwoSidedStep(BoundStep):
             first = base = self._aligned(base) if shared is None else shared.received_at[peer]
             for contributor in range(self.contributors):
                 here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
+                if not len(here):
+                    continue
                 rows = self.incoming.select(here)
                 target = Side.target(rows, self.strides)
                 run = run_of(rows, target) if in_place else None
@@ -126,8 +129,7 @@ class TwoSidedStep(BoundStep):
                     continue
                 packed = Side.packed(rows)
                 packed.offset = packed.offset + base
-                self.staged[contributor].offset[here] = packed.offset
-                self.staged[contributor].stride[here] = packed.stride
+                self.staged.put(here, contributor, packed)
                 unpack.append((self.arrived, 0, rows, packed, target))
                 base += int(rows.elements.sum())
             if base > first:
@@ -156,10 +158,6 @@ class TwoSidedStep(BoundStep):
 
     def _aligned(self, elements: int) -> int:
         return -(-elements // self.unit) * self.unit
-
-    @property
-    def contributors(self) -> int:
-        return self.step.reduce.contributors if self.step.reduce else 1
 
     def run(self, x: torch.Tensor | list[torch.Tensor], token: int) -> Run:
         buffers = x if isinstance(x, list) else [x]

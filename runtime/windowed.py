@@ -10,7 +10,7 @@ import torch
 
 from ..planner import FILL, Boxes, Program, Step
 from .bound_step import BoundStep, Run, World
-from .copies import Copies, Side, contiguous_strides
+from .copies import Copies, Side, Terms, contiguous_strides
 from .lowering import Lowering, window_bytes, window_members
 from .windows import Use, Window
 
@@ -82,7 +82,7 @@ class WindowedStep(BoundStep):
 
     def slabs_of(self, receiver: int) -> list[int]:
         """Which of a receiver's slabs each contribution goes to; its own to none, whatever is said."""
-        terms = self.step.reduce.contributors if self.step.reduce else 1
+        terms = self.contributors
         if not self.step.receivers_contribute:
             return list(range(terms))
         boxes = self.step.boxes
@@ -109,10 +109,10 @@ class WindowedStep(BoundStep):
         came = rows.select((rows.sender[:, 0] != self.me) & (rows.sender[:, 0] != FILL))
         return self.copied([(1, came, Side.target(came, self.strides))])
 
-    def landed(self, rows: Boxes) -> list[Side]:
+    def landed(self, rows: Boxes) -> Terms:
         """Where in this rank's window each contribution to rows of it lies."""
-        size = math.prod(self.shape)
-        return [Side.target(rows, self.strides, slab * size) for slab in self.slabs_of(self.me)]
+        bases = np.array([self.slabs_of(self.me)]) * math.prod(self.shape)
+        return Terms(Side.target(rows, self.strides), bases)
 
     def _publishing(self) -> Copies:
         """The whole input (source 0) into this rank's window."""
@@ -136,14 +136,11 @@ class WindowedStep(BoundStep):
                 came = rows.select(rows.sender[:, 0] == peer)
                 parts.append((source, came, Side.source(came, strides[peer])))
             return self.copied(parts)
-        staged = []
-        for contributor in range(self.step.reduce.contributors):
-            side = Side.source(rows, self.source_strides)
+        staged = Terms(Side.source(rows, self.source_strides), np.zeros((1, self.contributors), np.int64))
+        for contributor in range(self.contributors):
             for peer in self.peers:
                 at = np.flatnonzero(rows.sender[:, contributor] == peer)
-                theirs = Side.source(rows.select(at), strides[peer])
-                side.offset[at], side.stride[at] = theirs.offset, theirs.stride
-            staged.append(side)
+                staged.put(at, contributor, Side.source(rows.select(at), strides[peer]))
         buffers = np.ones_like(rows.sender)
         for source, peer in enumerate(self.peers, 1):
             buffers[rows.sender == peer] = source

@@ -3,7 +3,8 @@ the one call of torch.distributed that is meant for it.
 
 The demo's (weights and activations of real models' sizes, scaled, placed as a sharding solver places them; FSDP2's own
 program issues single collectives, where both plans are the same), and sweeps over sizes. Every result is checked
-before it is timed. Sources rotate past the last-level cache; outputs are new tensors, kept for some calls. Bytes are
+before it is timed. And tensors of a new length in every call: what a request takes of whose shape nothing is ready, on
+either side. Sources rotate past the last-level cache; outputs are new tensors, kept for some calls. Bytes are
 those that the rank receives that receives most, of stock and plain calls as gloo moves them; the ceiling is a bare copy
 of the bytes that it has to receive, by all ranks at once.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -30,7 +33,7 @@ from shardweave.bench.measuring import Sink
 from shardweave.bench.packed_all_to_all import PackedAllToAll
 from shardweave.bench.ranks import Send
 from shardweave.bench.stock_plans import Stock, count_stock
-from shardweave.bench.turns import KEPT, Rotation, copies, rotated, rotating, slowest, time_sides
+from shardweave.bench.turns import KEPT, Rotation, copies, in_order, rotated, rotating, slowest, time_sides
 from shardweave.bench.workloads import Workload, load_workloads
 
 RANKS = 4
@@ -39,6 +42,8 @@ SWEEPS = {"all-gather": ("S0", "R"), "re-shard": ("S0", "S1"), "reduce-scatter":
 PACKED, PLAIN = "packed all-to-all", "torch.distributed"
 SIDES = {"full": (64, 128, 256, 512, 1024, 2048, 4096), "quick": (128, 512, 2048), "dry": (12,)}
 ROUNDS = {"full": 15, "quick": 9, "dry": 1}
+NEW_LENGTHS = ("S0", "R"), ("R", "S0"), ("S0", "S1"), ("P", "S0"), ("P", "R")
+_SHORTEST, _COLUMNS, _FIRST_ROUNDS = 1001, {"full": 1024, "quick": 1024, "dry": 8}, 3
 _TURN_SECONDS = {"full": 0.03, "quick": 0.02, "dry": 0.0}
 _BYTES_ARE = "received, by the rank that receives most"
 
@@ -51,6 +56,16 @@ def sweep(scale: str) -> list[Workload]:
             found.append(
                 Workload(title, name, (RANKS,), ("x",), source, target, "float32", (n, n), (n, n)),
             )
+    return found
+
+
+def new_lengths(scale: str) -> list[Workload]:
+    """The first of the tensors of each case whose length is another in every call."""
+    found = []
+    for number, (source, target) in enumerate(NEW_LENGTHS[:1] if scale == "dry" else NEW_LENGTHS):
+        shape = _SHORTEST + 1000 * number, _COLUMNS[scale]
+        title = f"a new length in each call, {source} → {target}, n×{shape[1]} float32"
+        found.append(Workload(title, "new lengths", (RANKS,), ("x",), source, target, "float32", shape, shape))
     return found
 
 
@@ -68,7 +83,7 @@ def cases(scale: str) -> dict[str, tuple[str, ...]]:
     for one in workloads(scale):
         by_hand = [PACKED] * (not one.partial) + [PLAIN] * (one.name in swept)
         found[one.name] = ("ours", "ours, on gloo", "stock", *by_hand, "copy")
-    return found
+    return found | {one.name: ("ours", "ours, on gloo", "stock") for one in new_lengths(scale)}
 
 
 def test_redistribute(record: Callable[[], None]) -> None:
@@ -96,7 +111,8 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
             return
         put(case, by_rank, sink)
 
-    run_ranks(rank_main, RANKS, {"workloads": wanted, "scale": scale}, together)
+    changing = [one for one in new_lengths(scale) if one.name in names]
+    run_ranks(rank_main, RANKS, {"workloads": wanted, "new_lengths": changing, "scale": scale}, together)
 
 
 def memory_of(one: Workload, ways: int) -> int:
@@ -126,7 +142,7 @@ def put(case: str, by_rank: list[dict[str, Any]], sink: Sink) -> None:
             by_box.setdefault(found["box"], set()).add(found["digests"][contender])
         if any(len(digests) > 1 for digests in by_box.values()):
             faults.setdefault(contender, []).append("replicas differ")
-    copied = median(slowest([found["seconds"] for found in by_rank], "copy"))
+    copied = median(slowest([found["seconds"] for found in by_rank], "copy")) if first["must_move"] else 0.0
     for contender in first["seconds"]:
         samples = [seconds * 1e6 for seconds in slowest([found["seconds"] for found in by_rank], contender)]
         wrong = faults.get(contender)
@@ -159,6 +175,32 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             send({"case": workload.name, "unsuitable": str(reason)})
             continue
         send({"case": workload.name, **measure_case(case, meshes[key], planners[sizes], config["scale"])})
+    for workload in config["new_lengths"]:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=workload.mesh_names)
+        send({"case": workload.name, **measure_new_lengths(workload, mesh, ROUNDS[config["scale"]])})
+
+
+def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+    """The sides in turns, each time with a length that neither side has seen; the first rounds are not counted."""
+    length, columns = first.shape
+    faults: dict[str, str] = {}
+    seconds: dict[str, list[float]] = {side: [] for side in ("ours", "ours, on gloo", "stock")}
+    for number in range(_FIRST_ROUNDS + rounds):
+        for side in in_order(seconds, number):
+            length += 1
+            case = Case(replace(first, shape=(length, columns), full_shape=(length, columns)), mesh)
+            call = three_ways(case)[side]
+            dist.barrier()
+            began = time.perf_counter()
+            found = call(case.source)
+            took = time.perf_counter() - began
+            if number >= _FIRST_ROUNDS:
+                seconds[side].append(took)
+            if fault := case.fault(found.to_local(), pairwise=side == "stock"):
+                faults[side] = fault
+    detail = {"mesh": list(mesh.shape), "source": first.source, "target": first.target, "longest": length}
+    return {"seconds": seconds, "faults": faults, "digests": {}, "box": "", "bytes": {}, "bound": None,
+            "must_move": False, "detail": detail}  # fmt: skip
 
 
 def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> dict[str, Any]:
@@ -203,13 +245,17 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     }
 
 
-def ways_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[str, Callable[[DTensor], Any]]:
-    """Each contender's way, from the source on this rank to a DTensor, or to this rank's part of it."""
-    ways: dict[str, Callable[[DTensor], Any]] = {
+def three_ways(case: Case) -> dict[str, Callable[[DTensor], Any]]:
+    return {
         "ours": lambda x: shardweave.redistribute(x, case.placements),
         "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, world="collective"),
         "stock": lambda x: x.redistribute(placements=case.placements),
     }
+
+
+def ways_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[str, Callable[[DTensor], Any]]:
+    """Each contender's way, from the source on this rank to a DTensor, or to this rank's part of it."""
+    ways = three_ways(case)
     if "P" not in case.source_text + case.target_text:
         ways[PACKED] = partial(_of_local, _packed(case, program.mesh))
     plain = _plain(case, mesh)

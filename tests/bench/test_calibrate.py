@@ -107,13 +107,12 @@ def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None
     """The exchange that is timed, [2, 2 n, n k] float32 from S1 to S2, costs what the report says is fitted."""
     topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0, 11.0)
     k = 24
-    swap = Change(
-        Mesh((ranks,)), (2, 2 * ranks, ranks * k), "float32", Layout.parse("S1"), Layout.parse("S2"), node_size
-    )
+    shape = 2, 2 * ranks, ranks * k
+    swap = Change(Mesh((ranks,)), "float32", Layout.parse("S1"), Layout.parse("S2"), node_size)
     moved, kept = 16 * k * (ranks - 1), 16 * k
     kind, copied = ("node", kept) if node_size is None else ("network", kept + 2 * moved)
     expected = predicted_us(topology, kind, Sample(ranks - 1, moved, copied, 0.0))
-    assert topology.call_us + price(swap, topology).us == pytest.approx(expected)
+    assert topology.call_us + price(swap, shape, topology).us == pytest.approx(expected)
 
 
 @pytest.mark.plan

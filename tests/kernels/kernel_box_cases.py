@@ -136,6 +136,6 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, signed_zeros: bool = True
 def written(boxes: Boxes, sizes: list[int]) -> list[np.ndarray]:
     """Per target, [elements] bool: what the boxes write."""
     masks = [torch.zeros(size, dtype=torch.bool) for size in sizes]
-    for view in target_views(boxes, masks):
+    for view in target_views(boxes.target_rows, masks):
         view.fill_(True)
     return [mask.numpy() for mask in masks]

@@ -222,14 +222,14 @@ def test_wrong_buffers_and_fills_are_refused():
 def test_views_are_parts_of_the_buffers():
     base = torch.arange(40.0)
     box = one_box([2, 3], [10, 1], [3, 1], source_offset=2)
-    ((view,),) = source_views(box, [base[5:]])
+    ((view,),) = source_views(box.source_rows, [base[5:]])
     assert view.tolist() == [[7.0, 8.0, 9.0], [17.0, 18.0, 19.0]]
     out = torch.zeros(6)
-    (part,) = target_views(box, [out])
+    (part,) = target_views(box.target_rows, [out])
     part.copy_(view)
     assert out.tolist() == [7.0, 8.0, 9.0, 17.0, 18.0, 19.0]
-    assert source_views(one_box([2], [0], [1], source=-1), []) == [[]]
-    assert target_views(one_box([0], [1], [1], target_offset=99), [out])[0].shape == (0,)
+    assert source_views(one_box([2], [0], [1], source=-1).source_rows, []) == [[]]
+    assert target_views(one_box([0], [1], [1], target_offset=99).target_rows, [out])[0].shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

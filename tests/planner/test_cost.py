@@ -26,10 +26,10 @@ def test_some_ranks_stand_for_all(
     shape: tuple[int, ...], source: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = Mesh((64, 8))
-    change = Change(mesh, shape, "bfloat16", Layout.parse(source), Layout.parse(target), NVLINK_INFINIBAND.node_size)
-    some = price(change, NVLINK_INFINIBAND).us
+    change = Change(mesh, "bfloat16", Layout.parse(source), Layout.parse(target), NVLINK_INFINIBAND.node_size)
+    some = price(change, shape, NVLINK_INFINIBAND).us
     monkeypatch.setattr(ranks, "PRICED_WHOLE", mesh.size)
     ranks.ranks_of.cache_clear()
-    everyone = price(change, NVLINK_INFINIBAND).us
+    everyone = price(change, shape, NVLINK_INFINIBAND).us
     ranks.ranks_of.cache_clear()
     assert everyone / 2 < some < everyone * 2

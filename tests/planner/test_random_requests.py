@@ -117,7 +117,7 @@ def check(request: Request) -> None:
     assert_is_its_part_of_the_whole(alone, program)
     if topology is not None and program.steps:
         a, b = (x.without_size_one(finer) for x in (program.src, program.dst))
-        direct = price(Change(program.mesh, request.shape, request.dtype, a, b, topology.node_size), topology)
+        direct = price(Change(program.mesh, request.dtype, a, b, topology.node_size), request.shape, topology)
         assert program.cost_us is not None and program.cost_us <= direct.us + 0.001 * len(program.steps) + 1e-9
 
 

@@ -80,10 +80,10 @@ def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topolog
         a, b = Layout.parse(source), Layout.parse(target)
         if a == b or (a.has_partial and "R" in target):
             continue
-        change = Change(mesh, case.shape, "float32", a, b, topology.node_size)
-        program = Program(mesh, case.shape, "float32", a, b, (step_of(change, None),), None, topology)
+        change = Change(mesh, "float32", a, b, topology.node_size)
+        program = Program(mesh, case.shape, "float32", a, b, (step_of(change, case.shape, None),), None, topology)
         in_near, in_far, out_near, out_far, near, far = by_link(program, topology)
-        priced = price(change, topology).us
+        priced = price(change, case.shape, topology).us
         received = np.maximum(topology.node.us(in_near, near), topology.network.us(in_far, far)).max()
         both = np.maximum(
             topology.node.us(np.maximum(in_near, out_near), near), topology.network.us(np.maximum(in_far, out_far), far)

@@ -1,0 +1,107 @@
+"""Tensors whose shapes differ: what of a plan is shared between them, and that nothing else is."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from box_checks import BOX_COLUMNS, rows_touching
+
+from shardweave.planner import Layout, Mesh, Program, plan
+from shardweave.planner import exchange as exchange_module
+from shardweave.planner.exchange import Boxes, Change
+
+pytestmark = pytest.mark.plan
+
+LENGTHS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 1000, 1001, 1003)
+PAIRS = {
+    (4,): (("S0", "R"), ("S1", "R"), ("R", "S0"), ("S0", "S1"), ("P", "S0"), ("P", "R"), ("R", "P"), ("S0", "P")),
+    (2, 2): (("S0 S1", "R R"), ("S0 R", "R S1"), ("S0 S0", "S0 S0 @ 0:1,0"), ("P S0", "S0 R"), ("S0//3 R", "R S0")),
+    (2, 3): (("S0 S0", "R S0"), ("P P", "S1 R"), ("S1 S0", "S0 S1"), ("R S0", "S0 S0")),
+}
+MESHES = {(4,): None, (2, 2): (3, 1, 0, 2), (2, 3): None}
+
+
+def forget() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shardweave.planner."):
+            for kept in vars(module).values():
+                if hasattr(kept, "cache_clear"):
+                    kept.cache_clear()
+
+
+def assert_same_rows(found: Boxes, expected: Boxes, said: object) -> None:
+    assert found.axes == expected.axes, said
+    for name in BOX_COLUMNS:
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), (said, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+@pytest.mark.parametrize("node_size", [None, 2])
+@pytest.mark.parametrize("mesh_shape", PAIRS)
+def test_rows_of_a_rank_are_those_of_its_shape_whichever_way(
+    mesh_shape: tuple[int, ...], node_size: int | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From pairs of any shape, kept; from pairs looked for in this shape, as of many ranks; out of all ranks' rows."""
+    mesh = Mesh(mesh_shape, ranks=MESHES[mesh_shape])
+    for (source, target), length in product(PAIRS[mesh_shape], LENGTHS):
+        change = Change(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size)
+        for shape in ((length, 6), (6, length)):
+            whole = change.boxes(shape)
+            for rank in range(mesh.size):
+                said = source, target, shape, rank
+                kept = change.boxes(shape, rank)
+                with monkeypatch.context() as patched:
+                    patched.setattr(exchange_module, "_MOST_KEPT", 0)
+                    assert_same_rows(change.boxes(shape, rank), kept, said)
+                assert_same_rows(kept, rows_touching(whole, rank), said)
+
+
+def planned(requests: list[tuple], order: list[int], forgets: bool) -> dict[int, tuple[str, int]]:
+    forget()
+    found: dict[int, tuple[str, int]] = {}
+    for number in order:
+        if forgets:
+            forget()
+        mesh_shape, shape, source, target, rank = requests[number]
+        mesh = Mesh(mesh_shape, ranks=MESHES[mesh_shape])
+        program: Program = plan(mesh, shape, "float32", source, target, rank=rank)
+        assert program.steps == () or program.bytes_received  # computed on demand, and kept with the program
+        found[number] = program.to_json(), program.digest
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_are_alike_in_any_order_of_shapes(seed: int) -> None:
+    requests = [
+        (mesh_shape, shape, *pair, rank)
+        for mesh_shape, pairs in PAIRS.items()
+        for pair in pairs
+        for length in (0, 1, 3, 5, 1001)
+        for shape in ((length, 6), (6, length))
+        for rank in (0, 3)
+    ]
+    order = Random(seed).sample(range(len(requests)), 120)
+    cold = planned(requests, order, forgets=True)
+    warm = planned(requests, order, forgets=False)
+    assert warm == cold == planned(requests, order[::-1], forgets=False)
+    digests: dict[tuple, int] = {}
+    for number in order:
+        mesh_shape, shape, source, target, _ = requests[number]
+        digests[mesh_shape, shape, source, target] = cold[number][1]
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    plan((4,), (8, 8), "float32", "S0", "R", rank=0)
+    bounds = {
+        f"{name}.{key}": kept.cache_parameters()["maxsize"]
+        for name, module in list(sys.modules.items())
+        if name.startswith("shardweave.planner.")
+        for key, kept in vars(module).items()
+        if hasattr(kept, "cache_parameters")
+    }
+    assert bounds and all(bounds.values()), bounds
