@@ -72,6 +72,7 @@ class Rendezvous:
         self._sessions: dict[Ranks, str] = {}
         self._refusals: dict[str, tuple[int, str]] = {}
         self._failed = False
+        self._told = ""
         for kind in ("failed", "waiting", "refused"):
             with suppress(RuntimeError):  # a store that keeps nothing, as that of a fake group, cannot forget
                 store.delete_key(self._key(kind, rank))
@@ -152,8 +153,11 @@ class Rendezvous:
 
     def tell_settings(self) -> None:
         """Write this rank's settings, for warnings of ranks that wait for it."""
-        with suppress(RuntimeError):
-            self.store.set(self._key("settings", self.rank), json.dumps({n: read() for n, read in settings.items()}))
+        text = json.dumps({name: read() for name, read in settings.items()})
+        if text != self._told:
+            self._told = text
+            with suppress(RuntimeError):
+                self.store.set(self._key("settings", self.rank), text)
 
     # ------------------------------------------------------------------ waiting
 
