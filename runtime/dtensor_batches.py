@@ -116,5 +116,6 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
     except ArgumentError as error:
         refuse(world, company, batch.first_met(rank), error)
         raise
-    bound = BoundBatch(batch, rank, [x.stride() for x in locals_], world, [x.dtype for x in locals_], device)
+    with world.rendezvous.making_ready(company, batch.explain):
+        bound = BoundBatch(batch, rank, [x.stride() for x in locals_], world, [x.dtype for x in locals_], device)
     return Call(bound, world, company)

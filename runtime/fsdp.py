@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Mesh, plan
+from ..planner.explanation import title
 from .calls import Call, check_backend, world_for
 from .copies import contiguous_strides
 from .dispatch_modes import below_modes
@@ -273,5 +275,7 @@ def _bind(
     if program.is_identity:
         return Call(None, None, ())
     world, _ = world_for(tuple(sorted(ranks)), device, how.world, groups=[group])
-    bound = BoundProgram(program, position, contiguous_strides((numel,)), world, dtype, device, how.reduction)
-    return Call(bound, world, program.company(position))
+    company = program.company(position)
+    with world.rendezvous.making_ready(company, partial(title, program)):
+        bound = BoundProgram(program, position, contiguous_strides((numel,)), world, dtype, device, how.reduction)
+    return Call(bound, world, company)

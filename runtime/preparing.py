@@ -55,7 +55,8 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
     on = mesh_of(mesh)
     check_backend(device, on.size, world)
     check_ranks(on)
-    found, _ = world_for(tuple(sorted(on.rank_array.tolist())), device, world, mesh)
+    ranks = tuple(sorted(on.rank_array.tolist()))
+    found, _ = world_for(ranks, device, world, mesh)
     while found.pending is not None:
         found.pending.finish()
     if found.error is not None:
@@ -65,7 +66,8 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
         order.join()
     try:
         with torch.inference_mode(False):
-            _prepare(found, on, device, max_bytes)
+            with found.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
+                _prepare(found, on, device, max_bytes)
     except WorldError as error:
         found.fail(error)
         raise

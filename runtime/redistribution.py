@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Program, Topology, check_local_shape, plan, position_of
+from ..planner.explanation import title
 from .calls import Call, check_backend, check_ranks, refuse, world_for
 from .dispatch_modes import as_one_operator
 from .dtypes import dtype_name
@@ -117,8 +118,10 @@ def _bind(
     except ArgumentError as error:
         refuse(world, program.company(position), program.first_met(position), error)
         raise
-    bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
-    return Call(bound, world, program.company(position))
+    company = program.company(position)
+    with world.rendezvous.making_ready(company, partial(title, program)):
+        bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
+    return Call(bound, world, company)
 
 
 def _run_in_turn(

@@ -10,9 +10,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -40,16 +40,20 @@ class CallRecord(NamedTuple):
         ranks: those that make it in step, ascending.
         number: which of these ranks' calls it is, from 1 on.
         fingerprint: differs for different requests; 0 where it is not known yet.
-        words: the request, for errors.
+        words: the request, for errors; or what makes them.
     """
 
     ranks: Ranks
     number: int
     fingerprint: int
-    words: str
+    words: str | Callable[[], str]
+
+    @property
+    def spoken(self) -> str:
+        return self.words if isinstance(self.words, str) else " ".join(self.words().split())
 
     def __str__(self) -> str:
-        return f"call {self.number} of ranks {self.ranks}: {self.words}"
+        return f"call {self.number} of ranks {self.ranks}: {self.spoken}"
 
 
 class Rendezvous:
@@ -91,9 +95,15 @@ class Rendezvous:
         if ranks not in self._sessions:
             self.meet(ranks)
 
-    def announce(self, ranks: Ranks, fingerprint: int, words: str) -> None:
-        """The same, but the call is still made ready: its ranks may wait for each other before it begins."""
-        self.call = CallRecord(ranks, self._counts.get(ranks, 0) + 1, fingerprint, words)
+    @contextmanager
+    def making_ready(self, ranks: Ranks, words: Callable[[], str]) -> Iterator[None]:
+        """In this block the next call of `ranks` is made ready, for which they may have to wait for each other."""
+        before = self.call
+        self.call = CallRecord(ranks, self._counts.get(ranks, 0) + 1, 0, words)
+        try:
+            yield
+        finally:
+            self.call = before
 
     def refuse(self, ranks: Ranks, words: str) -> None:
         """This rank does not make the next call of `ranks`, because its arguments are wrong; wait for nobody."""
@@ -186,7 +196,7 @@ class Rendezvous:
                 pause = min(2 * pause, 0.05)
 
     @contextmanager
-    def waiting(self) -> Any:
+    def waiting(self) -> Iterator[LongWait]:
         """Around a wait for peers: what is called now and then while it lasts."""
         wait = LongWait(self)
         try:
@@ -263,14 +273,14 @@ class Rendezvous:
             return None
         return DisagreementError(
             f"rank {peer} refused its arguments in call {number} of ranks {self.call.ranks}: {words}; rank {self.rank} "
-            f"was waiting for it there, with {self.call.words}"
+            f"was waiting for it there, with {self.call.spoken}"
         )
 
     def write_waiting(self, looks: int) -> None:
         """Write what this rank is waiting in."""
         counts = {_text(ranks): number for ranks, number in self._counts.items()}
         with suppress(dist.DistError):
-            text = json.dumps([self._word, looks, *self.call[:3], self.call.words, counts])
+            text = json.dumps([self._word, looks, *self.call[:3], self.call.spoken, counts])
             self.store.set(self._key("waiting", self.rank), text)
 
     def write_no_more(self) -> None:

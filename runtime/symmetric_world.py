@@ -17,6 +17,7 @@ from .meeting import Ask, Meet
 from .rendezvous import Rendezvous
 from .streams import SideStream
 from .symmetric_memory import Provider
+from .wait_watcher import WaitWatcher
 from .windows import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class SymmetricWorld:
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
         self._error: WorldError | None = None
+        # On CPUs it is a thread of this process that waits.
+        self._watcher = WaitWatcher(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
         self.busy = False
         self.side = SideStream(provider.device)
         self.pending: Pending | None = None
@@ -155,6 +158,10 @@ class SymmetricWorld:
                     f"`leases` or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; no "
                     f"tensor of yours was written"
                 )
+        for rank in ranks:
+            # Who has failed does not use what it made.
+            if rank != self.rank and (failure := self.rendezvous.failure(rank)):
+                raise PeerError(f"rank {self.rank} was waiting for rank {rank}: {failure}")
         return self.provider.join(own, told, f"{self.session(ranks)}/{where}")
 
     def session(self, ranks: tuple[int, ...]) -> str:
@@ -167,12 +174,25 @@ class SymmetricWorld:
         Raises:
             MeetingTimeoutError: a rank did not come.
         """
-        where = f"{self.provider.device.type}/{self.session(ranks)}/{where}"
+        # Of one call: who refuses it may make the next one, and ask for the same.
+        call = self.rendezvous.call
+        where = f"{self.provider.device.type}/{self.session(ranks)}/{where}/{call.ranks}/{call.number}"
         self.rendezvous.store.set(f"{where}/{self.rank}", text)
         return {r: self.rendezvous.read(f"{where}/{r}", r) for r in ranks}
 
     def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
-        window.signal(use, token, self.polls, poison)
+        if self._watcher is None or use not in ("enter", "meet"):
+            window.signal(use, token, self.polls, poison)
+            return
+        self._watcher.began(window.peers)
+        try:
+            window.signal(use, token, self.polls, poison)
+        finally:
+            self._watcher.ended()
+
+    def _end_waits(self) -> None:
+        for window in self._all:
+            window.end_waits()
 
     @property
     def error(self) -> WorldError | None:
@@ -180,7 +200,7 @@ class SymmetricWorld:
         if self._error is None:
             code = self.failure.read()
             if code is not None:
-                self._error = self._told(code)
+                self._error = (self._watcher and self._watcher.error) or self._told(code)
         return self._error
 
     def check(self) -> None:

@@ -143,7 +143,11 @@ class TokenDispatcher(TokenEngine):
         self._order = order_on(device)
         me, token = ranks.index(rank), agreed.token(number)
         with torch.inference_mode(False):  # what it keeps is written for as long as it lives
-            made = part(agreed, self._world, ranks, me, device, token)
+            if isinstance(self._world, InProcessWorld):
+                made = part(agreed, self._world, ranks, me, device, token)
+            else:
+                with self._world.rendezvous.making_ready(self._company, lambda: f"making {self._words}"):
+                    made = part(agreed, self._world, ranks, me, device, token)
         super().__init__(agreed, [made], name, why)
         if self._order is not None:
             self._order.join()  # what was uploaded is read by calls on other streams

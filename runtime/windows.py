@@ -43,13 +43,14 @@ class Window:
     def __init__(self, rank: int, memory: Mapping[int, torch.Tensor], number: int, failure: Failure) -> None:
         self.rank, self.ranks, self.number, self.failure = rank, tuple(memory), number, failure
         self._memory = memory
+        self.peers = tuple(peer for peer in memory if peer != rank)
         first = pad_bytes(len(memory))
         self.data = {r: tensor[first:] for r, tensor in memory.items()}
         self.nbytes = memory[rank].numel() - first
         self.arrived, self.released = (self._channel(c) for c in range(len(_CHANNELS)))
 
     def _channel(self, which: int) -> Channel:
-        peers = [r for r in self.ranks if r != self.rank]
+        peers = self.peers
         rows = len(peers) * SLOT * 8
         me = self.ranks.index(self.rank)
         pad = self._memory[self.rank][which * rows :][:rows].view(torch.int64).view(len(peers), SLOT)
@@ -72,6 +73,11 @@ class Window:
         """Enqueue a use that this rank does not make: it comes to meet with no token, and waits for nobody."""
         for channel in (self.arrived, self.released):
             signal(channel, send=True, wait=True, credit=UNLIMITED, token=_REFUSED)
+
+    def end_waits(self) -> None:
+        """Have waits of this rank find that its peers have failed. Of CPU memory, from another thread."""
+        for channel in (self.arrived, self.released):
+            channel.pad[:, 0] = -1
 
     def build(self, dtype: torch.dtype) -> None:
         """Compile what uses of the window with outputs of a dtype launch."""

@@ -211,10 +211,8 @@ def misfit_of(x: DTensor) -> DTensor:
 
 
 def check_faults(ranks: int, transport: str, first: int, count: int, kinds: tuple[str, ...]) -> None:
-    by_rank = run_ranks(
-        with_a_fault, ranks, transport, first, count, kinds, environment=environment_of(transport, SHARDWEAVE_TIMEOUT="20"),
-        timeout=900,
-    )  # fmt: skip
+    environment = environment_of(transport, SHARDWEAVE_TIMEOUT="20")
+    by_rank = run_ranks(with_a_fault, ranks, transport, first, count, kinds, environment=environment, timeout=900)
     for number in range(count):
         said = [found[number] for found in by_rank]
         texts = [text for steps in said for text in steps[1:]]

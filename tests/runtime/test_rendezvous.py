@@ -127,7 +127,8 @@ def test_wait_ends_where_a_peer_goes_on_waiting_in_a_later_call() -> None:
 def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
     one, other = met()
     one.begin((0, 1), 5, "pair")
-    other.announce((0, 1, 2), 6, "all")
+    other._sessions[0, 1, 2] = "met"
+    other.begin((0, 1, 2), 6, "all")
     mine, theirs = LongWait(one), LongWait(other)
     looked(theirs, 2)
     looked(mine, 1)
@@ -139,8 +140,8 @@ def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
 def test_wait_goes_on_where_a_peer_waits_in_another_group_s_call_made_before() -> None:
     one, other = met()
     for each in (one, other):
-        each.announce((0, 1, 2), 6, "all")
-        each._counts[0, 1, 2] = 1
+        each._sessions[0, 1, 2] = "met"
+        each.begin((0, 1, 2), 6, "all")
     one.begin((0, 1), 5, "pair")
     mine, theirs = LongWait(one), LongWait(other)
     for _ in range(4):
