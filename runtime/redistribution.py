@@ -30,6 +30,7 @@ from .worlds import AnyWorld
 Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _KEPT = 2048
 
 
@@ -166,7 +167,7 @@ def run_redistribution(
         # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
         with torch.inference_mode(False):
             return run_redistribution(x, current, target, how, later)
-    if torch._C._len_torch_dispatch_stack():
+    if _active_modes():
         if detect_fake_mode() is not None:
             raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
         # What a mode saves or counts is complete: `later` says nothing here.

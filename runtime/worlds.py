@@ -6,6 +6,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class Worlds:
         self._node_size = pretended_node_size()
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, self._is_gone)
         if platform.system() == "Linux":
-            # So that peers can tell who shares memory.
-            store.set(_machine_key(self.rank), f"{machine_name()} {self._node_size or 0}")
+            # So that peers can tell who shares memory. The store of a fake group keeps nothing.
+            with suppress(RuntimeError):
+                store.set(_machine_key(self.rank), f"{machine_name()} {self._node_size or 0}")
         self._shared: SharedMemoryWorld | None = None
         self._collectives: dict[str, CollectiveWorld] = {}
         self._symmetric: dict[str, SymmetricWorld] = {}

@@ -15,6 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardweave.runtime import redistribution
+
 METHODS = frozenset(
     """
     __array__ __bool__ __complex__ __contains__ __float__ __format__ __index__ __int__ __repr__
@@ -127,6 +129,8 @@ class SyncGuard:
         raise error
 
     def __enter__(self) -> SyncGuard:
+        # What a redistribution does is not one operator to this mode.
+        self._count, redistribution._active_modes = redistribution._active_modes, lambda: 0
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -134,5 +138,6 @@ class SyncGuard:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(kind, error, trace)
+        redistribution._active_modes = self._count
         if self._first is not None and error is None:
             raise self._first

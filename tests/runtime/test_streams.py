@@ -122,7 +122,10 @@ def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> No
         yield
 
     bound: Any = SimpleNamespace(device=torch.device("cuda", 0), token=1, run=run, summary=lambda: ("what", 0, 0))
-    world: Any = SimpleNamespace(name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None)
+    world: Any = SimpleNamespace(
+        name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,
+        rendezvous=SimpleNamespace(begin=lambda *call: None),
+    )  # fmt: skip
     call = Call(bound, world, (0, 1))
     for cuda.capturing in (False, True):
         call(torch.ones(1))

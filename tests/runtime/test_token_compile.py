@@ -45,9 +45,9 @@ class Runs:
     def __init__(self, dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number, run = 0, dispatcher.run
 
-        def counted(runs):
+        def counted(what, runs):
             self.number += 1
-            return run(runs)
+            return run(what, runs)
 
         monkeypatch.setattr(dispatcher, "run", counted)
 

@@ -57,9 +57,9 @@ def test_gradients_are_the_same_whatever_is_kept(one_sided, weighted, given, mon
         run = d.run
         runs.append(0)
 
-        def counted(given, run=run):
+        def counted(what, given, run=run):
             runs[-1] += 1
-            return run(given)
+            return run(what, given)
 
         d.run = counted
         xs, ws = [t.x.clone().requires_grad_() for t in tokens], [t.weights.clone().requires_grad_() for t in tokens]
