@@ -52,6 +52,7 @@ class OneSidedStep(BoundStep):
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
         self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
+        self.has_run = False
         self.own: Copies | None = None
         if reduce:
             bases = self.slabs_of(self.incoming) * math.prod(self.shape)
@@ -126,7 +127,7 @@ class OneSidedStep(BoundStep):
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
         out = self.output(landing)
         given = out if self.last else None
-        following = self.land() if landings else None
+        following = self.land() if landings and self.has_run and landings.have_room(landing.nbytes) else None
         offer = None if following is None else world.address(following)
         meet = Meet(self.peer_ranks, token + 1, offer, own, given)
         if messages is None:
@@ -134,8 +135,9 @@ class OneSidedStep(BoundStep):
             addresses = yield meet
         else:
             addresses = yield Mixed(messages(out), partial(self.push_all, x, addresses), meet, given)
-        if landings and following is not None:
+        if landings and following is not None and None not in addresses:
             landings.keep(token, following, offer, addresses, self.largest)
+        self.has_run = True
         return landing, out
 
     def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, UnsupportedError
 from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
+from .group_caches import at_end_of_group, forget_dead_groups
 from .lowering import BACKENDS
 from .mixed import InsideNodes, MixedWorld
 from .shared_memory import SharedMemoryWorld, forget_failure, read_post, why_not_here
@@ -29,9 +31,9 @@ class Worlds:
 
     def __init__(self) -> None:
         c10d: Any = dist.distributed_c10d
-        self.group = c10d.GroupMember.WORLD
+        self._group = weakref.ref(c10d.GroupMember.WORLD)  # which would live on, held, when it is destroyed
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.timeout = _timeout(self.group)
+        self.timeout = _timeout(self._group())
         self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
         forget_failure(self._store, self.rank)  # of an earlier group, where the store is the same
         self._shared: SharedMemoryWorld | None = None
@@ -72,8 +74,9 @@ class Worlds:
         return None
 
     def _backend(self, device_type: str) -> str:
+        group: Any = self._group()
         # Asked of the device: a group that was made without naming a backend has one for each.
-        return self.group._get_backend(torch.device(device_type)).name()
+        return group._get_backend(torch.device(device_type)).name()
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[AnyWorld, str]:
         """The world for `ranks` and why. All of `ranks` come to the same answer, from what each posted when it started.
@@ -213,7 +216,8 @@ def _timeout(group: Any) -> float:
         return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
-_worlds: Worlds | None = None
+_worlds: list[Worlds] = []  # of the default process group that is alive
+at_end_of_group(_worlds.clear)
 
 
 def current_worlds() -> Worlds:
@@ -222,12 +226,12 @@ def current_worlds() -> Worlds:
     Raises:
         UnsupportedError: there is none.
     """
-    global _worlds
     if not dist.is_initialized():
         raise UnsupportedError("torch.distributed is not initialised; call init_process_group first")
-    if _worlds is None or _worlds.group is not dist.distributed_c10d.GroupMember.WORLD:
-        _worlds = Worlds()
-    return _worlds
+    forget_dead_groups()
+    if not _worlds:
+        _worlds.append(Worlds())
+    return _worlds[0]
 
 
 def why_not_backend(device: torch.device, asked: str | None = None) -> str | None:
