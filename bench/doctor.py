@@ -28,6 +28,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..planner.explanation import format_bytes
 from ..runtime import segments
 from ..runtime.choosing import check_name, choose_world
+from ..runtime.pool_limit import pool_limit_asked_for
 from ..runtime.shared_memory import why_not_here
 from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
 from .self_test import self_test
@@ -92,11 +93,12 @@ def settings() -> Iterator[Finding]:
     def node_size() -> None:
         pretended_node_size()
 
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], object]] = {
         "SHARDWEAVE_TIMEOUT": timeout,
         "SHARDWEAVE_WORLD": world,
         "SHARDWEAVE_SEGMENTS": kind,
         "SHARDWEAVE_NODE_SIZE": node_size,
+        "SHARDWEAVE_POOL_LIMIT": pool_limit_asked_for,
     }
     for name, check in checks.items():
         value = os.environ.get(name)

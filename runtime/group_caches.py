@@ -10,18 +10,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 _Cache = TypeVar("_Cache", bound=dict)
+
+
+class _Ranks(dict):
+    """A table that weak references may be had of."""
+
+
 _caches: list[dict] = []
 _at_end: list[Callable[[], None]] = []
 _lives = itertools.count(1)
+_group: object = None
 _life = 0
-
-
-def _no_group() -> object:
-    return None
-
-
-_group: Callable[[], object] = _no_group
-"""The group that the caches are for, or None; not held: it would live on when it is destroyed."""
 
 
 def kept_with_group(cache: _Cache) -> _Cache:
@@ -38,19 +37,18 @@ def at_end_of_group(forget: Callable[[], None]) -> None:
 def forget_dead_groups() -> None:
     """Forget what is kept if the default process group is not the one that it is kept for."""
     global _group, _life
-    group: Any = dist.distributed_c10d.GroupMember.WORLD
-    if _group() is group:
+    c10d: Any = dist.distributed_c10d
+    group = c10d.GroupMember.WORLD
+    if _group is group:
         return
     _end(_life)
-    if group is None:
-        return
-    _group, _life = weakref.ref(group), next(_lives)
-    # `destroy_process_group` lets go of the group and of the store that was made for it. Who else holds one of them,
-    # as a mesh may the group, does not hold the other.
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    for held in (group, store):
-        if held is not None:
-            weakref.finalize(held, _end, _life).atexit = False
+    _group, _life = group, next(_lives)
+    ranks = c10d._world.pg_group_ranks.get(group)
+    if ranks is not None:
+        # Meshes, which are kept as well, hold the group, and anybody may hold its store; nobody but torch's own table
+        # holds this entry, until `destroy_process_group`.
+        watched = c10d._world.pg_group_ranks[group] = _Ranks(ranks)
+        weakref.finalize(watched, _end, _life).atexit = False
 
 
 def forget_all() -> None:
@@ -63,7 +61,7 @@ def _end(life: int) -> None:
     """Forget all that is kept, if it is of that life."""
     global _group
     if life == _life:
-        _group = _no_group
+        _group = None
         forget_all()
         for forget in _at_end:
             forget()

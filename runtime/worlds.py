@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, WorldError
 from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
 from .group_caches import at_end_of_group, forget_dead_groups
@@ -24,6 +24,7 @@ from .symmetric_world import SymmetricWorld
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld | MixedWorld | SymmetricWorld
 _LONGEST_TIMEOUT = 366 * 86400.0
+_GRACE = 2.0  # seconds, for peers that have not begun yet what this rank has when it destroys the group
 
 
 class Worlds:
@@ -31,9 +32,9 @@ class Worlds:
 
     def __init__(self) -> None:
         c10d: Any = dist.distributed_c10d
-        self._group = weakref.ref(c10d.GroupMember.WORLD)  # which would live on, held, when it is destroyed
+        self.group = c10d.GroupMember.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.timeout = _timeout(self._group())
+        self.timeout = _timeout(self.group)
         self._store = dist.PrefixStore("shardweave", c10d._get_default_store())
         forget_failure(self._store, self.rank)  # of an earlier group, where the store is the same
         self._shared: SharedMemoryWorld | None = None
@@ -45,6 +46,14 @@ class Worlds:
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
+
+    def finish(self) -> None:
+        """Finish what has begun, which nobody may ever wait for: the group has ended, and peers come now or never."""
+        for world in (self._shared, *self._symmetric.values()):
+            if world is not None and world.pending is not None:
+                world.timeout = min(world.timeout, _GRACE)
+                with suppress(WorldError):  # who uses the tensor is told
+                    world.pending.finish()
 
     def number_dispatcher(self, ranks: tuple[int, ...]) -> int:
         """Of a new token dispatcher of these ranks: its number among theirs, alike on all that make them alike."""
@@ -74,9 +83,8 @@ class Worlds:
         return None
 
     def _backend(self, device_type: str) -> str:
-        group: Any = self._group()
         # Asked of the device: a group that was made without naming a backend has one for each.
-        return group._get_backend(torch.device(device_type)).name()
+        return self.group._get_backend(torch.device(device_type)).name()
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[AnyWorld, str]:
         """The world for `ranks` and why. All of `ranks` come to the same answer, from what each posted when it started.
@@ -217,7 +225,14 @@ def _timeout(group: Any) -> float:
 
 
 _worlds: list[Worlds] = []  # of the default process group that is alive
-at_end_of_group(_worlds.clear)
+
+
+def _end_worlds() -> None:
+    while _worlds:
+        _worlds.pop().finish()
+
+
+at_end_of_group(_end_worlds)
 
 
 def current_worlds() -> Worlds:
