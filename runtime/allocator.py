@@ -176,7 +176,7 @@ class Allocator:
         self.trim()
 
     def add_ready(self, nbytes: int) -> None:
-        """So many bytes more, or less, of what is in use are buffers kept for peers."""
+        """So many bytes more of what is in use are buffers kept for peers."""
         self.ready += nbytes
         if self.free > self._least - self.ready:
             self.trim()

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 
+from .allocator import Allocator
 from .meeting import Address
 
 LARGEST_KEPT = 1 << 20
 """Bytes; a step with a larger buffer on any rank meets before it pushes, which then costs little beside the copies."""
 MOST_KEPT = 16 << 20
 """Bytes a group keeps at most, counting each step's largest buffer."""
-
-
-class Pool(Protocol):
-    """The memory that buffers are of, which bounds what is kept in all groups."""
-
-    def may_keep_ready(self, nbytes: int) -> bool: ...
-
-    def add_ready(self, nbytes: int, number: int) -> None: ...
 
 
 class Landings:
@@ -33,9 +23,9 @@ class Landings:
     peers find theirs.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int]] = {}
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator  # whose limit bounds what is kept in all groups
+        self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int, int]] = {}
         self._bytes = 0
 
     def take(self, token: int) -> tuple[torch.Tensor, Address, list[Address]] | None:
@@ -46,22 +36,25 @@ class Landings:
         found = self._kept.pop(token, None)
         if found is None:
             return None
-        self._let_go(found)
+        self._bytes -= found[4]
+        self._allocator.ready -= found[3]
         return found[:3]
 
     def have_room(self, nbytes: int) -> bool:
-        """Whether this rank may offer a buffer of so many bytes."""
-        return self._pool.may_keep_ready(nbytes)
+        """Whether this rank may offer a buffer whose block is of so many bytes."""
+        return self._allocator.may_be_ready(nbytes)
 
-    def keep(self, token: int, buffer: torch.Tensor, own: Address, peers: Sequence[Address], largest: int) -> None:
-        """Keep buffers, which everyone has offered, for the next run; `largest` is the size of the largest. The longest
-        unused make room."""
-        self._kept[token] = buffer, own, list(peers), largest
+    def keep(
+        self, token: int, buffer: torch.Tensor, own: Address, peers: list[Address], nbytes: int, largest: int
+    ) -> None:
+        """Keep buffers, which everyone has offered, for the next run; the longest unused make room.
+
+        Args:
+            nbytes: of this rank's block.
+            largest: the size of the largest buffer; alike on all ranks.
+        """
+        self._kept[token] = buffer, own, peers, nbytes, largest
         self._bytes += largest
-        self._pool.add_ready(buffer.nbytes, 1)
         while self._bytes > MOST_KEPT:
-            self._let_go(self._kept.pop(next(iter(self._kept))))
-
-    def _let_go(self, kept: tuple[torch.Tensor, Address, list[Address], int]) -> None:
-        self._bytes -= kept[3]
-        self._pool.add_ready(kept[0].nbytes, -1)
+            self.take(next(iter(self._kept)))
+        self._allocator.add_ready(nbytes)

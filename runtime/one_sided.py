@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..planner import Boxes, Exchange
+from .allocator import block_size
 from .bound_step import BoundStep, Run
 from .copies import Copies, Side, contiguous_strides
 from .landings import LARGEST_KEPT
@@ -48,6 +49,7 @@ class OneSidedStep(BoundStep):
             if not copies.empty:
                 self.pushes.append((index, nbytes, copies))
         self.own_nbytes, self.largest = self.nbytes(self.shape, slabs), largest
+        self.block = block_size(self.own_nbytes)
         group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
@@ -127,7 +129,7 @@ class OneSidedStep(BoundStep):
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
         out = self.output(landing)
         given = out if self.last else None
-        following = self.land() if landings and self.has_run and landings.have_room(landing.nbytes) else None
+        following = self.land() if landings and self.has_run and landings.have_room(self.block) else None
         offer = None if following is None else world.address(following)
         meet = Meet(self.peer_ranks, token + 1, offer, own, given)
         if messages is None:
@@ -136,7 +138,7 @@ class OneSidedStep(BoundStep):
         else:
             addresses = yield Mixed(messages(out), partial(self.push_all, x, addresses), meet, given)
         if landings and following is not None and None not in addresses:
-            landings.keep(token, following, offer, addresses, self.largest)
+            landings.keep(token, following, offer, addresses, self.block, self.largest)
         self.has_run = True
         return landing, out
 

@@ -183,7 +183,7 @@ class SharedMemoryWorld:
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
 
     def landings(self, ranks: tuple[int, ...]) -> Landings:
-        return self._landings.setdefault(ranks, Landings(self._pool))
+        return self._landings.setdefault(ranks, Landings(self._pool.allocator))
 
     def answer(self, request: Ask) -> list[Address | None]:
         assert isinstance(request, Meet)

@@ -68,13 +68,13 @@ class SharedPool:
 
     def __init__(self, name: str, named: bool) -> None:
         self.name, self.named = name, named
-        self._allocator = Allocator(name, named, pool_limit())
-        self.segments = self._allocator.segments
+        self.allocator = Allocator(name, named, pool_limit())
+        self.segments = self.allocator.segments
         self._forms: dict[tuple[tuple[int, ...], torch.dtype], _Form] = {}
 
     def __del__(self) -> None:
-        if hasattr(self, "_allocator"):
-            self._allocator.close()
+        if hasattr(self, "allocator"):
+            self.allocator.close()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor.
@@ -84,7 +84,7 @@ class SharedPool:
         """
         shape = tuple(shape)
         form = self._forms.get((shape, dtype)) or self._form(shape, dtype)
-        allocator = self._allocator
+        allocator = self.allocator
         piece = allocator.take(form.idle, form.size)
         tensor = torch.from_numpy(np.asarray(Block(allocator, piece, shape, form.typestr)))
         return tensor if form.dtype is None else tensor.view(form.dtype)
@@ -104,21 +104,13 @@ class SharedPool:
         assert tensor.numel() == 0, f"{hex(address)} is not in shared pool {self.name}"
         return 0, 0
 
-    def may_keep_ready(self, nbytes: int) -> bool:
-        """Whether the limit has room for a buffer that is kept for peers between calls."""
-        return self._allocator.may_be_ready(block_size(nbytes))
-
-    def add_ready(self, nbytes: int, number: int) -> None:
-        """So many buffers more of so many bytes are kept for peers between calls; fewer, if negative."""
-        self._allocator.add_ready(number * block_size(nbytes))
-
     def freeze(self) -> None:
         """Leave all pages where they are from now on: a peer that has not noticed a failure may still be writing."""
-        self._allocator.freeze()
+        self.allocator.freeze()
 
     def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
         size = block_size(math.prod(shape) * dtype.itemsize)
         if len(self._forms) >= _KEPT_FORMS:
             self._forms.clear()
-        form = self._forms[shape, dtype] = _Form(self._allocator.idle(size), shape, dtype, size)
+        form = self._forms[shape, dtype] = _Form(self.allocator.idle(size), shape, dtype, size)
         return form

@@ -84,10 +84,10 @@ def test_random_sizes_stay_apart_and_within_the_limit(limit: int | None, named: 
             assert all(pool.place(t)[0] < len(pool.segments) and pool.holds(t) for t, _ in live if t.nbytes)
     assert mapped(pool) <= 4 * (most_alive + (DEFAULT_LIMIT if limit is None else limit)) + 64 * MIB
     live.clear()
-    pool._allocator.trim(0)
-    assert pages(pool) == 0 == pool._allocator.allocated == pool._allocator.free
+    pool.allocator.trim(0)
+    assert pages(pool) == 0 == pool.allocator.allocated == pool.allocator.free
     # All of it is one piece again.
-    assert len(pool._allocator._gaps) == len(pool.segments)
+    assert len(pool.allocator._gaps) == len(pool.segments)
 
 
 def test_gaps_are_what_a_set_of_bytes_says() -> None:
@@ -187,7 +187,7 @@ def test_limits_that_are_set_count_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert pages(pool) == 2 * MIB
     monkeypatch.setenv("SHARDWEAVE_POOL_LIMIT", "5M")
     shardweave.set_pool_limit(None)
-    assert shardweave.pool_memory().limit == 5 * MIB == SharedPool("shardweave-test", False)._allocator.limit
+    assert shardweave.pool_memory().limit == 5 * MIB == SharedPool("shardweave-test", False).allocator.limit
     pool.empty((5 * MIB,), torch.uint8).fill_(1)
     assert pages(pool) == 7 * MIB
     shardweave.empty_cache()
@@ -241,7 +241,7 @@ def test_other_threads_and_garbage_let_go_in_the_middle_of_anything() -> None:
         thread.join()
     gc.collect()
     assert not errors
-    assert pool._allocator.allocated == 0 and not pool._allocator.returned and pages(pool) <= MIB
+    assert pool.allocator.allocated == 0 and not pool.allocator.returned and pages(pool) <= MIB
 
 
 def test_a_pool_that_is_gone_leaves_what_lives() -> None:
@@ -250,7 +250,7 @@ def test_a_pool_that_is_gone_leaves_what_lives() -> None:
     others = [pool.empty((40 * MIB,), torch.uint8) for _ in range(3)]
     segments = list(pool.segments)
     assert len(segments) > 1
-    allocator = pool._allocator
+    allocator = pool.allocator
     del pool
     assert allocator.segments == segments
     del others
