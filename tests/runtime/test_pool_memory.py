@@ -125,9 +125,8 @@ def many_lives(rank: int, size: int, world: str, lives: int) -> None:
         dist.destroy_process_group()
         gc.collect()
         if world == "shared_memory":
-            # Of memory what is under the tensor alone; of descriptors, those of its segment.
-            found = pool_pages(), shardweave.pool_memory().reserved
-            assert found == (block_size(y.nbytes),) * 2, (life, found)
+            # Of memory what is under the tensor, which is rounded up, alone; of descriptors, those of its segment.
+            assert pool_pages() <= block_size(y.nbytes) == shardweave.pool_memory().reserved
             assert left()[0] <= 2 and is_right(y, 300, life + 1.0)
         del y, mesh
         assert left() == (0, 0, 0), life
