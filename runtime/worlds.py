@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, UnsupportedError, WorldError
+from ..errors import ArgumentError, UnsupportedError
 from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
 from .group_caches import at_end_of_group, forget_dead_groups
@@ -52,7 +52,7 @@ class Worlds:
         for world in (self._shared, *self._symmetric.values()):
             if world is not None and world.pending is not None:
                 world.timeout = min(world.timeout, _GRACE)
-                with suppress(WorldError):  # who uses the tensor is told
+                with suppress(Exception):  # it is kept for who uses the tensor; messages fail as torch says
                     world.pending.finish()
 
     def number_dispatcher(self, ranks: tuple[int, ...]) -> int:

@@ -136,10 +136,16 @@ def many_lives(rank: int, size: int, world: str, lives: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "world", "lives"),
-    [("anonymous", "shared_memory", 20), ("named", "shared_memory", 4), ("named", "symmetric", 4)],
+    [
+        ("anonymous", "shared_memory", 20),
+        ("named", "shared_memory", 4),
+        ("named", "symmetric", 4),
+        ("anonymous", "mixed", 3),
+    ],
 )
 def test_nothing_is_left_of_groups_that_are_destroyed(kind: str, world: str, lives: int) -> None:
-    run_ranks(many_lives, 3, 3, world, lives, environment={"SHARDWEAVE_SEGMENTS": kind})
+    environment = {"SHARDWEAVE_SEGMENTS": kind} | ({"SHARDWEAVE_NODE_SIZE": "2"} if world == "mixed" else {})
+    run_ranks(many_lives, 3, 3, world, lives, environment=environment)
 
 
 def waited_for_after_the_end(rank: int) -> None:
