@@ -22,6 +22,9 @@ _CHECKED_EVERY = 16 << 20
 """Bytes of new pages after which the machine's memory is looked at."""
 
 DEFAULT_LIMIT = 96 << 20
+_SMALL, _QUEUE = 1 << 16, 16
+"""Bytes of pieces that may stay in the queue of those that were returned, and how many: the next call takes them from
+there, which costs less than the account of them. Only where the limit is large beside them."""
 
 
 def block_size(nbytes: int) -> int:
@@ -103,13 +106,13 @@ class Allocator:
     its pages go back.
 
     Pieces come back on any thread, in the middle of anything (`Block.__del__`): they are queued, and who has the lock,
-    or gets it, takes them back.
+    or gets it, takes them back. A few small ones stay in the queue, and count as allocated.
 
     Attributes:
         allocated: bytes under pieces in use, whole pages.
         free: bytes of other pages that are kept.
         ready: bytes of `allocated` under buffers that are kept for peers between calls; the limit counts them as free.
-        limit: bytes of `free` and `ready` together; None: DEFAULT_LIMIT, or as much as is otherwise allocated.
+        limit: bytes of `free` and `ready` together; None: DEFAULT_LIMIT, or of `free` as much as is allocated.
     """
 
     def __init__(self, name: str, named: bool, limit: int | None) -> None:
@@ -122,9 +125,8 @@ class Allocator:
         self._gaps = Gaps()
         self._lock = threading.Lock()
         self._unchecked = 0
-        self._closed = self._frozen = False
-        self.limit = limit
-        self._least = DEFAULT_LIMIT if limit is None else limit
+        self._closed = self._frozen = self._missed = False
+        self._bound_by(limit)
         allocators.add(self)
 
     def idle(self, size: int) -> deque[Piece]:
@@ -137,6 +139,15 @@ class Allocator:
         Raises:
             WorldError: no room for it.
         """
+        if self.returned:
+            try:
+                last = self.returned.pop()
+            except IndexError:  # another thread was faster
+                last = None
+            if last is not None:
+                if last.home is idle:
+                    return last  # it never was counted as free
+                self.returned.append(last)
         with self._lock:
             piece = idle.pop() if idle else self._make(size)
             pages = piece.pages or piece
@@ -145,14 +156,23 @@ class Allocator:
                 self.free -= pages.nbytes
                 self.allocated += pages.nbytes
             pages.taken += 1
-        if self.returned:
+        if self._missed:
             self.settle()
         return piece
 
+    def give_back(self, piece: Piece) -> None:
+        """Return a piece that was taken. On any thread: a deque's append is atomic."""
+        self.returned.append(piece)
+        if piece.nbytes > self._small or len(self.returned) > _QUEUE:
+            self.settle()
+
     def settle(self) -> None:
         """Take back what was returned; never waits."""
-        # Who finds the lock taken may leave: its holder looks again after it lets go.
-        while self.returned and self._lock.acquire(False):
+        while self.returned:
+            self._missed = True
+            if not self._lock.acquire(False):
+                return  # its holder looks again after it lets go
+            self._missed = False
             try:
                 while self.returned:
                     piece = self.returned.popleft()
@@ -171,9 +191,14 @@ class Allocator:
                 self._lock.release()
 
     def set_limit(self, limit: int | None) -> None:
-        self.limit = limit
-        self._least = DEFAULT_LIMIT if limit is None else limit
+        self._bound_by(limit)
         self.trim()
+
+    def _bound_by(self, limit: int | None) -> None:
+        self.limit, least = limit, DEFAULT_LIMIT if limit is None else limit
+        self._small = _SMALL if least >= 16 * _SMALL * _QUEUE else 0
+        self._queued = self._small * _QUEUE  # bytes that may be in the queue
+        self._least = least - self._queued
 
     def add_ready(self, nbytes: int) -> None:
         """So many bytes more of what is in use are buffers kept for peers."""
@@ -187,6 +212,7 @@ class Allocator:
 
     def trim(self, allowed: int | None = None) -> None:
         """Give back the pages of free pieces beyond so many bytes; None: beyond the limit."""
+        self.settle()
         with self._lock:
             self._trim(self._allowed() if allowed is None else allowed)
         self.settle()
@@ -198,12 +224,13 @@ class Allocator:
     def close(self) -> None:
         """Give back all that is free, and what becomes free from now on: nobody takes anything any more."""
         self._closed, self.limit, self._least, self.ready = True, 0, -1, 0
+        self._small = self._queued = 0
         self.returned.append(None)  # the lock may be taken, even by who is interrupted for this
         self.settle()
 
     def _allowed(self) -> int:
-        share = max(DEFAULT_LIMIT, self.allocated - self.ready) if self.limit is None else self.limit
-        return max(0, share - self.ready)
+        fixed = self._least - self.ready
+        return max(fixed, self.allocated) if self.limit is None else max(fixed, 0)
 
     def _make(self, size: int) -> Piece:
         """A free piece of a class that has none. The lock is held."""
@@ -321,8 +348,11 @@ class _OfParent(Allocator):
     def take(self, idle: deque[Piece], size: int) -> Piece:
         raise WorldError(f"shared pool {self.name} is the parent process's; allowed: a process group of its own")
 
+    def give_back(self, piece: Piece) -> None:
+        pass
+
     def settle(self) -> None:
-        self.returned.clear()
+        pass
 
     def trim(self, allowed: int | None = None) -> None:
         pass

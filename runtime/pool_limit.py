@@ -53,7 +53,7 @@ def pool_limit_asked_for() -> int | None:
 
 
 def pool_limit() -> int | None:
-    """Bytes that were asked for; None: DEFAULT_LIMIT, or as much as is under tensors, if that is more.
+    """Bytes that were asked for; None: DEFAULT_LIMIT, or as much as is in use, if that is more.
 
     Raises:
         ArgumentError: SHARDWEAVE_POOL_LIMIT is no number of bytes.
@@ -100,11 +100,13 @@ def empty_cache() -> None:
 def pool_memory() -> PoolMemory:
     """How much shared memory this process has at the moment: a `PoolMemory`, in bytes."""
     found = list(allocators)
+    for allocator in found:
+        allocator.settle()
     allocated, ready = sum(a.allocated for a in found), sum(a.ready for a in found)
     limit = pool_limit()
     return PoolMemory(
         allocated=allocated - ready,
         ready=ready,
         free=sum(a.free for a in found),
-        limit=max(DEFAULT_LIMIT, allocated - ready) if limit is None else limit,
+        limit=max(DEFAULT_LIMIT, allocated + ready) if limit is None else limit,
     )

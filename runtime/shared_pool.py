@@ -43,9 +43,7 @@ class Block:
         self.__array_interface__ = {"data": (piece.address, False), "shape": shape, "typestr": typestr, "version": 3}
 
     def __del__(self) -> None:
-        # May run on any thread: a deque's append is atomic.
-        self.allocator.returned.append(self.piece)
-        self.allocator.settle()
+        self.allocator.give_back(self.piece)
 
 
 class _Form:
