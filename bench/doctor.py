@@ -28,6 +28,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..planner.explanation import format_bytes
 from ..runtime import segments
 from ..runtime.choosing import check_name, choose_world
+from ..runtime.pool_limit import pool_limit_asked_for
 from ..runtime.shared_memory import why_not_here
 from ..runtime.token_layout import poison_asked_for
 from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
@@ -96,12 +97,13 @@ def settings() -> Iterator[Finding]:
     def poison() -> None:
         poison_asked_for()
 
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], object]] = {
         "SHARDWEAVE_TIMEOUT": timeout,
         "SHARDWEAVE_WORLD": world,
         "SHARDWEAVE_SEGMENTS": kind,
         "SHARDWEAVE_NODE_SIZE": node_size,
         "SHARDWEAVE_POISON_ROWS": poison,
+        "SHARDWEAVE_POOL_LIMIT": pool_limit_asked_for,
     }
     for name, check in checks.items():
         value = os.environ.get(name)

@@ -11,6 +11,7 @@ from .install import install, installed, is_installed, record, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
 from .permute_indices import generate_permute_indices
 from .planning import plan, plan_batch, redistribute_cost
+from .pool_limit import PoolMemory, empty_cache, pool_memory, set_pool_limit
 from .preparing import prepare
 from .routed_tokens import RoutedTokens, TokenLoad
 from .statistics import Statistics, stats
@@ -26,6 +27,7 @@ __all__ = [
     "FSDPReduceScatter",
     "InProcessWorld",
     "LoadPlanner",
+    "PoolMemory",
     "RoutedTokens",
     "SavePlanner",
     "Statistics",
@@ -35,6 +37,7 @@ __all__ = [
     "VirtualTokenDispatcher",
     "adapt_fsdp",
     "bind",
+    "empty_cache",
     "explain",
     "generate_permute_indices",
     "install",
@@ -43,6 +46,7 @@ __all__ = [
     "ordered_redistribute_local_tensor",
     "plan",
     "plan_batch",
+    "pool_memory",
     "record",
     "prepare",
     "redistribute",
@@ -50,6 +54,7 @@ __all__ = [
     "redistribute_cost",
     "redistribute_local_tensor",
     "restore_fsdp",
+    "set_pool_limit",
     "share_of_tokens",
     "silu_and_mul",
     "simulate",

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from .allocator import Allocator
 from .meeting import Address
 
-LARGEST_KEPT = 16 << 20
+LARGEST_KEPT = 1 << 20
 """Bytes; a step with a larger buffer on any rank meets before it pushes, which then costs little beside the copies."""
-MOST_KEPT = 64 << 20
+MOST_KEPT = 16 << 20
 """Bytes a group keeps at most, counting each step's largest buffer."""
 
 
 class Landings:
     """Where the next run of each step will land: this rank's buffer, and the addresses of its peers'.
 
-    The meeting that ends a run offers the buffers of the next one, so that one meeting a run is enough. What is kept
-    follows from sizes and from the group's own sequence of steps, hence alike on all of its ranks, and nobody is asked:
-    a rank that finds buffers here knows that its peers find theirs.
+    The meeting that ends a run offers the buffers of the next one, so that one meeting a run is enough. A rank offers
+    none where it runs a step for the first time, which may be the last, or where its limit has no room. All ranks of
+    the group see all offers, and keep buffers if everyone offered one. What goes again follows from sizes and from the
+    group's own sequence of steps. So what is kept is alike on all ranks: one that finds buffers here knows that its
+    peers find theirs.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int]] = {}
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator  # whose limit bounds what is kept in all groups
+        self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int, int]] = {}
         self._bytes = 0
 
     def take(self, token: int) -> tuple[torch.Tensor, Address, list[Address]] | None:
@@ -32,13 +36,25 @@ class Landings:
         found = self._kept.pop(token, None)
         if found is None:
             return None
-        self._bytes -= found[3]
+        self._bytes -= found[4]
+        self._allocator.ready -= found[3]
         return found[:3]
 
-    def keep(self, token: int, buffer: torch.Tensor, own: Address, peers: list[Address], nbytes: int) -> None:
-        """Keep buffers for the next run; `nbytes` is the size of the largest. The longest unused make room."""
-        self._kept[token] = buffer, own, peers, nbytes
-        self._bytes += nbytes
+    def have_room(self, nbytes: int) -> bool:
+        """Whether this rank may offer a buffer whose block is of so many bytes."""
+        return self._allocator.may_be_ready(nbytes)
+
+    def keep(
+        self, token: int, buffer: torch.Tensor, own: Address, peers: list[Address], nbytes: int, largest: int
+    ) -> None:
+        """Keep buffers, which everyone has offered, for the next run; the longest unused make room.
+
+        Args:
+            nbytes: of this rank's block.
+            largest: the size of the largest buffer; alike on all ranks.
+        """
+        self._kept[token] = buffer, own, peers, nbytes, largest
+        self._bytes += largest
         while self._bytes > MOST_KEPT:
-            oldest = next(iter(self._kept))
-            self._bytes -= self._kept.pop(oldest)[3]
+            self.take(next(iter(self._kept)))
+        self._allocator.add_ready(nbytes)

@@ -19,7 +19,7 @@ class Meet(NamedTuple):
     """Wait until every peer has come to the same point. One-sided worlds only.
 
     Safe after it: peers' writes made before their own `Meet` are visible here. The answer is one address per peer, in
-    the order of `peers`: of the buffer it offers.
+    the order of `peers`: of the buffer it offers, None if it offers none.
     """
 
     peers: tuple[int, ...]

@@ -12,6 +12,7 @@ import torch
 
 from ..kernels import SourceRows, TargetRows
 from ..planner import FILL, Boxes, Exchange
+from .allocator import block_size
 from .bound_step import BoundStep, Run
 from .copies import Copies, Side, Terms, contiguous_strides
 from .landings import LARGEST_KEPT
@@ -37,7 +38,7 @@ class OneSidedStep(BoundStep):
         shapes = {p: self.program.shape_after(step, p) for p in self.members.tolist()}
         nbytes = {p: math.prod(shape) * slabs * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
-        self.largest = largest
+        self.largest, self.block = largest, block_size(self.own_nbytes)
         written = self._written(shapes)
         self.pushes: list[tuple[int, int, Copies]] = []
         for index, peer in enumerate(self.peers):
@@ -47,6 +48,7 @@ class OneSidedStep(BoundStep):
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
         self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
+        self.has_run = False
         self.own: Copies | None = None
         if reduce:
             rows = self.incoming
@@ -135,7 +137,7 @@ class OneSidedStep(BoundStep):
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
         out = self.output(landing)
         given = out if self.last else None
-        following = self.land() if landings else None
+        following = self.land() if landings and self.has_run and landings.have_room(self.block) else None
         offer = None if following is None else world.address(following)
         meet = Meet(self.peer_ranks, token + 1, offer, own, given)
         if messages is None:
@@ -143,8 +145,9 @@ class OneSidedStep(BoundStep):
             addresses = yield meet
         else:
             addresses = yield Mixed(messages(out), partial(self.push_all, x, addresses), meet, given)
-        if landings and following is not None:
-            landings.keep(token, following, offer, addresses, self.largest)
+        if landings and following is not None and None not in addresses:
+            landings.keep(token, following, offer, addresses, self.block, self.largest)
+        self.has_run = True
         return landing, out
 
     def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:

@@ -62,7 +62,8 @@ class Pending:
     def __init__(
         self, run: Any, world: AnyWorld, complete: Callable[[], Any], kind: Redistribution, output: torch.Tensor
     ) -> None:
-        self._run, self._world, self._kind = run, world, kind
+        self._run, self._kind = run, kind
+        self._world: AnyWorld | None = world
         self._complete: Callable[[], Any] | None = complete
         self._output = weakref.ref(output)  # nobody waits for what is gone
         self._error: BaseException | None = None
@@ -83,10 +84,11 @@ class Pending:
         if self._error is not None:
             raise self._error
         world, run = self._world, self._run
-        if run is None:
+        if run is None or world is None:
             return
         complete: Any = self._complete
-        world.pending = self._run = self._complete = None
+        # The world is not held: nobody may ever wait.
+        world.pending = self._run = self._complete = self._world = None
         ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
@@ -119,8 +121,9 @@ class Joined(Pending):
         self._world, self._join = world, join
 
     def finish(self) -> None:
-        if self._world.pending is self:
-            self._world.pending = None
+        world, self._world = self._world, None
+        if world is not None and world.pending is self:
+            world.pending = None
             self._join()
 
     def join(self) -> None:

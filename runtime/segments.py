@@ -45,14 +45,18 @@ class Segment:
     An anonymous one (memfd) goes with its last user, however that ends. A named one is unlinked when its process exits
     or its world fails, by a peer that finds it dead, or by the next process that makes one.
 
+    Args:
+        reserve: take the pages of a named one now. Otherwise each part is reserved before it is first touched, and
+            again after it was given back.
+
     Attributes:
         handle: with the process id and `named`, what `segment_path` makes the path of.
 
     Raises:
-        WorldError: no room for a named segment.
+        WorldError: no room.
     """
 
-    def __init__(self, name: str, nbytes: int, named: bool) -> None:
+    def __init__(self, name: str, nbytes: int, named: bool, reserve: bool = True) -> None:
         self.nbytes = nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if named:
             self.handle = next(_serial)
@@ -62,31 +66,46 @@ class Segment:
                 unlink_names(os.getpid())  # of an earlier process of this number
                 # Not atexit, which the children of multiprocessing leave without; not run in a forked child.
                 Finalize(None, unlink_names, args=(os.getpid(),), exitpriority=0)
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
-                # Reserved at once: a page that is not there when it is touched would be a bus error.
-                os.posix_fallocate(descriptor, 0, nbytes)
-                self.map = mmap.mmap(descriptor, nbytes)
+                self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                os.unlink(self.path)
-                raise WorldError(f"{nbytes} bytes of shared memory in {NAMED_FOLDER}: {error}") from error
-            finally:
-                os.close(descriptor)
+                raise WorldError(f"shared memory in {NAMED_FOLDER}: {error}") from error
         else:
             # The descriptor stays open: it is what peers open.
-            self.handle = os.memfd_create(name, os.MFD_CLOEXEC)
+            self.handle = self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
             self.path = segment_path(os.getpid(), self.handle, named)
-            os.ftruncate(self.handle, nbytes)
-            self.map = mmap.mmap(self.handle, nbytes)
-        self.owner = os.getpid()
-        self.named = named
+        self.owner, self.named = os.getpid(), named
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+            if reserve:
+                self.reserve(0, nbytes)
+            self.map = mmap.mmap(self._descriptor, nbytes)
+        except OSError as error:
+            where = f" in {NAMED_FOLDER}" if named else ""
+            raise WorldError(f"{nbytes} bytes of shared memory{where}: {error}") from error
         self.bytes = bytes_of(self.map)
         self.address = self.bytes.data_ptr()
 
     def __del__(self) -> None:
         if hasattr(self, "named") and self.owner == os.getpid():
             with suppress(OSError):
-                os.unlink(self.path) if self.named else os.close(self.handle)
+                os.close(self._descriptor)
+            if self.named:
+                with suppress(OSError):
+                    os.unlink(self.path)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Have the pages of a part there: of a named segment, one that is not there when it is touched is a bus error.
+
+        Raises:
+            OSError: no room for them.
+        """
+        if self.named:
+            os.posix_fallocate(self._descriptor, offset, nbytes)
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Give pages back to the system, whoever has them mapped. Touched again they are zeros."""
+        self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
 def segment_path(pid: int, handle: int, named: bool) -> str:

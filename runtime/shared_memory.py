@@ -35,7 +35,8 @@ _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
 _NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
-_NOWHERE: Address = (0, 0, 0)
+_NO_SEGMENT = MAX_SEGMENTS
+_NOWHERE: Address = (0, _NO_SEGMENT, 0)
 _REFUSED = 0  # in place of a token
 _EAGER_POLLS = 50
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
@@ -195,13 +196,13 @@ class SharedMemoryWorld:
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
 
     def landings(self, ranks: tuple[int, ...]) -> Landings:
-        return self._landings.setdefault(ranks, Landings())
+        return self._landings.setdefault(ranks, Landings(self._pool.allocator))
 
-    def answer(self, request: Ask) -> list[Address]:
+    def answer(self, request: Ask) -> list[Address | None]:
         assert isinstance(request, Meet)
         return self._arrived(self._come_to(request), request.token)
 
-    def begin(self, request: Ask) -> Callable[[], list[Address]]:
+    def begin(self, request: Ask) -> Callable[[], list[Address | None]]:
         """`answer`, but what it returns waits for the peers."""
         assert isinstance(request, Meet)
         return partial(self._arrived, self._come_to(request), request.token)
@@ -211,6 +212,7 @@ class SharedMemoryWorld:
         self._page[_FAILED] = 1
         self.error = self.error or error
         self.rendezvous.fail(f"rank {self.rank} failed: {self.error}")
+        self._pool.freeze()
         if self._pool.named:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
             unlink_names(os.getpid())
@@ -251,9 +253,9 @@ class SharedMemoryWorld:
             request.meanwhile()
         return peers
 
-    def _arrived(self, peers: list[_Peer], token: int) -> list[Address]:
+    def _arrived(self, peers: list[_Peer], token: int) -> list[Address | None]:
         """Wait for peers at the meeting that this rank has come to; what they offer."""
-        addresses = []
+        addresses: list[Address | None] = []
         for peer in peers:
             number, theirs = peer.meetings, peer.page
             slot = self._slots[number & 1]
@@ -267,7 +269,8 @@ class SharedMemoryWorld:
                     raise
             if theirs[slot + _TOKEN] != token:
                 self._compare(peer, token)
-            addresses.append((peer.rank, theirs[slot + _SEGMENT], theirs[slot + _OFFSET]))
+            segment = theirs[slot + _SEGMENT]
+            addresses.append(None if segment == _NO_SEGMENT else (peer.rank, segment, theirs[slot + _OFFSET]))
         return addresses
 
     def _compare(self, peer: _Peer, token: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, UnsupportedError
 from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
+from .group_caches import at_end_of_group, forget_dead_groups
 from .lowering import BACKENDS
 from .mixed import InsideNodes, MixedWorld
 from .rendezvous import Rendezvous, settings
@@ -25,6 +26,7 @@ from .symmetric_world import SymmetricWorld
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld | MixedWorld | SymmetricWorld
 _LONGEST_TIMEOUT = 366 * 86400.0
+_GRACE = 2.0  # seconds, for peers that have not begun yet what this rank has when it destroys the group
 
 
 class Worlds:
@@ -50,6 +52,14 @@ class Worlds:
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyWorld, str]] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
+
+    def finish(self) -> None:
+        """Finish what has begun, which nobody may ever wait for: the group has ended, and peers come now or never."""
+        for world in (self._shared, *self._symmetric.values()):
+            if world is not None and world.pending is not None:
+                world.timeout = min(world.timeout, _GRACE)
+                with suppress(Exception):  # it is kept for who uses the tensor; messages fail as torch says
+                    world.pending.finish()
 
     def number_dispatcher(self, ranks: tuple[int, ...]) -> int:
         """Of a new token dispatcher of these ranks: its number among theirs, alike on all that make them alike."""
@@ -235,7 +245,16 @@ def _from_environment(name: str) -> Callable[[], str]:
 settings["SHARDWEAVE_WORLD"] = _from_environment("SHARDWEAVE_WORLD")
 settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
-_worlds: Worlds | None = None
+
+_worlds: list[Worlds] = []  # of the default process group that is alive
+
+
+def _end_worlds() -> None:
+    while _worlds:
+        _worlds.pop().finish()
+
+
+at_end_of_group(_end_worlds)
 
 
 def current_worlds() -> Worlds:
@@ -244,12 +263,12 @@ def current_worlds() -> Worlds:
     Raises:
         UnsupportedError: there is none.
     """
-    global _worlds
     if not dist.is_initialized():
         raise UnsupportedError("torch.distributed is not initialised; call init_process_group first")
-    if _worlds is None or _worlds.group is not dist.distributed_c10d.GroupMember.WORLD:
-        _worlds = Worlds()
-    return _worlds
+    forget_dead_groups()
+    if not _worlds:
+        _worlds.append(Worlds())
+    return _worlds[0]
 
 
 def tell_settings() -> None:

@@ -202,12 +202,12 @@ def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 SMALL_SHM = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-MOUNTED = f'mount -t tmpfs -o size=64k tmpfs {SHM} && exec "$@"'
+MOUNTED = f'mount -t tmpfs -o size=16k tmpfs {SHM} && exec "$@"'
 
 
 @pytest.mark.multi
 def test_the_command_with_hardly_any_shared_memory(tmp_path: Path) -> None:
-    """A tmpfs of 64 KiB: a container's default is small as well."""
+    """A tmpfs of 16 KiB: a container's default is small as well."""
     before = (*SMALL_SHM, MOUNTED, "sh")
     try:
         tried = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=20)
@@ -217,7 +217,7 @@ def test_the_command_with_hardly_any_shared_memory(tmp_path: Path) -> None:
         pytest.skip(f"nothing may be mounted here: {tried.stderr.strip()}")
     status, found = told(tmp_path / "found.json", before=before, SHARDWEAVE_SEGMENTS="named")
     assert status == 1
-    assert found[SHM]["found"].endswith("free of 64 KiB") and "--shm-size" in found[SHM]["off"]
+    assert found[SHM]["found"].endswith("free of 16 KiB") and "--shm-size" in found[SHM]["off"]
     said = found["two ranks on shared_memory"]["off"]
     assert "No space left" in said and "raise " not in said
     assert "What to do: have ranks meet elsewhere: SHARDWEAVE_WORLD=collective" in said

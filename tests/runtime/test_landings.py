@@ -15,21 +15,25 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardweave
 from shardweave.runtime import landings
+from shardweave.runtime.allocator import Allocator
 from shardweave.runtime.landings import Landings
 
 
 @pytest.mark.plan
 def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landings, "MOST_KEPT", 100)
-    kept, buffer = Landings(), torch.empty(0)
+    allocator = Allocator("shardweave-test", False, 2000)
+    kept, buffer = Landings(allocator), torch.empty(0)
     for token in (1, 2, 3):
-        kept.keep(token, buffer, token, [token], 40)
+        kept.keep(token, buffer, token, [token], 30, 40)
+    assert allocator.ready == 2 * 30
     assert kept.take(1) is None
     assert kept.take(3) == (buffer, 3, [3]) and kept.take(3) is None
-    kept.keep(4, buffer, 4, [4], 60)
+    kept.keep(4, buffer, 4, [4], 30, 60)
     assert kept.take(2) == (buffer, 2, [2]) and kept.take(4) == (buffer, 4, [4])
-    kept.keep(5, buffer, 5, [5], 101)
+    kept.keep(5, buffer, 5, [5], 30, 101)
     assert kept.take(5) is None
+    assert allocator.ready == 0 and kept.have_room(1000) and not kept.have_room(1001)
 
 
 def many_calls(rank: int, most_kept: int | None) -> int:
