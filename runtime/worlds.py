@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -39,7 +40,13 @@ class Worlds:
         self.timeout = _timeout(self.group)
         store = dist.PrefixStore("shardweave", c10d._get_default_store())
         self._node_size = pretended_node_size()
-        self.rendezvous = Rendezvous(store, self.rank, self.timeout, self._is_gone)
+        here = weakref.ref(self)  # what the worlds hold as well must not hold them
+
+        def is_gone(rank: int) -> bool:
+            worlds = here()
+            return worlds is not None and worlds._is_gone(rank)
+
+        self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
         if platform.system() == "Linux":
             # So that peers can tell who shares memory. The store of a fake group keeps nothing.
             with suppress(RuntimeError):
