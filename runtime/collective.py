@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, WorldError
-from .meeting import AllGather, AllReduce, Ask, Collective, ReduceScatter, Transfer
+from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, ReduceScatter, Transfer
 from .rendezvous import Rendezvous
 from .wait_watcher import WaitWatcher
 from .word_check import WordCheck
@@ -49,8 +50,10 @@ class CollectiveWorld:
 
     **Ranks agree in every exchange on the request and on the number of the call.** On gloo both are in the tags of
     messages, so that data of another call is never received, whatever its size; who waits in vain finds out from the
-    store what its peers are doing. Other backends have no tags: each message is sent together with a word that the
-    receiver's device compares, which the host learns one call later; outputs are overwritten then.
+    store what its peers are doing. Its all-to-all has no tags: there both stand before the data of each message, and
+    the room for it is that of the largest that there may be. Other backends have no tags at all: each message is sent
+    together with a word that the receiver's device compares, which the host learns one call later; outputs are
+    overwritten then.
     """
 
     one_sided = False
@@ -143,6 +146,8 @@ class CollectiveWorld:
         assert isinstance(request, Transfer | Collective)
         if not self.has_tags:
             return self._with_words(request)
+        if isinstance(request, AllToAll):
+            return self._with_headers(request)
         if isinstance(request, Collective):
             self._agree(request)
             return self._collective(request)
@@ -157,11 +162,11 @@ class CollectiveWorld:
                 works.append(everyone.send([buffer], peer, tag))
                 peers.append(peer)
         except RuntimeError as error:
-            raise self._lost(peer, error) from error
+            raise self._lost((peer,), error) from error
         return partial(self._wait, tuple(peers), works)
 
     def _wait(self, peers: tuple[int, ...], works: Sequence[dist.Work]) -> None:
-        """Wait for one peer after the other; what is sent and received stays where it is until then."""
+        """Wait for one peer after the other, or for a collective of all of them."""
         if not works:
             return
         watcher, deadline = self._watcher, time.monotonic() + self.timeout
@@ -176,10 +181,29 @@ class CollectiveWorld:
                         raise watcher.error from error
                     if time.monotonic() >= deadline:
                         raise self.rendezvous.late(peers[i]) from error
-                    raise self._lost(peers[i], error) from error
+                    raise self._lost(peers[i : i + 1] if len(works) > 1 else peers, error) from error
                 watcher.awaits(peers[i + 1 :])
         finally:
             watcher.ended()
+
+    def _with_headers(self, request: AllToAll) -> Callable[[], None]:
+        """An all-to-all of gloo, which has no tags: each message begins with two words that say what it is of."""
+        words, address = [request.token, self.rendezvous.call.number], request.sends.data_ptr()
+        for nbytes in request.send_sizes:
+            if nbytes:
+                _Header.from_address(address)[:] = words  # type: ignore[assignment]
+            address += nbytes
+        received = self._collective(request)
+
+        def wait() -> None:
+            received()
+            address = request.receives.data_ptr()
+            for rank, nbytes in zip(request.group, request.receive_sizes, strict=True):
+                if nbytes and list(_Header.from_address(address)) != words:
+                    raise self.rendezvous.disagreement(rank)
+                address += nbytes
+
+        return wait
 
     def _agree(self, request: Collective) -> None:
         """Before a collective of gloo, which has no tags: each rank tells the next one of the group its call.
@@ -257,14 +281,17 @@ class CollectiveWorld:
                     self._error = self.rendezvous.disagreement(peer)
         return self._error
 
-    def _lost(self, peer: int, error: RuntimeError) -> WorldError:
-        """Of a peer with which there is no connection any more: what it wrote, or what torch.distributed says."""
-        why: str | None = None
+    def _lost(self, peers: tuple[int, ...], error: RuntimeError) -> WorldError:
+        """Of peers, one of which is not connected any more: what it wrote, or what torch.distributed says."""
         with suppress(dist.DistError):  # the store went with its rank
-            if elsewhere := self.rendezvous.refused(peer) or self.rendezvous.misplaced(peer, True):
-                return elsewhere
-            why = self.rendezvous.failure(peer)
-        return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it: {why or error}")
+            for peer in peers:
+                if elsewhere := self.rendezvous.refused(peer) or self.rendezvous.misplaced(peer, True):
+                    return elsewhere
+            for peer in peers:
+                if why := self.rendezvous.failure(peer):
+                    return PeerError(f"rank {peer} is gone; rank {self.rank} was waiting for it: {why}")
+        who = " or ".join(f"rank {peer}" for peer in peers)
+        return PeerError(f"{who} is gone; rank {self.rank} was waiting for it: {error}")
 
     def fail(self, error: WorldError) -> None:
         """Tell ranks that wait for this one, now or later, that it will not come. The first error stays."""
@@ -296,6 +323,9 @@ class CollectiveWorld:
         return False
 
 
+_Header = ctypes.c_int64 * 2
+
+
 def _device_of(request: Transfer) -> torch.device | None:
     for _, buffer in (*request.receives, *request.sends):
         return buffer.device
@@ -321,6 +351,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 def _started(request: Collective, group: dist.ProcessGroup) -> dist.Work:
     options: Any = {"group": group, "async_op": True}
+    if isinstance(request, AllToAll):
+        sizes = request.receive_sizes, request.send_sizes
+        return dist.all_to_all_single(request.receives, request.sends, *sizes, **options)
     if isinstance(request, AllGather):
         return dist.all_gather_into_tensor(request.receives, request.sends, **options)
     if isinstance(request, ReduceScatter):

@@ -16,7 +16,7 @@ from .bound_step import Run
 from .dtypes import name_of
 from .executor import BoundProgram
 from .lowering import BACKENDS, Reduction, check_reduction, node_of
-from .meeting import AllGather, AllReduce, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
+from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
 from .streams import captured
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
@@ -226,9 +226,11 @@ def _awaited(request: Ask, rank: int) -> list[int]:
     return list(dict.fromkeys(peer for peer, _ in request.receives))
 
 
-def _receives(request: Transfer | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
+def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
     if isinstance(request, Transfer):
         return request.receives
+    if isinstance(request, AllToAll):
+        return list(zip(request.group, request.receives.split(request.receive_sizes), strict=True))
     return list(zip(request.group, request.receives.chunk(len(request.group)), strict=True))
 
 
@@ -239,6 +241,8 @@ def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]
         return [(peer, request.sends) for peer in request.group]
     if isinstance(request, AllReduce):
         return [(peer, request.values) for peer in request.group]
+    if isinstance(request, AllToAll):
+        return list(zip(request.group, request.sends.split(request.send_sizes), strict=True))
     return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
 
 
@@ -281,6 +285,8 @@ def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]
         return None
     for peer, buffer in _receives(request):
         sent = came[peer][1].pop(0) if isinstance(came[peer][1], list) and came[peer][1] else None
+        if sent is not None and isinstance(request, AllToAll):
+            buffer = buffer[: sent.numel()]  # there may be room for more
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(
                 f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"

@@ -42,22 +42,24 @@ class WindowPolicy:
 class OneCall:
     """Bytes of the largest shard up to which one collective takes the place of a message to each peer."""
 
+    all_to_all: int
     all_gather: float
 
 
 BACKENDS = {
-    # Its collectives have no tags, by which ranks agree.
-    "gloo": OneCall(all_gather=0),
+    # What its messages cost to start is saved by one all-to-all; large shards cost more to pack into one buffer. Its
+    # all-gather was slower than its all-to-all when this was set.
+    "gloo": OneCall(all_to_all=1 << 20, all_gather=0),
     # Its all-to-all is grouped messages, and wants them in one buffer; its all-gather sends each byte into a node once.
-    "nccl": OneCall(all_gather=math.inf),
+    "nccl": OneCall(all_to_all=0, all_gather=math.inf),
 }
 _REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """`how`: "local", "push", "pull", "push and send", "send and receive", "all-gather", "reduce-scatter" or
-    "all-reduce"; `group`: the ranks of a collective in the order of its process group."""
+    """`how`: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather", "reduce-scatter"
+    or "all-reduce"; `group`: the ranks of a collective in the order of its process group."""
 
     how: str
     why: str
@@ -140,7 +142,12 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
     limits, largest = BACKENDS[world.backend], max(*before, *after)
     if _gathers(step) and len(set(before)) == 1 and largest <= limits.all_gather:
         return Lowering("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
-    return Lowering("send and receive", f"a message to each peer, shards of {format_bytes(largest)} at most")
+    if len(step.group) > 1:
+        return Lowering("send and receive", "along several mesh dims a rank has few of the group as peers")
+    said = f"shards of {format_bytes(largest)}"
+    if largest > limits.all_to_all:
+        return Lowering("send and receive", f"{said} are not copied into one buffer first")
+    return Lowering("all-to-all", f"{said} at most cost less in one call", order)
 
 
 def _through_windows(program: Program, step: Step, members: Sequence[int], policy: WindowPolicy) -> Lowering:

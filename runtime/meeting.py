@@ -57,10 +57,30 @@ class Mixed(NamedTuple):
     output: torch.Tensor | None = None
 
 
+HEADER = 16
+"""Bytes before the data of each message of an `AllToAll`, for the world's own use."""
+
+
+class AllToAll(NamedTuple):
+    """Every rank of a process group sends some bytes to every other. Two-sided worlds only, as the collectives below.
+
+    Buffers are flat bytes, in the order of `group`; sizes are bytes for each rank of it, 0 for this one. They include a
+    header. What is received may be shorter than there is room for, so that nothing of another request is too long.
+    """
+
+    group: tuple[int, ...]
+    sends: torch.Tensor
+    receives: torch.Tensor
+    send_sizes: list[int]
+    receive_sizes: list[int]
+    token: int
+    output: torch.Tensor | None = None
+
+
 class AllGather(NamedTuple):
     """Every rank of a process group sends the same number of bytes to all; `receives` has them in its order.
 
-    Buffers are flat bytes. Two-sided worlds only, as the collectives below.
+    Buffers are flat bytes.
     """
 
     group: tuple[int, ...]
@@ -91,5 +111,5 @@ class AllReduce(NamedTuple):
     output: torch.Tensor | None = None
 
 
-Collective = AllGather | ReduceScatter | AllReduce
+Collective = AllToAll | AllGather | ReduceScatter | AllReduce
 Ask = Meet | Transfer | Mixed | Collective

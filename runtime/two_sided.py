@@ -11,8 +11,8 @@ import torch
 from ..planner import FILL, Boxes, Exchange, Step
 from .bound_step import BoundStep, Run
 from .copies import Copies, Patchwork, Reduction, Side, Terms, Whole, is_plain, run_of
-from .lowering import Lowering
-from .meeting import AllGather, Transfer
+from .lowering import BACKENDS, Lowering
+from .meeting import HEADER, AllGather, AllToAll, Transfer
 
 Part = tuple[int, int, Boxes, Side, Side]
 _PACKED = -1  # in place of a buffer
@@ -31,7 +31,7 @@ class TwoSidedStep(BoundStep):
     """Pack what peers need, send and receive with exact sizes, unpack or reduce what came: a kernel before, one after.
 
     By a message to each peer, where what lies in one run of memory is sent from where it is and received where it
-    belongs; or by an all-gather, where all get the same.
+    belongs; by an all-to-all, from one buffer into another; or by an all-gather, where all get the same.
 
     Args:
         lowering: which of these.
@@ -59,11 +59,16 @@ class TwoSidedStep(BoundStep):
         # Of a step between meshes each rank has members of its own.
         within = isinstance(self.step, Exchange) and self.step.group is not None
         self.of_group = self.world.group_order(everyone) if within else None
-        self.gathers = lowering.how == "all-gather"
-        exact = self.gathers or self.device.type == "cpu"
+        self.together, self.gathers = lowering.how == "all-to-all", lowering.how == "all-gather"
+        # Of an all-to-all, in elements: what stands before the data of a message, and the room for one that comes,
+        # which is alike for all requests.
+        self.header = HEADER // self.dtype.itemsize if self.together else 0
+        room = BACKENDS[self.world.backend].all_to_all if self.together else 0
+        self.room = self.header + room // self.dtype.itemsize
+        exact = self.together or self.gathers or self.device.type == "cpu"
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
         peers = list(zip(self.peers, self.peer_ranks, strict=True))
-        if self.gathers:
+        if self.together or self.gathers:
             peers.sort(key=lambda peer: self.group.index(peer[1]))
         self._bind_sends(peers[:1] if self.gathers else peers, shared)
         if self.gathers:
@@ -71,6 +76,11 @@ class TwoSidedStep(BoundStep):
             peers.insert(self.group.index(rank), (self.me, rank))
         unpack = self._bind_receives(peers, shared)
         self.bind_finish(unpack)
+        # Bytes for each rank of the group, of an all-to-all.
+        sent = {rank: self.header + last - first for rank, _, first, last in self.sends}
+        me = self.program.mesh.rank_at(self.me)
+        self.sent = [sent.get(rank, 0) * self.dtype.itemsize for rank in self.group]
+        self.came = [self.room * self.dtype.itemsize * (rank != me) for rank in self.group]
 
     def _parts_to(self, peer: int, base: int) -> tuple[list[Part], int]:
         """What a peer gets, contributor by contributor in the order of rows, packed from `base`; and where it ends."""
@@ -90,11 +100,11 @@ class TwoSidedStep(BoundStep):
         """Rank, buffer or `_PACKED`, first and last element there."""
         packing: list[Part] = []
         self.packed = 0
-        from_where_it_is = shared is None
+        from_where_it_is = shared is None and not self.together
         for peer, rank in peers:
-            first = self._aligned(self.packed) if shared is None else shared.sent_at[peer]
+            first = self._aligned(self.packed) + self.header if shared is None else shared.sent_at[peer]
             parts, last = self._parts_to(peer, first)
-            if last == first:
+            if last == first and not self.together:
                 continue
             run = run_of(parts[0][2], parts[0][3]) if from_where_it_is and len(parts) == 1 else None
             if run is not None:
@@ -112,11 +122,13 @@ class TwoSidedStep(BoundStep):
         bases = np.zeros((1, self.contributors), np.int64)
         self.staged = Terms(Side.target(self.incoming, self.strides), bases)
         unpack: list[Part] = []
-        in_place = shared is None and not (self.leave_apart or self.step.reduce)
+        in_place = shared is None and not (self.together or self.leave_apart or self.step.reduce)
         in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
         base = 0
-        for peer, rank in peers:
+        for number, (peer, rank) in enumerate(peers):
             first = base = self._aligned(base) if shared is None else shared.received_at[peer]
+            if self.together:
+                first = base = number * self.room + self.header
             for contributor in range(self.contributors):
                 here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
                 if not len(here):
@@ -134,7 +146,7 @@ class TwoSidedStep(BoundStep):
                 base += int(rows.elements.sum())
             if base > first:
                 self.receives.append((rank, first, base, False))
-        self.received = base
+        self.received = len(peers) * self.room if self.together else base
         return unpack
 
     def bind_finish(self, unpack: list[Part]) -> None:
@@ -175,11 +187,13 @@ class TwoSidedStep(BoundStep):
 
     def messages(
         self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, token: int
-    ) -> Transfer | AllGather:
+    ) -> Transfer | AllToAll | AllGather:
         """What the world is to do, with all packed that is sent from there."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
         flat, arrived, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
+        if self.together:
+            return AllToAll(self.group, flat, arrived, self.sent, self.came, token)
         sends = []
         for rank, buffer, first, last in self.sends:
             if buffer == _PACKED:
