@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,6 +17,7 @@ Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride
 
 MOST_RANKS = 1 << 24  # a list of all of them must be possible
+_UNREADABLE = 10**60
 MOST_DIMS = 24  # with 32 of a tensor, as many as an array of numpy may have
 
 
@@ -24,12 +25,16 @@ def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
     """`values` as plain integers.
 
     Raises:
-        ArgumentError: not an iterable of whole numbers, which True and False are not.
+        ArgumentError: no sequence of whole numbers, which True and False are not; one of more than 60 digits, which no
+            message could show.
     """
     try:
-        found = tuple(values)
-        if not any(isinstance(n, bool) for n in found):
-            return tuple(map(operator.index, found))
+        given = tuple(values)
+        found = tuple(map(operator.index, given))
+        # Bytes are numbers to Python, and sets have no order.
+        if not isinstance(values, bytes | bytearray | Set | Mapping) and not any(isinstance(n, bool) for n in given):
+            if all(abs(n) < _UNREADABLE for n in found):
+                return found
     except TypeError:
         pass
     raise ArgumentError(f"{argument}: {shown(values)}; allowed: whole numbers, such as (2, 2)")
@@ -77,7 +82,12 @@ class Mesh:
         if ranks is not None:
             if not isinstance(ranks, Iterable):
                 raise ArgumentError(f"mesh: ranks {shown(ranks)}; allowed: a rank for each position, or None")
-            ranks = whole_numbers("mesh: ranks", tuple(islice(ranks, math.prod(sizes) + 1)))
+            first = (
+                ranks
+                if isinstance(ranks, bytes | bytearray | Set | Mapping)
+                else tuple(islice(ranks, math.prod(sizes) + 1))
+            )
+            ranks = whole_numbers("mesh: ranks", first)
             if len(ranks) != math.prod(sizes) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
                 raise ArgumentError(
                     f"mesh: ranks {shown(ranks)} must be {math.prod(sizes)} different ranks >= 0 for shape {sizes}"
@@ -148,9 +158,11 @@ class Mesh:
         raise ArgumentError(f"mesh dim: {shown(given)}; allowed: {', '.join(map(str, allowed))}")
 
     def _dims(self, given: Sequence[int | str] | int | str) -> list[int]:
-        if not isinstance(given, int | str | Iterable):
-            raise ArgumentError(f"mesh dims: {shown(given)}; allowed: names or numbers of mesh dims")
-        found = [self.dim(d) for d in ([given] if isinstance(given, int | str) else given)]
+        try:
+            dims = [given] if isinstance(given, int | str) else list(given)
+        except TypeError:
+            raise ArgumentError(f"mesh dims: {shown(given)}; allowed: names or numbers of mesh dims") from None
+        found = [self.dim(d) for d in dims]
         if len(set(found)) != len(found):
             raise ArgumentError(f"mesh dims: {shown(given)} names one twice; allowed: each once")
         return found
@@ -182,7 +194,7 @@ class Mesh:
         """The same ranks with the mesh dims in another order."""
         found = self._dims(dims)
         if len(found) != self.ndim:
-            raise ArgumentError(f"mesh dims: {tuple(dims)}; allowed: all {self.ndim}, each once")
+            raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: all {self.ndim}, each once")
         return self._derived([self.dims[d] for d in found], self._names(found))
 
     def flatten(self, dims: Sequence[int | str], name: str | None = None) -> Mesh:
