@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -15,9 +14,8 @@ _LEAST_WIDTH = 14  # of a column of texts, which are folded
 
 
 def console_of_tables() -> Console:
-    """On stdout, as wide as the terminal or as COLUMNS says; of a file or a pipe 170 columns."""
-    bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if bounded else _PLAIN_WIDTH, highlight=False)
+    """On stdout, as wide as the terminal; of a file or a pipe 170 columns."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
 def show_table(
@@ -51,4 +49,7 @@ def show_table(
 def _in_words(name: str, figure: str) -> str:
     """A figure in a line: its unit, which is the second line of the column's name, comes after it."""
     what, _, more = name.partition("\n")
-    return f"{what} {figure} {more}" if more in ("ms", "MB") else f"{what} {more} {figure}".replace("  ", " ")
+    if more not in ("ms", "MB"):
+        return f"{what} {more} {figure}".replace("  ", " ")
+    value, _, spread = figure.partition(" ±")
+    return f"{what} {value} {more}" + (f" ±{spread.strip()}" if spread else "")
