@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
+import shardweave
 from shardweave.bench.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
 from shardweave.errors import ShardweaveError
 
@@ -23,8 +27,31 @@ _COMMANDS = {
 }
 
 
+_LONGEST = 1000  # characters of a fault in the arguments
+_OTHERS = ("torch", "triton", "numpy")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Of arguments of any length, as much as can be read."""
+        half = _LONGEST // 2
+        super().error(message if len(message) <= _LONGEST else f"{message[:half]}…{message[-half:]}")
+
+
+def _versions() -> str:
+    """Of shardweave and of what it stands on: as installed, or as imported where it is not."""
+    found = []
+    for name in ("shardweave", *_OTHERS):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} {shardweave.__version__ if name == 'shardweave' else 'not installed'}")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardweave", description="Redistribute tensors over a device mesh, by plan.")
+    parser = _Parser(prog="shardweave", description="Redistribute tensors over a device mesh, by plan.")
+    parser.add_argument("--version", action="version", version=_versions(), help="versions of what is installed")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in _COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_AROUND = 60  # characters of a layout's text on either side of a fault
+
 
 class ShardweaveError(Exception):
     """The base of all of them."""
@@ -20,7 +24,11 @@ class LayoutSyntaxError(ArgumentError):
 
     def __init__(self, text: str, position: int, reason: str) -> None:
         self.text, self.position, self.reason = text, position, reason
-        super().__init__(f"layout text: {reason}\n  {text}\n  {' ' * position}^")
+        # One line of the text, and of a long one what is around the spot.
+        first = max(0, position - _AROUND)
+        head, tail = "…" if first else "", "…" if len(text) > position + _AROUND else ""
+        line = head + "".join(c if c.isprintable() else " " for c in text[first : position + _AROUND]) + tail
+        super().__init__(f"layout text: {reason}\n  {line}\n  {' ' * (position - first + len(head))}^")
 
 
 class UnsupportedError(ShardweaveError, NotImplementedError):
@@ -45,3 +53,22 @@ class PeerError(WorldError):
 
 class MeetingTimeoutError(WorldError, TimeoutError):
     """A peer did not come within the timeout; the text names it."""
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxtuple = self.maxlist = self.maxdict = self.maxset = 16
+        self.maxstring = self.maxother = 160
+
+    def repr_int(self, x: int, level: int) -> str:
+        # `repr` itself refuses whole numbers of more than 4,300 digits.
+        return repr(x) if abs(x) < 10**60 else f"about {'-' if x < 0 else ''}2**{abs(x).bit_length() - 1}"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value as messages have it: its `repr`, shortened where that is long."""
+    return _SHOWN.repr(value)

@@ -54,6 +54,15 @@ def respell(text: str, mesh_from: tuple[int, ...], mesh_to: tuple[int, ...]) -> 
     return " ".join(tokens)
 
 
+def moves(workload: Workload, mesh: tuple[int, int]) -> bool:
+    """Whether anything moves between ranks in a case on a mesh of such sizes."""
+    try:
+        layouts = [respell(text, workload.mesh, mesh) for text in (workload.source, workload.target)]
+    except Unsuitable:
+        return False
+    return any(shardweave.plan(mesh, workload.shape, workload.dtype, *layouts).bytes_received)
+
+
 def placements(text: str) -> list[Placement]:
     """torch's own spelling of a layout in text form."""
     result: list[Placement] = []

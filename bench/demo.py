@@ -13,31 +13,31 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 from ..runtime.worlds import pretended_node_size
-from .against_stock import ROUNDS, mesh_for, rank_main
-from .demo_report import Result, summary, summary_line, table
+from .against_stock import ROUNDS, mesh_for, moves, rank_main
+from .demo_report import Result, show_results, summary, summary_line
 from .machine import provenance
 from .markdown import provenance_lines
 from .ranks import Ranks, RanksFailed, timeout_seconds
+from .terminal import console_of_tables
 from .turns import KEPT
 from .workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from .writable import check_writable
 
-_PLAIN_WIDTH = 170  # of a table that no terminal bounds
-
 
 def run(ranks: int, only: str, json_path: Path | None) -> int:
-    """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be."""
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be.
+
+    Raises:
+        ArgumentError: no case is asked for, or none in which anything moves between so many ranks.
+    """
+    console = console_of_tables()
     # On nodes that SHARDWEAVE_NODE_SIZE pretends no memory reaches all ranks.
     worlds = ("mixed" if pretended_node_size() else "shared_memory", "collective")
     gathered = _Gathered(ranks, worlds)
     config = {"worlds": list(worlds), "rounds": ROUNDS, "only": only}
-    names = [workload.name for workload in load_workloads()]
-    cases = sum(only in name for name in names)
-    if not cases:
-        raise ArgumentError(f"--only: {only!r} is in no case's name; allowed: part of one of {', '.join(names)}")
+    cases = _check_cases(ranks, only)
     check_writable("--json", json_path)
     console.print(_heading(ranks))
     progress = Progress(
@@ -61,6 +61,26 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
         print(f"error: the demo ends: {failure}", file=sys.stderr)
         return 1
     return _show(console, ranks, gathered, json_path)
+
+
+def _check_cases(ranks: int, only: str) -> int:
+    """How many cases are asked for.
+
+    Raises:
+        ArgumentError: none, or none in which anything moves between so many ranks.
+    """
+    every, mesh = load_workloads(), mesh_for(ranks)
+    asked = [workload for workload in every if only in workload.name]
+    if not asked:
+        names = ", ".join(workload.name for workload in every)
+        raise ArgumentError(f"--only: {shown(only)} is in no case's name; allowed: part of one of {names}")
+    if not any(moves(workload, mesh) for workload in asked):
+        moving = [workload.name for workload in every if moves(workload, mesh)]
+        allowed = f"part of one of {', '.join(moving)}" if moving else "2 ranks and more"
+        option = f"--only: {shown(only)}" if moving else f"--ranks: {ranks}"
+        here = f"a {mesh[0]}×{mesh[1]} mesh, which is what --ranks {ranks} makes"
+        raise ArgumentError(f"{option}: nothing moves on {here}; allowed: {allowed}")
+    return len(asked)
 
 
 class _Gathered:
@@ -103,10 +123,10 @@ def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | N
         how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
     about = provenance()
     console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
-    console.print(table(f"torch on gloo against shardweave's {how}", shared))
+    show_results(console, f"torch on gloo against shardweave's {how}", shared)
     console.print(f"\n[bold]{summary_line(shared)}[/bold]")
     console.print("In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n")
-    console.print(table("torch on gloo against shardweave on gloo: the same transport on both sides", collective))
+    show_results(console, "torch on gloo against shardweave on gloo: the same transport on both sides", collective)
     console.print(f"\n[bold]{summary_line(collective)}[/bold]")
 
     failed = False

@@ -7,7 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console
+
+from .terminal import show_table
 
 _LEAST_RATIO = 3.0
 _MOST_OF_A_COPY = 1.5
@@ -136,18 +138,16 @@ def summary_line(results: list[Result]) -> str:
     return line
 
 
-def table(title: str, results: list[Result]) -> Table:
+def show_results(console: Console, title: str, results: list[Result]) -> None:
     """Bytes are those of the rank that receives most."""
-    view = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
-    for name in ("case", "mesh", "layouts", "torch's plan", "shardweave's plan"):
-        view.add_column(name, overflow="fold")
-    for name in ("received\nMB", "bound\nMB", "torch\nms", "shardweave\nms", "bare copy\nms", "ratio"):
-        view.add_column(name, justify="right", no_wrap=True)
+    texts = ("case", "mesh", "layouts", "torch's plan", "shardweave's plan")
+    figures = ("received\nMB", "bound\nMB", "torch\nms", "shardweave\nms", "bare copy\nms", "ratio")
+    rows = []
     for result in results:
         bound = "-" if result.bytes_bound is None else _megabytes(max(result.bytes_bound))
         ratio = f"{result.ratio:.1f}" if result.counted else f"({result.ratio:.1f})"
         wrong = " [red]WRONG[/red]" if result.faults else ""
-        view.add_row(
+        row = (
             result.name,
             " ".join(f"{name}{size}" for name, size in zip(result.mesh_names, result.mesh, strict=True)),
             f"{result.source} → {result.target}",
@@ -160,7 +160,8 @@ def table(title: str, results: list[Result]) -> Table:
             f"{result.copy_ms:.3f}",
             ratio,
         )
-    return view
+        rows.append(row)
+    show_table(console, title, texts, figures, rows)
 
 
 def _megabytes(count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardweave.errors import ArgumentError
+from shardweave.errors import ArgumentError, shown
 from shardweave.kernels.rows import PAYLOADS
 from shardweave.runtime.token_fixed_slabs import FixedSlabRank, with_splits
 from shardweave.runtime.token_layout import DispatchLayout
@@ -51,6 +51,8 @@ def text(
         layout=layout, save=save, leases=leases, slab_capacity=_capacity("slab_capacity", slab_capacity),
         splits=splits,
     )  # fmt: skip
+    if top_k > experts:
+        raise ArgumentError(f"top_k: {top_k} of {experts} experts; allowed: up to {experts}")
     if as_json:
         return json.dumps(to_dict(agreed, WAYS), indent=1)
     said = [explain(agreed, WAYS)]
@@ -72,5 +74,5 @@ def _capacity(name: str, given: str | None) -> int | float | None:
         return int(given) if given.lstrip("+-").isdecimal() else float(given)
     except ValueError:
         raise ArgumentError(
-            f"{name}: {given!r}; allowed: rows, such as 4096, or a factor of a rank's rows, such as 1.25"
+            f"{name}: {shown(given)}; allowed: rows, such as 4096, or a factor of a rank's rows, such as 1.25"
         ) from None

@@ -30,11 +30,11 @@ from .replay_cases import Case, check_memory, distinct
 from .replay_prices import priced, show_priced
 from .replay_ranks import Setting, rank_main
 from .replay_report import Replayed, show_replayed
+from .terminal import console_of_tables
 from .turns import slowest
 from .writable import check_writable
 
 MOST_RANKS = 16
-_PLAIN_WIDTH = 170  # of a table that no terminal bounds
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run(paths: Sequence[Path], options: Options) -> int:
         )
     path = options.json_path
     check_writable("--json", path)
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console = console_of_tables()
     if options.topology is not None or trace.world_size > MOST_RANKS:
         left_out = _left_out(options, len(every), len(asked), len(asked))
         report, wrong = _price(trace, asked, left_out, options, console), False

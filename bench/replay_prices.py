@@ -20,7 +20,7 @@ from ..planner.explanation import format_bytes
 from ..runtime.trace import Entry, Trace
 from .projection import received, sampled, stock_received, stock_stops, stock_us
 from .replay_cases import Case, meshes_of
-from .replay_report import case_cells, case_dict, ratio, redistributions, saved, seconds, show_end, table, together
+from .replay_report import case_dict, ratio, redistributions, saved, seconds, show_cases, show_end, together
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,22 @@ def show_priced(
     number = f"{len(first)} of {redistributions(found)}" if len(first) < len(found) else redistributions(found)
     of = f", of {len(found)} priced{left_out}" if left_out else ""
     columns = ("torch\nreceives", "shardweave\nreceives", "torch\nms", "shardweave\nms", "ratio", "saved\nms")
-    shown = table(f"{number}{left_out}, simulated on {topology.name}: nothing was run or measured", columns)
-    for one in first:
-        shown.add_row(
-            *case_cells(one.case),
-            "-" if one.stock_bytes is None else format_bytes(one.stock_bytes),
-            format_bytes(one.our_bytes),
-            "-" if one.stock is None else f"{one.stock * 1e3:.3f}",
-            f"{one.ours * 1e3:.3f}",
-            ratio(one),
-            "-" if one.stock is None else f"{saved(one) * 1e3:.3f}",
+    cells = [
+        (
+            one.case,
+            (
+                "-" if one.stock_bytes is None else format_bytes(one.stock_bytes),
+                format_bytes(one.our_bytes),
+                "-" if one.stock is None else f"{one.stock * 1e3:.3f}",
+                f"{one.ours * 1e3:.3f}",
+                ratio(one),
+                "-" if one.stock is None else f"{saved(one) * 1e3:.3f}",
+            ),
         )
-    console.print(shown)
+        for one in first
+    ]
+    title = f"{number}{left_out}, simulated on {topology.name}: nothing was run or measured"
+    show_cases(console, title, columns, cells)
     stock, ours = together(found)
     console.print(
         f"All calls of a rank, of {trace.world_size}, simulated on {topology.name}{of}: torch {stock * 1e3:.1f} ms, "

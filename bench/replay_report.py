@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..planner.explanation import format_bytes
 from ..runtime.trace import Trace
 from ..runtime.trace_merging import ranks_text
 from .replay_cases import Case
+from .terminal import show_table
 
 _MOST_EXPENSIVE = 3
-HEADS = ("where", "mesh", "tensor", "layouts", "calls")
+_TEXTS = ("where", "mesh", "tensor", "layouts")
 
 
 class Compared(Protocol):
@@ -123,17 +123,19 @@ def together(found: Sequence[Compared]) -> tuple[float, float]:
     return sum(map(seconds, both)), sum(one.ours * one.case.cost.calls for one in both)
 
 
-def table(title: str, columns: Sequence[str]) -> Table:
-    """With those of `case_cells`, and further ones."""
-    made = Table(title=escape(title), title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
-    for name in HEADS[:-1]:
-        made.add_column(name, overflow="fold")
-    for name in (HEADS[-1], *columns):
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+def show_cases(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]
+) -> None:
+    """A table of cases.
+
+    Args:
+        rows: a case and its figures, named by `columns`.
+    """
+    cells = [(*_cells(case), *figures) for case, figures in rows]
+    show_table(console, escape(title), _TEXTS, ("calls", *columns), cells)
 
 
-def case_cells(case: Case) -> tuple[str, ...]:
+def _cells(case: Case) -> tuple[str, ...]:
     """With rich's marks escaped."""
     entry, wheres = case.entry, case.wheres
     mesh = str(entry.mesh) if entry.target_mesh is None else f"{entry.mesh} to {entry.target_mesh}"
@@ -167,18 +169,21 @@ def show_replayed(
     size = " (sizes an eighth)" if scaled else ""
     of = f"{size}, of {len(replayed)} replayed{left_out}" if left_out else size
     columns = ("received", "torch\nms", "shardweave\nms", "ratio", "saved\nms", "cache")
-    shown = table(f"{redistributions(replayed)}{size}{left_out}", columns)
-    for one in sorted(replayed, key=seconds, reverse=True):
-        shown.add_row(
-            *case_cells(one.case),
-            format_bytes(one.case.bytes_received),
-            _milliseconds(one.stock_rounds),
-            _milliseconds(one.our_rounds),
-            ratio(one),
-            "-" if one.stock is None else f"{saved(one) * 1e3:.1f}",
-            "cold" if one.cold else "warm",
+    rows = [
+        (
+            one.case,
+            (
+                format_bytes(one.case.bytes_received),
+                _milliseconds(one.stock_rounds),
+                _milliseconds(one.our_rounds),
+                ratio(one),
+                "-" if one.stock is None else f"{saved(one) * 1e3:.1f}",
+                "cold" if one.cold else "warm",
+            ),
         )
-    console.print(shown)
+        for one in sorted(replayed, key=seconds, reverse=True)
+    ]
+    show_cases(console, f"{redistributions(replayed)}{size}{left_out}", columns, rows)
     console.print(
         "A time is the median over rounds of the slowest rank, ± half of what lies between the quartiles. cold: what a "
         "call reads is in no cache."
@@ -186,7 +191,7 @@ def show_replayed(
     stock, ours = together(replayed)
     where = f"{os.cpu_count()} cores" if device == "cpu" else device
     console.print(
-        f"All calls of a rank, on {trace.world_size} ranks of this machine ({where}){of}: "
+        f"All calls of a rank, on {trace.world_size} rank{'s' * (trace.world_size > 1)} of this machine ({where}){of}: "
         f"torch {stock * 1e3:.1f} ms, shardweave {ours * 1e3:.1f} ms.",
         markup=False,
     )

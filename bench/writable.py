@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 
 
 def check_writable(argument: str, path: Path | None) -> None:
@@ -19,6 +19,13 @@ def check_writable(argument: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    place = path if path.exists() else path.absolute().parent
-    if path.is_dir() or not (path.exists() or place.is_dir()) or not os.access(place, os.W_OK):
-        raise ArgumentError(f"{argument}: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
+    folder = path.absolute().parent
+    try:
+        place = path if path.exists() else folder
+        writable = not path.is_dir() and folder.is_dir() and os.access(place, os.W_OK) and "\0" not in str(path)
+    except OSError:  # a name that is too long
+        writable = False
+    if not writable:
+        raise ArgumentError(
+            f"{argument}: {shown(str(path))} cannot be written; allowed: a file in a folder that is there"
+        )

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
 from .dtypes import check_reducible
-from .layout import Layout, Partial, Placement
+from .layout import Layout, Partial, Placement, pairs_of
 from .mesh import Mesh, whole_numbers
 from .program import Program
 from .topology import Topology
 
 _MOST_ELEMENTS = 1 << 58  # of 16 bytes each, 2**62
+_MOST_DIMS = 32  # with 24 of a mesh, as many as an array of numpy may have
+_MOST_SPANS = 1 << 22  # that a strided shard falls into
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,11 @@ class Asked:
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = whole_numbers("shape", shape)
     if sizes and min(sizes) < 0:
-        raise ArgumentError(f"shape: {sizes} has a negative size; allowed: 0 and up")
+        raise ArgumentError(f"shape: {shown(sizes)} has a negative size; allowed: 0 and up")
+    if len(sizes) > _MOST_DIMS:
+        raise ArgumentError(f"shape: {shown(sizes)} has {len(sizes)} dims; allowed: up to {_MOST_DIMS}")
     if math.prod([max(n, 1) for n in sizes]) > _MOST_ELEMENTS:
-        raise ArgumentError(f"shape: {sizes} has more than 2**58 elements; allowed: what 64-bit offsets reach")
+        raise ArgumentError(f"shape: {shown(sizes)} has more than 2**58 elements; allowed: what 64-bit offsets reach")
     return sizes
 
 
@@ -43,7 +47,7 @@ def layout_of(argument: str, given: Layout | str, mesh: Mesh) -> Layout:
     if isinstance(given, Layout):
         return given.decoded(mesh.shape) if len(given.placements) == mesh.ndim else given
     if not isinstance(given, str):
-        raise ArgumentError(f"{argument}: {given!r}; allowed: a Layout or its text form")
+        raise ArgumentError(f"{argument}: {shown(given)}; allowed: a Layout or its text form")
     try:
         return Layout.parse(given, mesh.shape)
     except LayoutSyntaxError as error:
@@ -66,6 +70,13 @@ def checked(mesh: Mesh, ndim: int, dtype: str, src: Layout, dst: Layout) -> tupl
 
 def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> None:
     layout.check(mesh.shape, len(shape), name)
+    for tensor_dim, cuts in layout.all_cuts:
+        spans = min(sum(split for _, split in pairs_of(cuts) if split > 1), shape[tensor_dim])
+        if spans > _MOST_SPANS:
+            raise UnsupportedError(
+                f"{name}: ({layout}) cuts tensor dim {tensor_dim} of {shape[tensor_dim]} into {spans} pieces; "
+                f"allowed: up to {_MOST_SPANS}"
+            )
     for mesh_dim, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             try:

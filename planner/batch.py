@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from .crossing import position_of
 from .layout import Layout
-from .mesh import Mesh, whole_numbers
+from .mesh import MOST_RANKS, Mesh, whole_numbers
 from .plan import plan
 from .program import Exchange, Program, format_bytes
 from .topology import Topology
@@ -220,14 +220,17 @@ def plan_batch(
         raise ArgumentError(f"requests: {requests!r}; allowed: a list of requests")
     if rank is not None:
         (rank,) = whole_numbers("rank", [rank])
-        if rank < 0:
-            raise ArgumentError(f"rank: {rank}; allowed: 0 and up, or None")
+        if not 0 <= rank < MOST_RANKS:
+            raise ArgumentError(f"rank: {rank}; allowed: 0 and up, below {MOST_RANKS}, or None")
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     shared = _with_latency_shared(topology, len(requests))
     caps: list[int | None] = [None] * len(requests)
     if max_bytes is not None:
-        caps = _caps(requests, shared, whole_numbers("max_bytes", [max_bytes])[0])
+        (max_bytes,) = whole_numbers("max_bytes", [max_bytes])
+        if max_bytes < 0:
+            raise ArgumentError(f"max_bytes: {max_bytes}; allowed: 0 and up, or None")
+        caps = _caps(requests, shared, max_bytes)
     return Batch(_planned(requests, caps, shared, rank), rank)
 
 

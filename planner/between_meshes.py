@@ -77,11 +77,16 @@ def _program(
             changes = [change_of(mesh, dtype, x, y, node_size) for x, y in pairwise(stops)]
             steps += [step_inside(both, change, shape, rank) for change in changes]
             continue
-        crossing = Crossing(shape, mesh, a, other, b, node_size)
-        common = mesh, a, other, b, crossing.boxes(rank), None, 0
-        steps.append(Exchange(*common, None) if crossing.communicates() else Local(*common))
+        steps.append(step_between(Crossing(shape, mesh, a, other, b, node_size), rank))
     ends = asked.src, asked.dst, tuple(steps), rank
     return Program(both, shape, dtype, *ends, topology, others, source_mesh, target_mesh)
+
+
+def step_between(crossing: Crossing, rank: int | None) -> Step:
+    """The step from mesh to mesh, in positions of everyone."""
+    ends = crossing.source_mesh, crossing.source, crossing.target_mesh, crossing.target
+    common = *ends, crossing.boxes(rank), None, 0
+    return Exchange(*common, None) if crossing.communicates() else Local(*common)
 
 
 def _without_partial(source: Layout, shape: tuple[int, ...]) -> list[Layout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, shown
 
 ITEMSIZE = {
     "bool": 1,
@@ -32,8 +32,8 @@ _MOVED_ONLY = ("uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz
 
 
 def check_dtype(dtype: str) -> str:
-    if dtype not in ITEMSIZE:
-        raise ArgumentError(f"dtype: {dtype!r} is not known; allowed: {', '.join(ITEMSIZE)}")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise ArgumentError(f"dtype: {shown(dtype)} is not known; allowed: {', '.join(ITEMSIZE)}")
     return dtype
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
 from .dtypes import REDUCE_OPS
-from .mesh import whole_numbers
+from .mesh import MOST_DIMS, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
-_REPLICATE, _shard = Replicate(), lru_cache(maxsize=64)(Shard)  # few objects for many layouts
+LARGEST = 1 << 58  # tensor dim or split factor: no tensor has more elements
 Orders = tuple[tuple[int, tuple[int, ...]], ...]
 Cuts = tuple[int | tuple[int, int], ...]
 """What cuts a tensor dim, the first cut first: a mesh dim, or a mesh dim and the split factor of its strided shard."""
@@ -131,45 +130,55 @@ class Layout:
             given = {operator.index(d): whole_numbers("layout: orders", o) for d, o in dict(orders or {}).items()}
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"layout: placements {placements!r}, orders {orders!r}; allowed: a sequence of placements, and a "
-                f"mapping of tensor dims to mesh dims"
+                f"layout: placements {shown(placements)}, orders {shown(orders)}; allowed: a sequence of placements, "
+                f"and a mapping of tensor dims to mesh dims"
             ) from None
+        if len(placements) > MOST_DIMS:
+            raise ArgumentError(f"layout: {len(placements)} placements; allowed: up to {MOST_DIMS}, one per mesh dim")
         cuts: dict[int, list[int]] = {}
         strided: set[int] = set()
         ops = set()
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
-                if not isinstance(placement.dim, int) or placement.dim < 0:
+                if not _is_number(placement.dim, 0):
                     raise ArgumentError(
-                        f"layout: mesh dim {mesh_dim} shards tensor dim {placement.dim!r}; allowed: 0 and up"
+                        f"layout: mesh dim {mesh_dim} shards tensor dim {shown(placement.dim)}; allowed: 0 and up"
                     )
                 cuts.setdefault(placement.dim, []).append(mesh_dim)
                 if isinstance(placement, StridedShard):
                     if not placement.own:
                         strided.add(placement.dim)
-                    if not isinstance(placement.split, int) or placement.split < 1:
+                    if not _is_number(placement.split, 1):
                         raise ArgumentError(
-                            f"layout: mesh dim {mesh_dim} has split factor {placement.split!r}; allowed: 1 and up"
+                            f"layout: mesh dim {mesh_dim} has split factor {shown(placement.split)}; allowed: 1 and up"
+                        )
+                    if not isinstance(placement.own, bool):
+                        raise ArgumentError(
+                            f"layout: mesh dim {mesh_dim} has own {shown(placement.own)}; allowed: True, False"
                         )
             elif isinstance(placement, Partial):
                 if placement.op not in REDUCE_OPS:
                     raise ArgumentError(
-                        f"layout: mesh dim {mesh_dim} has partial op {placement.op!r}; allowed: {', '.join(REDUCE_OPS)}"
+                        f"layout: mesh dim {mesh_dim} has partial op {shown(placement.op)}; "
+                        f"allowed: {', '.join(REDUCE_OPS)}"
                     )
                 ops.add(placement.op)
             elif not isinstance(placement, Replicate):
                 raise ArgumentError(
-                    f"layout: mesh dim {mesh_dim} has {placement!r}; allowed: Replicate, Shard, Partial"
+                    f"layout: mesh dim {mesh_dim} has {shown(placement)}; allowed: Replicate, Shard, Partial"
                 )
         if len(ops) > 1 and ops != {"sum", "avg"}:
             raise UnsupportedError(f"layout: partial ops {sorted(ops)} do not mix; only sum with avg does")
         for tensor_dim, order in given.items():
             order = tuple(order)
             if len(set(order)) != len(order):
-                raise ArgumentError(f"layout: the order of tensor dim {tensor_dim}, {order}, names a mesh dim twice")
+                raise ArgumentError(
+                    f"layout: the order of tensor dim {shown(tensor_dim)}, {shown(order)}, names a mesh dim twice"
+                )
             if sorted(order) != cuts.get(tensor_dim, []):
                 raise ArgumentError(
-                    f"layout: the order of tensor dim {tensor_dim} is {order}, but the mesh dims that cut it are "
+                    f"layout: the order of tensor dim {shown(tensor_dim)} is {shown(order)}, but the mesh dims that "
+                    f"cut it are "
                     f"{tuple(cuts.get(tensor_dim, []))}; allowed: a permutation of those"
                 )
             if tensor_dim in strided and order != tuple(cuts[tensor_dim]):
@@ -229,17 +238,20 @@ class Layout:
 
     def check(self, mesh_shape: Sequence[int], ndim: int, name: str = "layout") -> None:
         """Raise ArgumentError unless there is one placement per mesh dim and every tensor dim exists."""
-        if len(self.placements) != len(mesh_shape):
-            raise ArgumentError(
-                f"{name}: {self} has {len(self.placements)} placements, the mesh {tuple(mesh_shape)} has "
-                f"{len(mesh_shape)} dims; allowed: one each"
-            )
+        self._check_mesh(mesh_shape, name)
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard) and placement.dim >= ndim:
                 allowed = f"0..{ndim - 1}" if ndim else "none, the tensor has no dims"
                 raise ArgumentError(
                     f"{name}: mesh dim {mesh_dim} shards tensor dim {placement.dim}, out of range; allowed: {allowed}"
                 )
+
+    def _check_mesh(self, mesh_shape: Sequence[int], name: str = "layout") -> None:
+        if len(self.placements) != len(mesh_shape):
+            raise ArgumentError(
+                f"{name}: {self} has {len(self.placements)} placements, the mesh {shown(tuple(mesh_shape))} has "
+                f"{len(mesh_shape)} dims; allowed: one each"
+            )
 
     def with_placement(self, mesh_dims: Collection[int], placement: Placement) -> Layout:
         """Some mesh dims as `placement` says; new shards cut last, where an order can say so."""
@@ -260,6 +272,7 @@ class Layout:
         """The same shards with every mesh dim of size 1 replicated: it cuts nothing and sums nothing."""
         if 1 not in mesh_shape:
             return self
+        self._check_mesh(mesh_shape)
         placements = [Replicate() if n == 1 else p for n, p in zip(mesh_shape, self.placements, strict=True)]
         orders = {d: tuple(m for m in order if mesh_shape[m] > 1) for d, order in self.orders}
         return Layout(placements, {d: order for d, order in orders.items() if order})
@@ -278,6 +291,7 @@ class Layout:
         strided = self.strided_dims
         if not strided:
             return self
+        self._check_mesh(mesh_shape)
         placements, orders = list(self.placements), dict(self.orders)
         for d in strided:
             order = self._order_of_strided(d, mesh_shape)
@@ -310,57 +324,17 @@ class Layout:
 
         `S0/2` (strided, split factor 2) becomes an order if there is one, given `mesh_shape`; `S0//2` never does.
 
+        What torch prints of placements and of a DTensorSpec is read as well: `(Shard(dim=0), Replicate())`,
+        `[Shard(0), Partial("avg")]`, `S(0)R`, `_S(0, 2)S(0)`, and with a shard order `S(0)[1]S(0)[0]`.
+
         Raises:
             LayoutSyntaxError: the text does not parse; the message has a caret under the spot.
         """
         if not isinstance(text, str):
-            raise ArgumentError(f"layout: {text!r}; allowed: a text such as 'S0 R'")
-        head, at, tail = text.partition("@")
-        tokens: list[Placement] = []
-        for match in re.finditer(r"\S+", head):
-            word, position = match.group(), match.start()
-            if word == "R":
-                tokens.append(_REPLICATE)
-            elif m := re.fullmatch(r"S(\d+)(?:(//?)([1-9]\d*))?", word):
-                dim = int(m[1])
-                tokens.append(StridedShard(dim, int(m[3]), m[2] == "//") if m[2] else _shard(dim))
-            elif word[0] == "P" and word[1:] in ("", *REDUCE_OPS):
-                tokens.append(Partial(word[1:] or "sum"))
-            elif word[0] == "P":
-                raise LayoutSyntaxError(
-                    text, position + 1, f"unknown op {word[1:]!r}; allowed: {', '.join(REDUCE_OPS)}"
-                )
-            else:
-                raise LayoutSyntaxError(
-                    text, position, f"unknown token {word!r}; allowed: R, S<dim>, S<dim>/<split>, P<op>"
-                )
-        if not tokens:
-            raise LayoutSyntaxError(text, 0, "no placements; one token per mesh dim is needed")
-        orders: dict[int, tuple[int, ...]] = {}
-        for match in re.finditer(r"\S+", tail):
-            position = len(head) + 1 + match.start()
-            if not re.fullmatch(r"\d+:\d+(,\d+)*", match.group()):
-                raise LayoutSyntaxError(
-                    text, position, f"{match.group()!r} is no order; allowed: <tensor dim>:<mesh dim>,…"
-                )
-            dim_text, _, order_text = match.group().partition(":")
-            if int(dim_text) in orders:
-                raise LayoutSyntaxError(text, position, f"a second order for tensor dim {dim_text}")
-            order = tuple(map(int, order_text.split(",")))
-            dim = int(dim_text)
-            cut_by = [m for m, t in enumerate(tokens) if isinstance(t, Shard) and t.dim == dim]
-            if len(set(order)) != len(order):
-                raise LayoutSyntaxError(text, position, f"the order {order_text} names a mesh dim twice")
-            if sorted(order) != cut_by:
-                raise LayoutSyntaxError(
-                    text, position, f"tensor dim {dim_text} is cut by mesh dims {cut_by}, not {order_text}"
-                )
-            strided = [t for m in cut_by if isinstance(t := tokens[m], StridedShard)]
-            if order != tuple(cut_by) and not all(t.own for t in strided):
-                raise LayoutSyntaxError(text, position, f"tensor dim {dim} is strided and has an order as well")
-            orders[dim] = order
-        if at and not orders:
-            raise LayoutSyntaxError(text, len(head), "no order after '@'")
+            raise ArgumentError(f"layout: {shown(text)}; allowed: a text such as 'S0 R'")
+        from .layout_text import read  # it makes placements, so it comes after them
+
+        tokens, orders = read(text)
         layout = cls(tokens, orders)
         if mesh_shape is None or not layout.strided_dims:
             return layout
@@ -368,6 +342,10 @@ class Layout:
         if len(mesh_shape) != len(tokens):
             raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
         return layout.decoded(mesh_shape)
+
+
+def _is_number(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 
 @lru_cache(maxsize=1 << 14)

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 
 Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride
 
 MOST_RANKS = 1 << 24  # a list of all of them must be possible
+_UNREADABLE = 10**60
+MOST_DIMS = 24  # with 32 of a tensor, as many as an array of numpy may have
 
 
 def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
     """`values` as plain integers.
 
     Raises:
-        ArgumentError: not an iterable of whole numbers.
+        ArgumentError: no sequence of whole numbers, which True and False are not; one of more than 60 digits, which no
+            message could show.
     """
     try:
-        return tuple(operator.index(n) for n in values)
+        given = tuple(values)
+        found = tuple(map(operator.index, given))
+        # Bytes are numbers to Python, and sets have no order.
+        if not isinstance(values, bytes | bytearray | Set | Mapping) and not any(isinstance(n, bool) for n in given):
+            if all(abs(n) < _UNREADABLE for n in found):
+                return found
     except TypeError:
-        raise ArgumentError(f"{argument}: {values!r}; allowed: whole numbers, such as (2, 2)") from None
+        pass
+    raise ArgumentError(f"{argument}: {shown(values)}; allowed: whole numbers, such as (2, 2)")
 
 
 @dataclass(frozen=True, init=False)
@@ -46,7 +56,8 @@ class Mesh:
         ranks: the rank at each row-major position; None means `arange`.
 
     Raises:
-        ArgumentError: a size below 1, names or ranks that do not fit the shape, a rank given twice.
+        ArgumentError: a size below 1, over 24 dims or 2**24 ranks, names or ranks that do not fit the shape, a rank
+            given twice, or from 2**24 on.
     """
 
     shape: tuple[int, ...]
@@ -60,17 +71,30 @@ class Mesh:
     ) -> None:
         sizes = whole_numbers("mesh", (shape,) if isinstance(shape, int) else shape)
         if not sizes or any(n < 1 for n in sizes):
-            raise ArgumentError(f"mesh: shape {sizes} must have at least one dim, and every size must be at least 1")
+            raise ArgumentError(
+                f"mesh: shape {shown(sizes)} must have at least one dim, and every size must be at least 1"
+            )
         if math.prod(sizes) > MOST_RANKS:
-            raise ArgumentError(f"mesh: shape {sizes} has {math.prod(sizes)} ranks; allowed: up to {MOST_RANKS}")
+            raise ArgumentError(
+                f"mesh: shape {shown(sizes)} has {shown(math.prod(sizes))} ranks; allowed: up to {MOST_RANKS}"
+            )
         strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
         offset, table = 0, None
         if ranks is not None:
-            ranks = whole_numbers("mesh: ranks", ranks)
+            if not isinstance(ranks, Iterable):
+                raise ArgumentError(f"mesh: ranks {shown(ranks)}; allowed: a rank for each position, or None")
+            first = (
+                ranks
+                if isinstance(ranks, bytes | bytearray | Set | Mapping)
+                else tuple(islice(ranks, math.prod(sizes) + 1))
+            )
+            ranks = whole_numbers("mesh: ranks", first)
             if len(ranks) != math.prod(sizes) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
                 raise ArgumentError(
-                    f"mesh: ranks {ranks} must be {math.prod(sizes)} different ranks >= 0 for shape {sizes}"
+                    f"mesh: ranks {shown(ranks)} must be {math.prod(sizes)} different ranks >= 0 for shape {sizes}"
                 )
+            if max(ranks) >= MOST_RANKS:
+                raise ArgumentError(f"mesh: ranks {shown(ranks)}; allowed: ranks below {MOST_RANKS}")
             steps = [ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, strides, strict=True)]
             if (_sums(ranks[0], list(zip(sizes, steps, strict=True))) == np.array(ranks)).all():
                 offset, strides = ranks[0], steps
@@ -87,6 +111,8 @@ class Mesh:
     ) -> Mesh:
         dims = tuple(map(_coalesced, dims))
         shape = tuple(math.prod(n for n, _ in pairs) for pairs in dims)
+        if len(shape) > MOST_DIMS:
+            raise ArgumentError(f"mesh: shape {shown(shape)} has {len(shape)} dims; allowed: up to {MOST_DIMS}")
         if names is not None and (
             isinstance(names, str)
             or not isinstance(names, Sequence)
@@ -95,7 +121,7 @@ class Mesh:
             or len(set(names)) != len(shape)
         ):
             given = tuple(names) if isinstance(names, list | tuple) else names
-            raise ArgumentError(f"mesh: names {given!r}; allowed: {len(shape)} different names, one per mesh dim")
+            raise ArgumentError(f"mesh: names {shown(given)}; allowed: {len(shape)} different names, one per mesh dim")
         fields = {"shape": shape, "names": None if names is None else tuple(names), "dims": dims, "offset": offset}
         for name, value in {**fields, "table": table}.items():
             object.__setattr__(self, name, value)
@@ -144,14 +170,16 @@ class Mesh:
         if isinstance(given, int) and not isinstance(given, bool) and -self.ndim <= given < self.ndim:
             return given % self.ndim
         allowed = [*range(self.ndim), *(self.names or ())]
-        raise ArgumentError(f"mesh dim: {given!r}; allowed: {', '.join(map(str, allowed))}")
+        raise ArgumentError(f"mesh dim: {shown(given)}; allowed: {', '.join(map(str, allowed))}")
 
     def _dims(self, given: Sequence[int | str] | int | str) -> list[int]:
-        if not isinstance(given, int | str | Iterable):
-            raise ArgumentError(f"mesh dims: {given!r}; allowed: names or numbers of mesh dims")
-        found = [self.dim(d) for d in ([given] if isinstance(given, int | str) else given)]
+        try:
+            dims = [given] if isinstance(given, int | str) else list(given)
+        except TypeError:
+            raise ArgumentError(f"mesh dims: {shown(given)}; allowed: names or numbers of mesh dims") from None
+        found = [self.dim(d) for d in dims]
         if len(set(found)) != len(found):
-            raise ArgumentError(f"mesh dims: {given!r} names one twice; allowed: each once")
+            raise ArgumentError(f"mesh dims: {shown(given)} names one twice; allowed: each once")
         return found
 
     def __getitem__(self, dims: str | tuple[str, ...]) -> Mesh:
@@ -181,7 +209,7 @@ class Mesh:
         """The same ranks with the mesh dims in another order."""
         found = self._dims(dims)
         if len(found) != self.ndim:
-            raise ArgumentError(f"mesh dims: {tuple(dims)}; allowed: all {self.ndim}, each once")
+            raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: all {self.ndim}, each once")
         return self._derived([self.dims[d] for d in found], self._names(found))
 
     def flatten(self, dims: Sequence[int | str], name: str | None = None) -> Mesh:
@@ -213,7 +241,7 @@ class Mesh:
         pairs = list(self.dims[d])
         if not wanted or any(n < 1 for n in wanted) or math.prod(wanted) != self.shape[d]:
             raise ArgumentError(
-                f"sizes: {wanted}; allowed: sizes whose product is that of the mesh dim, {self.shape[d]}"
+                f"sizes: {shown(wanted)}; allowed: sizes whose product is that of the mesh dim, {self.shape[d]}"
             )
         new: list[list[Pair]] = []
         for size in reversed(wanted):
@@ -258,8 +286,10 @@ class Mesh:
             gaps.insert(0, (stride // covered, covered))
             covered = n * stride
         (world_size,) = whole_numbers("world_size", [world_size])
-        if world_size < 1 or world_size % covered:
-            raise ArgumentError(f"world_size: {world_size}; allowed: a multiple of {covered}")
+        if world_size < 1 or world_size % covered or world_size > MOST_RANKS:
+            raise ArgumentError(
+                f"world_size: {shown(world_size)}; allowed: a multiple of {covered}, up to {MOST_RANKS}"
+            )
         gaps.insert(0, (world_size // covered, covered))
         return self._derived([gaps], None)
 
@@ -294,7 +324,7 @@ class Mesh:
             (position,) = whole_numbers("rank: position", [position])
         if not 0 <= position < self.size:
             raise ArgumentError(
-                f"rank: position {position} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}"
+                f"rank: position {shown(position)} is outside the mesh {self.shape}; allowed: 0..{self.size - 1}"
             )
         out = []
         for n in reversed(self.shape):
@@ -310,7 +340,7 @@ class Mesh:
         """
         given = whole_numbers("coordinate", coordinate)
         if len(given) != self.ndim or any(not 0 <= c < n for c, n in zip(given, self.shape, strict=True)):
-            raise ArgumentError(f"coordinate: {given}; allowed: {self.ndim} numbers, each below {self.shape}")
+            raise ArgumentError(f"coordinate: {shown(given)}; allowed: {self.ndim} numbers, each below {self.shape}")
         position = 0
         for n, c in zip(self.shape, coordinate, strict=True):
             position = position * n + c
@@ -325,7 +355,7 @@ class Mesh:
         if type(position) is not int:
             (position,) = whole_numbers("position", [position])
         if not 0 <= position < self.size:
-            raise ArgumentError(f"position: {position}; allowed: 0..{self.size - 1}")
+            raise ArgumentError(f"position: {shown(position)}; allowed: 0..{self.size - 1}")
         if self.ranks is None:
             return position
         index = self.offset
@@ -358,9 +388,20 @@ class Mesh:
             return np.where(ranks < self.size, ranks, -1)
         return np.where(ranks < len(self._positions), self._positions[np.minimum(ranks, len(self._positions) - 1)], -1)
 
+    @cached_property
+    def _by_rank(self) -> tuple[np.ndarray, np.ndarray]:
+        """[size] the ranks, ascending, and the position of each."""
+        positions = np.argsort(self.rank_array)
+        return self.rank_array[positions], positions
+
     def on_node_of(self, ranks: np.ndarray, node_size: int) -> np.ndarray:
-        """The positions on the same nodes of `node_size` consecutive ranks, -1 for none: [n, node_size]."""
-        return self.positions_of((ranks // node_size * node_size)[:, None] + np.arange(node_size))
+        """The positions on the same nodes of `node_size` consecutive ranks, in the order of ranks, then -1 for none:
+        [n, most of a node, at least 1]."""
+        numbers, positions = self._by_rank
+        first = ranks // node_size * node_size
+        low, high = np.searchsorted(numbers, first), np.searchsorted(numbers, first + node_size)
+        at = low[:, None] + np.arange(max(1, (high - low).max(initial=0)))
+        return np.where(at < high[:, None], positions[np.minimum(at, len(positions) - 1)], -1)
 
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
         """The positions reached from `position` by moving along `dims`, row-major.

@@ -343,15 +343,16 @@ class Program:
     def from_dict(cls, data: dict[str, Any]) -> Program:
         """The program that `to_dict` was called on.
 
-        Raises:
-            ArgumentError: something that `to_dict` does not make.
-        """
-        from .serialisation import from_dict
+        The steps are planned again, for the layouts that the program passes through, and all that `data` says has to be
+        the same: whatever is read can be carried out. It takes as long as planning the steps did.
 
-        try:
-            return from_dict(data)
-        except (TypeError, KeyError, ValueError, IndexError) as error:
-            raise ArgumentError(f"program: not what to_dict makes: {type(error).__name__}: {error}") from error
+        Raises:
+            ArgumentError: something that `to_dict` does not make; the text says where it is, what is there and what is
+                allowed.
+        """
+        from .reading import program_of
+
+        return program_of(data)
 
     def to_json(self) -> str:
         """`to_dict` as JSON."""
@@ -362,11 +363,11 @@ class Program:
         """The program that `to_json` was called on.
 
         Raises:
-            ArgumentError: no JSON, or not what `to_json` makes.
+            ArgumentError: no JSON, or as for `from_dict`.
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:  # numbers of over 4,300 digits are a ValueError
             raise ArgumentError(f"program: no JSON: {error}") from None
         return cls.from_dict(data)
 

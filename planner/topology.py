@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import reprlib
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 
 _LARGEST_NODE = 1 << 62  # ranks, which an int64 holds
+_BANDWIDTHS = 1e-9, 1e30  # 1e9 bytes a second, by which the price of 2**62 bytes is finite
+_MOST_US = 1e12
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Link:
             free where all ranks run at once (0 then).
 
     Raises:
-        ArgumentError: a negative or infinite figure, a bandwidth of 0, a `one_sided` that is neither True nor False.
+        ArgumentError: microseconds below 0 or above 1e12, a bandwidth below 1e-9 or above 1e30, a `one_sided` that is
+            neither True nor False.
     """
 
     latency_us: float
@@ -35,10 +36,11 @@ class Link:
     message_us: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_us", "gigabytes_per_s", "message_us"):
-            _check_figure(f"link: {name}", getattr(self, name), positive=name == "gigabytes_per_s")
+        _check_bandwidth("link: gigabytes_per_s", self.gigabytes_per_s)
+        _check_us("link: latency_us", self.latency_us)
+        _check_us("link: message_us", self.message_us)
         if not isinstance(self.one_sided, bool):
-            raise ArgumentError(f"link: one_sided {reprlib.repr(self.one_sided)}; allowed: True, False")
+            raise ArgumentError(f"link: one_sided {shown(self.one_sided)}; allowed: True, False")
 
     def us(self, nbytes: Any, messages: Any) -> Any:
         """Microseconds in which a rank moves `nbytes` to or from so many peers; numbers or arrays, 0 where 0 move."""
@@ -58,8 +60,8 @@ class Topology:
             a device, as it does of a GPU that has enough to do; launching is then part of a link's latency.
 
     Raises:
-        ArgumentError: a bandwidth that is not a positive number, another figure that is negative, or a name that is no
-            text.
+        ArgumentError: a figure out of the range that `Link` allows, a `node_size` below 1 or above 2**62, a `node` or
+            `network` that is no Link, a name that is no text.
     """
 
     name: str
@@ -72,12 +74,15 @@ class Topology:
     def __post_init__(self) -> None:
         size = self.node_size
         if not isinstance(self.name, str):
-            raise ArgumentError(f"topology: name {reprlib.repr(self.name)}; allowed: text")
+            raise ArgumentError(f"topology: name {shown(self.name)}; allowed: text")
+        for name in ("node", "network"):
+            if not isinstance(getattr(self, name), Link):
+                raise ArgumentError(f"topology: {name} {shown(getattr(self, name))}; allowed: a Link")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST_NODE):
             allowed = "a whole number from 1 to 2**62, or None for one node"
-            raise ArgumentError(f"topology: node_size {reprlib.repr(size)}; allowed: {allowed}")
-        _check_figure("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s, positive=True)
-        _check_figure("topology: call_us", self.call_us, positive=False)
+            raise ArgumentError(f"topology: node_size {shown(size)}; allowed: {allowed}")
+        _check_bandwidth("topology: memory_gigabytes_per_s", self.memory_gigabytes_per_s)
+        _check_us("topology: call_us", self.call_us)
 
     def node_of(self, rank: int) -> int:
         """The number of a rank's node."""
@@ -116,23 +121,27 @@ class Topology:
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:  # numbers of over 4,300 digits are a ValueError
             raise ArgumentError(f"topology: no JSON: {error}") from None
         return cls.from_dict(data)
 
 
-def _check_figure(name: str, value: Any, positive: bool) -> None:
-    # Whole numbers may be larger than any float.
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-    if not fits or (positive and value == 0):
-        raise ArgumentError(f"{name} {reprlib.repr(value)}; allowed: a number {'above 0' if positive else '>= 0'}")
+def _check_bandwidth(name: str, value: Any) -> None:
+    least, most = _BANDWIDTHS
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise ArgumentError(f"{name} {shown(value)}; allowed: a number from {least:g} to {most:g}")
+
+
+def _check_us(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_US:
+        raise ArgumentError(f"{name} {shown(value)}; allowed: a number from 0 to {_MOST_US:g}")
 
 
 def _fields_of(kind: type, name: str, data: Any) -> dict[str, Any]:
     known = fields(kind)
     allowed = [f.name for f in known]
     if not isinstance(data, Mapping) or not set(data) <= set(allowed):
-        raise ArgumentError(f"{name}: {reprlib.repr(data)}; allowed: an object of {', '.join(allowed)}")
+        raise ArgumentError(f"{name}: {shown(data)}; allowed: an object of {', '.join(allowed)}")
     missing = [f.name for f in known if f.name not in data and f.default is MISSING]
     if missing:
         raise ArgumentError(f"{name}: {', '.join(missing)} missing")

@@ -21,6 +21,7 @@ from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, 
 from .group_caches import kept_with_group
 from .install import is_installed
 from .lowering import Reduction
+from .overlapping import overlaps_itself
 from .recording import active
 from .redistribution import How, bind_redistribution, explain_redistribution, how_asked, run_redistribution
 from .specs import layout_of_spec, normal_placements
@@ -59,7 +60,8 @@ def redistribute(
         forward_dtype: what is moved and returned; None: the dtype it has.
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
-            gradients are recorded. The result is copied there.
+            gradients are recorded. The result is copied there: any strides will do by which no two elements of the
+            local tensor are in one place.
         world: "shared_memory", "collective", "mixed" (the first inside each machine, the second between them),
             "symmetric" (ranks of a node meet on the device, those of several send as well), or None to
             choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
@@ -124,13 +126,14 @@ def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differenti
     if tuple(out.shape) != tuple(shape) or local.dtype != dtype:
         raise ArgumentError(f"out: {out.dtype}{list(out.shape)}; allowed: {dtype}{list(shape)}")
     at = target.mesh.get_coordinate()
+    held = (0,) * max(len(shape), 1)  # of a rank that is not in the mesh
     if at is not None:
         held = held_sizes(tuple(shape), layout_of_spec(target), tuple(target.mesh.shape), tuple(at))
-        if tuple(local.shape) != held or 0 in [s for n, s in zip(local.shape, local.stride(), strict=True) if n > 1]:
-            raise ArgumentError(
-                f"out: its local tensor is {list(local.shape)} with strides {list(local.stride())}; allowed: "
-                f"{list(held)}, each element in a place of its own"
-            )
+    if tuple(local.shape) != held or overlaps_itself(local):
+        raise ArgumentError(
+            f"out: its local tensor is {list(local.shape)} with strides {list(local.stride())}; allowed: "
+            f"{list(held)}, each element in a place of its own"
+        )
 
 
 def explain(

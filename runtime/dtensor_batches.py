@@ -91,8 +91,9 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> l
 
 def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], how: How) -> Call:
     """Plan and bind a batch; nothing is communicated."""
-    rank, device = dist.get_rank(), locals_[0].device
+    device = locals_[0].device
     check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), how.world)
+    rank = dist.get_rank()
     requests: list[Any] = []
     for i, ((source, target), x) in enumerate(zip(specs, locals_, strict=True)):
         if x.device != device:

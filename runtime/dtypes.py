@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 from ..planner import ITEMSIZE
 
 
@@ -20,5 +20,5 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     """
     name = dtype if isinstance(dtype, str) else name_of(dtype)
     if name not in ITEMSIZE:
-        raise ArgumentError(f"dtype: {name!r} is not supported; allowed: {', '.join(ITEMSIZE)}")
+        raise ArgumentError(f"dtype: {shown(name)} is not supported; allowed: {', '.join(ITEMSIZE)}")
     return name

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, DisagreementError
+from ..errors import ArgumentError, DisagreementError, shown
 from ..planner import Batch, Program, check_local_shape
 from .batches import BatchRun, BoundBatch
 from .bound_step import Run
@@ -97,15 +97,15 @@ def simulate(
     Raises:
         ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ArgumentError(f"backend: {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ArgumentError(f"backend: {shown(backend)}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
     if node_size is not None and (type(node_size) is not int or node_size < 1):
-        raise ArgumentError(f"node_size: {node_size!r}; allowed: a whole number above 0, or None")
+        raise ArgumentError(f"node_size: {shown(node_size)}; allowed: a whole number above 0, or None")
     reduction, world = check_reduction(reduction), InProcessWorld(one_sided, backend, node_size)
     if isinstance(program, Batch):
         return _simulate_batch(program, locals_, world)
     if not isinstance(program, Program):
-        raise ArgumentError(f"program: {program!r}; allowed: a Program or a Batch")
+        raise ArgumentError(f"program: {shown(program)}; allowed: a Program or a Batch")
     _check_locals(program, locals_, "locals_")
     return bind_in_process(program, locals_, world, reduction)(locals_)
 
@@ -137,7 +137,7 @@ def bind_in_process(
 
 def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], world: InProcessWorld) -> list[Any]:
     if not isinstance(locals_, Sequence) or len(locals_) != len(batch.programs):
-        number = len(locals_) if isinstance(locals_, Sequence) else repr(locals_)
+        number = len(locals_) if isinstance(locals_, Sequence) else shown(locals_)
         raise ArgumentError(
             f"locals_: {number} for a batch of {len(batch.programs)} programs; allowed: a list for each"
         )
@@ -177,7 +177,7 @@ def _check_locals(program: Program, locals_: Sequence[torch.Tensor], name: str) 
     for position, x in enumerate(locals_):
         here = f"{name}[{position}]"
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
-            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
+            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else shown(x)
             raise ArgumentError(f"{here}: {what}; allowed: a strided tensor with memory")
         check_local_shape(program, position, x.shape, here)
         if name_of(x.dtype) != program.dtype:

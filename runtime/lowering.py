@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 from ..planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Shard, Step, format_bytes
 
 Reduction = Literal["ordered", "fast"]
@@ -102,8 +102,8 @@ def check_reduction(reduction: object) -> Reduction:
     Raises:
         ArgumentError: it is none.
     """
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"reduction: {reduction!r}; allowed: {', '.join(map(repr, REDUCTIONS))}")
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction: {shown(reduction)}; allowed: {', '.join(map(repr, REDUCTIONS))}")
     return reduction  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError, WorldError
+from ..errors import ArgumentError, UnsupportedError, WorldError, shown
 from ..planner import Mesh
 from .calls import check_backend, check_ranks, world_for
 from .collective import CollectiveWorld
@@ -19,6 +19,8 @@ from .streams import order_on
 from .symmetric_world import SymmetricWorld
 from .window_rates import measure_rates
 from .worlds import AnyWorld
+
+_MOST_BYTES = 1 << 62
 
 
 def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> None:
@@ -40,12 +42,16 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
         world: as for `redistribute`.
 
     Raises:
-        ArgumentError: `max_bytes` is no positive number.
-        UnsupportedError: the world asked for cannot carry the ranks.
+        ArgumentError: `mesh` is no DeviceMesh, `max_bytes` no number of bytes from 1 to 2**62.
+        UnsupportedError: the world asked for cannot carry the ranks; there is no process group.
         WorldError: a rank of the mesh did not come.
     """
-    if not isinstance(max_bytes, int) or max_bytes <= 0:
-        raise ArgumentError(f"max_bytes: {max_bytes!r}; allowed: a number of bytes above 0")
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a DeviceMesh")
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or not 0 < max_bytes <= _MOST_BYTES:
+        raise ArgumentError(f"max_bytes: {shown(max_bytes)}; allowed: a number of bytes above 0, up to 2**62")
+    if not dist.is_initialized():
+        raise UnsupportedError("prepare: torch.distributed is not initialised; call init_process_group first")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return

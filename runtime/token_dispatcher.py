@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, shown
 from .calls import refuse
 from .in_process import InProcessWorld, run_all
 from .pending import Turn
@@ -94,7 +94,7 @@ class TokenDispatcher(TokenEngine):
 
     Raises:
         ArgumentError: a number or name that is not allowed.
-        UnsupportedError: the process group cannot carry tensors of the device.
+        UnsupportedError: the process group cannot carry tensors of the device; there is no process group.
     """
 
     @spelled_out()
@@ -106,7 +106,17 @@ class TokenDispatcher(TokenEngine):
         world: str | None = None,
         **settings: Unpack[DispatchSettings],
     ) -> None:
+        if not dist.is_initialized():
+            raise UnsupportedError(
+                "TokenDispatcher: torch.distributed is not initialised; call init_process_group first, or take a "
+                "VirtualTokenDispatcher, which has all ranks in one process"
+            )
         group = group_or_mesh
+        if group is not None and not isinstance(group, DeviceMesh | dist.ProcessGroup):
+            # What new_group returns to a rank that is not in the group is none.
+            raise ArgumentError(
+                f"group_or_mesh: {shown(group)}; allowed: a process group that has this rank, a 1-D DeviceMesh, or None"
+            )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")

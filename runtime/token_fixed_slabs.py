@@ -10,7 +10,7 @@ with sizes that are alike, nothing else shows it to the host.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Collection, Generator, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,10 +146,14 @@ def with_splits(layout: DispatchLayout, nodes: Sequence[Hashable]) -> tuple[Disp
     if prices.cheaper == "slabs":
         layout = replace(layout, slab_capacity=most)
     why = (
-        f"splits: {prices.cheaper}, the cheaper on {len(set(nodes))} nodes by the links of {NVLINK_INFINIBAND.name}: "
+        f"splits: {prices.cheaper}, the cheaper on {_number_of(set(nodes))} by the links of {NVLINK_INFINIBAND.name}: "
         f"{prices.host:.0f} us with sizes that the host reads, {prices.slabs:.0f} us in slabs with room for all rows"
     )
     return layout, why
+
+
+def _number_of(nodes: Collection[Hashable]) -> str:
+    return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
 
 
 def slab_rank(layout: DispatchLayout) -> type[SlabRank]:

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 from ..kernels.locate_rows import MOST_K
 from ..kernels.pointers import uploaded
 from ..kernels.route_tokens import MOST_SLOTS
@@ -50,6 +50,7 @@ LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
 SAVES = ("lease", "redispatch", "copy")
 MOST_LEASES = 1 << 10
+MOST_RANKS = 1 << 20
 ZERO_ROWS_UP_TO = 1.5
 """Times max_tokens * top_k rows: the `capacity` up to which rows that hold no token are zero by default."""
 
@@ -112,6 +113,7 @@ class DispatchLayout:
         Raises:
             ArgumentError: a number, name or map that is not allowed.
         """
+        ranks = _whole("ranks", ranks, 1, MOST_RANKS)
         num_experts = _whole("num_experts", num_experts, 1, MOST_SLOTS)
         top_k = _whole("top_k", top_k, 1, MOST_K)
         hidden = _whole("hidden", hidden, 1, 1 << 24)
@@ -235,7 +237,7 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
     except TypeError:
         found = least - 1
     if isinstance(value, bool | torch.Tensor) or not least <= found <= most:
-        raise ArgumentError(f"{name}: {value!r}; allowed: a whole number, {least} to {most}")
+        raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}")
     return found
 
 

@@ -17,8 +17,9 @@ def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = Non
     slots = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
     held = f"{slots[0]}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
     most = layout.max_tokens * layout.top_k
+    over = f"{layout.ranks} rank{'' if layout.ranks == 1 else 's'}{f', {world}' if world else ''}"
     lines = [
-        f"token dispatch over {layout.ranks} ranks{f', {world}' if world else ''}: {layout.num_experts} experts in "
+        f"token dispatch over {over}: {layout.num_experts} experts in "
         f"{layout.bounds[-1]} slots, {held} for each rank; top {layout.top_k}, hidden {layout.hidden}, "
         f"{_name(layout)}",
         f"  {layout.rows} rows for each rank "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError, shown
 from .dtensor import redistribute
+
+_MOST_TOKENS = 1 << 40
 
 
 def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -41,11 +44,14 @@ def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Ten
         [T, ...]. Ranks that hold tokens alike go on alike, so of its gradient each takes its own share.
 
     Raises:
-        ArgumentError: a mesh of several dims; a share that is not this rank's of so many tokens.
+        ArgumentError: a mesh of several dims; `tokens` that are no whole number from 0 on; a share that is not this
+            rank's of so many tokens.
         UnsupportedError: a mesh whose ranks do not ascend.
         WorldError: a rank did not come.
     """
     _check(y, mesh)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _MOST_TOKENS:
+        raise ArgumentError(f"tokens: {shown(tokens)}; allowed: a whole number from 0 to 2**40")
     shape = torch.Size((tokens, *y.shape[1:]))
     each = -(-tokens // mesh.size()) if tokens else 0
     at = mesh.get_local_rank() * each
@@ -58,6 +64,12 @@ def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Ten
 
 
 def _check(x: torch.Tensor, mesh: DeviceMesh) -> None:
+    if not dist.is_initialized():
+        raise UnsupportedError("shares of tokens: torch.distributed is not initialised; call init_process_group first")
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a 1-D DeviceMesh, such as mesh['tp']")
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"{shown(x)} instead of a tensor; allowed: one whose rows are tokens")
     if mesh.ndim != 1:
         raise ArgumentError(f"mesh: {mesh.ndim} dims; allowed: 1, such as mesh['tp']")
     if x.dim() == 0:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
+from ..kernels.rows import PAYLOADS
+from .dtypes import name_of
 from .routed_tokens import RoutedTokens
 from .sharded_experts import experts_of_shards
 from .token_dispatcher import TokenDispatcher
@@ -38,8 +40,10 @@ class TorchtitanDispatcher:
         Attributes:
             num_experts, top_k, hidden_dim: E, K, D.
             num_max_tokens_per_rank: the largest T of any rank; each rank's may differ at every dispatch.
-            dtype: of tokens: float32, bfloat16 or float16.
-            device: default: that of the mesh's type, and the current one of it; without a mesh the CPU.
+            dtype: of tokens: "float32", "bfloat16" or "float16"; of a torch.dtype its name is kept, so that the config
+                is plain values, as torchtitan prints and writes it.
+            device: such as "cuda:0"; of a torch.device its name is kept. Default: that of the mesh's type, and the
+                current one of it; without a mesh the CPU.
             capacity, expert_capacity, overflow, leases, slab_capacity, splits, zero_rows: as of TokenDispatcher.
             save: "lease" or "copy", as of TokenDispatcher.
             world: as of TokenDispatcher; without a mesh there is none.
@@ -50,8 +54,8 @@ class TorchtitanDispatcher:
         top_k: int
         hidden_dim: int
         num_max_tokens_per_rank: int
-        dtype: torch.dtype = torch.bfloat16
-        device: torch.device | None = None
+        dtype: torch.dtype | str = "bfloat16"
+        device: torch.device | str | None = None
         capacity: int | float | None = None
         expert_capacity: int | None = None
         overflow: str = "raise"
@@ -62,6 +66,12 @@ class TorchtitanDispatcher:
         splits: str | None = None
         zero_rows: bool | None = None
         world: str | None = None
+
+        def __post_init__(self) -> None:
+            if isinstance(self.dtype, torch.dtype):
+                self.dtype = name_of(self.dtype)
+            if isinstance(self.device, torch.device):
+                self.device = str(self.device)
 
         def build(self) -> TorchtitanDispatcher:
             """The dispatcher, whose meshes are wired later."""
@@ -80,6 +90,8 @@ class TorchtitanDispatcher:
             ArgumentError, UnsupportedError: as of TokenDispatcher.
             UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend.
         """
+        if ep_mesh is not None and not isinstance(ep_mesh, DeviceMesh):
+            raise ArgumentError(f"ep_mesh: {shown(ep_mesh)}; allowed: a 1-D DeviceMesh, or None")
         self.ep_mesh = ep_mesh
         self.init_buffer()
 
@@ -90,17 +102,24 @@ class TorchtitanDispatcher:
             ArgumentError, UnsupportedError: as of TokenDispatcher.
         """
         config, mesh = self.config, self.ep_mesh
+        dtypes = {name_of(dtype): dtype for dtype in PAYLOADS}
+        if config.dtype not in dtypes:
+            raise ArgumentError(f"dtype: {shown(config.dtype)}; allowed: {', '.join(dtypes)}")
         device = config.device
         if device is None:
             kind = "cpu" if mesh is None else mesh.device_type
             device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"device: {shown(device)}; allowed: a device such as 'cuda:0', or None") from error
         if config.save == "redispatch":
             raise ArgumentError(
                 'save: "redispatch"; allowed here: "lease", "copy": experts run where nothing can be kept'
             )
         settings: DispatchSettings = {
             "num_experts": config.num_experts, "top_k": config.top_k, "hidden": config.hidden_dim,
-            "max_tokens": config.num_max_tokens_per_rank, "dtype": config.dtype, "capacity": config.capacity,
+            "max_tokens": config.num_max_tokens_per_rank, "dtype": dtypes[config.dtype], "capacity": config.capacity,
             "expert_capacity": config.expert_capacity, "overflow": config.overflow, "align": config.pad_multiple,
             "save": config.save, "leases": config.leases, "slab_capacity": config.slab_capacity,
             "splits": config.splits, "zero_rows": config.zero_rows,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, shown
 from ...planner import Mesh, Program, draw, plan
 from ...runtime.choosing import NAMES
 from ...runtime.lowering import AssumedWorld, WindowPolicy, explain_on
-from .shared import TOPOLOGIES, topology
+from ..writable import check_writable
+from .shared import TOPOLOGIES, dtype, file_of, topology, whole_number
 
 HELP = "show how a tensor gets from one layout to another, and what it costs"
 
@@ -24,13 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-mesh", type=_mesh_text, metavar="SIZES[@RANK]", help="the target's mesh, if it is another"
     )
     parser.add_argument("--shape", type=_sizes, required=True, help='global tensor shape, such as 8,6 ("" is a scalar)')
-    parser.add_argument("--dtype", default="float32", help="such as bfloat16 (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", type=dtype, default="float32", help="such as bfloat16, or bf16 (default: %(default)s)"
+    )
     parser.add_argument(
         "--topology",
         metavar="NAME|FILE",
         help=f"what links the ranks: {', '.join(TOPOLOGIES)}, or a JSON file (default: bytes alone decide)",
     )
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="what a rank may hold at most")
+    parser.add_argument("--max-bytes", type=whole_number, metavar="N", help="what a rank may hold at most")
     parser.add_argument(
         "--world",
         choices=NAMES,
@@ -43,8 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reduction", choices=("ordered", "fast"), help="fast: a collective world's backend may reduce (default: no)"
     )
     parser.add_argument("--json", action="store_true", help="the program as JSON")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the program there (up to 64 ranks)")
-    parser.add_argument("source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0"')
+    parser.add_argument(
+        "--svg", type=file_of(".svg"), metavar="FILE.svg", help="also draw the program there (up to 64 ranks)"
+    )
+    parser.add_argument(
+        "source", help='layout, such as "S0 S1", "P S0" or "S0 S0 @ 0:1,0", or as torch prints it: "(Shard(dim=0), …)"'
+    )
     parser.add_argument("target", help="layout, in the same form")
 
 
@@ -64,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("backend", "reduction"):
         if getattr(arguments, option) is not None and arguments.world not in ("collective", "mixed"):
             raise ArgumentError(f"--{option}: without --world collective it says nothing; allowed: both")
+    if arguments.svg is not None:
+        check_writable("--svg", arguments.svg)
+        arguments.svg.write_text(draw(program), encoding="utf-8")
     if arguments.json:
         print(json.dumps(program.to_dict(), indent=1))
     elif arguments.world is not None:
@@ -71,11 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(explain_on(program, world, arguments.reduction or "ordered"))
     else:
         print(program.explain())
-    if arguments.svg is not None:
-        try:
-            arguments.svg.write_text(draw(program), encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"--svg: '{arguments.svg}' cannot be written: {error}; allowed: a file") from None
     return 0
 
 
@@ -95,16 +99,16 @@ def _assumed(program: Program, world: str, backend: str) -> AssumedWorld:
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: sizes separated by commas are wanted, such as 2,2") from None
+        return tuple(map(whole_number, text.split(","))) if text else ()
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: sizes separated by commas are wanted, such as 2,2") from None
 
 
 def _mesh_text(text: str) -> tuple[tuple[int, ...], int]:
     """Sizes, and the rank that the mesh begins at."""
     sizes, at, first = text.partition("@")
-    if at and not first.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: after @ a rank is wanted, such as 2,2@8")
+    if at and not (first.isdecimal() and len(first) <= 18):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: after @ a rank is wanted, such as 2,2@8")
     return _sizes(sizes), int(first or 0)
 
 

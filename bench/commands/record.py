@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from pathlib import Path
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, shown
 from ...runtime import install, record
 from ...runtime.recording import Recording
 from ...runtime.trace import Trace
@@ -25,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.script.is_file():
-        raise ArgumentError(f"script: {str(arguments.script)!r} is no file; allowed: a Python file")
+    # Path.is_file raises where a name is too long.
+    if not os.path.isfile(arguments.script):
+        raise ArgumentError(f"script: {shown(str(arguments.script))} is no file; allowed: a Python file")
     # As `python script …` would have it.
     sys.argv = [str(arguments.script), *arguments.arguments]
     sys.path.insert(0, str(arguments.script.absolute().parent))

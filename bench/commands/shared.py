@@ -8,22 +8,61 @@ from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...errors import ArgumentError, UnsupportedError
-from ...planner import NVLINK_INFINIBAND, NVLINK_NODE, Topology
+from ...errors import ArgumentError, UnsupportedError, shown
+from ...planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Topology
 
 Run = Callable[[argparse.Namespace], int]
 TOPOLOGIES = {"nvlink": NVLINK_NODE, "nvlink-infiniband": NVLINK_INFINIBAND}
+
+
+_SHORT_DTYPES = {
+    **{"bf16": "bfloat16", "half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64"},
+    **{"chalf": "complex32"},
+    **{"cdouble": "complex128", "short": "int16", "int": "int32", "long": "int64", "b8": "bool", "byte": "uint8"},
+    **{f"{letters}{bits}": f"float{bits}" for letters in ("f", "fp") for bits in (16, 32, 64)},
+    **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)} | {f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"c{bits}": f"complex{bits}" for bits in (32, 64, 128)},
+    **{"fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"},
+    **{f"{letters}_{kind}": f"float8_{kind}" for letters in ("fp8", "f8") for kind in ("e4m3fn", "e5m2")},
+    **{f"f8{name[7:]}": name for name in ITEMSIZE if name.startswith("float8_")},
+}
+
+
+def dtype(text: str) -> str:
+    """An argument's type: a dtype's name, of short names and torch's spellings the name that torch prints."""
+    name = text.removeprefix("torch.")
+    return _SHORT_DTYPES.get(name.lower(), name)
+
+
+def whole_number(text: str) -> int:
+    """An argument's type: a whole number, which is not above what 64 bits hold."""
+    digits = text.lstrip("+-")
+    # Python itself reads no more than 4,300 digits.
+    if not (digits.isdecimal() and len(digits) <= 19 and len(text) - len(digits) <= 1):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: a whole number below 2**63 is wanted")
+    return int(text)
 
 
 def number_of(what: str) -> Callable[[str], int]:
     """An argument's type: a number of `what`, 1 or more."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: a number of {what}, 1 or more, is wanted")
+        if not text.isdecimal() or len(text) > 19 or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{shown(text)}: a number of {what}, 1 or more, is wanted")
         return int(text)
 
     return number
+
+
+def file_of(ending: str) -> Callable[[str], Path]:
+    """An argument's type: a file whose name ends as what is written there."""
+
+    def file(text: str) -> Path:
+        if Path(text).suffix.lower() != ending:
+            raise argparse.ArgumentTypeError(f"{shown(text)}: a name that ends with {ending} is wanted")
+        return Path(text)
+
+    return file
 
 
 def topology(given: str | None) -> Topology | None:
@@ -38,15 +77,20 @@ def topology(given: str | None) -> Topology | None:
         return TOPOLOGIES[given]
     try:
         text = Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a name with a null, a file that is no text
         allowed = ", ".join(TOPOLOGIES)
         raise ArgumentError(
-            f"--topology: {given!r} cannot be read: {error}; allowed: {allowed}, or a JSON file"
+            f"--topology: {shown(given)} cannot be read: {shown_error(error)}; allowed: {allowed}, or a JSON file"
         ) from None
     try:
         return Topology.from_json(text)
     except ArgumentError as error:
-        raise ArgumentError(f"--topology: {given!r}: {error}") from None
+        raise ArgumentError(f"--topology: {shown(given)}: {error}") from None
+
+
+def shown_error(error: Exception) -> str:
+    """What an exception says, without the name of the file, which may be long."""
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
 
 
 def interruptible(run: Run) -> Run:

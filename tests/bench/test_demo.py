@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 import shardweave
 from shardweave.__main__ import main
+from shardweave.bench.against_stock import moves
+from shardweave.bench.workloads import load_workloads
 
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 
@@ -54,18 +57,37 @@ def test_plan_on_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.plan
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(("--only", "nonsense"), "'nonsense' is in no case's name"), (("--json", "/no/where.json"), "cannot be written")],
+    [
+        (("--only", "nonsense"), "--only: 'nonsense' is in no case's name"),
+        (("--only", "n" * 5000), "is in no case's name; allowed: part of one of order/reverse, "),
+        (("--only", "llama/wk gather", "--ranks", "2"), "nothing moves on a 1×2 mesh, which is what --ranks 2 makes"),
+        (("--only", "order/split"), "--only: 'order/split': nothing moves on a 2×2 mesh"),
+        (("--ranks", "1"), "--ranks: 1: nothing moves on a 1×1 mesh, .* allowed: 2 ranks and more"),
+        (("--json", "/no/where.json"), "cannot be written"),
+    ],
 )
 def test_a_bad_option_is_one_error_and_status_2(
     options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", *options]) == 2 and text in capsys.readouterr().err
+    assert main(["demo", *options]) == 2
+    out, error = capsys.readouterr()
+    assert re.search(text, error) and out == "" and error.count("\n") == 1 and len(error) < 1500
+
+
+@pytest.mark.plan
+def test_what_moves_between_few_ranks_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--only", "llama/wk", "--ranks", "2"]) == 2
+    named = capsys.readouterr().err.partition("allowed: part of one of ")[2].strip().split(", ")
+    workloads = {workload.name: workload for workload in load_workloads()}
+    assert "llama/sequence gather" in named and "llama/wk gather" not in named
+    assert named == [name for name, workload in workloads.items() if moves(workload, (1, 2))]
+    assert all(moves(workload, (2, 2)) for name, workload in workloads.items() if "gather" in name)
 
 
 @pytest.mark.multi
 def test_named_segments_go_with_the_demo() -> None:
     environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
-    demo = [*SHARDWEAVE, "demo", "--only", "order/split"]
+    demo = [*SHARDWEAVE, "demo", "--only", "order/swap"]
     done = subprocess.run(demo, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(Path("/dev/shm").glob("*shardweave*"))

@@ -70,6 +70,7 @@ def test_json_says_what_a_dispatcher_does(capsys):
         (["--save", "all"], "save: 'all'"),
         (["--overflow", "ignore"], "overflow: 'ignore'"),
         (["--align", "0"], "align: 0"),
+        (["--experts", "4"], "top_k: 8 of 4 experts; allowed: up to 4"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -77,6 +78,13 @@ def test_bad_arguments_are_one_line(capsys, options, text):
     assert main([*ASKED, *options]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"error: {text}") and error.count("\n") == 1
+
+
+def test_one_node_is_one(capsys):
+    for ranks, nodes in (("8", "1 node "), ("9", "2 nodes ")):
+        assert main(["dispatch", "--ranks", ranks, *ASKED[3:], "--dtype", "bf16"]) == 0
+        assert f"the cheaper on {nodes}by" in capsys.readouterr().out
+    assert main(["dispatch", "--ranks", "1", *ASKED[3:]]) == 0 and "over 1 rank:" in capsys.readouterr().out
 
 
 def test_ranks_are_some(capsys):

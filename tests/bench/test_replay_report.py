@@ -49,12 +49,30 @@ def test_the_most_expensive_are_named_with_both_costs() -> None:
 
 @pytest.mark.plan
 def test_names_with_brackets_are_shown_as_they_are() -> None:
-    console = Console(width=200, record=True)
-    console.print(replay_report.table("[/a]", ()))
-    shown = replay_report.table("", ())
-    shown.add_row(*replay_report.case_cells(case("[v2].py:1 f[/b]", (8, 130), 5)))
-    console.print(shown)
-    assert "[v2].py:1 f[/b]" in console.export_text()
+    for width in (200, 60):
+        console = Console(width=width, record=True)
+        replay_report.show_cases(console, "[/a]", (), [(case("[v2].py:1 f[/b]", (8, 130), 5), ())])
+        said = console.export_text()
+        assert "[v2].py:1 f[/b]" in said and "[/a]" in said
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("width", [40, 80, 100, 120, 170, 240])
+def test_every_width_shows_every_word(width: int) -> None:
+    """As a table where its texts have room, else as lines; nothing is cut off, and no column is a few letters wide."""
+    one = Replayed(case("some/program.py:123 forward", (8, 130), 5), (3e-3, 1e-3), (1e-3, 1e-3), (), (), False)
+    console = Console(width=width, record=True)
+    show_replayed(console, Trace("2.13.0", 4, (0,), {}), [one], False, "cpu")
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    table = any("┃" in line for line in lines)
+    assert table if width >= 170 else not table or width > 100
+    joined = " ".join(" ".join(lines).split())
+    for word in ("some/program.py:123", "forward", "2×2", "float32[8,", "130]", "S0", "S1", "100", "warm"):
+        assert word in joined, (word, lines)
+    if not table:
+        assert "some/program.py:123 forward; 2×2 (dp, tp); float32[8, 130]; S0 S1 → S1 S0" in joined
+        assert "calls 5, received 100 B, torch 2.000 ms ±25%, shardweave 1.000 ms ±0%, ratio 2.0" in joined
 
 
 @pytest.mark.plan

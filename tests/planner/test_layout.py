@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import brute_force_oracle as oracle
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import placement_types as torch_types
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
@@ -188,6 +190,18 @@ def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
         ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "not 1"]),
         ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "not 0"]),
         ("S0 S0/0", 3, ["unknown token 'S0/0'"]),
+        ("S0 S9999999999999999999", 4, ["a number of 19 digits", "allowed: up to 2**58"]),
+        ("S0/9999999999999999999 R", 3, ["a number of 19 digits"]),
+        ("R S0 @ 0:9999999999999999999", 7, ["a number of 19 digits"]),
+        ("()", 0, ["no placements"]),
+        ("(Shard(dim=0), Shard)", 15, ["no placement; allowed: Replicate(), Shard(dim), Partial(op)"]),
+        ("[Shard(0), Shard(-1)]", 17, ["counted from the last", "allowed: 0 and up"]),
+        ("S(0)Q", 4, ["no placement"]),
+        ("P(norm)R", 2, ["unknown op 'norm'", "sum, avg, max, min, prod"]),
+        ("S(0)[0]S(0)[0]", 12, ["a second place 0 for tensor dim 0"]),
+        ("S(0)[0]S(0)", 0, ["tensor dim 0 is cut by mesh dims [0, 1], not 0"]),
+        ("R[0]S(0)", 2, ["a place in an order; allowed: of a shard"]),
+        ("S(9999999999999999999)", 2, ["a number of 19 digits"]),
     ],
 )
 def test_parse_refuses_with_a_caret(text: str, caret: int, parts: list[str]) -> None:
@@ -197,6 +211,59 @@ def test_parse_refuses_with_a_caret(text: str, caret: int, parts: list[str]) -> 
     assert lines[-2:] == [f"  {text}", "  " + " " * caret + "^"]
     assert [part for part in parts if part not in lines[0]] == []
     assert (error.value.text, error.value.position) == (text, caret)
+
+
+@pytest.mark.parametrize(
+    "text", ["S" + "9" * 5000, "R " * 3000 + "X", "é" * 9000, "R " * 6000, "S0\nR\tX"], ids=range(5)
+)
+def test_what_is_said_of_a_long_text_is_short(text: str) -> None:
+    with pytest.raises(LayoutSyntaxError) as error:
+        Layout.parse(text)
+    reason, line, caret = str(error.value).split("\n")
+    assert len(reason) < 250 and len(line) < 130 and error.value.text == text
+    assert line[caret.index("^")] in ("…", " ") or line[caret.index("^")] == text[error.value.position]
+
+
+TORCHS = [Replicate(), Shard(0), Shard(2), Partial(), Partial("avg"), Partial("prod"), StridedShard(1, 4)]
+
+
+def as_torch_prints(placement: object) -> Any:
+    if isinstance(placement, StridedShard):
+        return torch_types._StridedShard(placement.dim, split_factor=placement.split)
+    if isinstance(placement, Shard):
+        return torch_types.Shard(placement.dim)
+    if isinstance(placement, Partial):
+        return torch_types.Partial("product" if placement.op == "prod" else placement.op)
+    return torch_types.Replicate()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_parse_reads_what_torch_prints(number: int) -> None:
+    for placements in product(TORCHS, repeat=number):
+        if len({p.op for p in placements if isinstance(p, Partial)}) > 1:
+            continue
+        theirs = tuple(map(as_torch_prints, placements))
+        wanted = Layout(placements)
+        # A lone "R" or "P" is a text of the own form, which says the same.
+        for text in (str(theirs), str(list(theirs)), "".join(map(str, theirs)), ", ".join(map(repr, theirs))):
+            assert Layout.parse(text) == wanted, text
+        spec = DTensorSpec.format_shard_order_str(theirs, None)
+        assert Layout.parse(f"Spec(f32[8, 8, 8]({spec}))") == wanted
+
+
+def test_parse_reads_the_shard_order_that_torch_prints() -> None:
+    theirs = tuple(map(torch_types.Shard, (1, 0, 1, 0, 1)))
+    order = (ShardOrderEntry(0, (3, 1)), ShardOrderEntry(1, (2, 4, 0)))
+    text = DTensorSpec.format_shard_order_str(theirs, order)
+    assert text == "S(1)[2]S(0)[1]S(1)[0]S(0)[0]S(1)[1]"
+    assert Layout.parse(text) == Layout.parse("S1 S0 S1 S0 S1 @ 0:3,1 1:2,4,0")
+    assert Layout.parse("_S(0, 2)S(0)", (2, 2)) == Layout.parse("S0 S0 @ 0:1,0")
+    for text in (
+        "Partial('avg') Shard(1)",
+        'Partial(reduce_op="avg"),Shard( 1 )',
+        "P(avg)S(1)",
+    ):
+        assert Layout.parse(text) == Layout.parse("Pavg S1")
 
 
 def test_parse_refuses_a_strided_layout_of_another_length() -> None:

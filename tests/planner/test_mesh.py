@@ -67,6 +67,21 @@ def test_subgroup_varies_exactly_its_dims(shape: tuple[int, ...], data: st.DataO
         (((2, 2), None, (0, 1, 2)), ["mesh", "ranks (0, 1, 2)", "4 different ranks", "(2, 2)"]),
         (((2, 2), None, (0, 1, 2, 2)), ["mesh", "ranks (0, 1, 2, 2)", "4 different ranks"]),
         (((2, 2), None, (0, 1, 2, -3)), ["mesh", "ranks (0, 1, 2, -3)", ">= 0"]),
+        (((2,), None, (0, 2**70)), ["mesh", "ranks (0, 1180591620717411303424)", "below 16777216"]),
+        (((2,), None, (0, 1 << 24)), ["mesh", "ranks (0, 16777216)", "below 16777216"]),
+        (((2,), None, (0, 10**5000)), ["mesh: ranks", "(0, about 2**16609)", "whole numbers"]),
+        (((2,), None, range(10**15)), ["mesh", "ranks (0, 1, 2)", "2 different ranks"]),
+        (((2,), None, (0, 1.0)), ["mesh: ranks", "(0, 1.0)", "whole numbers"]),
+        (((2,), None, 5), ["mesh: ranks 5", "a rank for each position"]),
+        (((True, 2),), ["mesh", "(True, 2)", "whole numbers"]),
+        ((True,), ["mesh", "(True,)", "whole numbers"]),
+        ((b"ab",), ["mesh", "b'ab'", "whole numbers"]),
+        (({2, 3},), ["mesh", "{2, 3}", "whole numbers"]),
+        (((2,), None, {0: "a", 1: "b"}), ["mesh: ranks", "whole numbers"]),
+        (((10**5000, 2),), ["mesh", "about 2**16609", "whole numbers"]),
+        (((10**50, 2),), ["mesh", "1000", "allowed: up to 16777216"]),
+        (((1,) * 25,), ["mesh", "25 dims", "allowed: up to 24"]),
+        (((2, 2), ("a", ["b"])), ["mesh", "names ('a', ['b'])"]),
     ],
 )
 def test_mesh_refuses(arguments: tuple, parts: list[str]) -> None:
@@ -191,6 +206,8 @@ def test_names_choose_dims() -> None:
         (lambda m: m.unflatten("tp", (2, 2)), "allowed: 2 names|mesh: names None"),
         (lambda m: m.flatten(("tp", "dp"), "x").unflatten("x", (2, 3, 2), ("a", "b", "c")), "cut across"),
         (lambda m: m.complement(13), "world_size: 13; allowed: a multiple of 12"),
+        (lambda m: m.complement(12 * 10**9), "world_size: 12000000000; allowed: a multiple of 12, up to 16777216"),
+        (lambda m: m.unflatten("tp", (4, *[1] * 30), [str(d) for d in range(31)]), "32 dims; allowed: up to 24"),
         (lambda m: m.transpose((1, 0)).submesh(4, 0).complement(12), "tile no world"),
     ],
 )
@@ -203,3 +220,14 @@ def test_the_algebra_refuses(call: Callable[[Mesh], Mesh], text: str) -> None:
 def test_coordinate_refuses_a_position_outside(position: int) -> None:
     with pytest.raises(ArgumentError, match=rf"rank: position {position} is outside the mesh \(2, 2\); allowed: 0..3"):
         Mesh((2, 2)).coordinate(position)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(meshes(), st.integers(1, 40), st.lists(st.integers(0, 200), max_size=8))
+def test_the_ranks_of_nodes(mesh: Mesh, node_size: int, ranks: list[int]) -> None:
+    position = {mesh.rank_at(p): p for p in range(mesh.size)}
+    found = mesh.on_node_of(np.array(ranks, dtype=np.int64), node_size)
+    for rank, row in zip(ranks, found.tolist(), strict=True):
+        first = rank // node_size * node_size
+        there = [position[r] for r in range(first, first + node_size) if r in position]
+        assert row == there + [-1] * (len(row) - len(there))

@@ -12,6 +12,7 @@ from shardweave.planner import (
     NVLINK_INFINIBAND,
     NVLINK_NODE,
     Link,
+    Mesh,
     Request,
     Topology,
     plan,
@@ -67,19 +68,25 @@ def test_ranks_share_a_node_by_blocks() -> None:
     [
         ({"node_size": 0}, "node_size 0; allowed: a whole number from 1 to 2**62, or None for one node"),
         ({"node_size": 2.5}, "node_size 2.5; allowed"),
-        ({"memory_gigabytes_per_s": 0}, "memory_gigabytes_per_s 0; allowed: a number above 0"),
-        ({"call_us": -1}, "topology: call_us -1; allowed: a number >= 0"),
+        ({"memory_gigabytes_per_s": 0}, "memory_gigabytes_per_s 0; allowed: a number from 1e-09 to 1e+30"),
+        ({"memory_gigabytes_per_s": 5e-324}, "memory_gigabytes_per_s 5e-324; allowed: a number from 1e-09 to 1e+30"),
+        ({"memory_gigabytes_per_s": float("inf")}, "memory_gigabytes_per_s inf; allowed"),
+        ({"call_us": float("nan")}, "topology: call_us nan; allowed: a number from 0 to 1e+12"),
+        ({"call_us": 1e300}, "topology: call_us 1e+300; allowed: a number from 0 to 1e+12"),
+        ({"network": {"latency_us": 1, "gigabytes_per_s": 1e-308, "one_sided": True}}, "gigabytes_per_s 1e-308; allo"),
+        ({"network": {"latency_us": True, "gigabytes_per_s": 1, "one_sided": True}}, "link: latency_us True; allowed"),
+        ({"call_us": -1}, "topology: call_us -1; allowed: a number from 0 to 1e+12"),
         ({"speed": 1}, "allowed: an object of name, node_size, node, network, memory_gigabytes_per_s, call_us"),
         (
             {"node": {"latency_us": -1, "gigabytes_per_s": 1, "one_sided": True}},
-            "latency_us -1; allowed: a number >= 0",
+            "latency_us -1; allowed: a number from 0 to 1e+12",
         ),
         ({"node": {"latency_us": 1, "one_sided": True}}, "topology: node: gigabytes_per_s missing"),
         ({"network": {"latency_us": 1, "gigabytes_per_s": "fast", "one_sided": True}}, "gigabytes_per_s 'fast'"),
         ({"network": 5}, "topology: network: 5; allowed"),
         ({"name": 5}, "topology: name 5; allowed: text"),
         ({"node_size": 10**40}, "000; allowed: a whole number from 1 to 2**62"),
-        ({"call_us": 10**400}, "allowed: a number >= 0"),
+        ({"call_us": 10**400}, "call_us about 2**1328; allowed: a number from 0 to 1e+12"),
         ({"node": {"latency_us": 1, "gigabytes_per_s": 1, "one_sided": "no"}}, "one_sided 'no'; allowed: True, False"),
     ],
 )
@@ -90,6 +97,24 @@ def test_a_bad_topology_is_named(change: dict, text: str) -> None:
 
 
 def test_what_is_no_json_is_named() -> None:
-    for text in ("{", "[" * 100_000):
+    for text in ("{", "[" * 100_000, '{"name": ' + "9" * 5000 + "}"):
         with pytest.raises(ArgumentError, match="no JSON"):
             Topology.from_json(text)
+
+
+@pytest.mark.parametrize("figure", [1e-9, 1e30])
+def test_prices_are_finite_whatever_the_bandwidth(figure: float) -> None:
+    link = Link(latency_us=1e12, gigabytes_per_s=figure, one_sided=False, message_us=1e12)
+    slow = Topology("slow", 2, link, link, figure, 1e12)
+    for source, target in (("S0", "R"), ("P", "R"), ("R", "S0")):
+        program = plan((4,), (1 << 29, 1 << 29), "complex128", source, target, topology=slow)
+        assert program.cost_us is not None and 0 < program.cost_us < float("inf")
+
+
+def test_nodes_larger_than_any_mesh() -> None:
+    """As one node, whatever the size says."""
+    for node_size in (4, 1 << 24, 1 << 62):
+        on = replace(NVLINK_INFINIBAND, node_size=node_size)
+        assert plan((2, 2), (8, 8), "float32", "R S0", "S0 R", topology=on).bytes_over_network == [0] * 4
+        crossing = plan((2,), (8,), "float32", "R", "S0", target_mesh=Mesh((2,), ranks=(2, 3)), topology=on)
+        assert crossing.bytes_over_network == [0] * 4

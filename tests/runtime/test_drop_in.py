@@ -174,6 +174,16 @@ def all_arguments(rank: int) -> None:
     pointer = out._local_tensor.data_ptr()
     assert shardweave.redistribute(source, (R, S1), out=out) is out
     assert right(out, x, {1: (1,)}) and out._local_tensor.data_ptr() == pointer
+    # Of any strides that keep its elements apart: steps of 2 and 5 that lie within each other, say.
+    apart = torch.zeros(30).as_strided((6, 2), (2, 5))
+    wide = DTensor(apart, out._spec, requires_grad=False)
+    assert right(shardweave.redistribute(source, (R, S1), out=wide), x, {1: (1,)})
+    for strides in ((0, 1), (1, 0), (1, 1), (2, 4), (1, 5), (3, 15)):
+        room = torch.full((40,), -1.0)
+        local = room.as_strided((6, 2), strides)
+        with pytest.raises(ArgumentError, match=r"out: its local tensor is \[6, 2\] with strides .*a place of its own"):
+            shardweave.redistribute(source, (R, S1), out=DTensor(local, out._spec, requires_grad=False))
+        assert (room == -1).all()
     for wrong, text in (
         ({"out": torch.ones(6, 2)}, "out: Tensor; allowed: a DTensor, or None"),
         ({"out": source}, "out: its layout is .*; allowed: "),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -81,6 +83,32 @@ def ragged_ranks(rank: int, mesh, experts: int, pad_multiple: int, more: dict):
     return len(mine)
 
 
+@pytest.mark.plan
+def test_a_config_is_plain_values():
+    """As `--debug.print_config` of torchtitan prints them, and as it writes them beside a checkpoint."""
+    given = config_of(8, 2, 16, 9, device=torch.device("cpu"), capacity=1.25)
+    values = json.loads(json.dumps(asdict(given)))
+    assert (values["dtype"], values["device"], values["capacity"]) == ("float32", "cpu", 1.25)
+    assert TorchtitanDispatcher.Config(**values) == given == replace(given)
+    default = TorchtitanDispatcher.Config(num_experts=8, top_k=2, hidden_dim=16, num_max_tokens_per_rank=9)
+    assert json.loads(json.dumps(asdict(default)))["dtype"] == "bfloat16"
+    for config in (given, TorchtitanDispatcher.Config(**values), default):
+        built = config.build()
+        built.wire_meshes(ep_mesh=None)
+        assert built.dispatcher.layout.dtype is getattr(torch, config.dtype)
+    for changes, text in (
+        ({"dtype": "float64"}, "dtype: 'float64'; allowed: float32, bfloat16, float16"),
+        ({"dtype": None}, "dtype: None; allowed"),
+        ({"dtype": torch.int8}, "dtype: 'int8'; allowed"),
+        ({"device": "nowhere"}, "device: 'nowhere'; allowed: a device such as"),
+        ({"device": 1.5}, "device: 1.5; allowed: a device such as"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            replace(default, **changes).build().wire_meshes(ep_mesh=None)
+    with pytest.raises(ArgumentError, match="ep_mesh: 'ep'; allowed: a 1-D DeviceMesh, or None"):
+        default.build().wire_meshes(ep_mesh="ep")
+
+
 CASES = [
     (10, 1, {}, [3, 3, 3, 1]),
     (3, 4, {"world": "collective"}, [1, 1, 1, 0]),
@@ -116,7 +144,7 @@ def test_without_a_mesh_all_experts_are_here(device):
     got, want = by_the_seam(dispatcher, there, matrices.to(device)), linear_experts(t, matrices)
     for name in want:
         assert_near(got[name].cpu(), want[name], torch.float32, name)
-    assert "over 1 ranks" in dispatcher.dispatcher.explain()
+    assert "over 1 rank, in process:" in dispatcher.dispatcher.explain()
 
 
 def test_rows_are_not_dispatched_again_where_nobody_keeps_none():
