@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "ExpertParallel", "share_of_tokens",
         "whole_of_shares", "VirtualTokenDispatcher", "TorchtitanDispatcher", "generate_permute_indices",
     ),
+    "Memory": ("empty_cache", "pool_memory", "PoolMemory", "set_pool_limit"),
     "Measuring": ("stats", "Statistics", "Redistribution", "record", "Recording"),
     "Errors": (
         "ShardweaveError", "ArgumentError", "LayoutSyntaxError", "UnsupportedError", "CapacityError", "WorldError",
