@@ -24,6 +24,8 @@ from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
 from .redistribution import How, default
+from .rendezvous import settings
+from .worlds import tell_settings
 
 _KEPT = 2048
 _calls: dict[tuple, Call] = kept_with_group({})
@@ -35,6 +37,8 @@ _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 each call is for, so that one object serves groups on any meshes."""
 _replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """By adapted parameter group, what it communicated by before."""
+_adapts = False
+settings["adapt_fsdp()"] = lambda: "called" if _adapts else "not called"
 
 
 class _OwnMemory:
@@ -125,6 +129,7 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
         UnsupportedError: the process group cannot carry programs on the device of the parameters of a module, which is
             named. No module has been adapted then.
     """
+    global _adapts
     groups = list(_parameter_groups(module))
     for name, group in groups:
         mesh = group.mesh_info.mesh
@@ -139,6 +144,8 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             if not isinstance(before[name], type(comm)):
                 _replaced.setdefault(group, {})[name] = before[name]
                 setattr(group, name, comm)
+    _adapts = True
+    tell_settings()
 
 
 def restore_fsdp(module: torch.nn.Module) -> None:
