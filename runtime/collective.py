@@ -170,9 +170,10 @@ class CollectiveWorld:
         if not works:
             return
         watcher, deadline = self._watcher, time.monotonic() + self.timeout
-        watcher.began(peers)
         try:
             for i, work in enumerate(works):
+                # This peer alone: others may have had all that they need, and be in a later call.
+                watcher.began(peers[i : i + 1] if len(works) > 1 else peers)
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
                 except RuntimeError as error:
@@ -182,7 +183,6 @@ class CollectiveWorld:
                     if time.monotonic() >= deadline:
                         raise self.rendezvous.late(peers[i]) from error
                     raise self._lost(peers[i : i + 1] if len(works) > 1 else peers, error) from error
-                watcher.awaits(peers[i + 1 :])
         finally:
             watcher.ended()
 

@@ -46,10 +46,6 @@ class WaitWatcher:
                 )
                 self._thread.start()
 
-    def awaits(self, peers: tuple[int, ...]) -> None:
-        """The same wait goes on, for these alone."""
-        self._awaited = peers
-
     def ended(self) -> None:
         self._awaited = None
 
@@ -73,6 +69,13 @@ class WaitWatcher:
 
 
 def _watch(watcher: weakref.ref[WaitWatcher], busy: threading.Event) -> None:
+    try:
+        _watch_on(watcher, busy)
+    finally:
+        busy.clear()  # the next wait starts another thread
+
+
+def _watch_on(watcher: weakref.ref[WaitWatcher], busy: threading.Event) -> None:
     serial, idle = 0, 0
     wait: LongWait | None = None
     while True:
