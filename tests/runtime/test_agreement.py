@@ -211,6 +211,24 @@ def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int)
     assert all(run_ranks(overlapping_batch, ranks, transport, ranks, environment=environment_of(transport)))
 
 
+def skewed(rank: int, transport: str) -> bool:
+    """Rank 0 waits for rank 2, which is late, while rank 1 has had all that it needs and waits in the next call."""
+    pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
+    for step in range(3):
+        if rank == 2 and step == 1:
+            time.sleep(2.5)
+        given = [sharded(mesh, 6, 2, torch.float32, add=step) for mesh in pairs]
+        ys = shardweave.redistribute_batch([x for x, _ in given], [[Replicate()]] * 2, world=transport)
+        for y, (x, whole) in zip(ys, given, strict=True):
+            assert x.device_mesh.get_coordinate() is None or y.to_local().equal(whole)
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rank_that_is_ahead_of_a_late_one_is_not_taken_for_another_call(transport: str) -> None:
+    assert all(run_ranks(skewed, 3, transport, environment=environment_of(transport)))
+
+
 def dispatcher_refuses_while_pending(rank: int, transport: str) -> bool:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     d = shardweave.TokenDispatcher(
