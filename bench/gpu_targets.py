@@ -100,8 +100,8 @@ def host_rows(bench: Bench) -> None:
         "windows": Row(
             "host work of a cached call through windows, launches excluded, worst kind", "µs", HOST_TARGET_US, False
         ),
-        "untold": Row(
-            "host work of a cached call by messages, launches, torch.distributed and the store excluded, worst kind",
+        "messages": Row(
+            "host work of a cached call by messages, launches and torch.distributed excluded, worst kind",
             "µs", HOST_TARGET_US, False,
         ),
     }  # fmt: skip

@@ -173,7 +173,8 @@ class CollectiveWorld:
         try:
             for i, work in enumerate(works):
                 # This peer alone: others may have had all that they need, and be in a later call.
-                watcher.began(peers[i : i + 1] if len(works) > 1 else peers)
+                watched = peers[i : i + 1] if len(works) > 1 else peers
+                watcher.awaits(watched) if i else watcher.began(watched)
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
                 except RuntimeError as error:
@@ -182,7 +183,7 @@ class CollectiveWorld:
                         raise watcher.error from error
                     if time.monotonic() >= deadline:
                         raise self.rendezvous.late(peers[i]) from error
-                    raise self._lost(peers[i : i + 1] if len(works) > 1 else peers, error) from error
+                    raise self._lost(watched, error) from error
         finally:
             watcher.ended()
 

@@ -17,13 +17,20 @@ from ..planner import Topology
 from ..planner.index_sets import held_sizes
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
-from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout
+from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout, with_dtype
 from .group_caches import kept_with_group
 from .install import is_installed
 from .lowering import Reduction
 from .overlapping import overlaps_itself
 from .recording import active
-from .redistribution import How, bind_redistribution, explain_redistribution, how_asked, run_redistribution
+from .redistribution import (
+    How,
+    bind_redistribution,
+    explain_redistribution,
+    how_asked,
+    refuse_redistribution,
+    run_redistribution,
+)
 from .specs import layout_of_spec, normal_placements
 from .statistics import stats
 
@@ -100,7 +107,15 @@ def redistribute(
     carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
     differentiable = dtensor.requires_grad and torch.is_grad_enabled()
     if out is not None:
-        _check_out(out, target, moved, differentiable)
+        try:
+            _check_out(out, target, moved, differentiable)
+        except ArgumentError as error:
+            source = dtensor._spec
+            if is_in(source.mesh) or is_in(target.mesh):
+                local = plain_local(dtensor._local_tensor, source).to(moved)
+                specs = with_dtype(source, moved), with_dtype(target, moved)
+                refuse_redistribution(local, *specs, how_asked(world, topology, reduction), error)
+            raise
         out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
         return out
     return carried_with_gradient(dtensor, carry) if differentiable else carried(dtensor, carry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,14 +18,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Mesh, plan
 from ..planner.explanation import title
-from .calls import Call, check_backend, world_for
+from .calls import Call, check_backend, refuse, world_for
 from .copies import contiguous_strides
 from .dispatch_modes import below_modes
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
 from .redistribution import How, default
-from .rendezvous import settings
+from .rendezvous import remarks
 from .worlds import tell_settings
 
 _KEPT = 2048
@@ -37,8 +38,8 @@ _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 each call is for, so that one object serves groups on any meshes."""
 _replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """By adapted parameter group, what it communicated by before."""
-_adapts = False
-settings["adapt_fsdp()"] = lambda: "called" if _adapts else "not called"
+# Not compared: of a pipeline's stages some may be sharded alone.
+remarks["adapt_fsdp()"] = lambda: "called" if _replaced else "not called"
 
 
 class _OwnMemory:
@@ -73,7 +74,8 @@ class FSDPAllGather(_OwnMemory, AllGather):
             WorldError: the ranks could not meet.
         """
         given = ("input_tensor", input_tensor), ("output_tensor", output_tensor)
-        _check(*given, output_tensor, group)
+        with _telling(input_tensor, output_tensor, group):
+            _check(*given, output_tensor, group)
         _carry(output_tensor, input_tensor, group, output_tensor.numel(), "S0", "R")
 
 
@@ -105,10 +107,13 @@ class FSDPReduceScatter(_OwnMemory, ReduceScatter):
             WorldError: the ranks could not meet.
         """
         given = ("output_tensor", output_tensor), ("input_tensor", input_tensor)
-        _check(*given, output_tensor, group)
-        source, factor = _read_op(op)
-        if factor is not None and not torch.can_cast(torch.result_type(output_tensor, factor), output_tensor.dtype):
-            raise ArgumentError(f"op: a factor of {factor} for {output_tensor.dtype}; allowed: whole ones for integers")
+        with _telling(input_tensor, output_tensor, group):
+            _check(*given, output_tensor, group)
+            source, factor = _read_op(op)
+            if factor is not None and not torch.can_cast(torch.result_type(output_tensor, factor), output_tensor.dtype):
+                raise ArgumentError(
+                    f"op: a factor of {factor} for {output_tensor.dtype}; allowed: whole ones for integers"
+                )
         _carry(output_tensor, input_tensor, group, input_tensor.numel(), source, "S0", factor)
 
 
@@ -129,7 +134,6 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
         UnsupportedError: the process group cannot carry programs on the device of the parameters of a module, which is
             named. No module has been adapted then.
     """
-    global _adapts
     groups = list(_parameter_groups(module))
     for name, group in groups:
         mesh = group.mesh_info.mesh
@@ -144,7 +148,6 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             if not isinstance(before[name], type(comm)):
                 _replaced.setdefault(group, {})[name] = before[name]
                 setattr(group, name, comm)
-    _adapts = True
     tell_settings()
 
 
@@ -183,6 +186,21 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             if group is not None and group not in seen:  # several modules may share one
                 seen.add(group)
                 yield name or type(part).__name__, group
+
+
+@contextmanager
+def _telling(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    """The ranks of the group are told when this rank refuses an argument in the block."""
+    try:
+        yield
+    except ArgumentError as error:
+        ours = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+        # Of tensors without elements nothing is exchanged.
+        if ours and group.size() > 1 and isinstance(x, torch.Tensor) and (x.numel() or output.numel()):
+            ranks, how = tuple(sorted(dist.get_process_group_ranks(group))), default()
+            check_backend(x.device, len(ranks), how.world)
+            refuse(world_for(ranks, x.device, how.world, groups=[group])[0], ranks, ranks, error)
+        raise
 
 
 def _check(

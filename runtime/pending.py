@@ -67,6 +67,7 @@ class Pending:
         self._complete: Callable[[], Any] | None = complete
         self._output = weakref.ref(output)  # nobody waits for what is gone
         self._error: BaseException | None = None
+        self._call = world.rendezvous.call
         self._stream = own_stream(output.device)
         self._done: torch.cuda.Event | None = None
 
@@ -87,10 +88,12 @@ class Pending:
         if run is None or world is None:
             return
         complete: Any = self._complete
+        rendezvous, later = world.rendezvous, world.rendezvous.call
         # The world is not held: nobody may ever wait.
         world.pending = self._run = self._complete = self._world = None
         ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        rendezvous.call = self._call  # other worlds may have been called since
         try:
             with Turn(world, self._kind), ranged, on_stream:
                 try:
@@ -102,6 +105,8 @@ class Pending:
         except BaseException as error:
             self._error = error
             raise
+        finally:
+            rendezvous.call = later
 
     def join(self) -> None:
         """Have the current stream wait for a run that is finished."""

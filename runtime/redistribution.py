@@ -178,6 +178,19 @@ def run_redistribution(
     return _bound(x, current, target, how or _default)(x, later)
 
 
+def refuse_redistribution(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How, error: ArgumentError
+) -> None:
+    """Tell the ranks that `run_redistribution` with these arguments would meet that this one does not make the call."""
+    if plain := plain_request(current, target):
+        current, target = plain.current, plain.target
+    program = _program(x, current, target, how)
+    if not program.is_identity:
+        (position,) = program.ranks
+        world, _ = _world(program, x, how, current.mesh, target.mesh)
+        refuse(world, program.company(position), program.first_met(position), error)
+
+
 def bind_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> None:
     """Make ready what `run_redistribution` does with the same specs and a tensor of the same form."""
     if torch.is_inference_mode_enabled():

@@ -31,6 +31,8 @@ _WORDS_WITHIN = 2.0  # seconds that an error waits for the peer's own words
 
 settings: dict[str, Callable[[], str]] = {}
 """What has to be alike on all ranks, by what a user calls it; modules add theirs."""
+remarks: dict[str, Callable[[], str]] = {}
+"""What is told of a rank that is waited for, and may differ."""
 
 
 class CallRecord(NamedTuple):
@@ -75,7 +77,7 @@ class Rendezvous:
         self._words: dict[int, str] = {}  # of peers that this rank has met
         self._sessions: dict[Ranks, str] = {}
         self._refusals: dict[str, tuple[int, str]] = {}
-        self._failed = False
+        self._failed = self._spoke = False
         self._told = ""
         for kind in ("failed", "waiting", "refused"):
             with suppress(RuntimeError):  # a store that keeps nothing, as that of a fake group, cannot forget
@@ -163,7 +165,7 @@ class Rendezvous:
 
     def tell_settings(self) -> None:
         """Write this rank's settings, for warnings of ranks that wait for it."""
-        text = json.dumps({name: read() for name, read in settings.items()})
+        text = json.dumps({name: read() for name, read in (settings | remarks).items()})
         if text != self._told:
             self._told = text
             with suppress(RuntimeError):
@@ -220,7 +222,7 @@ class Rendezvous:
         """This rank makes no more calls; what it was doing stays written, for errors of peers. The first text stays."""
         if self._failed:
             return
-        self._failed = True
+        self._failed = self._spoke = True
         self.write_waiting(0)
         with suppress(dist.DistError):
             self.store.set(self._key("failed", self.rank), text)
@@ -240,6 +242,7 @@ class Rendezvous:
                 f"rank {peer} refused its arguments, see the error there; rank {self.rank} was waiting for it in "
                 f"{self.call}"
             )
+        self._spoke = True
         self.write_waiting(0)
         deadline = time.monotonic() + _WORDS_WITHIN
         theirs: str | None = None
@@ -278,12 +281,14 @@ class Rendezvous:
 
     def write_waiting(self, looks: int) -> None:
         """Write what this rank is waiting in."""
-        counts = {_text(ranks): number for ranks, number in self._counts.items()}
+        counts = {_text(ranks): number for ranks, number in dict(self._counts).items()}
         with suppress(dist.DistError):
             text = json.dumps([self._word, looks, *self.call[:3], self.call.spoken, counts])
             self.store.set(self._key("waiting", self.rank), text)
 
     def write_no_more(self) -> None:
+        if self._spoke:  # peers want these words for their errors
+            return
         with suppress(RuntimeError):
             self.store.delete_key(self._key("waiting", self.rank))
 
@@ -330,7 +335,7 @@ class Rendezvous:
         if text is None:
             return f"rank {peer} has not used shardweave in this process group"
         theirs = json.loads(text)
-        here = {name: read() for name, read in settings.items()}
+        here = {name: read() for name, read in (settings | remarks).items()}
         differ = [f"{n} is {here[n]} on rank {self.rank} and {theirs.get(n)} on rank {peer}" for n in here
                   if theirs.get(n) != here[n]]  # fmt: skip
         return "; ".join(differ) or f"rank {peer} has the same settings and waits nowhere"

@@ -200,7 +200,8 @@ class SymmetricWorld:
         if self._error is None:
             code = self.failure.read()
             if code is not None:
-                self._error = (self._watcher and self._watcher.error) or self._told(code)
+                found = None if self._watcher is None else self._watcher.error
+                self._error = type(found)(f"{found}; outputs since then are overwritten") if found else self._told(code)
         return self._error
 
     def check(self) -> None:

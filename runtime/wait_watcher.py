@@ -46,6 +46,10 @@ class WaitWatcher:
                 )
                 self._thread.start()
 
+    def awaits(self, peers: tuple[int, ...]) -> None:
+        """The same wait goes on, for these."""
+        self._awaited = peers
+
     def ended(self) -> None:
         self._awaited = None
 

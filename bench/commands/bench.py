@@ -8,7 +8,8 @@ from pathlib import Path
 from .shared import interruptible
 
 PROGRAMS = (
-    "aot", "gpu_targets", "host_cost", "moe", "plans", "projection", "record_workloads", "torch_tests", "training"
+    "aot", "gpu_targets", "host_cost", "moe", "plans", "projection", "record_workloads", "token_zeroing", "torch_tests",
+    "training",
 )  # fmt: skip
 HELP = "measure ours beside others, checked first and in turns"
 

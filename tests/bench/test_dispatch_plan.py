@@ -30,9 +30,9 @@ def test_both_ways_are_stated(capsys):
     assert said.count(f"{rows * (7168 * 2 + 4):,}  rows received, twice while they are copied") == 3
     assert f"{rows * (7168 * 2 + 4):,}  rows received, held until backward" in said  # a window is copied from
     assert said.index("rows pushed straight") < said.index("one slab of exact size")
-    # Seven eighths of the rows, each with a weight; counts of 256 slots and of bad ids, with or without two words.
+    # Seven eighths of the rows, each with a weight; counts of 256 slots and of bad ids, with or without a word.
     entries = 4096 * 8 * 7 // 8
-    for words in (1, 2, 3):
+    for words in (1, 2):
         assert f"{entries * (7168 * 2 + 4) + 7 * (256 + words) * 4:,}  " in said
     assert f"{entries * 7168 * 2:,} " in said
 
@@ -105,9 +105,9 @@ def test_as_many_bytes_are_sent(monkeypatch, save, top, limits):
     )  # fmt: skip
     sent, phase = dict.fromkeys(PHASES, 0), ""
 
-    def counted(sends, receives):
+    def counted(sends, receives, token):
         sent[phase] += sum(len(data) for _, data in sends)
-        return made(sends, receives)
+        return made(sends, receives, token)
 
     made = token_slabs.Transfer
     monkeypatch.setattr(token_slabs, "Transfer", counted)
@@ -130,7 +130,7 @@ def test_as_many_bytes_are_sent(monkeypatch, save, top, limits):
     wire = on_wire(d.layout, d.parts[0], d.layout.slab_capacity)
     assert tuple(wire) == PHASES and all(even <= most for even, most in wire.values())
     # Counts are told by all, whoever has tokens.
-    told = (ranks - 1) * (6 + 3) * 4
+    told = (ranks - 1) * (6 + 1) * 4
     # Slabs of one size travel whole, also of ranks without tokens.
     alone = top and "slab_capacity" not in limits
     want = {what: most if alone else ranks * even for what, (even, most) in wire.items()}

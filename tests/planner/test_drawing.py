@@ -393,5 +393,7 @@ def test_command_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*request, str(tmp_path / "plan.svg")]) == 0
     assert capsys.readouterr().out == f"{program.explain()}\n"
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8") == draw(program)
-    assert main([*request, str(tmp_path)]) == 2
-    assert f"--svg: '{tmp_path}' cannot be written" in capsys.readouterr().err
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    assert main([*request, str(folder)]) == 2
+    assert f"--svg: '{folder}' cannot be written" in capsys.readouterr().err

@@ -293,8 +293,8 @@ def test_what_is_left_in_a_window_is_not_taken_for_counts(disagrees: bool) -> No
     assert set(errors) <= {"MeetingTimeoutError", "DisagreementError", "PeerError", None} and errors.count(None) < 2, (
         ends
     )
-    # Who sees it first tells the others that it failed.
-    assert ("DisagreementError" if disagrees else "MeetingTimeoutError") in errors
+    # Who sees it first tells the others that it failed; a process that has ended is noticed before the time is up.
+    assert {"DisagreementError"} & set(errors) if disagrees else {"MeetingTimeoutError", "PeerError"} & set(errors)
 
 
 def late_in_the_interpreter() -> str:
@@ -303,7 +303,10 @@ def late_in_the_interpreter() -> str:
 
 
 def test_kernels_do_not_take_it_for_counts_either() -> None:
-    assert interpreted("test_token_windows", "t.late_in_the_interpreter()") == "['MeetingTimeoutError', None]"
+    assert interpreted("test_token_windows", "t.late_in_the_interpreter()") in (
+        "['MeetingTimeoutError', None]",
+        "['PeerError', None]",
+    )
 
 
 def never_combines(rank: int) -> None:
@@ -324,7 +327,8 @@ def test_a_rank_that_does_not_come_is_named_and_what_was_made_is_overwritten() -
     for rank in (0, 2):
         assert ends[rank].error in ("MeetingTimeoutError", "PeerError"), ends[rank]
         assert "outputs since then are overwritten" in ends[rank].message
-    assert any("rank 1 did not come within 3 s" in ends[rank].message for rank in (0, 2))
+    said = ("rank 1 did not come within 3 s", "rank 1 is gone")
+    assert any(text in ends[rank].message for text in said for rank in (0, 2))
 
 
 def explained(rank: int) -> str:
