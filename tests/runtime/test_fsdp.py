@@ -468,7 +468,7 @@ def test_collectives_of_strided_tensors_in_a_group_of_one() -> None:
     run_ranks(strided_in_a_group_of_one, 1)
 
 
-def refused_on_one_rank(rank: int, world: str) -> None:
+def refused_by_all_alike(rank: int, world: str) -> None:
     gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
     group, size = dist.group.WORLD, dist.get_world_size()
     other = dist.new_group([1])
@@ -494,7 +494,8 @@ def refused_on_one_rank(rank: int, world: str) -> None:
         ),
     ]
     for turn, (call, text) in enumerate(wrong):
-        if rank == 0:
+        # A group that this rank is not in tells it of nobody.
+        if rank == 0 or not text.startswith("group"):
             with pytest.raises(shardweave.ArgumentError, match=text):
                 call()
         out.fill_(-1)
@@ -503,5 +504,29 @@ def refused_on_one_rank(rank: int, world: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_collectives_refused_on_one_rank_leave_its_next_call_paired(world: str) -> None:
-    run_ranks(refused_on_one_rank, 3, world, environment={"SHARDWEAVE_WORLD": world})
+def test_collectives_refused_by_all_ranks_leave_the_next_call_paired(world: str) -> None:
+    run_ranks(refused_by_all_alike, 3, world, environment={"SHARDWEAVE_WORLD": world, "SHARDWEAVE_TIMEOUT": "30"})
+
+
+def refused_on_one_rank(rank: int, world: str) -> str:
+    """Rank 0 refuses an output, catches the error, and makes the next call, which is of the same form."""
+    gather, group, size = shardweave.FSDPAllGather(), dist.group.WORLD, dist.get_world_size()
+    said = []
+    for turn in range(3):
+        out = torch.full((3 * size,), -1.0)
+        given = torch.zeros(1).expand(3 * size) if rank == 0 and turn == 1 else out
+        try:
+            gather(given, torch.full((3,), float(rank + turn)), group)
+            right = torch.equal(out, (torch.arange(size) + float(turn)).repeat_interleave(3))
+            said.append("right" if right else "wrong")
+        except (shardweave.ArgumentError, shardweave.WorldError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return "; ".join(said)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_collectives_refused_on_one_rank_are_told(world: str) -> None:
+    said = run_ranks(refused_on_one_rank, 3, world, environment={"SHARDWEAVE_WORLD": world, "SHARDWEAVE_TIMEOUT": "30"})
+    assert not any("wrong" in text for text in said) and all(text.startswith("right; ") for text in said), said
+    assert "ArgumentError: output_tensor" in said[0], said
+    assert any("rank 0 refused its arguments in call 2" in text for text in said[1:]), said

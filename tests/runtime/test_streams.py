@@ -97,7 +97,9 @@ def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monke
 
     started = run()
     started.send(None)
-    world: Any = SimpleNamespace(busy=False, pending=None, fail=None, answer=None)
+    world: Any = SimpleNamespace(
+        busy=False, pending=None, fail=None, answer=None, rendezvous=SimpleNamespace(call=None)
+    )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
     pending = Pending(started, world, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
