@@ -84,8 +84,6 @@ class Rendezvous:
                 store.delete_key(self._key(kind, rank))
         self.tell_settings()
 
-    # ------------------------------------------------------------------ calls
-
     def begin(self, ranks: Ranks, fingerprint: int, words: str) -> None:
         """This rank makes the next call of `ranks`, which meet if they have not yet.
 
@@ -115,8 +113,6 @@ class Rendezvous:
         self._refusals[_text(ranks)] = number, words
         with suppress(dist.DistError):  # the store went with its rank
             self.store.set(self._key("refused", self.rank), json.dumps([self._word, self._refusals]))
-
-    # ------------------------------------------------------------------ meeting for the first time
 
     def meet(self, ranks: Ranks) -> str:
         """A name that `ranks` agree on, which nobody has used before. The first time all of them call, and their
@@ -171,10 +167,8 @@ class Rendezvous:
             with suppress(RuntimeError):
                 self.store.set(self._key("settings", self.rank), text)
 
-    # ------------------------------------------------------------------ waiting
-
-    def read(self, key: str, rank: int, accept: Callable[[str], bool] = lambda text: True) -> str:
-        """What `rank` writes to the store under `key`, once there is something that `accept` takes.
+    def read(self, key: str, rank: int) -> str:
+        """What `rank` writes to the store under `key`, once it has.
 
         Raises:
             MeetingTimeoutError: there was nothing within the timeout.
@@ -185,8 +179,8 @@ class Rendezvous:
         with self.waiting() as wait:
             while True:
                 try:
-                    if self.store.check([key]) and accept(text := self.store.get(key).decode()):
-                        return text
+                    if self.store.check([key]):
+                        return self.store.get(key).decode()
                 except dist.DistError as error:
                     raise PeerError(
                         f"the store is gone (its rank died?) while waiting for rank {rank}: {error}"
@@ -215,8 +209,6 @@ class Rendezvous:
             f"rank {rank} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it in "
             f"{self.call}{why}"
         )
-
-    # ------------------------------------------------------------------ failures and disagreements
 
     def fail(self, text: str) -> None:
         """This rank makes no more calls; what it was doing stays written, for errors of peers. The first text stays."""
