@@ -182,7 +182,7 @@ class CollectiveWorld:
                     if watcher.error is not None:
                         raise watcher.error from error
                     if time.monotonic() >= deadline:
-                        raise self.rendezvous.late(peers[i]) from error
+                        raise self.rendezvous.late(*watched) from error
                     raise self._lost(watched, error) from error
         finally:
             watcher.ended()

@@ -186,7 +186,7 @@ class Rendezvous:
                         f"the store is gone (its rank died?) while waiting for rank {rank}: {error}"
                     ) from error
                 if time.monotonic() > began + self.timeout:
-                    raise self.late(rank, f": it wrote no {key}")
+                    raise self.late(rank, why=f": it wrote no {key}")
                 wait.look([rank])
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
@@ -204,10 +204,16 @@ class Rendezvous:
             wait.over()
             raise
 
-    def late(self, rank: int, why: str = "") -> MeetingTimeoutError:
+    def late(self, *ranks: int, why: str = "") -> MeetingTimeoutError:
+        """Of ranks, one of which did not come: those that do not wait in the same call."""
+        absent = list(ranks)
+        if len(ranks) > 1:
+            with suppress(dist.DistError):
+                waiting = {rank: self.waits_in(rank) for rank in ranks}
+                absent = [r for r, found in waiting.items() if found is None or found[0][:3] != self.call[:3]]
+        who = " or ".join(f"rank {rank}" for rank in absent or ranks)
         return MeetingTimeoutError(
-            f"rank {rank} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it in "
-            f"{self.call}{why}"
+            f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it in {self.call}{why}"
         )
 
     def fail(self, text: str) -> None:
