@@ -49,7 +49,7 @@ class Alone(Rendezvous):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(dist.HashStore(), rank, TIMEOUT, lambda rank: False)
 
-    def meet(self, ranks: tuple[int, ...]) -> str:
+    def _met(self, ranks: tuple[int, ...]) -> str:
         return ""
 
 

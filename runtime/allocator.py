@@ -22,9 +22,11 @@ _CHECKED_EVERY = 16 << 20
 """Bytes of new pages after which the machine's memory is looked at."""
 
 DEFAULT_LIMIT = 96 << 20
-_SMALL, _QUEUE = 1 << 16, 16
-"""Bytes of pieces that may stay in the queue of those that were returned, and how many: the next call takes them from
-there, which costs less than the account of them. Only where the limit is large beside them."""
+_QUEUE = 8
+"""How many of the pieces that were returned may wait in the queue: the next call takes them from there, which costs
+less than the account of them."""
+_LARGEST_QUEUED = 1 << 20
+"""Bytes of a piece that may wait there, if the limit is large beside the whole queue."""
 
 
 def block_size(nbytes: int) -> int:
@@ -196,7 +198,7 @@ class Allocator:
 
     def _bound_by(self, limit: int | None) -> None:
         self.limit, least = limit, DEFAULT_LIMIT if limit is None else limit
-        self._small = _SMALL if least >= 16 * _SMALL * _QUEUE else 0
+        self._small = min(_LARGEST_QUEUED, least // (8 * _QUEUE))
         self._queued = self._small * _QUEUE  # bytes that may be in the queue
         self._least = least - self._queued
 

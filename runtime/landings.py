@@ -28,33 +28,41 @@ class Landings:
         self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int, int]] = {}
         self._bytes = 0
 
-    def take(self, token: int) -> tuple[torch.Tensor, Address, list[Address]] | None:
-        """The buffers of the step that `token` names, if they are kept; they are no longer.
-
-        Returns this rank's buffer, its address, and those of the peers' buffers.
-        """
-        found = self._kept.pop(token, None)
-        if found is None:
-            return None
-        self._bytes -= found[4]
-        self._allocator.ready -= found[3]
-        return found[:3]
+    def take(self, token: int) -> tuple[torch.Tensor, Address, list[Address], int, int] | None:
+        """The buffers of the step that `token` names, if they are kept: this rank's, its address, and those of the
+        peers' buffers. What follows is `keep` or `let_go`: until then they count as kept."""
+        return self._kept.pop(token, None)
 
     def have_room(self, nbytes: int) -> bool:
-        """Whether this rank may offer a buffer whose block is of so many bytes."""
+        """Whether this rank may offer a buffer whose block is of so many bytes besides what counts as kept."""
         return self._allocator.may_be_ready(nbytes)
 
     def keep(
-        self, token: int, buffer: torch.Tensor, own: Address, peers: list[Address], nbytes: int, largest: int
+        self,
+        token: int,
+        buffer: torch.Tensor,
+        own: Address,
+        peers: list[Address],
+        nbytes: int,
+        largest: int,
+        counted: bool,
     ) -> None:
         """Keep buffers, which everyone has offered, for the next run; the longest unused make room.
 
         Args:
             nbytes: of this rank's block.
             largest: the size of the largest buffer; alike on all ranks.
+            counted: those that they follow have just been taken.
         """
         self._kept[token] = buffer, own, peers, nbytes, largest
+        if counted:
+            return
         self._bytes += largest
         while self._bytes > MOST_KEPT:
-            self.take(next(iter(self._kept)))
+            self.let_go(*self._kept.pop(next(iter(self._kept)))[3:])
         self._allocator.add_ready(nbytes)
+
+    def let_go(self, nbytes: int, largest: int) -> None:
+        """Buffers that were taken are not kept again."""
+        self._bytes -= largest
+        self._allocator.ready -= nbytes

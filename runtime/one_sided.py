@@ -133,20 +133,25 @@ class OneSidedStep(BoundStep):
             address = world.address(landing)
             addresses = yield Meet(self.peer_ranks, token, address)
         else:
-            landing, address, addresses = kept
+            landing, address, addresses = kept[:3]
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
         out = self.output(landing)
         given = out if self.last else None
-        following = self.land() if landings and self.has_run and landings.have_room(self.block) else None
-        offer = None if following is None else world.address(following)
+        following = offer = None
+        if landings and self.has_run and landings.have_room(0 if kept else self.block):
+            following = self.land()
+            offer = world.address(following)
         meet = Meet(self.peer_ranks, token + 1, offer, own, given)
         if messages is None:
             self.push_all(x, addresses)
             addresses = yield meet
         else:
             addresses = yield Mixed(messages(out), partial(self.push_all, x, addresses), meet, given)
-        if landings and following is not None and None not in addresses:
-            landings.keep(token, following, offer, addresses, self.block, self.largest)
+        if landings:
+            if following is not None and None not in addresses:
+                landings.keep(token, following, offer, addresses, self.block, self.largest, kept is not None)
+            elif kept is not None:
+                landings.let_go(self.block, self.largest)
         self.has_run = True
         return landing, out
 

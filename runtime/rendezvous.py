@@ -58,6 +58,19 @@ class CallRecord(NamedTuple):
         return f"call {self.number} of ranks {self.ranks}: {self.spoken}"
 
 
+_new_tuple: Callable[[type[CallRecord], tuple], CallRecord] = tuple.__new__
+
+
+class _Sequence:
+    """The calls that some ranks make in step: how many there were, and the name that the ranks agreed on when they met
+    (`Rendezvous.meet`), None before."""
+
+    __slots__ = ("name", "number")
+
+    def __init__(self) -> None:
+        self.number, self.name = 0, None  # type: int, str | None
+
+
 class Rendezvous:
     """One for each process and default process group; all transports share it.
 
@@ -72,10 +85,9 @@ class Rendezvous:
     def __init__(self, store: dist.Store, rank: int, timeout: float, is_gone: Callable[[int], bool]) -> None:
         self.store, self.rank, self.timeout, self._is_gone = store, rank, timeout, is_gone
         self.call = CallRecord((), 0, 0, "nothing yet")
-        self._counts: dict[Ranks, int] = {}
+        self._sequences: dict[Ranks, _Sequence] = {}
         self._word = secrets.token_hex(8)  # a store may still have what earlier groups wrote
         self._words: dict[int, str] = {}  # of peers that this rank has met
-        self._sessions: dict[Ranks, str] = {}
         self._refusals: dict[str, tuple[int, str]] = {}
         self._failed = self._spoke = False
         self._told = ""
@@ -90,16 +102,17 @@ class Rendezvous:
         Raises:
             DisagreementError, MeetingTimeoutError, PeerError: as `meet`.
         """
-        number = self._counts[ranks] = self._counts.get(ranks, 0) + 1
-        self.call = CallRecord(ranks, number, fingerprint, words)
-        if ranks not in self._sessions:
+        sequence = self._sequences.get(ranks) or self._sequence(ranks)
+        number = sequence.number = sequence.number + 1
+        self.call = _new_tuple(CallRecord, (ranks, number, fingerprint, words))  # its own constructor is dearer
+        if sequence.name is None:
             self.meet(ranks)
 
     @contextmanager
     def making_ready(self, ranks: Ranks, words: Callable[[], str]) -> Iterator[None]:
         """In this block the next call of `ranks` is made ready, for which they may have to wait for each other."""
         before = self.call
-        self.call = CallRecord(ranks, self._counts.get(ranks, 0) + 1, 0, words)
+        self.call = CallRecord(ranks, self._number_of(ranks) + 1, 0, words)
         try:
             yield
         finally:
@@ -109,8 +122,9 @@ class Rendezvous:
         """This rank does not make the next call of `ranks`, because its arguments are wrong; wait for nobody."""
         if len(ranks) < 2:
             return
-        number = self._counts[ranks] = self._counts.get(ranks, 0) + 1
-        self._refusals[_text(ranks)] = number, words
+        sequence = self._sequence(ranks)
+        sequence.number += 1
+        self._refusals[_text(ranks)] = sequence.number, words
         with suppress(dist.DistError):  # the store went with its rank
             self.store.set(self._key("refused", self.rank), json.dumps([self._word, self._refusals]))
 
@@ -125,10 +139,17 @@ class Rendezvous:
             DisagreementError: a setting differs; the text names it and both values.
             MeetingTimeoutError, PeerError: a rank did not come.
         """
-        found = self._sessions.get(ranks)
-        if found is None:
-            found = self._sessions[ranks] = self._met(ranks) if len(ranks) > 1 else self._word
-        return found
+        sequence = self._sequence(ranks)
+        if sequence.name is None:
+            sequence.name = self._met(ranks) if len(ranks) > 1 else self._word
+        return sequence.name
+
+    def _sequence(self, ranks: Ranks) -> _Sequence:
+        return self._sequences.setdefault(ranks, _Sequence())
+
+    def _number_of(self, ranks: Ranks) -> int:
+        found = self._sequences.get(ranks)
+        return 0 if found is None else found.number
 
     def _met(self, ranks: Ranks) -> str:
         here, written = {name: read() for name, read in settings.items()}, ""
@@ -279,7 +300,7 @@ class Rendezvous:
 
     def write_waiting(self, looks: int) -> None:
         """Write what this rank is waiting in."""
-        counts = {_text(ranks): number for ranks, number in dict(self._counts).items()}
+        counts = {_text(ranks): sequence.number for ranks, sequence in dict(self._sequences).items()}
         with suppress(dist.DistError):
             text = json.dumps([self._word, looks, *self.call[:3], self.call.spoken, counts])
             self.store.set(self._key("waiting", self.rank), text)
@@ -319,7 +340,7 @@ class Rendezvous:
             # Each is in a call that the other has not made.
             later = (
                 self.rank in theirs.ranks
-                and theirs.number > self._counts.get(theirs.ranks, 0)
+                and theirs.number > self._number_of(theirs.ranks)
                 and counts.get(_text(mine.ranks), 0) < mine.number
             )
         return self._differs(peer, str(theirs)) if later and seen_before else None
