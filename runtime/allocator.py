@@ -198,7 +198,7 @@ class Allocator:
 
     def _bound_by(self, limit: int | None) -> None:
         self.limit, least = limit, DEFAULT_LIMIT if limit is None else limit
-        self._small = min(_LARGEST_QUEUED, least // (8 * _QUEUE))
+        self._small = _LARGEST_QUEUED if least >= 8 * _LARGEST_QUEUED * _QUEUE else 0
         self._queued = self._small * _QUEUE  # bytes that may be in the queue
         self._least = least - self._queued
 

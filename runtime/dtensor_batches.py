@@ -95,9 +95,7 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
     check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), how.world)
     rank = dist.get_rank()
     requests: list[Any] = []
-    for i, ((source, target), x) in enumerate(zip(specs, locals_, strict=True)):
-        if x.device != device:
-            raise ArgumentError(f"dtensors[{i}]: device {x.device}; allowed: that of the others, {device}")
+    for (source, target), x in zip(specs, locals_, strict=True):
         assert source.tensor_meta is not None
         layouts = layout_of_spec(source), layout_of_spec(target)
         shape = tuple(source.tensor_meta.shape)
@@ -111,6 +109,8 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
     world, _ = world_for(company, device, how.world, *(spec.mesh for pair in specs for spec in pair))
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
+            if x.device != device:
+                raise ArgumentError(f"dtensors[{i}]: device {x.device}; allowed: that of the others, {device}")
             position = batch.position(i, rank)
             if position is not None:
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")

@@ -24,6 +24,7 @@ from .dispatch_modes import below_modes
 from .dtypes import dtype_name
 from .executor import BoundProgram
 from .group_caches import forget_dead_groups, kept_with_group
+from .overlapping import overlaps_itself
 from .redistribution import How, default
 from .rendezvous import remarks
 from .worlds import tell_settings
@@ -220,7 +221,7 @@ def _check(
             f"tensors of {own.numel()} {own.dtype} on {own.device} and {all_.numel()} {all_.dtype} on "
             f"{all_.device} among {size} ranks; allowed: the one {size} times as large as the other, all else alike"
         )
-    if type(output) is AsyncCollectiveTensor or torch._debug_has_internal_overlap(output) == 1:
+    if type(output) is AsyncCollectiveTensor or overlaps_itself(output):
         raise ArgumentError(
             f"output_tensor: a {type(output).__name__} of {list(output.shape)} with strides {list(output.stride())}; "
             "allowed: memory in which each element has a place of its own"

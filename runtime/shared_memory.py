@@ -39,6 +39,7 @@ _NO_SEGMENT = MAX_SEGMENTS
 _NOWHERE: Address = (0, _NO_SEGMENT, 0)
 _REFUSED = 0  # in place of a token
 _EAGER_POLLS = 50
+_KEPT_ADDRESSES = 4096
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
 
 
@@ -139,6 +140,7 @@ class SharedMemoryWorld:
         self._slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._peers: dict[int, _Peer] = {}
         self._met: dict[tuple[int, ...], list[_Peer]] = {}
+        self._addresses: dict[int, Address] = {}  # a place in the pool is the same for ever
         self._landings: dict[tuple[int, ...], Landings] = {}
         self.error: WorldError | None = None
         self.busy = False
@@ -169,10 +171,18 @@ class SharedMemoryWorld:
         return self._pool.holds(tensor)
 
     def address(self, buffer: torch.Tensor) -> Address:
+        pointer = buffer.data_ptr()
+        return self._addresses.get(pointer) or self._first_address(buffer, pointer)
+
+    def _first_address(self, buffer: torch.Tensor, pointer: int) -> Address:
         segment, offset = self._pool.place(buffer)
         entry = _DIRECTORY + segment
         if self._page[entry] == 0:
             self._page[entry] = self._pool.segments[segment].handle
+        if pointer:  # else it has no elements
+            if len(self._addresses) >= _KEPT_ADDRESSES:
+                self._addresses.clear()
+            self._addresses[pointer] = self.rank, segment, offset
         return self.rank, segment, offset
 
     def open(self, address: Address, nbytes: int) -> torch.Tensor:

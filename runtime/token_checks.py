@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError
+from .overlapping import overlaps_itself
 from .routed_tokens import RoutedTokens
 from .token_layout import DispatchLayout
 
@@ -73,10 +74,13 @@ def check_combine(
         if tensor is None:
             continue
         _check_device(name + at, tensor, device)
-        if tensor.shape != shape or tensor.dtype is not layout.dtype or (shape[1] > 1 and tensor.stride(1) != 1):
+        adjacent = shape[1] <= 1 or tensor.stride(1) == 1
+        written_twice = name == "out" and overlaps_itself(tensor)
+        if tensor.shape != shape or tensor.dtype is not layout.dtype or not adjacent or written_twice:
+            apart = ", each row in a place of its own" if name == "out" else ""
             raise ArgumentError(
                 f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
-                f"{layout.dtype} of shape {shape}, the elements of a row adjacent"
+                f"{layout.dtype} of shape {shape}, the elements of a row adjacent{apart}"
             )
     needing = (
         values.requires_grad

@@ -144,6 +144,7 @@ class TokenDispatcher(TokenEngine):
             f"token dispatcher {number} of these ranks: {agreed.num_experts} experts, top "
             f"{agreed.top_k}, hidden {agreed.hidden}, {agreed.max_tokens} tokens at most, {agreed.dtype}"
         )
+        self._said = {run: f"{said} of {self._words}" for run, said in RUNS.items()}
         self._kind = stats().kind(
             f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}", name, 0, None
         )
@@ -177,7 +178,7 @@ class TokenDispatcher(TokenEngine):
         with Turn(world, self._kind):
             reply: Any = None
             try:
-                world.rendezvous.begin(self._company, self.parts[0].token + what, f"{RUNS[what]} of {self._words}")
+                world.rendezvous.begin(self._company, self.parts[0].token + what, self._said[what])
                 while True:
                     reply = world.answer(run.send(reply))
             except StopIteration as end:

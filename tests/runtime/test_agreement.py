@@ -211,6 +211,35 @@ def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int)
     assert all(run_ranks(overlapping_batch, ranks, transport, ranks, environment=environment_of(transport)))
 
 
+def batch_on_two_devices(rank: int, transport: str) -> list[str]:
+    """Rank 0 gives tensors of two devices, catches the error, and goes on."""
+    mesh, found = DeviceMesh("cpu", list(range(dist.get_world_size()))), []
+    for step in range(3):
+        x, whole = sharded(mesh, 7, 2, torch.float32, add=step)
+        y, _ = sharded(mesh, 5, 3, torch.int32, add=step)
+        if rank == 0 and step == 1:
+            shape, stride = y.shape, y.stride()
+            local = y._local_tensor.to("meta")
+            y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+        def call(x: DTensor = x, y: DTensor = y, whole: torch.Tensor = whole) -> bool:
+            found, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, world=transport)
+            return found.to_local().equal(whole)
+
+        found.append(outcome(call))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_batch_of_two_devices_is_refused_and_peers_are_told(transport: str) -> None:
+    first, *others = run_ranks(batch_on_two_devices, 3, transport, environment=environment_of(transport))
+    assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
+    assert "right" not in first[2:] and "wrong" not in first, first
+    for said in others:
+        assert said[0] == "right" and said[1].startswith("DisagreementError"), said
+        assert "refused its arguments" in said[1] and "right" not in said[2:], said
+
+
 def skewed(rank: int, transport: str) -> bool:
     """Rank 0 waits for rank 2, which is late, while rank 1 has had all that it needs and waits in the next call."""
     pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]

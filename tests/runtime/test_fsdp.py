@@ -482,6 +482,10 @@ def refused_by_all_alike(rank: int, world: str) -> None:
         (lambda: gather(out.to("meta"), x, group), "output_tensor: torch.strided on meta"),
         (lambda: gather(out, x.to_sparse(), group), "input_tensor: torch.sparse_coo on cpu"),
         (lambda: gather(torch.zeros(1).expand(n * size), x, group), "output_tensor: .* a place of its own"),
+        (
+            lambda: gather(torch.zeros(n + size).as_strided((n, size), (1, 1)), x, group),
+            "output_tensor: .* a place of its own",
+        ),
         (lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM), "output_tensor: .* of its own"),
         (lambda: gather(inference, x, group), "output_tensor: made under torch.inference_mode"),
         (lambda: gather(x, x, other), "group: .*; allowed: a process group that this rank is in"),

@@ -99,6 +99,11 @@ def test_tensors_that_are_refused(change, text):
         ({"expert_outputs": [routed[0].x, routed[1].x.to("meta")]}, r"expert_output\[1\]: on meta; allowed: cpu"),
         ({"add": [torch.zeros(4, 8, device="meta"), None]}, r"add\[0\]: on meta"),
         ({"out": [torch.zeros(4, 8, device="meta")] * 2}, r"out\[0\]: on meta"),
+        ({"out": [torch.zeros(32).as_strided((4, 8), (7, 1))] * 2}, r"out\[0\]: .* each row in a place of its own"),
+        (
+            {"out": [torch.zeros(8).expand(4, 8)] * 2},
+            r"out\[0\]: .*strides \(0, 1\); .* each row in a place of its own",
+        ),
         ({"routed": routed[::-1]}, r"routed\[0\]: what rank 1 dispatched; allowed: what rank 0 did"),
     ):
         with pytest.raises(ArgumentError, match=text):
