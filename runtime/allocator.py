@@ -176,21 +176,25 @@ class Allocator:
                 return  # its holder looks again after it lets go
             self._missed = False
             try:
-                while self.returned:
-                    piece = self.returned.popleft()
-                    if piece is None:
-                        continue
-                    piece.home.append(piece)
-                    pages = piece.pages or piece
-                    pages.taken -= 1
-                    if not pages.taken:
-                        self._kept[pages] = None
-                        self.allocated -= pages.nbytes
-                        self.free += pages.nbytes
+                self._take_back()
                 if self.free > self._least - self.ready:
                     self._trim(self._allowed())
             finally:
                 self._lock.release()
+
+    def _take_back(self) -> None:
+        """Free what is in the queue. The lock is held."""
+        while self.returned:
+            piece = self.returned.popleft()
+            if piece is None:
+                continue
+            piece.home.append(piece)
+            pages = piece.pages or piece
+            pages.taken -= 1
+            if not pages.taken:
+                self._kept[pages] = None
+                self.allocated -= pages.nbytes
+                self.free += pages.nbytes
 
     def set_limit(self, limit: int | None) -> None:
         self._bound_by(limit)
@@ -309,6 +313,8 @@ class Allocator:
         self._gaps.add(segment.address, segment.nbytes - _PAGE)
 
     def _trim(self, allowed: int) -> None:
+        """Give back the pages of free pieces beyond so many bytes. The lock is held."""
+        self._take_back()
         if not self._frozen or self._closed:
             if self._kept and (last := next(reversed(self._kept))).nbytes > allowed:
                 self._drop(last)  # alone more than may be kept: no reason to lose the others

@@ -127,7 +127,7 @@ def test_wait_ends_where_a_peer_goes_on_waiting_in_a_later_call() -> None:
 def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
     one, other = met()
     one.begin((0, 1), 5, "pair")
-    other._sessions[0, 1, 2] = "met"
+    other._sequence((0, 1, 2)).name = "met"
     other.begin((0, 1, 2), 6, "all")
     mine, theirs = LongWait(one), LongWait(other)
     looked(theirs, 2)
@@ -140,7 +140,7 @@ def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
 def test_wait_goes_on_where_a_peer_waits_in_another_group_s_call_made_before() -> None:
     one, other = met()
     for each in (one, other):
-        each._sessions[0, 1, 2] = "met"
+        each._sequence((0, 1, 2)).name = "met"
         each.begin((0, 1, 2), 6, "all")
     one.begin((0, 1), 5, "pair")
     mine, theirs = LongWait(one), LongWait(other)
