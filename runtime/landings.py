@@ -45,7 +45,7 @@ class Landings:
         peers: list[Address],
         nbytes: int,
         largest: int,
-        counted: bool,
+        counted: bool = False,
     ) -> None:
         """Keep buffers, which everyone has offered, for the next run; the longest unused make room.
 
@@ -58,7 +58,7 @@ class Landings:
         if counted:
             return
         self._bytes += largest
-        while self._bytes > MOST_KEPT:
+        while self._bytes > MOST_KEPT and self._kept:
             self.let_go(*self._kept.pop(next(iter(self._kept)))[3:])
         self._allocator.add_ready(nbytes)
 

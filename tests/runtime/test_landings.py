@@ -28,11 +28,19 @@ def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> 
         kept.keep(token, buffer, token, [token], 30, 40)
     assert allocator.ready == 2 * 30
     assert kept.take(1) is None
-    assert kept.take(3) == (buffer, 3, [3]) and kept.take(3) is None
+    assert kept.take(3) == (buffer, 3, [3], 30, 40) and kept.take(3) is None
+    assert allocator.ready == 2 * 30
+    kept.let_go(30, 40)
     kept.keep(4, buffer, 4, [4], 30, 60)
-    assert kept.take(2) == (buffer, 2, [2]) and kept.take(4) == (buffer, 4, [4])
-    kept.keep(5, buffer, 5, [5], 30, 101)
-    assert kept.take(5) is None
+    assert kept.take(2) == (buffer, 2, [2], 30, 40)
+    kept.keep(2, buffer, 2, [2], 30, 40, counted=True)
+    assert allocator.ready == 2 * 30
+    kept.keep(5, buffer, 5, [5], 30, 1)  # the longest unused is now 4
+    assert kept.take(4) is None and kept.take(2) is not None and kept.take(5) is not None
+    kept.let_go(30, 40)
+    kept.let_go(30, 1)
+    kept.keep(6, buffer, 6, [6], 30, 101)
+    assert kept.take(6) is None
     assert allocator.ready == 0 and kept.have_room(1000) and not kept.have_room(1001)
 
 
