@@ -8,7 +8,13 @@ _AROUND = 60  # characters of a layout's text on either side of a fault
 
 
 class ShardweaveError(Exception):
-    """The base of all of them."""
+    """The base of all of them.
+
+    Attributes:
+        peers_know: of refusals: the ranks that make the call in step have been told.
+    """
+
+    peers_know = False
 
 
 class ArgumentError(ShardweaveError, ValueError):

@@ -326,14 +326,18 @@ class BoundBatch:
         what = f"a batch of {len(self.batch.programs)} tensors, {self.batch.digest:#x}"
         return what, self.batch.bytes_received[at], None if bound is None else bound[at]
 
-    def run(self, xs: Sequence[torch.Tensor]) -> BatchRun:
-        """Yields where ranks meet; returns the target shards. The inputs are only read."""
-        outs = list(xs)
+    def run(self, xs: Sequence[torch.Tensor], token: int | None = None) -> BatchRun:
+        """Yields where ranks meet; returns the target shards. The inputs are only read.
+
+        Args:
+            token: what ranks compare; None: that of the request.
+        """
+        outs, token = list(xs), self.token if token is None else token
         for number, (before, exchange) in enumerate(self.rounds):
             for i, step in before:
-                outs[i] = yield from step.run(outs[i], self.token)
+                outs[i] = yield from step.run(outs[i], token)
             if exchange is not None:
-                yield from exchange.run(outs, self.token + 2 * number)
+                yield from exchange.run(outs, token + 2 * number)
         return outs
 
 

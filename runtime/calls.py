@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -73,9 +73,10 @@ class Call:
         with Turn(world, self.kind):
             reply: Any = None
             try:
+                token = bound.token
                 if self.meets:
-                    world.rendezvous.begin(self.company, bound.token, self.words)
-                run = bound.run(x)
+                    token = world.rendezvous.begin(self.company, token, self.words)
+                run = bound.run(x, token)
                 if later and isinstance(world, SymmetricWorld):
                     return self._beside(run, x, world)
                 if later:
@@ -131,11 +132,22 @@ def refuse(world: AnyWorld, company: tuple[int, ...], first_met: tuple[int, ...]
     Args:
         first_met: those of `company` that this rank would have met first.
     """
+    error.peers_know = True
     with suppress(WorldError):  # peers that are gone need not be told
         while world.pending is not None:
             world.pending.finish()  # its meetings come before this call's
         world.rendezvous.refuse(company, str(error))
         world.refuse(first_met, company)
+
+
+def refuse_unplanned(error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]) -> None:
+    """Tell the ranks of meshes that this one does not make a call of some of them, unless they know: it refused its
+    arguments before it was known whose call it is. No mesh: all ranks."""
+    if error.peers_know or not dist.is_initialized():
+        return
+    error.peers_know = True
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
+    current_worlds().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
 
 
 def check_backend(device: torch.device, mesh_size: int, asked: str | None = None) -> None:

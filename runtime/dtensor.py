@@ -18,6 +18,7 @@ from ..planner.index_sets import held_sizes
 from ..planner.layout import Orders
 from ..planner.mesh import whole_numbers
 from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout, with_dtype
+from .calls import refuse_unplanned
 from .group_caches import forget_dead_groups, kept_with_group
 from .install import is_installed
 from .lowering import Reduction
@@ -90,7 +91,9 @@ def redistribute(
         WorldError: a peer died, did not come, or asked for something else.
     """
     if not isinstance(dtensor, DTensor):
-        raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+        wrong = ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
+        refuse_unplanned(wrong, ())
+        raise wrong
     if torch.compiler.is_compiling():
         # torch's own redistribution can be traced; what it does not know would be lost.
         _count_traced()
@@ -98,27 +101,31 @@ def redistribute(
             raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
         return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
-    own = dtensor._local_tensor.dtype
-    _check_dtype("forward_dtype", forward_dtype)
-    _check_dtype("backward_dtype", backward_dtype)
-    target = target_of(dtensor, placements, device_mesh, shard_order)
-    move = partial(move_local, how_asked(world, topology, reduction))
-    moved = forward_dtype or own
-    carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
-    differentiable = dtensor.requires_grad and torch.is_grad_enabled()
-    if out is not None:
-        try:
-            _check_out(out, target, moved, differentiable)
-        except ArgumentError as error:
-            source = dtensor._spec
-            if is_in(source.mesh) or is_in(target.mesh):
-                local = plain_local(dtensor._local_tensor, source).to(moved)
-                specs = with_dtype(source, moved), with_dtype(target, moved)
-                refuse_redistribution(local, *specs, how_asked(world, topology, reduction), error)
-            raise
-        out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
-        return out
-    return carried_with_gradient(dtensor, carry) if differentiable else carried(dtensor, carry)
+    try:
+        own = dtensor._local_tensor.dtype
+        _check_dtype("forward_dtype", forward_dtype)
+        _check_dtype("backward_dtype", backward_dtype)
+        target = target_of(dtensor, placements, device_mesh, shard_order)
+        move = partial(move_local, how_asked(world, topology, reduction))
+        moved = forward_dtype or own
+        carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
+        differentiable = dtensor.requires_grad and torch.is_grad_enabled()
+        if out is not None:
+            try:
+                _check_out(out, target, moved, differentiable)
+            except ArgumentError as error:
+                source = dtensor._spec
+                if is_in(source.mesh) or is_in(target.mesh):
+                    local = plain_local(dtensor._local_tensor, source).to(moved)
+                    specs = with_dtype(source, moved), with_dtype(target, moved)
+                    refuse_redistribution(local, *specs, how_asked(world, topology, reduction), error)
+                raise
+            out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
+            return out
+        return carried_with_gradient(dtensor, carry) if differentiable else carried(dtensor, carry)
+    except (ArgumentError, UnsupportedError) as error:
+        refuse_unplanned(error, [dtensor.device_mesh, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
+        raise
 
 
 @torch.compiler.assume_constant_result

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..planner import Request, Topology, check_local_shape, plan_batch
 from .autograd import as_dtensor
 from .batches import BoundBatch
-from .calls import Call, check_backend, check_ranks, refuse, world_for
+from .calls import Call, check_backend, check_ranks, refuse, refuse_unplanned, world_for
 from .dtensor import plain_local, target_of
 from .dtypes import dtype_name
 from .group_caches import forget_dead_groups, kept_with_group
@@ -53,6 +53,26 @@ def redistribute_batch(
         UnsupportedError: as for `redistribute`.
         WorldError: a peer died, did not come, or asked for something else.
     """
+    try:
+        targets = _targets(dtensors, placements, device_mesh)
+        if not targets:
+            return []
+        if torch.is_inference_mode_enabled():
+            # Views and buffers that are kept outlive the mode.
+            with torch.inference_mode(False):
+                return _run(dtensors, targets, how_asked(world, topology))
+        return _run(dtensors, targets, how_asked(world, topology))
+    except (ArgumentError, UnsupportedError) as error:
+        given = dtensors if isinstance(dtensors, Sequence) else ()
+        meshes = [x.device_mesh for x in given if isinstance(x, DTensor)]
+        refuse_unplanned(error, [*meshes, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
+        raise
+
+
+def _targets(
+    dtensors: Sequence[DTensor], placements: Sequence[Sequence[Placement]], device_mesh: DeviceMesh | None
+) -> list[DTensorSpec]:
+    """The specs that are asked for."""
     for name, given in (("dtensors", dtensors), ("placements", placements)):
         if not isinstance(given, Sequence):
             raise ArgumentError(f"{name}: {given!r}; allowed: a list")
@@ -63,14 +83,7 @@ def redistribute_batch(
             raise ArgumentError(f"dtensors[{i}]: {type(x).__name__}; allowed: a DTensor")
         if x.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"dtensors[{i}]: it requires gradients; allowed: under torch.no_grad()")
-    targets = [target_of(x, p, device_mesh, None) for x, p in zip(dtensors, placements, strict=True)]
-    if not targets:
-        return []
-    if torch.is_inference_mode_enabled():
-        # Views and buffers that are kept outlive the mode.
-        with torch.inference_mode(False):
-            return _run(dtensors, targets, how_asked(world, topology))
-    return _run(dtensors, targets, how_asked(world, topology))
+    return [target_of(x, p, device_mesh, None) for x, p in zip(dtensors, placements, strict=True)]
 
 
 def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> list[DTensor]:

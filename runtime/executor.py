@@ -89,14 +89,19 @@ class BoundProgram:
         for copies in self.steps[0].launched():
             copies.build(aligned)
 
-    def run(self, x: torch.Tensor) -> Run:
-        """Yields where ranks meet; returns the target shard. The input is only read."""
-        if len(self.steps) == 1:
-            return self.steps[0].run(x, self.token)
-        return self._run_all(x)
+    def run(self, x: torch.Tensor, token: int | None = None) -> Run:
+        """Yields where ranks meet; returns the target shard. The input is only read.
 
-    def _run_all(self, x: torch.Tensor) -> Run:
+        Args:
+            token: what ranks compare; None: that of the request.
+        """
+        token = self.token if token is None else token
+        if len(self.steps) == 1:
+            return self.steps[0].run(x, token)
+        return self._run_all(x, token)
+
+    def _run_all(self, x: torch.Tensor, token: int) -> Run:
         between: torch.Tensor | list[torch.Tensor] = x
         for i, step in enumerate(self.steps):
-            between = yield from step.run(between, self.token + 2 * i)  # type: ignore[arg-type]
+            between = yield from step.run(between, token + 2 * i)  # type: ignore[arg-type]
         return between

@@ -9,10 +9,11 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
 from ..planner.mesh import whole_numbers
 from .autograd import with_placements
+from .calls import refuse_unplanned
 from .dtensor import cuts_of, given_order, move_local, ordered
 from .redistribution import How, how_asked
 
@@ -43,14 +44,18 @@ def ordered_redistribute_local_tensor(
     Raises:
         ArgumentError, UnsupportedError, WorldError: as `redistribute`.
     """
-    source, target = (
-        _in_order(name, spec, order)
-        for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
-    )
-    how = how_asked(world, topology)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Local.apply(tensor, source, target, how)
-    return move_local(how, tensor, source, target, False)
+    try:
+        source, target = (
+            _in_order(name, spec, order)
+            for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
+        )
+        how = how_asked(world, topology)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Local.apply(tensor, source, target, how)
+        return move_local(how, tensor, source, target, False)
+    except (ArgumentError, UnsupportedError) as error:
+        refuse_unplanned(error, [spec.mesh for spec in (src_spec, dst_spec) if isinstance(spec, DTensorSpec)])
+        raise
 
 
 class _Local(torch.autograd.Function):

@@ -111,7 +111,11 @@ def _bind(
     program = _program(x, current, target, how)
     (position,) = program.ranks
     if program.is_identity:
-        check_local_shape(program, position, x.shape)
+        try:
+            check_local_shape(program, position, x.shape)
+        except ArgumentError as error:
+            error.peers_know = True  # or need not: nobody waits
+            raise
         return Call(None, None, ())
     world, _ = _world(program, x, how, current.mesh, target.mesh)
     try:

@@ -27,6 +27,8 @@ FIRST_LOOK = 0.1
 WARN_AFTER = 30.0
 """Seconds of a wait after which a rank warns, once."""
 _LONGEST_PAUSE = 2.0
+_LONGEST_WORDS = 2000  # characters of a refusal that are kept
+_SALT, _SALTS = 0x9E3779B97F4A, 1 << 62  # the lower 16 bits of a fingerprint number the meetings of a call
 _WORDS_WITHIN = 2.0  # seconds that an error waits for the peer's own words
 
 settings: dict[str, Callable[[], str]] = {}
@@ -62,13 +64,19 @@ _new_tuple: Callable[[type[CallRecord], tuple], CallRecord] = tuple.__new__
 
 
 class _Sequence:
-    """The calls that some ranks make in step: how many there were, and the name that the ranks agreed on when they met
-    (`Rendezvous.meet`), None before."""
+    """The calls that some ranks make in step.
 
-    __slots__ = ("name", "number")
+    Attributes:
+        number: how many there were.
+        name: what the ranks agreed on when they met (`Rendezvous.meet`); None before.
+        salt: is mixed into the fingerprints of calls; 0 until this rank refuses arguments before it is known whose call
+            it is (`Rendezvous.refuse_within`).
+    """
 
-    def __init__(self) -> None:
-        self.number, self.name = 0, None  # type: int, str | None
+    __slots__ = ("name", "number", "salt")
+
+    def __init__(self, salt: int) -> None:
+        self.number, self.name, self.salt = 0, None, salt  # type: int, str | None, int
 
 
 class Rendezvous:
@@ -89,6 +97,7 @@ class Rendezvous:
         self._word = secrets.token_hex(8)  # a store may still have what earlier groups wrote
         self._words: dict[int, str] = {}  # of peers that this rank has met
         self._refusals: dict[str, tuple[int, str]] = {}
+        self._refused_within: dict[Ranks, list[str]] = {}
         self._failed = self._spoke = False
         self._told = ""
         for kind in ("failed", "waiting", "refused"):
@@ -96,17 +105,22 @@ class Rendezvous:
                 store.delete_key(self._key(kind, rank))
         self.tell_settings()
 
-    def begin(self, ranks: Ranks, fingerprint: int, words: str) -> None:
+    def begin(self, ranks: Ranks, fingerprint: int, words: str) -> int:
         """This rank makes the next call of `ranks`, which meet if they have not yet.
+
+        Returns:
+            The fingerprint that ranks compare: the one given, or another once a call was refused (`refuse_within`).
 
         Raises:
             DisagreementError, MeetingTimeoutError, PeerError: as `meet`.
         """
         sequence = self._sequences.get(ranks) or self._sequence(ranks)
         number = sequence.number = sequence.number + 1
+        fingerprint ^= sequence.salt
         self.call = _new_tuple(CallRecord, (ranks, number, fingerprint, words))  # its own constructor is dearer
         if sequence.name is None:
             self.meet(ranks)
+        return fingerprint
 
     @contextmanager
     def making_ready(self, ranks: Ranks, words: Callable[[], str]) -> Iterator[None]:
@@ -125,8 +139,30 @@ class Rendezvous:
         sequence = self._sequence(ranks)
         sequence.number += 1
         self._refusals[_text(ranks)] = sequence.number, words
-        with suppress(dist.DistError):  # the store went with its rank
-            self.store.set(self._key("refused", self.rank), json.dumps([self._word, self._refusals]))
+        self._write_refusals()
+
+    def refuse_within(self, ranks: Ranks, words: str) -> None:
+        """This rank does not make a call of `ranks` or of some of them, because its arguments are wrong, so that nobody
+        can say of which; wait for nobody.
+
+        Their next calls have other fingerprints here from now on: ranks that refuse alike go on, and one that refuses
+        alone is not taken for one that made the call.
+        """
+        if self.rank not in ranks:
+            return
+        self._refused_within.setdefault(ranks, []).append(words[:_LONGEST_WORDS])
+        for of, sequence in self._sequences.items():
+            sequence.salt = self._salt(of)
+        self._write_refusals()
+
+    def _salt(self, ranks: Ranks) -> int:
+        number = sum(len(said) for within, said in self._refused_within.items() if set(ranks) <= set(within))
+        return (number * _SALT << 16) % _SALTS
+
+    def _write_refusals(self) -> None:
+        within = [[ranks, len(said), said[-1]] for ranks, said in self._refused_within.items()]
+        with suppress(RuntimeError):  # the store went with its rank, or keeps nothing
+            self.store.set(self._key("refused", self.rank), json.dumps([self._word, self._refusals, within]))
 
     def meet(self, ranks: Ranks) -> str:
         """A name that `ranks` agree on, which nobody has used before. The first time all of them call, and their
@@ -145,7 +181,10 @@ class Rendezvous:
         return sequence.name
 
     def _sequence(self, ranks: Ranks) -> _Sequence:
-        return self._sequences.setdefault(ranks, _Sequence())
+        found = self._sequences.get(ranks)
+        if found is None:
+            found = self._sequences[ranks] = _Sequence(self._salt(ranks))
+        return found
 
     def _number_of(self, ranks: Ranks) -> int:
         found = self._sequences.get(ranks)
@@ -277,7 +316,9 @@ class Rendezvous:
 
     def _differs(self, peer: int, theirs: str) -> DisagreementError:
         alike = ""
-        if theirs == str(self.call):
+        if said := [said[-1] for within, said in self._refused_within.items() if peer in within]:
+            alike = f"; rank {self.rank} refused its arguments in an earlier call: {said[-1]}"
+        elif theirs == str(self.call):
             alike = "; the same arguments by another plan: their topologies, settings or versions differ"
         return DisagreementError(
             f"rank {self.rank} and rank {peer} asked for different things: rank {self.rank} is in {self.call}; "
@@ -289,13 +330,19 @@ class Rendezvous:
         text = self._get("refused", peer)
         if text is None:
             return None
-        word, refusals = json.loads(text)
+        word, refusals, within = json.loads(text)
+        if word != self._words.get(peer, word):
+            return None
         number, words = refusals.get(_text(self.call.ranks), (0, ""))
-        if number != self.call.number or word != self._words.get(peer, word):
+        where = f"in call {number} of ranks {self.call.ranks}" if number == self.call.number else ""
+        for ranks, times, said in within:
+            if set(self.call.ranks) <= set(ranks) and times > len(self._refused_within.get(tuple(ranks), ())):
+                where, words = f"in a call of ranks of {tuple(ranks)}", said
+        if not where:
             return None
         return DisagreementError(
-            f"rank {peer} refused its arguments in call {number} of ranks {self.call.ranks}: {words}; rank {self.rank} "
-            f"was waiting for it there, with {self.call.spoken}"
+            f"rank {peer} refused its arguments {where}: {words}; rank {self.rank} was waiting for it, with "
+            f"{self.call.spoken}"
         )
 
     def write_waiting(self, looks: int) -> None:

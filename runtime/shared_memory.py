@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..errors import PeerError, WorldError
 from .futex import sleep_on, wake
@@ -273,7 +274,10 @@ class SharedMemoryWorld:
                 try:
                     self._wait(peer, slot)
                 except PeerError:
-                    # A peer that came and asked for something else is the better explanation.
+                    # A peer that refused, or came and asked for something else, is the better explanation.
+                    with suppress(dist.DistError):  # the store may have gone with the peer
+                        if refused := self.rendezvous.refused(peer.rank):
+                            raise refused from None
                     for other in peers:
                         self._compare(other, token)
                     raise

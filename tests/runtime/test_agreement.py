@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -209,6 +209,63 @@ def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
 @pytest.mark.parametrize("ranks", [4, 5, 6])
 def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int) -> None:
     assert all(run_ranks(overlapping_batch, ranks, transport, ranks, environment=environment_of(transport)))
+
+
+def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int], way: str) -> list[str]:
+    """Some ranks refuse a call before it is planned, so that nobody can say whose call it is, and go on."""
+    everyone = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    pair = DeviceMesh("cpu", [0, 1])
+    found = []
+    for step in range(4):
+        x, whole = sharded(everyone, 6, 5, torch.float32, add=100 * step)
+        placements, more = [Replicate()], {}
+        if rank in refusing and step == 1:
+            placements, more = {
+                "placements": ([Shard(7)], {}),
+                "dtype": ([Replicate()], {"forward_dtype": "float16"}),
+                "order": ([Replicate()], {"shard_order": {0: (0,)}}),
+                "batch": ([Shard(7)], {}),
+                "not a DTensor": ([Replicate()], {}),
+            }[way]
+            if way == "not a DTensor":
+                x = x.to_local()
+
+        def call(x: Any = x, placements: Any = placements, more: Any = more, whole: Any = whole) -> bool:
+            if way == "batch":
+                return shardweave.redistribute_batch([x], [placements], world=transport)[0].to_local().equal(whole)
+            return shardweave.redistribute(x, placements, world=transport, **more).to_local().equal(whole)
+
+        found.append(outcome(call))
+        if rank < 2 and all(each == "right" or each.startswith("ArgumentError") for each in found):
+            y, all_of_it = sharded(pair, 3, 2, torch.int32, add=step)  # a group within the mesh
+            found.append(outcome(lambda y=y, all_of_it=all_of_it: _gathered(y, transport).equal(all_of_it)))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("way", ["placements", "dtype", "order", "batch", "not a DTensor"])
+def test_refusal_before_planning_by_one_rank_that_goes_on(transport: str, way: str) -> None:
+    by_rank = run_ranks(refuse_unplanned_and_go_on, 3, transport, [0], way, environment=environment_of(transport))
+    for rank, said in enumerate(by_rank):
+        steps = [said[i] for i in range(len(said)) if rank == 2 or i % 2 == 0]
+        assert steps[0] == "right" and "wrong" not in said, by_rank
+        if rank == 0:
+            assert steps[1].startswith("ArgumentError"), by_rank
+            assert "right" not in steps[2:], by_rank
+        else:
+            assert steps[1].startswith(("DisagreementError", "PeerError")), by_rank
+    told = "rank 0 refused its arguments in a call of ranks of (0, 1, 2)"
+    assert any(told in text for said in by_rank[1:] for text in said), by_rank
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_refusal_before_planning_by_all_ranks(transport: str) -> None:
+    for way in ("placements", "batch"):
+        by_rank = run_ranks(
+            refuse_unplanned_and_go_on, 3, transport, [0, 1, 2], way, environment=environment_of(transport)
+        )
+        for said in by_rank:
+            assert [text[:13] for text in said if text != "right"] == ["ArgumentError"], by_rank
 
 
 def batch_on_two_devices(rank: int, transport: str) -> list[str]:
