@@ -140,14 +140,16 @@ def refuse(world: AnyWorld, company: tuple[int, ...], first_met: tuple[int, ...]
         world.refuse(first_met, company)
 
 
-def refuse_unplanned(error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]) -> None:
+def refuse_unplanned(
+    error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]
+) -> ArgumentError | UnsupportedError:
     """Tell the ranks of meshes that this one does not make a call of some of them, unless they know: it refused its
-    arguments before it was known whose call it is. No mesh: all ranks."""
-    if error.peers_know or not dist.is_initialized():
-        return
-    error.peers_know = True
-    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
-    current_worlds().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+    arguments before it was known whose call it is. No mesh: all ranks. Returns the error."""
+    if not error.peers_know and dist.is_initialized():
+        error.peers_know = True
+        ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
+        current_worlds().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+    return error
 
 
 def check_backend(device: torch.device, mesh_size: int, asked: str | None = None) -> None:

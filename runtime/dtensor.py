@@ -91,9 +91,7 @@ def redistribute(
         WorldError: a peer died, did not come, or asked for something else.
     """
     if not isinstance(dtensor, DTensor):
-        wrong = ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-        refuse_unplanned(wrong, ())
-        raise wrong
+        raise refuse_unplanned(ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor"), ())
     if torch.compiler.is_compiling():
         # torch's own redistribution can be traced; what it does not know would be lost.
         _count_traced()
