@@ -8,7 +8,7 @@ from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
-from .plan import plan, redistribute_cost
+from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Exchange, Local, Program, Reduce, Step, format_bytes
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
@@ -26,6 +26,7 @@ __all__ = [
     "Mesh",
     "Partial",
     "Placement",
+    "Planner",
     "Program",
     "Reduce",
     "Replicate",
@@ -40,6 +41,7 @@ __all__ = [
     "format_bytes",
     "plan",
     "plan_batch",
+    "planner_of",
     "position_of",
     "redistribute_cost",
 ]

@@ -91,9 +91,9 @@ class BoundStep:
         group = program.members(step, me) if members is None else members
         # Each rank begins with the peer after itself: writes spread over the peers.
         start = group.index(me)
-        self.members = np.array(sorted(group))
-        self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
-        self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
+        self.members = group
+        self.peers = tuple([p for p in group[start:] + group[:start] if p != me])
+        self.peer_ranks = tuple([program.mesh.rank_at(p) for p in self.peers])
 
     def launched(self) -> Iterator[Copies | Reduction]:
         """All that a run may launch, in whichever attribute it is."""

@@ -35,7 +35,7 @@ class OneSidedStep(BoundStep):
         self.lands_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
         slabs = 1 if self.lands_in_output else min(step.slabs, len(self.peers))
         self.landing_shape = self.shape if self.lands_in_output else (slabs, *self.shape)
-        shapes = {p: self.program.shape_after(step, p) for p in self.members.tolist()}
+        shapes = {p: self.shape if p == self.me else self.program.shape_after(step, p) for p in self.members}
         nbytes = {p: math.prod(shape) * slabs * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
         self.largest, self.block = largest, block_size(self.own_nbytes)
@@ -44,10 +44,11 @@ class OneSidedStep(BoundStep):
         for index, peer in enumerate(self.peers):
             if not written[peer].empty:
                 self.pushes.append((index, nbytes[peer], written[peer]))
-        group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
-        self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
+        self.landings = None
+        if alike and self.peers and largest <= LARGEST_KEPT:
+            self.landings = self.world.landings(tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks))))
         self.has_run = False
         self.own: Copies | None = None
         if reduce:
@@ -83,8 +84,9 @@ class OneSidedStep(BoundStep):
 
     def pushed(self, rows: Boxes) -> np.ndarray:
         """Which contributions to rows of this rank or a peer are pushed, [n, contributors]."""
-        place = np.searchsorted(self.members, rows.sender)
-        within = self.members.take(place, mode="clip") == rows.sender
+        members = np.array(self.members)
+        place = np.searchsorted(members, rows.sender)
+        within = members.take(place, mode="clip") == rows.sender
         return within & (rows.sender != rows.receiver[:, None])
 
     def slabs_of(self, rows: Boxes) -> np.ndarray:

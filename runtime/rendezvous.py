@@ -96,7 +96,7 @@ class Rendezvous:
                 store.delete_key(self._key(kind, rank))
         self.tell_settings()
 
-    def begin(self, ranks: Ranks, fingerprint: int, words: str) -> None:
+    def begin(self, ranks: Ranks, fingerprint: int, words: str | Callable[[], str]) -> None:
         """This rank makes the next call of `ranks`, which meet if they have not yet.
 
         Raises:

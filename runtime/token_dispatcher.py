@@ -144,9 +144,8 @@ class TokenDispatcher(TokenEngine):
             f"token dispatcher {number} of these ranks: {agreed.num_experts} experts, top "
             f"{agreed.top_k}, hidden {agreed.hidden}, {agreed.max_tokens} tokens at most, {agreed.dtype}"
         )
-        self._kind = stats().kind(
-            f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}", name, 0, None
-        )
+        text = f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}"
+        self._kind = stats().kind(text, name, lambda: (text, 0, None))
         part: type[TokenRank] = PushingRank if self._world.one_sided else slab_rank(agreed)
         if self._world.one_sided and self._world.windows is not None:
             part = WindowRank
