@@ -5,7 +5,7 @@ from .batch import Batch, Request, plan_batch
 from .crossing import position_of
 from .drawing import draw
 from .dtypes import ITEMSIZE
-from .exchange import FILL, Boxes
+from .exchange import FILL, Boxes, Row
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
 from .plan import Planner, plan, planner_of, redistribute_cost
@@ -31,6 +31,7 @@ __all__ = [
     "Reduce",
     "Replicate",
     "Request",
+    "Row",
     "Shard",
     "Step",
     "StridedShard",

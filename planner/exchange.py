@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,16 @@ _FEW_PAIRS = 64  # that are looked at one by one, rather than as arrays
 _MOST_COUNTED = 1024  # ranks of a mesh up to which all boxes of a shard that becomes partial are looked at
 
 
-Row = tuple[int, list[int], list[int], list[int], list[int], list[int], list[int]]
-"""Of `Boxes`: receiver, senders, starts, extent and steps."""
+class Row(NamedTuple):
+    """One of `Boxes`, in Python numbers."""
+
+    receiver: int
+    senders: list[int]
+    source_start: list[int]
+    target_start: list[int]
+    extent: list[int]
+    source_step: list[int]
+    target_step: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +89,7 @@ class Boxes:
         """The rows as Python numbers: a few take less time than arrays of them. Not to be written to."""
         if (rows := self.__dict__.get("_rows")) is not None:
             return rows
-        return list(zip(*[getattr(self, column).tolist() for column in _COLUMNS], strict=True))
+        return list(map(Row, *[getattr(self, column).tolist() for column in _COLUMNS]))
 
     def select(self, rows: np.ndarray) -> Boxes:
         return Boxes(
@@ -355,8 +364,8 @@ class _KeptPairs:
             return self.change._boxes(shape, *self.pairs)
         ones = [1] * len(shape)
         rows = [
-            (self.receivers[pair], self.senders[pair], *starts_and_extent, ones, ones)
-            for pair, *starts_and_extent in self.few.overlay(shape)
+            Row(self.receivers[pair], self.senders[pair], source, target, extent, ones, ones)
+            for pair, source, target, extent in self.few.overlay(shape)
         ]
         return Boxes.of_rows(rows, self.change.contributors, tuple(range(len(shape))))
 
