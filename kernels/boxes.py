@@ -81,25 +81,18 @@ class Boxes:
             )
 
     @classmethod
-    def unchecked(cls, fill: float | int | bool, **arrays: np.ndarray) -> Boxes:
-        """Boxes of arrays that are known to fit together, of int64: what a plan says of small ones takes less time than
-        to check it."""
-        boxes = cls.__new__(cls)
-        boxes.__dict__.update(arrays, fill=fill)
-        return boxes
-
-    @classmethod
     def of_rows(cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool) -> Boxes:
-        """Boxes of one contributor, at least one box, by their `target_rows` and `source_rows`."""
-        axes = len(targets[0][1][0])
-        read = [row[0] if row else (-1, ((0,) * axes, (0,) * axes, 0)) for row in sources]
+        """At least one box, by their `target_rows` and `source_rows`."""
+        axes, contributors = len(targets[0][1][0]), max(1, max(map(len, sources)))
+        nothing = [(-1, ((0,) * axes, (0,) * axes, 0))] * contributors
+        read = [row or nothing for row in sources]
         return cls(
-            source=np.array([[number] for number, _ in read]),
+            source=np.array([[number for number, _ in row] for row in read]),
             target=np.array([number for number, _ in targets]),
-            source_offset=np.array([[offset] for _, (_, _, offset) in read]),
+            source_offset=np.array([[offset for _, (_, _, offset) in row] for row in read]),
             target_offset=np.array([offset for _, (_, _, offset) in targets]),
             extent=np.array([extent for _, (extent, _, _) in targets], dtype=np.int64),
-            source_stride=np.array([[stride] for _, (_, stride, _) in read], dtype=np.int64),
+            source_stride=np.array([[stride for _, (_, stride, _) in row] for row in read], dtype=np.int64),
             target_stride=np.array([stride for _, (_, stride, _) in targets], dtype=np.int64),
             fill=fill,
         )

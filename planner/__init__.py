@@ -5,10 +5,10 @@ from .batch import Batch, Request, plan_batch
 from .crossing import position_of
 from .drawing import draw
 from .dtypes import ITEMSIZE
-from .exchange import FILL, Boxes
+from .exchange import FILL, Boxes, Row
 from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
 from .mesh import Mesh
-from .plan import plan, redistribute_cost
+from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Exchange, Local, Program, Reduce, Step, format_bytes
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
@@ -26,10 +26,12 @@ __all__ = [
     "Mesh",
     "Partial",
     "Placement",
+    "Planner",
     "Program",
     "Reduce",
     "Replicate",
     "Request",
+    "Row",
     "Shard",
     "Step",
     "StridedShard",
@@ -40,6 +42,7 @@ __all__ = [
     "format_bytes",
     "plan",
     "plan_batch",
+    "planner_of",
     "position_of",
     "redistribute_cost",
 ]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,14 +17,27 @@ from .dtypes import is_floating
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes, spans_at
 from .layout import Layout, Partial, Shard, receivers_contribute
 from .mesh import Coordinate, Mesh
-from .overlay import Overlay, overlay
+from .overlay import FewPairs, Overlay, overlay
 
 FILL = -1
 """In place of a sender: the box is filled with the identity of the target's partial op."""
 
 _MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together
 _MOST_KEPT = 64  # ranks of a closure up to which all pairs that there may be are looked at, whatever the shape
+_FEW_PAIRS = 64  # that are looked at one by one, rather than as arrays
 _MOST_COUNTED = 1024  # ranks of a mesh up to which all boxes of a shard that becomes partial are looked at
+
+
+class Row(NamedTuple):
+    """One of `Boxes`, in Python numbers."""
+
+    receiver: int
+    senders: list[int]
+    source_start: list[int]
+    target_start: list[int]
+    extent: list[int]
+    source_step: list[int]
+    target_step: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,18 +58,38 @@ class Boxes:
     axes: tuple[int, ...]
 
     def __len__(self) -> int:
-        return len(self.receiver)
+        rows = self.__dict__.get("_rows")
+        return len(self.receiver if rows is None else rows)
 
     @property
     def elements(self) -> np.ndarray:
         """Elements of each box, [n]."""
         return self.extent.prod(axis=1)
 
-    def numbers(self) -> list[tuple[int, list[int], list[int], list[int], list[int], list[int], list[int]]]:
-        """The rows as Python numbers, in the order of the attributes: a few take less time than arrays of them."""
-        starts, steps = (self.source_start, self.target_start), (self.source_step, self.target_step)
-        columns = [self.receiver, self.sender, *starts, self.extent, *steps]
-        return list(zip(*[column.tolist() for column in columns], strict=True))
+    @classmethod
+    def of_rows(cls, rows: list[Row], contributors: int, axes: tuple[int, ...]) -> Boxes:
+        """Plain boxes, with an axis for each tensor dim, by `numbers`; the arrays are made when one is read."""
+        boxes = cls.__new__(cls)
+        boxes.__dict__.update(_rows=rows, _contributors=contributors, axes=axes)
+        return boxes
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        """The arrays of a table `of_rows`."""
+        given = self.__dict__
+        if "_rows" not in given or name not in _COLUMNS:
+            raise AttributeError(f"Boxes has no attribute {name!r}")
+        n, widths = len(given["_rows"]), {"receiver": (), "sender": (given["_contributors"],)}
+        columns = zip(*given["_rows"], strict=True) if n else [()] * len(_COLUMNS)
+        for column, values in zip(_COLUMNS, columns, strict=True):
+            shape = (n, *widths.get(column, (len(self.axes),)))
+            given[column] = np.array(values, dtype=np.int64).reshape(shape)
+        return given[name]
+
+    def numbers(self) -> list[Row]:
+        """The rows as Python numbers: a few take less time than arrays of them. Not to be written to."""
+        if (rows := self.__dict__.get("_rows")) is not None:
+            return rows
+        return list(map(Row, *[getattr(self, column).tolist() for column in _COLUMNS]))
 
     def select(self, rows: np.ndarray) -> Boxes:
         return Boxes(
@@ -86,8 +120,11 @@ class Boxes:
     def concatenate(cls, parts: Sequence[Boxes]) -> Boxes:
         if len(parts) == 1:
             return parts[0]
-        names = [f.name for f in fields(cls) if f.name != "axes"]
-        return cls(axes=parts[0].axes, **{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+        return cls(axes=parts[0].axes, **columns)
+
+
+_COLUMNS = tuple([f.name for f in fields(Boxes) if f.name != "axes"])
 
 
 class Change:
@@ -147,7 +184,7 @@ class Change:
         if rank is None:
             return Boxes.concatenate([self._boxes(shape, *pairs) for pairs in self._all_pairs()])
         if math.prod([self.mesh.shape[m] for m in self.closure]) <= _MOST_KEPT:
-            return self._boxes(shape, *_kept_pairs(self, rank))
+            return _pairs_of_any_shape(self, rank).boxes(shape)
         sent = self._boxes(shape, *self._pairs_from(rank, shape))
         mine = (sent.sender == rank).any(axis=1) & (sent.receiver != rank)
         found = Boxes.concatenate([self._boxes(shape, *self._pairs_to(rank, shape)), sent.select(mine)])
@@ -283,6 +320,11 @@ class Change:
             if self.mesh.size > _MOST_COUNTED:
                 return True
             return not all(self._has_all(shape, self.mesh.coordinate(position)) for position in range(self.mesh.size))
+        # Mostly the first rank tells, which has a part of every tensor.
+        first = self.mesh.shape, (0,) * self.mesh.ndim
+        spans = zip(held_box(shape, self.source, *first), held_box(shape, self.target, *first), strict=True)
+        if any(wanted[0] < held[0] or held[1] < wanted[1] for held, wanted in spans):
+            return True
         at = self.mesh.shape, self.mesh.coordinates
         held_from, held_to = spans_at(shape, self.source, *at)
         wanted_from, wanted_to = spans_at(shape, self.target, *at)
@@ -305,10 +347,30 @@ change_of = lru_cache(maxsize=4096)(Change)
 """The change between two layouts, made once."""
 
 
-@lru_cache(maxsize=1024)
-def _kept_pairs(change: Change, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class _KeptPairs:
     """`Change.pairs_of_any_shape`, found once: tensors of new shapes then cost their own boxes alone."""
-    return change.pairs_of_any_shape(rank)
+
+    def __init__(self, change: Change, rank: int) -> None:
+        self.change, self.pairs = change, change.pairs_of_any_shape(rank)
+        receivers, holders, senders = self.pairs
+        self.few: FewPairs | None = None
+        if len(receivers) <= _FEW_PAIRS and not (change.source.strided_dims or change.target.strided_dims):
+            on = change.mesh.shape
+            self.few = FewPairs(change.source, on, holders.tolist(), change.target, on, receivers.tolist())
+            self.receivers, self.senders = (receivers @ change.mesh.strides).tolist(), senders.tolist()
+
+    def boxes(self, shape: tuple[int, ...]) -> Boxes:
+        if self.few is None:
+            return self.change._boxes(shape, *self.pairs)
+        ones = [1] * len(shape)
+        rows = [
+            Row(self.receivers[pair], self.senders[pair], source, target, extent, ones, ones)
+            for pair, source, target, extent in self.few.overlay(shape)
+        ]
+        return Boxes.of_rows(rows, self.change.contributors, tuple(range(len(shape))))
+
+
+_pairs_of_any_shape = lru_cache(maxsize=1024)(_KeptPairs)
 
 
 def grid(sizes: Sequence[int]) -> np.ndarray:

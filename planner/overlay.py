@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .index_sets import common_runs, mesh_dims_of, parts_of, spans_at
+from .index_sets import Parts, common_runs, held_span, mesh_dims_of, parts_of, spans_at
 from .layout import Cuts, Layout
 
 
@@ -73,6 +73,54 @@ def overlay(
             axes.append(d)
     sizes, here, there = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
     return Overlay(pair, source_start, target_start, sizes, here, there, tuple(axes))
+
+
+class FewPairs:
+    """`overlay` of a few pairs, in tensors of ever new shapes, where nothing is strided: in Python numbers, which take
+    less time than arrays of so few.
+
+    Args:
+        holders, receivers: coordinates, each on its own mesh, of each pair.
+    """
+
+    def __init__(
+        self,
+        source: Layout,
+        source_mesh: Sequence[int],
+        holders: Sequence[Sequence[int]],
+        target: Layout,
+        target_mesh: Sequence[int],
+        receivers: Sequence[Sequence[int]],
+    ) -> None:
+        dims = sorted({d for d, _ in (*source.all_cuts, *target.all_cuts)})
+        numbers: dict[tuple[int, Parts], int] = {}
+        self.pairs: list[list[tuple[int, int, int]]] = []
+        """Of each pair, for each tensor dim that is cut: which of `cells` is held, and which is wanted."""
+        for holder, receiver in zip(holders, receivers, strict=True):
+            cut = []
+            for d in dims:
+                held = d, parts_of(source.cuts(d), source_mesh, tuple(holder))
+                wanted = d, parts_of(target.cuts(d), target_mesh, tuple(receiver))
+                cut.append((d, *[numbers.setdefault(cell, len(numbers)) for cell in (held, wanted)]))
+            self.pairs.append(cut)  # type: ignore[arg-type]
+        self.cells = list(numbers)
+
+    def overlay(self, shape: Sequence[int]) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
+        """Pair, source start, target start and extent of each box, in the order of pairs."""
+        if 0 in shape:
+            return
+        spans = [held_span(shape[d], parts) for d, parts in self.cells]
+        for pair, cut in enumerate(self.pairs):
+            source, extent = [0] * len(shape), list(shape)
+            target = source.copy()
+            for d, held, wanted in cut:
+                (here, here_ends), (there, there_ends) = spans[held], spans[wanted]
+                low, high = max(here, there), min(here_ends, there_ends)
+                if low >= high:
+                    break
+                source[d], target[d], extent[d] = low - here, low - there, high - low
+            else:
+                yield pair, source, target, extent
 
 
 def _runs_of_pairs(

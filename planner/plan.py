@@ -60,6 +60,25 @@ def plan(
             argument, its value and what is allowed.
         UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused (partial products).
     """
+    shape = check_shape(shape)
+    return planner_of(
+        mesh, len(shape), dtype, src, dst, target_mesh=target_mesh, rank=rank, topology=topology, max_bytes=max_bytes
+    ).program(shape)
+
+
+def planner_of(
+    mesh: Mesh | Sequence[int],
+    ndim: int,
+    dtype: str,
+    src: Layout | str,
+    dst: Layout | str,
+    *,
+    target_mesh: Mesh | Sequence[int] | None = None,
+    rank: int | None = None,
+    topology: Topology | None = None,
+    max_bytes: int | None = None,
+) -> Planner:
+    """What makes the programs of tensors of `ndim` dims, whatever their sizes. Args and errors as for `plan`."""
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     other = mesh if target_mesh is None else target_mesh if isinstance(target_mesh, Mesh) else Mesh(target_mesh)
     if rank is not None:
@@ -72,8 +91,55 @@ def plan(
         (max_bytes,) = whole_numbers("max_bytes", [max_bytes])
         if max_bytes < 0:
             raise ArgumentError(f"max_bytes: {max_bytes}; allowed: 0 and up, or None")
-    asked = Asked(check_shape(shape), check_dtype(dtype), source, target, rank, topology, max_bytes)
-    return _plan(mesh, asked) if mesh.same_ranks(other) else _plan_crossing(mesh, other, asked)
+    return _planner(mesh, other, ndim, check_dtype(dtype), source, target, rank, topology, max_bytes)
+
+
+class Planner:
+    """Makes the programs of one request for tensors of ever new shapes: what the layouts alone decide is worked out
+    once."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        other: Mesh,
+        ndim: int,
+        dtype: str,
+        src: Layout,
+        dst: Layout,
+        rank: int | None,
+        topology: Topology | None,
+        max_bytes: int | None,
+    ) -> None:
+        self.mesh, self.other, self.rank = mesh, other, rank
+        self.crosses = not mesh.same_ranks(other)
+        self._asked = dtype, src, dst, rank, topology, max_bytes
+        self._changes: tuple[Change, ...] | None = None
+        """Of a route that is the same for tensors of all shapes."""
+        if not self.crosses and topology is None and max_bytes is None:
+            stops = checked(mesh, ndim, dtype, src, dst)
+            if len(stops) == 1 or not src.has_partial:
+                self._changes = changes_along(mesh, dtype, stops)
+
+    def program(self, shape: tuple[int, ...]) -> Program:
+        """The program for a tensor of a shape, whole numbers of 0 and up; kept.
+
+        Raises:
+            ArgumentError, UnsupportedError: as `plan`.
+        """
+        return _kept_program(self, shape)
+
+    def make(self, shape: tuple[int, ...]) -> Program:
+        """A new program for a tensor of a shape."""
+        if self._changes is not None:
+            dtype, src, dst = self._asked[:3]
+            steps = tuple([step_of(change, shape, self.rank) for change in self._changes])
+            return Program(self.mesh, shape, dtype, src, dst, steps, self.rank)
+        asked = Asked(shape, *self._asked)
+        return _plan_crossing(self.mesh, self.other, asked) if self.crosses else _plan(self.mesh, asked)
+
+
+_planner = lru_cache(maxsize=4096)(Planner)
+_kept_program = lru_cache(maxsize=4096)(Planner.make)
 
 
 def redistribute_cost(
@@ -106,15 +172,12 @@ def _cost(
     return _routed(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).route.us
 
 
-@lru_cache(maxsize=4096)
 def _plan(mesh: Mesh, asked: Asked) -> Program:
     shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     if topology is None and asked.max_bytes is None:
-        stops = checked(mesh, len(shape), dtype, asked.src, asked.dst)
-        src, dst = asked.src, asked.dst
-        if len(stops) == 2 and src.has_partial:  # else the direct exchange is all that is to be considered
-            mesh, src, dst = narrowed(mesh, shape, src, dst)
-            stops = staged(mesh, _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst)))
+        # Something is partial, else the direct exchange is all that is to be considered.
+        mesh, src, dst = narrowed(mesh, shape, asked.src, asked.dst)
+        stops = _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst))
         return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)
     topology = topology or NVLINK_NODE
     found = _routed(mesh, shape, dtype, asked.src, asked.dst, topology, asked.max_bytes)
@@ -180,8 +243,7 @@ def _program(
     rank: int | None,
     topology: Topology | None,
 ) -> Program:
-    node_size = None if topology is None else topology.node_size
-    changes = (change_of(mesh, dtype, a, b, node_size) for a, b in pairwise(route.stops))
+    changes = changes_along(mesh, dtype, route.stops, None if topology is None else topology.node_size)
     steps = tuple([step_of(change, shape, rank) for change in changes])
     return Program(mesh, shape, dtype, src, dst, steps, rank, topology, route.others)
 
@@ -189,7 +251,8 @@ def _program(
 def _cheapest_route(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
 ) -> tuple[Layout, ...]:
-    """The layouts to pass through: the direct exchange, or a stop where partial mesh dims are scattered first.
+    """The layouts to pass through: the direct exchange, or a stop where partial mesh dims are scattered first; steps of
+    very many terms in stages.
 
     Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike. Among
     equals a stop wins where a reduced mesh dim ends up replicated: it reduces every element once, not once per replica.
@@ -198,28 +261,57 @@ def _cheapest_route(
     if not change.reduced:
         return source, target
     replicated = any(target.placements[m] == Replicate() for m in change.reduced)
+    size, first = ITEMSIZE[dtype], (0,) * mesh.ndim
 
-    def price(route: tuple[Layout, ...]) -> tuple[int, int]:
+    def price(route: _Scattered) -> tuple[int, int]:
         taken = 0
-        for a, b in pairwise(route):
-            elements = math.prod(held_sizes(shape, b, mesh.shape, (0,) * mesh.ndim))
-            taken += elements * change_of(mesh, dtype, a, b).contributors * ITEMSIZE[dtype]
-        return taken, -len(route) if replicated else len(route)
+        for layout, contributors in route.takes:
+            taken += math.prod(held_sizes(shape, layout, mesh.shape, first)) * contributors * size
+        return taken, -len(route.stops) if replicated else len(route.stops)
 
-    routes = [route for dim, route in _routes(change, len(shape)) if dim is None or shape[dim] > 1]
-    return min(routes, key=price)
+    routes = [route for route in _routes(change, len(shape)) if route.dim is None or shape[route.dim] > 1]
+    return min(routes, key=price).staged
+
+
+class _Scattered(NamedTuple):
+    """A route for a value that is reduced.
+
+    `dim`: the tensor dim that it is scattered along, None for the direct one; `takes`: of each step the layout that it
+    ends with, and the ranks whose terms it takes in; `staged`: `stops` with steps of very many terms in stages.
+    """
+
+    dim: int | None
+    stops: tuple[Layout, ...]
+    takes: tuple[tuple[Layout, int], ...]
+    staged: tuple[Layout, ...]
 
 
 @lru_cache(maxsize=1024)
-def _routes(change: Change, ndim: int) -> list[tuple[int | None, tuple[Layout, ...]]]:
-    """Routes for a value that is reduced, and the tensor dim that each is scattered along; None for the direct one."""
-    source, target = change.source, change.target
-    routes: list[tuple[int | None, tuple[Layout, ...]]] = [(None, (source, target))]
+def _routes(change: Change, ndim: int) -> list[_Scattered]:
+    """The direct route, and all others that a tensor of `ndim` dims may take."""
+    mesh, source, target = change.mesh, change.source, change.target
+    found: dict[tuple[Layout, ...], int | None] = {(source, target): None}
     for base in (source, target) if set(change.split) <= set(change.reduced) else (source,):
         for dim in range(ndim):
             if (stop := scattered(base, change.reduced, dim)) not in (source, target):
-                routes.append((dim, (source, stop, target)))
-    return routes
+                found.setdefault((source, stop, target), dim)
+    return [
+        _Scattered(
+            dim,
+            stops,
+            tuple([(b, change_of(mesh, change.dtype, a, b).contributors) for a, b in pairwise(stops)]),
+            staged(mesh, stops),
+        )
+        for stops, dim in found.items()
+    ]
+
+
+@lru_cache(maxsize=4096)
+def changes_along(
+    mesh: Mesh, dtype: str, stops: tuple[Layout, ...], node_size: int | None = None
+) -> tuple[Change, ...]:
+    """The changes from each layout to the next."""
+    return tuple([change_of(mesh, dtype, a, b, node_size) for a, b in pairwise(stops)])
 
 
 def scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:

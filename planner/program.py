@@ -177,7 +177,9 @@ class Program:
     def company(self, position: int) -> tuple[int, ...]:
         """The ranks that run the program in step with a mesh position, itself included, ascending."""
         exchanges = [step for step in self.steps if isinstance(step, Exchange)]
-        if self.crosses and exchanges:
+        if not exchanges:
+            return (self.mesh.rank_at(position),)
+        if self.crosses:
             return self._ranks(range(self.mesh.size))
         return self._ranks(self._along(self.mesh, position, {m for step in exchanges for m in step.group or ()}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,13 +14,19 @@ from .mesh import Mesh
 from .program import Exchange, Local, Reduce, Step
 
 
-def step_of(change: Change, shape: tuple[int, ...], rank: int | None) -> Step:
+@lru_cache(maxsize=4096)
+def _computed(change: Change) -> tuple[Reduce | None, float | int | bool]:
+    """How terms become one value, None where they are copied, and what is filled; whatever the shape."""
     plain = change.contributors == 1 and change.divisor == 1
     reduce = None if plain else Reduce(change.op, change.contributors, change.divisor)
     if reduce is not None:
         check_computed(change.dtype)
     partials = [p for p in change.target.placements if isinstance(p, Partial)]
-    fill = identity(change.dtype, partials[0].op) if partials else 0
+    return reduce, identity(change.dtype, partials[0].op) if partials else 0
+
+
+def step_of(change: Change, shape: tuple[int, ...], rank: int | None) -> Step:
+    reduce, fill = _computed(change)
     common = (change.mesh, change.source, change.mesh, change.target, change.boxes(shape, rank), reduce, fill)
     return Exchange(*common, change.closure) if change.communicates(shape) else Local(*common)
 

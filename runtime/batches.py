@@ -17,6 +17,7 @@ from .lowering import Lowering, lower
 from .meeting import Ask, Meet, Mixed, Transfer
 from .mixed_step import MixedStep
 from .one_sided import OneSidedStep
+from .statistics import Summary
 from .two_sided import SharedBuffers, TwoSidedStep
 from .vendor_reduction import VendorReduction
 from .windowed import Place, WindowedStep, WindowedWorld, place_of
@@ -191,6 +192,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def _title(batch: Batch) -> str:
+    return f"a batch of {len(batch.programs)} tensors, {batch.digest:#x}"
+
+
+def _summary(batch: Batch, rank: int) -> Summary:
+    at, bound = batch.ranks.index(rank), batch.bytes_bound
+    return _title(batch), batch.bytes_received[at], None if bound is None else bound[at]
+
+
 class BoundBatch:
     """One rank's part of a batch on one world, for inputs with the given strides.
 
@@ -198,6 +208,7 @@ class BoundBatch:
 
     Attributes:
         token: what ranks compare when they meet; differs for different batches.
+        asked, title, summary: as of `BoundProgram`.
     """
 
     def __init__(
@@ -210,6 +221,7 @@ class BoundBatch:
         device: torch.device,
     ) -> None:
         self.batch, self.rank, self.token = batch, rank, batch.digest & ~0xFFFF
+        self.asked, self.title, self.summary = batch.digest, partial(_title, batch), partial(_summary, batch, rank)
         self.world, self.dtypes, self.device = world, dtypes, device
         self.rounds: list[tuple[list[tuple[int, _BoundStep]], _BoundRound | None]] = []
         """Steps without an exchange, by tensor, and the exchange after them."""
@@ -318,13 +330,6 @@ class BoundBatch:
             if end > first:
                 messages.append((rank, first, end))
         return messages, places
-
-    def summary(self) -> tuple[str, int, int | None]:
-        """What was asked for; the bytes that this rank receives, and must receive at least."""
-        at = self.batch.ranks.index(self.rank)
-        bound = self.batch.bytes_bound
-        what = f"a batch of {len(self.batch.programs)} tensors, {self.batch.digest:#x}"
-        return what, self.batch.bytes_received[at], None if bound is None else bound[at]
 
     def run(self, xs: Sequence[torch.Tensor], token: int | None = None) -> BatchRun:
         """Yields where ranks meet; returns the target shards. The inputs are only read.

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from functools import cached_property
-from operator import mul
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ..kernels import Boxes as StridedBoxes
 from ..kernels import Where
-from ..planner import FILL, Boxes, Program, Step
-from .copies import Copies, Reduction, Side, Terms, contiguous_strides
+from ..planner import FILL, Boxes, Program, Row, Step
+from .copies import Copies, Move, Part, Reduction, box_at, contiguous_strides
 from .landings import Landings
 from .lowering import WindowPolicy
 from .meeting import Address, Ask
 
 Run = Generator[Ask, Any, Any]
+Terms = dict[tuple[int, int], Part]
+"""Where contributions of others lie: by the number of the row among `incoming`, and of the contributor."""
 
 
 class World(Protocol):
@@ -91,9 +90,9 @@ class BoundStep:
         group = program.members(step, me) if members is None else members
         # Each rank begins with the peer after itself: writes spread over the peers.
         start = group.index(me)
-        self.members = np.array(sorted(group))
-        self.peers = tuple(p for p in group[start:] + group[:start] if p != me)
-        self.peer_ranks = tuple(program.mesh.rank_at(p) for p in self.peers)
+        self.members = frozenset(group)
+        self.peers = tuple([p for p in group[start:] + group[:start] if p != me])
+        self.peer_ranks = tuple([program.mesh.rank_at(p) for p in self.peers])
 
     def launched(self) -> Iterator[Copies | Reduction]:
         """All that a run may launch, in whichever attribute it is."""
@@ -102,7 +101,7 @@ class BoundStep:
                 yield from held.launched()
             for part in held if isinstance(held, list) else [held]:
                 for kept in part if isinstance(part, tuple) else (part,):
-                    if isinstance(kept, Reduction) or (isinstance(kept, Copies) and not kept.empty):
+                    if isinstance(kept, Copies | Reduction) and not kept.empty:
                         yield kept
 
     @cached_property
@@ -114,63 +113,48 @@ class BoundStep:
         return boxes.select((boxes.receiver == self.me) | (boxes.sender == self.me).any(axis=1))
 
     @cached_property
-    def incoming(self) -> Boxes:
-        """Rows of what this rank ends with."""
-        return self.boxes.select(self.boxes.receiver == self.me)
+    def rows(self) -> list[Row]:
+        """`boxes` in Python numbers."""
+        return self.boxes.numbers()
 
-    def where(
-        self, extent: list[int], start: list[int], step: list[int], strides: Sequence[int], base: int = 0
-    ) -> Where:
-        """A box of a row in a buffer with strides, as kernels say it."""
-        axes = self.boxes.axes
-        offset = base + sum(map(mul, start, strides))
-        return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
+    @cached_property
+    def incoming(self) -> list[Row]:
+        """Rows of what this rank ends with."""
+        return [row for row in self.rows if row.receiver == self.me]
+
+    def outgoing(self, peer: int, contributor: int) -> list[Row]:
+        """Rows that this rank contributes to a peer."""
+        return [row for row in self.rows if row.receiver == peer and row.senders[contributor] == self.me]
+
+    def source(self, row: Row, strides: Sequence[int] | None = None) -> Where:
+        """Where the box of a row lies in what its sender holds: this rank, or one whose strides are given."""
+        held = self.source_strides if strides is None else strides
+        return box_at(row.extent, row.source_start, row.source_step, held, self.boxes.axes)
+
+    def target(self, row: Row, strides: Sequence[int] | None = None, base: int = 0) -> Where:
+        """Where the box of a row lies in what its receiver ends with, from element `base` on: this rank, or one whose
+        strides are given."""
+        held = self.strides if strides is None else strides
+        return box_at(row.extent, row.target_start, row.target_step, held, self.boxes.axes, base)
 
     @property
     def contributors(self) -> int:
         return self.step.reduce.contributors if self.step.reduce else 1
 
-    @cached_property
-    def _none(self) -> Boxes:
-        return self.boxes.select(np.zeros(0, np.int64))
-
-    def fill_rows(self) -> Boxes:
-        return self.incoming.select(self.incoming.sender[:, 0] == FILL)
-
-    def kept_rows(self) -> Boxes:
-        """Rows that this rank sends itself."""
-        return self.incoming.select(self.incoming.sender[:, 0] == self.me)
-
-    def outgoing(self, peer: int, contributor: int) -> Boxes:
-        """Rows that this rank contributes to a peer."""
-        boxes = self.boxes
-        rows = np.flatnonzero((boxes.receiver == peer) & (boxes.sender[:, contributor] == self.me))
-        return boxes.select(rows) if len(rows) else self._none
-
-    def fills(self) -> tuple[int, int, Boxes, Side, Side]:
-        rows = self.fill_rows()
-        return FILL, 0, rows, Side.packed(rows), Side.target(rows, self.strides)
+    def fills(self) -> list[Move]:
+        """Of boxes that nobody sends."""
+        return [Move((0, self.target(row)), []) for row in self.incoming if row.senders[0] == FILL]
 
     def empty(self) -> torch.Tensor:
         return self.world.empty(self.shape, self.dtype, self.device)
 
-    def reduction(self, staged: Terms, buffers: np.ndarray | int = 1) -> Reduction:
-        """Reduce into the output from the input (source 0) and the contributions of others, at `staged`.
-
-        `buffers`: the sources that these are in, [n, contributors] or one for all.
-        """
-        rows, reduce = self.incoming, self.step.reduce
+    def reduction(self, staged: Terms) -> Reduction:
+        """Reduce into the output from the input (source 0) and the contributions of others, at `staged`."""
+        reduce = self.step.reduce
         assert reduce is not None
-        own, target = Side.source(rows, self.source_strides), Side.target(rows, self.strides)
-        is_own = rows.sender == self.me
-        boxes = StridedBoxes.unchecked(
-            self.step.fill,
-            source=np.where(rows.sender == FILL, FILL, np.where(is_own, 0, buffers)),
-            target=np.zeros(len(rows), np.int64),
-            source_offset=np.where(is_own, own.offset[:, None], staged.offset),
-            target_offset=target.offset,
-            extent=rows.extent,
-            source_stride=np.where(is_own[:, :, None], own.stride[:, None], staged.stride),
-            target_stride=target.stride,
-        )
-        return Reduction(boxes, reduce, self.dtype, self.device)
+        moves = []
+        for number, row in enumerate(self.incoming):
+            own = 0, self.source(row)
+            terms = [own if p == self.me else staged[number, i] for i, p in enumerate(row.senders) if p != FILL]
+            moves.append(Move((0, self.target(row)), terms))
+        return Reduction(moves, reduce, self.step.fill, self.dtype, self.device)

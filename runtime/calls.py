@@ -36,14 +36,12 @@ class Call:
         self, bound: BoundProgram | BoundBatch | None, world: AnyWorld | None, company: tuple[int, ...]
     ) -> None:
         self.bound, self.world, self.company = bound, world, company
-        self.meets, self.words = len(company) > 1, ""
+        self.meets = len(company) > 1
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
             self.order.join()  # binding has uploaded what calls on other streams read
         if bound is not None and world is not None:
-            what, bytes_received, bytes_bound = bound.summary()
-            self.words = " ".join(what.split())
-            self.kind = stats().kind(what, world.name, bytes_received, bytes_bound)
+            self.kind = stats().kind(bound.asked, world.name, bound.summary)
 
     def build(self, x: torch.Tensor) -> None:
         """Make ready what the first call with a tensor as aligned as this one would."""
@@ -75,7 +73,7 @@ class Call:
             try:
                 token = bound.token
                 if self.meets:
-                    token = world.rendezvous.begin(self.company, token, self.words)
+                    token = world.rendezvous.begin(self.company, token, bound.title)
                 run = bound.run(x, token)
                 if later and isinstance(world, SymmetricWorld):
                     return self._beside(run, x, world)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from operator import add, lt, mul, sub
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ..kernels import Boxes as StridedBoxes
@@ -15,6 +14,7 @@ from ..kernels import (
     ReduceTable,
     SourceRows,
     TargetRows,
+    Where,
     copy_boxes,
     copy_table,
     reduce_boxes,
@@ -25,7 +25,7 @@ from ..kernels import (
 )
 from ..kernels.copy_boxes import copy_boxes_kernel
 from ..kernels.pointers import interpreted
-from ..planner import Boxes, Reduce
+from ..planner import Boxes, Reduce, Row
 from .meeting import Address
 
 _CACHED_ADDRESSES = 64
@@ -44,80 +44,46 @@ def is_plain_memory(device: torch.device) -> bool:
     return device.type == "cpu" and not interpreted(copy_boxes_kernel)
 
 
-class Side:
-    """Where boxes lie in one buffer: offsets [n] and strides [n, axes], in elements."""
-
-    def __init__(
-        self, boxes: Boxes, start: np.ndarray, step: np.ndarray, strides: Sequence[int], base: np.ndarray | int = 0
-    ) -> None:
-        per_dim = np.array(strides, dtype=np.int64)
-        self.offset = start @ per_dim + base
-        # An axis for each tensor dim, or more.
-        self.stride = step * (per_dim if len(boxes.axes) == len(per_dim) else per_dim[list(boxes.axes)])
-
-    @classmethod
-    def source(cls, boxes: Boxes, strides: Sequence[int]) -> Side:
-        return cls(boxes, boxes.source_start, boxes.source_step, strides)
-
-    @classmethod
-    def target(cls, boxes: Boxes, strides: Sequence[int], base: np.ndarray | int = 0) -> Side:
-        return cls(boxes, boxes.target_start, boxes.target_step, strides, base)
-
-    @classmethod
-    def packed(cls, boxes: Boxes) -> Side:
-        """Boxes one after the other, each contiguous."""
-        side = cls.__new__(cls)
-        if len(boxes) == 1:
-            side.offset = np.zeros(1, np.int64)
-            side.stride = np.array([contiguous_strides(boxes.extent[0].tolist())], dtype=np.int64)
-            return side
-        sizes = boxes.elements
-        side.offset = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if len(sizes) else sizes
-        tail = np.cumprod(np.maximum(boxes.extent[:, :0:-1], 1), axis=1)[:, ::-1]
-        axes = boxes.extent.shape[1]
-        side.stride = np.concatenate([tail, np.ones((len(boxes), min(axes, 1)), np.int64)], axis=1)
-        return side
-
-    def part(self, piece: Piece) -> Side:
-        """Where a piece of the boxes lies."""
-        side = Side.__new__(Side)
-        side.offset = self.offset[piece.rows]
-        if piece.into is not None:
-            side.offset = side.offset + (piece.into * self.stride[piece.rows]).sum(axis=1)
-        side.stride = self.stride[piece.rows]
-        return side
+Part = tuple[int, Where]
+"""A buffer, by its number, and where in it."""
 
 
-class Terms:
-    """Where the terms of boxes lie: offsets [n, contributors] and strides [n, contributors, axes], in elements.
+class Move(NamedTuple):
+    """A box that is written, and what from: one box, terms that are reduced in order, or none where it is filled."""
 
-    `bases`: [n, contributors], what is added to where boxes lie by `side`.
-    """
+    target: Part
+    sources: list[Part]
 
-    def __init__(self, side: Side, bases: np.ndarray) -> None:
-        self.offset = side.offset[:, None] + bases
-        self.stride = side.stride[:, None].repeat(bases.shape[1], axis=1)
 
-    def put(self, rows: np.ndarray, contributor: int, side: Side) -> None:
-        """Some boxes have a term elsewhere."""
-        self.offset[rows, contributor], self.stride[rows, contributor] = side.offset, side.stride
+def packed(extent: Sequence[int], base: int) -> Where:
+    """A contiguous box in a buffer, from element `base` on."""
+    return tuple(extent), contiguous_strides(extent), base
 
-    def put_all(self, terms: np.ndarray, other: Terms) -> None:
-        """Some terms, by a mask [n, contributors], lie where `other` says."""
-        self.offset[terms], self.stride[terms] = other.offset[terms], other.stride[terms]
+
+def place(extent: Sequence[int], start: Sequence[int], strides: Sequence[int], base: int = 0) -> Where:
+    """A plain box in a buffer with strides."""
+    return tuple(extent), tuple(strides), base + sum(map(mul, start, strides))
 
 
 class Piece(NamedTuple):
-    """Parts of some boxes that lie in one buffer.
+    """The part of a box that lies in one buffer.
 
-    `rows`: of which box each is, [n]; `into`: how far into that box it begins, [n, axes], None where it is all of it.
+    `into`: how far into the box it begins, along each axis; None where it is all of it.
     """
 
-    buffer: int
-    rows: np.ndarray
-    into: np.ndarray | None
-    boxes: Boxes
-    side: Side
+    part: Part
+    into: tuple[int, ...] | None
+
+    def of(self, where: Where) -> Where:
+        """The same part of the box, where that lies as a whole."""
+        return where if self.into is None else place(self.part[1][0], self.into, where[1], where[2])
+
+    def row(self, row: Row) -> Row:
+        """The row of this part of the box of a row."""
+        if self.into is None:
+            return row
+        starts = [list(map(add, start, self.into)) for start in (row.source_start, row.target_start)]
+        return row._replace(source_start=starts[0], target_start=starts[1], extent=list(self.part[1][0]))
 
 
 class Whole:
@@ -126,11 +92,10 @@ class Whole:
     def __init__(self, buffer: int, strides: Sequence[int]) -> None:
         self.buffer, self.strides = buffer, strides
 
-    def pieces(self, boxes: Boxes) -> list[Piece]:
-        """Where boxes that are read from the tensor lie."""
-        if not len(boxes):
-            return []
-        return [Piece(self.buffer, np.arange(len(boxes)), None, boxes, Side.source(boxes, self.strides))]
+    def pieces(self, row: Row, axes: Sequence[int]) -> list[Piece]:
+        """Where the box of a row that is read from the tensor lies; `axes`: as of `Boxes`."""
+        where = box_at(row.extent, row.source_start, row.source_step, self.strides, axes)
+        return [Piece((self.buffer, where), None)]
 
 
 class Patchwork:
@@ -139,25 +104,35 @@ class Patchwork:
     What would be copied into it and out again is copied once. All boxes are plain (`is_plain`).
     """
 
-    def __init__(self, parts: Sequence[tuple[int, Boxes, Side]]) -> None:
-        self.parts = [part for part in parts if len(part[1])]
+    def __init__(self, parts: Sequence[tuple[Row, Part]]) -> None:
+        self.parts = parts
 
-    def pieces(self, boxes: Boxes) -> list[Piece]:
-        """Where boxes that are read from the tensor lie, cut where its parts end."""
+    def pieces(self, row: Row, axes: Sequence[int]) -> list[Piece]:
+        """As of `Whole`; the box is cut where the tensor's parts end."""
         found = []
-        for buffer, there, side in self.parts:
-            stop, end = boxes.source_start + boxes.extent, there.target_start + there.extent
-            low = np.maximum(boxes.source_start[:, None], there.target_start)
-            extent = np.minimum(stop[:, None], end) - low
-            rows, which = np.nonzero((extent > 0).all(axis=2))
-            low, extent = low[rows, which], extent[rows, which]
-            into, at = low - boxes.source_start[rows], low - there.target_start[which]
-            cut = replace(
-                boxes.select(rows), source_start=low, target_start=boxes.target_start[rows] + into, extent=extent
-            )
-            place = side.part(Piece(buffer, which, at, there, side))
-            found.append(Piece(buffer, rows, into, cut, place))
+        for there, (buffer, (_, strides, offset)) in self.parts:
+            low = list(map(max, row.source_start, there.target_start))
+            high = [
+                min(a + n, b + k)
+                for a, n, b, k in zip(row.source_start, row.extent, there.target_start, there.extent, strict=True)
+            ]
+            if all(map(lt, low, high)):
+                into, at = map(sub, low, row.source_start), map(sub, low, there.target_start)
+                found.append(Piece((buffer, place(list(map(sub, high, low)), list(at), strides, offset)), tuple(into)))
         return found
+
+
+def box_at(
+    extent: Sequence[int],
+    start: Sequence[int],
+    step: Sequence[int],
+    strides: Sequence[int],
+    axes: Sequence[int],
+    base: int = 0,
+) -> Where:
+    """A box of a row in a buffer with strides, as kernels say it."""
+    offset = base + sum(map(mul, start, strides))
+    return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
 
 
 def is_plain(boxes: Boxes) -> bool:
@@ -167,11 +142,13 @@ def is_plain(boxes: Boxes) -> bool:
     )
 
 
-def run_of(boxes: Boxes, side: Side) -> int | None:
+def run_of(boxes: Iterable[Where]) -> int | None:
     """Where boxes begin that lie in memory one after the other, each contiguous, as if packed; None if they do not."""
-    offsets, end = side.offset.tolist(), None
-    for offset, extent, strides in zip(offsets, boxes.extent.tolist(), side.stride.tolist(), strict=True):
-        if end is not None and offset != end:
+    first = end = None
+    for extent, strides, offset in boxes:
+        if first is None:
+            first = offset
+        elif offset != end:
             return None
         size = 1
         for n, stride in zip(reversed(extent), reversed(strides), strict=True):
@@ -179,56 +156,23 @@ def run_of(boxes: Boxes, side: Side) -> int | None:
                 return None
             size *= n
         end = offset + size
-    return offsets[0] if offsets else None
+    return first
 
 
 class Copies:
-    """Boxes copied from some tensors into others; a part is (source, target, boxes, source side, target side)."""
+    """Boxes copied from some tensors into others, or filled."""
 
     table: CopyTable | None = None
-    fill: float | int | bool
-    _targets: TargetRows
-    _sources: SourceRows
-    _views: dict[Address, list[torch.Tensor]]
 
     def __init__(
-        self, parts: Sequence[tuple[int, int, Boxes, Side, Side]], fill: float | int | bool, dtype: torch.dtype,
-        device: torch.device
-    ) -> None:  # fmt: skip
-        parts = [part for part in parts if len(part[2])]
-        self.empty = not parts
-        if self.empty:
-            return
-        boxes = StridedBoxes.unchecked(
-            fill,
-            source=_joined([np.full(len(b), s) for s, _, b, _, _ in parts])[:, None],
-            target=_joined([np.full(len(b), t) for _, t, b, _, _ in parts]),
-            source_offset=_joined([s.offset for _, _, _, s, _ in parts])[:, None],
-            target_offset=_joined([t.offset for _, _, _, _, t in parts]),
-            extent=_joined([b.extent for _, _, b, _, _ in parts]),
-            source_stride=_joined([s.stride for _, _, _, s, _ in parts])[:, None],
-            target_stride=_joined([t.stride for _, _, _, _, t in parts]),
-        )
-        self.fill, self._views = fill, {}
-        if is_plain_memory(device):
-            self._targets, self._sources = boxes.target_rows, boxes.source_rows
-        else:
-            self.table = copy_table(boxes, dtype, device)
-
-    @classmethod
-    def of_rows(
-        cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool, dtype: torch.dtype,
-        device: torch.device
-    ) -> Copies:  # fmt: skip
-        """Of boxes that are few, by where each lies."""
-        copies = cls.__new__(cls)
-        copies.empty = not targets
-        copies.fill, copies._views = fill, {}
-        if is_plain_memory(device):
-            copies._targets, copies._sources = targets, sources
-        elif targets:
-            copies.table = copy_table(StridedBoxes.of_rows(targets, sources, fill), dtype, device)
-        return copies
+        self, moves: Sequence[Move], fill: float | int | bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.empty, self.fill = not moves, fill
+        self._views: dict[Address, list[torch.Tensor]] = {}
+        self._targets: TargetRows = [target for target, _ in moves]
+        self._sources: SourceRows = [sources for _, sources in moves]
+        if moves and not is_plain_memory(device):
+            self.table = copy_table(StridedBoxes.of_rows(self._targets, self._sources, fill), dtype, device)
 
     def build(self, aligned: int) -> None:
         """Compile and upload what is launched for sources at multiples of so many bytes."""
@@ -266,14 +210,20 @@ class Copies:
 
 
 class Reduction:
-    """Boxes of `sources` reduced into boxes of `targets`: the contributor axis of `boxes` is reduced in order."""
+    """Boxes written with their terms reduced in order, or filled."""
 
-    def __init__(self, boxes: StridedBoxes, reduce: Reduce, dtype: torch.dtype, device: torch.device) -> None:
-        self.boxes, self.reduce = boxes, reduce
-        divisor = None if reduce.divisor == 1 else reduce.divisor
-        self.divisor = divisor
-        plain = is_plain_memory(device)
-        self.table = None if plain else reduce_table(boxes, dtype, reduce.op, divisor=divisor, device=device)
+    table: ReduceTable | None = None
+
+    def __init__(
+        self, moves: Sequence[Move], reduce: Reduce, fill: float | int | bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.empty, self.reduce, self.fill = not moves, reduce, fill
+        self.divisor = None if reduce.divisor == 1 else reduce.divisor
+        self._targets: TargetRows = [target for target, _ in moves]
+        self._sources: SourceRows = [sources for _, sources in moves]
+        if moves and not is_plain_memory(device):
+            boxes = StridedBoxes.of_rows(self._targets, self._sources, fill)
+            self.table = reduce_table(boxes, dtype, reduce.op, divisor=self.divisor, device=device)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
         """As of `Copies`."""
@@ -290,16 +240,12 @@ class Reduction:
             reduce_boxes(self.table, sources, targets)
             return
         for target, contributors in zip(
-            target_views(self.boxes.target_rows, targets), source_views(self.boxes.source_rows, sources), strict=True
+            target_views(self._targets, targets), source_views(self._sources, sources), strict=True
         ):
             if contributors:
                 reduce_views(target, contributors, self.reduce.op, self.divisor)
             else:
-                target.fill_(self.boxes.fill)
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                target.fill_(self.fill)
 
 
 def _fix(

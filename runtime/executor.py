@@ -6,6 +6,7 @@ Written once for every world, as a generator that yields where ranks meet.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from .copies import contiguous_strides
 from .lowering import Lowering, Reduction, lower
 from .mixed_step import MixedStep, WindowedMixedStep
 from .one_sided import OneSidedStep
+from .statistics import Summary
 from .two_sided import TwoSidedStep, may_leave_apart
 from .vendor_reduction import VendorReduction
 from .windowed import WindowedStep
@@ -34,11 +36,19 @@ def kind_of(lowering: Lowering, world: World) -> type[OneSidedStep | TwoSidedSte
     return OneSidedStep if world.one_sided or lowering.how == "push" else TwoSidedStep
 
 
+def _summary(program: Program, position: int) -> Summary:
+    at, bound = program.ranks.index(position), program.bytes_bound
+    return title(program), program.bytes_received[at], None if bound is None else bound[at]
+
+
 class BoundProgram:
     """One rank's program on one world, for inputs with the given strides.
 
     Attributes:
         token: what ranks compare when they meet; differs for different requests.
+        asked: equal for programs of the same request.
+        title: makes its text.
+        summary: makes that and its bytes; keeps the program alive, and nothing that is bound.
     """
 
     def __init__(
@@ -52,7 +62,11 @@ class BoundProgram:
         reduction: Reduction = "ordered",
     ) -> None:
         self.program, self.position, self.device = program, position, device
-        self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
+        other = program.target_mesh if program.crosses else None
+        self.asked = program.src, program.dst, program.shape, program.dtype, program.source_mesh, other
+        self.title, self.summary = partial(title, program), partial(_summary, program, position)
+        meets = program.exchanges > 0
+        self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0) if meets else 0
         self.steps: list[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction] = []
         lowerings = [lower(program, step, position, world, reduction) for step in program.steps]
         kinds = [kind_of(lowering, world) for lowering in lowerings]
@@ -72,12 +86,6 @@ class BoundProgram:
             origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
         for earlier in self.steps[:-1]:
             earlier.last = False
-
-    def summary(self) -> tuple[str, int, int | None]:
-        """What was asked for; the bytes that this rank receives, and must receive at least."""
-        at = self.program.ranks.index(self.position)
-        bound = self.program.bytes_bound
-        return title(self.program), self.program.bytes_received[at], None if bound is None else bound[at]
 
     def check(self, x: torch.Tensor) -> None:
         check_local_shape(self.program, self.position, x.shape)

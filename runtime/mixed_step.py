@@ -6,26 +6,33 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..planner import Program, Step
-from .bound_step import Run, World
-from .copies import Copies, Side
+from ..planner import Program, Row, Step
+from .bound_step import Run, Terms, World
+from .copies import Copies, Move, Part
 from .lowering import Lowering, window_members
 from .meeting import Meet, Mixed, Transfer
 from .one_sided import OneSidedStep
-from .two_sided import Part, SharedBuffers, TwoSidedStep
+from .two_sided import SharedBuffers, TwoSidedStep
 from .windowed import WindowedStep
 
-_INPUT, _LANDED, _RECEIVED = range(3)  # what a reduction reads
+_RECEIVED = 2  # what is read: the input, what has landed, this
 
 
 class _Messages(TwoSidedStep):
     """What a step exchanges with other nodes: packed and sent, received where it belongs or beside it."""
 
-    def bind_finish(self, unpack: list[Part]) -> None:
+    def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
         self.unpack = [] if self.step.reduce else unpack
+
+    def unpacked_from(self, source: int) -> list[Move]:
+        """What is unpacked, from a buffer of that number."""
+        return [Move((0, self.target(row)), [(source, where)]) for row, (_, where) in self.unpack]
+
+    def staged_in(self, source: int) -> Terms:
+        """`staged`, in a buffer of that number."""
+        return {at: (source, where) for at, (_, where) in self.staged.items()}
 
     def begun(self, x: torch.Tensor, received: torch.Tensor, token: int, out: torch.Tensor) -> Transfer:
         asked = self.messages([x], out, received, token)
@@ -61,13 +68,11 @@ class MixedStep(OneSidedStep):
     ) -> None:
         far, near = _far_and_near(program, step, me, program.members(step, me), args[1])
         self.far = _Messages(program, step, me, *args, lowering=lowering, shared=shared, members=far)
-        self.unpack = Copies(self.far.unpack, step.fill, self.far.dtype, self.far.device)
+        self.unpack = Copies(self.far.unpacked_from(1), step.fill, self.far.dtype, self.far.device)
         super().__init__(program, step, me, *args, members=near)
 
     def bind_reduction(self) -> None:
-        pushed = self.pushed(self.incoming)
-        self.staged.put_all(~pushed, self.far.staged)
-        self.reduce = self.reduction(self.staged, np.where(pushed, _LANDED, _RECEIVED))
+        self.reduce = self.reduction({**self.far.staged_in(_RECEIVED), **self.staged()})
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         received = torch.empty(self.far.received, dtype=self.dtype, device=self.device)
@@ -102,15 +107,9 @@ class WindowedMixedStep(WindowedStep):
 
     def _unpacking(self) -> Any:
         """From the input, this rank's window and what was received (sources 0, 1 and 2) into the output."""
-        rows = self.incoming
-        landed = np.isin(rows.sender, self.peers)
         if self.step.reduce:
-            staged = self.landed(rows)
-            staged.put_all(~landed, self.far.staged)
-            return self.reduction(staged, np.where(landed, _LANDED, _RECEIVED))
-        came = rows.select(landed[:, 0])
-        near = (_LANDED, came, Side.target(came, self.strides))
-        return self.copied([near, *((_RECEIVED, boxes, side) for _, _, boxes, side, _ in self.far.unpack)])
+            return self.reduction({**self.far.staged_in(_RECEIVED), **self.landed()})
+        return self.copied([*self.came(), *self.far.unpacked_from(_RECEIVED)])
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         out, far, window = self.empty(), self.far, self.window

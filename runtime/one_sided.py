@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..kernels import SourceRows, TargetRows
-from ..planner import FILL, Boxes, Exchange
+from ..planner import FILL, Exchange, Row
 from .allocator import block_size
-from .bound_step import BoundStep, Run
-from .copies import Copies, Side, Terms, contiguous_strides
+from .bound_step import BoundStep, Run, Terms
+from .copies import Copies, Move, contiguous_strides
 from .landings import LARGEST_KEPT
 from .meeting import Address, Meet, Mixed, Transfer
 
@@ -35,7 +33,7 @@ class OneSidedStep(BoundStep):
         self.lands_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
         slabs = 1 if self.lands_in_output else min(step.slabs, len(self.peers))
         self.landing_shape = self.shape if self.lands_in_output else (slabs, *self.shape)
-        shapes = {p: self.program.shape_after(step, p) for p in self.members.tolist()}
+        shapes = {p: self.shape if p == self.me else self.program.shape_after(step, p) for p in self.members}
         nbytes = {p: math.prod(shape) * slabs * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
         self.largest, self.block = largest, block_size(self.own_nbytes)
@@ -44,15 +42,14 @@ class OneSidedStep(BoundStep):
         for index, peer in enumerate(self.peers):
             if not written[peer].empty:
                 self.pushes.append((index, nbytes[peer], written[peer]))
-        group = tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
-        self.landings = self.world.landings(group) if alike and self.peers and largest <= LARGEST_KEPT else None
+        self.landings = None
+        if alike and self.peers and largest <= LARGEST_KEPT:
+            self.landings = self.world.landings(tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks))))
         self.has_run = False
         self.own: Copies | None = None
         if reduce:
-            rows = self.incoming
-            self.staged = Terms(Side.target(rows, self.strides), self.slabs_of(rows) * math.prod(self.shape))
             self.bind_reduction()
         else:
             self.own = written[self.me]
@@ -61,36 +58,34 @@ class OneSidedStep(BoundStep):
         """What this rank writes into the buffer of each member, by position: of its own, what it keeps and what is
         filled, unless values are reduced. `shapes`: of what members end with."""
         me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
-        here, strides = self.source_strides, {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
-        slabs = self.slabs_of(self.boxes).tolist() if reduce else []
-        targets: dict[int, TargetRows] = {p: [] for p in shapes}
-        sources: dict[int, SourceRows] = {p: [] for p in shapes}
-        for i, (receiver, senders, start, to, extent, step, to_step) in enumerate(self.boxes.numbers()):
+        strides = {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
+        moves: dict[int, list[Move]] = {p: [] for p in shapes}
+        for row in self.rows:
+            receiver, senders = row.receiver, row.senders
             fills = receiver == me and not reduce and senders[0] == FILL
             if receiver not in shapes or not (fills or me in senders) or (receiver == me and reduce):
                 continue
-            there, base = strides[receiver], 0
-            if reduce:
-                base = slabs[i][senders.index(me)] * math.prod(shapes[receiver])
-            targets[receiver].append((0, self.where(extent, to, to_step, there, base)))
-            sources[receiver].append([] if fills else [(0, self.where(extent, start, step, here))])
-        parts = zip(targets.values(), sources.values(), strict=True)
-        written = (Copies.of_rows(*rows, self.step.fill, self.dtype, self.device) for rows in parts)
-        return dict(zip(shapes, written, strict=True))
+            base = self.slabs_of(row)[senders.index(me)] * math.prod(shapes[receiver]) if reduce else 0
+            there = 0, self.target(row, strides[receiver], base)
+            moves[receiver].append(Move(there, [] if fills else [(0, self.source(row))]))
+        return {p: Copies(parts, self.step.fill, self.dtype, self.device) for p, parts in moves.items()}
 
     def bind_reduction(self) -> None:
-        self.reduce = self.reduction(self.staged)
+        self.reduce = self.reduction(self.staged())
 
-    def pushed(self, rows: Boxes) -> np.ndarray:
-        """Which contributions to rows of this rank or a peer are pushed, [n, contributors]."""
-        place = np.searchsorted(self.members, rows.sender)
-        within = self.members.take(place, mode="clip") == rows.sender
-        return within & (rows.sender != rows.receiver[:, None])
+    def staged(self) -> Terms:
+        """Where contributions that are pushed lie, in the slabs (source 1)."""
+        found: Terms = {}
+        elements = math.prod(self.shape)
+        for number, row in enumerate(self.incoming):
+            for i, slab in self.slabs_of(row).items():
+                found[number, i] = 1, self.target(row, base=slab * elements)
+        return found
 
-    def slabs_of(self, rows: Boxes) -> np.ndarray:
-        """Which slab of its receiver each contribution goes to, [n, contributors]; of those that are not pushed none,
-        whatever is said."""
-        return (np.cumsum(self.pushed(rows), axis=1) - 1).clip(0)
+    def slabs_of(self, row: Row) -> dict[int, int]:
+        """Which slab of the receiver of a row each contribution to it goes to that is pushed, by its number."""
+        pushed = [i for i, p in enumerate(row.senders) if p in self.members and p != row.receiver]
+        return {i: slab for slab, i in enumerate(pushed)}
 
     def land(self) -> torch.Tensor:
         """A buffer for what peers push."""

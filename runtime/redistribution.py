@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..errors import ArgumentError, UnsupportedError
-from ..planner import Program, Topology, check_local_shape, plan, position_of
+from ..planner import Planner, Program, Topology, check_local_shape, check_shape, planner_of, position_of
 from ..planner.explanation import title
 from .calls import Call, check_backend, check_ranks, refuse, world_for
 from .dispatch_modes import as_one_operator
@@ -44,6 +44,7 @@ class How(NamedTuple):
 
 _default = How()
 _calls: dict[tuple, Callable[[torch.Tensor, bool], torch.Tensor]] = kept_with_group({})
+_forms: dict[tuple, _Form] = kept_with_group({})
 
 
 def how_asked(world: Any = None, topology: Any = None, reduction: Any = None) -> How:
@@ -72,15 +73,36 @@ def default() -> How:
     return _default
 
 
+class _Form(NamedTuple):
+    """What of a request is the same for tensors of all shapes."""
+
+    planner: Planner
+    meshes: tuple[DeviceMesh, DeviceMesh]  # so that no other has their ids
+
+
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Program:
     """This rank's program, planned and checked; nothing is communicated."""
-    check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.world)
-    if current.tensor_meta is None:
+    meta = current.tensor_meta
+    if meta is None:
         raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
+    source = current.placements, current.shard_order, current.use_strided_shard_as_shard_order, id(current.mesh)
+    wanted = target.placements, target.shard_order, target.use_strided_shard_as_shard_order, id(target.mesh)
+    key = (source, wanted, len(meta.shape), x.dtype, x.device, how)
+    form = _forms.get(key)
+    if form is None:
+        form = _form(x, len(meta.shape), current, target, how)
+        if len(_forms) >= _KEPT:
+            _forms.pop(next(iter(_forms)))
+        _forms[key] = form
+    return form.planner.program(check_shape(meta.shape))
+
+
+def _form(x: torch.Tensor, ndim: int, current: DTensorSpec, target: DTensorSpec, how: How) -> _Form:
+    check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.world)
     mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
-    program = plan(
+    planner = planner_of(
         mesh,
-        tuple(current.tensor_meta.shape),
+        ndim,
         dtype_name(x.dtype),
         layout_of_spec(current),
         layout_of_spec(target),
@@ -88,8 +110,9 @@ def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: Ho
         rank=position_of(dist.get_rank(), mesh, other),
         topology=how.topology,
     )
-    check_ranks(program.mesh)
-    return program
+    for named in (mesh, other):
+        check_ranks(named)
+    return _Form(planner, (current.mesh, target.mesh))
 
 
 def _world(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> tuple[AnyWorld, str]:

@@ -105,7 +105,7 @@ class Rendezvous:
                 store.delete_key(self._key(kind, rank))
         self.tell_settings()
 
-    def begin(self, ranks: Ranks, fingerprint: int, words: str) -> int:
+    def begin(self, ranks: Ranks, fingerprint: int, words: str | Callable[[], str]) -> int:
         """This rank makes the next call of `ranks`, which meet if they have not yet.
 
         Returns:

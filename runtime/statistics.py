@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 _logger = logging.getLogger(__name__)
 _MOST_KINDS = 4096
 _OTHERS = "others", ""
+
+Summary = tuple[str, int, int | None]
+"""What was asked for, as text; the bytes that this rank receives, and must receive at least."""
 
 
 @dataclass
@@ -49,18 +53,40 @@ class Statistics:
     host_reads: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     worlds: dict[tuple[int, ...], str] = field(default_factory=dict)
-    _kinds: dict[tuple[str, str], Redistribution] = field(default_factory=dict, repr=False)
+    _kinds: dict[tuple[Hashable, str], Redistribution] = field(default_factory=dict, repr=False)
+    _summaries: dict[tuple[Hashable, str], Callable[[], Summary]] = field(default_factory=dict, repr=False)
+    """Of kinds that nobody has read yet."""
+    _texts: dict[tuple[Hashable, str], str] = field(default_factory=dict, repr=False)
 
     @property
     def redistributions(self) -> dict[tuple[str, str], Redistribution]:
         """By what was asked for, as text, and the world; what took longest first."""
-        called = [item for item in self._kinds.items() if item[1].calls]
-        return dict(sorted(called, key=lambda item: -item[1].milliseconds))
+        found: dict[tuple[str, str], Redistribution] = {}
+        for key, kind in list(self._kinds.items()):
+            if not kind.calls:
+                continue
+            if (summary := self._summaries.pop(key, None)) is not None:
+                self._texts[key], kind.bytes_received, kind.bytes_bound = summary()
+            named = self._texts[key], key[1]
+            if (same := found.get(named)) is not None:  # asked for in two ways that read alike
+                kind = replace(same, calls=same.calls + kind.calls, milliseconds=same.milliseconds + kind.milliseconds)
+            found[named] = kind
+        return dict(sorted(found.items(), key=lambda item: -item[1].milliseconds))
 
-    def kind(self, what: str, world: str, bytes_received: int, bytes_bound: int | None) -> Redistribution:
-        """The counters of one redistribution; of very many distinct ones the last share theirs."""
-        key = (what, world) if len(self._kinds) < _MOST_KINDS or (what, world) in self._kinds else _OTHERS
-        return self._kinds.setdefault(key, Redistribution(bytes_received, bytes_bound))
+    def kind(self, what: Hashable, world: str, summary: Callable[[], Summary]) -> Redistribution:
+        """The counters of one redistribution; of very many distinct ones the last share theirs.
+
+        Args:
+            what: equal for what reads alike.
+            summary: called when the counters are read, once.
+        """
+        key = (what, world)
+        if key not in self._kinds:
+            if len(self._kinds) >= _MOST_KINDS:
+                key, summary = _OTHERS, _of_others
+            if key not in self._kinds:
+                self._kinds[key], self._summaries[key] = Redistribution(), summary
+        return self._kinds[key]
 
     def reset(self) -> None:
         """From here on count from 0."""
@@ -68,6 +94,10 @@ class Statistics:
             counters.clear()
         for kind in self._kinds.values():  # which calls hold on to
             kind.calls, kind.milliseconds = 0, 0.0
+
+
+def _of_others() -> Summary:
+    return "others", 0, None
 
 
 _statistics = Statistics()

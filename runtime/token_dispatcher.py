@@ -145,9 +145,8 @@ class TokenDispatcher(TokenEngine):
             f"{agreed.top_k}, hidden {agreed.hidden}, {agreed.max_tokens} tokens at most, {agreed.dtype}"
         )
         self._said = {run: f"{said} of {self._words}" for run, said in RUNS.items()}
-        self._kind = stats().kind(
-            f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}", name, 0, None
-        )
+        text = f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}"
+        self._kind = stats().kind(text, name, lambda: (text, 0, None))
         part: type[TokenRank] = PushingRank if self._world.one_sided else slab_rank(agreed)
         if self._world.one_sided and self._world.windows is not None:
             part = WindowRank

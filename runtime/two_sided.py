@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from ..planner import FILL, Boxes, Exchange, Step
-from .bound_step import BoundStep, Run
-from .copies import Copies, Patchwork, Reduction, Side, Terms, Whole, is_plain, run_of
+from ..planner import FILL, Exchange, Row, Step
+from .bound_step import BoundStep, Run, Terms
+from .copies import Copies, Move, Part, Patchwork, Reduction, Whole, is_plain, packed, run_of
 from .lowering import BACKENDS, Lowering
 from .meeting import HEADER, AllGather, AllToAll, Transfer
 
-Part = tuple[int, int, Boxes, Side, Side]
 _PACKED = -1  # in place of a buffer
 _ALIGNMENT = 16  # bytes; of each message in a buffer that kernels pack or unpack, so that they move wide words
 
@@ -82,46 +81,44 @@ class TwoSidedStep(BoundStep):
         self.sent = [sent.get(rank, 0) * self.dtype.itemsize for rank in self.group]
         self.came = [self.room * self.dtype.itemsize * (rank != me) for rank in self.group]
 
-    def _parts_to(self, peer: int, base: int) -> tuple[list[Part], int]:
+    def _moves_to(self, peer: int, base: int) -> tuple[list[Move], int]:
         """What a peer gets, contributor by contributor in the order of rows, packed from `base`; and where it ends."""
-        parts: list[Part] = []
+        moves: list[Move] = []
         for contributor in range(self.contributors):
-            rows = self.outgoing(peer, contributor)
-            if elements := int(rows.elements.sum()):
-                packed = Side.packed(rows)
-                packed.offset = packed.offset + base
-                base += elements
-                for piece in self.origin.pieces(rows):
-                    parts.append((piece.buffer, 0, piece.boxes, piece.side, packed.part(piece)))
-        return parts, base
+            for row in self.outgoing(peer, contributor):
+                there = packed(row.extent, base)
+                for piece in self.origin.pieces(row, self.boxes.axes):
+                    moves.append(Move((0, piece.of(there)), [piece.part]))
+                base += math.prod(row.extent)
+        return moves, base
 
     def _bind_sends(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
         self.sends: list[tuple[int, int, int, int]] = []
         """Rank, buffer or `_PACKED`, first and last element there."""
-        packing: list[Part] = []
+        packing: list[Move] = []
         self.packed = 0
         from_where_it_is = shared is None and not self.together
         for peer, rank in peers:
             first = self._aligned(self.packed) + self.header if shared is None else shared.sent_at[peer]
-            parts, last = self._parts_to(peer, first)
+            moves, last = self._moves_to(peer, first)
             if last == first and not self.together:
                 continue
-            run = run_of(parts[0][2], parts[0][3]) if from_where_it_is and len(parts) == 1 else None
-            if run is not None:
-                self.sends.append((rank, parts[0][0], run, run + last - first))
+            found = _buffer_and_run(moves) if from_where_it_is else None
+            if found is not None:
+                buffer, run = found
+                self.sends.append((rank, buffer, run, run + last - first))
                 continue
-            packing += parts
+            packing += moves
             self.sends.append((rank, _PACKED, first, last))
             self.packed = last
         self.pack = Copies(packing, self.step.fill, self.dtype, self.device)
 
-    def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> list[Part]:
-        """What is to be unpacked."""
+    def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> list[tuple[Row, Part]]:
+        """What is to be unpacked, and where it arrives."""
         self.receives: list[tuple[int, int, int, bool]] = []
         """Rank, first and last element, and whether in the output itself."""
-        bases = np.zeros((1, self.contributors), np.int64)
-        self.staged = Terms(Side.target(self.incoming, self.strides), bases)
-        unpack: list[Part] = []
+        self.staged: Terms = {}
+        unpack: list[tuple[Row, Part]] = []
         in_place = shared is None and not (self.together or self.leave_apart or self.step.reduce)
         in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
         base = 0
@@ -130,43 +127,46 @@ class TwoSidedStep(BoundStep):
             if self.together:
                 first = base = number * self.room + self.header
             for contributor in range(self.contributors):
-                here = np.flatnonzero(self.incoming.sender[:, contributor] == peer)
-                if not len(here):
+                rows = [(i, row) for i, row in enumerate(self.incoming) if row.senders[contributor] == peer]
+                if not rows:
                     continue
-                rows = self.incoming.select(here)
-                target = Side.target(rows, self.strides)
-                run = run_of(rows, target) if in_place else None
+                run = run_of(self.target(row) for _, row in rows) if in_place else None
                 if run is not None:
-                    self.receives.append((rank, run, run + int(rows.elements.sum()), True))
+                    self.receives.append((rank, run, run + _elements(row for _, row in rows), True))
                     continue
-                packed = Side.packed(rows)
-                packed.offset = packed.offset + base
-                self.staged.put(here, contributor, packed)
-                unpack.append((self.arrived, 0, rows, packed, target))
-                base += int(rows.elements.sum())
+                for i, row in rows:
+                    arrives = self.arrived, packed(row.extent, base)
+                    self.staged[i, contributor] = arrives
+                    unpack.append((row, arrives))
+                    base += math.prod(row.extent)
             if base > first:
                 self.receives.append((rank, first, base, False))
         self.received = len(peers) * self.room if self.together else base
         return unpack
 
-    def bind_finish(self, unpack: list[Part]) -> None:
+    def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
         if self.step.reduce:
             self.finish: Reduction | Copies = self.reduction(self.staged)
             return
-        kept = [] if self.gathers else self.origin.pieces(self.kept_rows())
-        parts = [(p.buffer, 0, p.boxes, p.side, Side.target(p.boxes, self.strides)) for p in kept]
-        parts += [self.fills(), *unpack]
+        kept = [] if self.gathers else [row for row in self.incoming if row.senders[0] == self.me]
+        found = [(row, piece) for row in kept for piece in self.origin.pieces(row, self.boxes.axes)]
         if self.leave_apart:
-            self.patchwork = Patchwork([(buffer, boxes, side) for buffer, _, boxes, side, _ in parts])
-        else:
-            self.finish = Copies(parts, self.step.fill, self.dtype, self.device)
+            self.patchwork = Patchwork([*((piece.row(row), piece.part) for row, piece in found), *unpack])
+            return
+        moves = [Move((0, piece.of(self.target(row))), [piece.part]) for row, piece in found]
+        moves += self.fills()
+        moves += [Move((0, self.target(row)), [arrives]) for row, arrives in unpack]
+        self.finish = Copies(moves, self.step.fill, self.dtype, self.device)
 
     def _gathers_in_order(self, peers: Sequence[tuple[int, int]]) -> bool:
         """Whether the output is what comes from each rank, one after the other."""
-        rows = [self.incoming.select(self.incoming.sender[:, 0] == peer) for peer, _ in peers]
-        runs = [run_of(boxes, Side.target(boxes, self.strides)) for boxes in rows]
-        sizes = [int(boxes.elements.sum()) for boxes in rows]
-        return runs == [sum(sizes[:i]) for i in range(len(sizes))]
+        end = 0
+        for peer, _ in peers:
+            rows = [row for row in self.incoming if row.senders[0] == peer]
+            if run_of(map(self.target, rows)) != end:
+                return False
+            end += _elements(rows)
+        return True
 
     def _aligned(self, elements: int) -> int:
         return -(-elements // self.unit) * self.unit
@@ -210,6 +210,19 @@ class TwoSidedStep(BoundStep):
             for rank, first, last, final in self.receives
         ]
         return Transfer(tuple(sends), tuple(receives), token, group=self.of_group)
+
+
+def _elements(rows: Iterable[Row]) -> int:
+    return sum([math.prod(row.extent) for row in rows])
+
+
+def _buffer_and_run(moves: Sequence[Move]) -> tuple[int, int] | None:
+    """The buffer in which all that is moved lies as it is to be packed, and where it begins; None if there is none."""
+    parts = [part for _, (part,) in moves]
+    if len({buffer for buffer, _ in parts}) != 1 or run_of(where for (_, where), _ in moves) is None:
+        return None
+    run = run_of(where for _, where in parts)
+    return None if run is None else (parts[0][0], run)
 
 
 def may_leave_apart(step: Step, following: Step) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..planner import Boxes
+from ..planner import Row
 from .bound_step import BoundStep, Run
-from .copies import Copies, Side, run_of
+from .copies import Copies, Move, packed, run_of
 from .lowering import Lowering
 from .meeting import AllReduce, ReduceScatter
 
@@ -28,34 +29,29 @@ class VendorReduction(BoundStep):
         if self.scatters:
             self._bind_scatter()
         else:
-            rows = self._terms_of(self.me)
-            part = 0, 0, rows, Side.source(rows, self.source_strides), Side.target(rows, self.strides)
-            self.pack = Copies([part], self.step.fill, self.dtype, self.device)
+            moves = [Move((0, self.target(row)), [(0, self.source(row))]) for row in self._terms_of(self.me)]
+            self.pack = Copies(moves, self.step.fill, self.dtype, self.device)
 
-    def _terms_of(self, position: int) -> Boxes:
+    def _terms_of(self, position: int) -> list[Row]:
         """This rank's terms of what a rank of the group ends with, in the order of rows."""
-        boxes = self.step.boxes
-        return boxes.select((boxes.receiver == position) & (boxes.sender == self.me).any(axis=1))
+        return [row for row in self.rows if row.receiver == position and self.me in row.senders]
 
     def _bind_scatter(self) -> None:
-        parts, self.packed = [], 0
-        runs: list[tuple[int | None, int]] = []  # where a term begins if it is contiguous, where it is to be
+        moves, self.packed = [], 0
         for rank in self.group:
             (position,) = self.program.mesh.positions_of(np.array([rank])).tolist()
-            rows = self._terms_of(position)
-            source, packed = Side.source(rows, self.source_strides), Side.packed(rows)
-            packed.offset = packed.offset + self.packed
-            runs.append((run_of(rows, source), self.packed))
-            parts.append((0, 0, rows, source, packed))
-            self.packed += int(rows.elements.sum())
-        first = runs[0][0]
-        in_order = first is not None and all(run == first + place for run, place in runs)
-        self.from_where_it_is = first if in_order else None
-        self.pack = Copies([] if in_order else parts, self.step.fill, self.dtype, self.device)
-        rows = self.incoming
-        packed, target = Side.packed(rows), Side.target(rows, self.strides)
-        self.lands = run_of(rows, target) == 0
-        self.unpack = Copies([(0, 0, rows, packed, target)], self.step.fill, self.dtype, self.device)
+            for row in self._terms_of(position):
+                moves.append(Move((0, packed(row.extent, self.packed)), [(0, self.source(row))]))
+                self.packed += math.prod(row.extent)
+        self.from_where_it_is = run_of(where for _, ((_, where),) in moves)
+        in_order = self.from_where_it_is is not None
+        self.pack = Copies([] if in_order else moves, self.step.fill, self.dtype, self.device)
+        moves, base = [], 0
+        for row in self.incoming:
+            moves.append(Move((0, self.target(row)), [(0, packed(row.extent, base))]))
+            base += math.prod(row.extent)
+        self.lands = run_of(where for (_, where), _ in moves) == 0
+        self.unpack = Copies(moves, self.step.fill, self.dtype, self.device)
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         out = self.empty()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from ..planner import FILL, Boxes, Program, Step
-from .bound_step import BoundStep, Run, World
-from .copies import Copies, Side, Terms, contiguous_strides
+from ..planner import Program, Step
+from .bound_step import BoundStep, Run, Terms, World
+from .copies import Copies, Move, contiguous_strides, packed
 from .lowering import Lowering, window_bytes, window_members
 from .windows import Use, Window
 
@@ -85,73 +84,68 @@ class WindowedStep(BoundStep):
         terms = self.contributors
         if not self.step.receivers_contribute:
             return list(range(terms))
-        boxes = self.step.boxes
-        own = (boxes.sender[boxes.receiver == receiver] == receiver).any(axis=0)
-        return (np.arange(terms) - (np.cumsum(own) > 0)).clip(0).tolist()
+        own = [i for row in self.rows if row.receiver == receiver for i, p in enumerate(row.senders) if p == receiver]
+        first = min(own, default=terms)
+        return [max(i - (i >= first), 0) for i in range(terms)]
 
     def _pushing(self) -> Copies:
         """From the input (source 0) into the window of each peer."""
-        parts = []
-        for target, peer in enumerate(self.peers):
+        moves = []
+        for number, peer in enumerate(self.peers):
             shape = self.program.shape_after(self.step, peer)
             strides = contiguous_strides(shape)[: len(self.program.shape)]
             for contributor, slab in enumerate(self.slabs_of(peer)):
-                rows = self.outgoing(peer, contributor)
-                there = Side.target(rows, strides, slab * math.prod(shape))
-                parts.append((0, target, rows, Side.source(rows, self.source_strides), there))
-        return Copies(parts, self.step.fill, self.dtype, self.device)
+                for row in self.outgoing(peer, contributor):
+                    there = self.target(row, strides, slab * math.prod(shape))
+                    moves.append(Move((number, there), [(0, self.source(row))]))
+        return Copies(moves, self.step.fill, self.dtype, self.device)
 
     def _unpacking(self) -> Any:
         """From the input and this rank's window (source 1) into the output."""
-        rows = self.incoming
-        if self.step.reduce:
-            return self.reduction(self.landed(rows))
-        came = rows.select((rows.sender[:, 0] != self.me) & (rows.sender[:, 0] != FILL))
-        return self.copied([(1, came, Side.target(came, self.strides))])
+        return self.reduction(self.landed()) if self.step.reduce else self.copied(self.came())
 
-    def landed(self, rows: Boxes) -> Terms:
-        """Where in this rank's window each contribution to rows of it lies."""
-        bases = np.array([self.slabs_of(self.me)]) * math.prod(self.shape)
-        return Terms(Side.target(rows, self.strides), bases)
+    def came(self) -> list[Move]:
+        """What peers have pushed, from this rank's window (source 1) into the output."""
+        rows = [row for row in self.incoming if row.senders[0] in self.peers]
+        return [Move((0, self.target(row)), [(1, self.target(row))]) for row in rows]
+
+    def landed(self) -> Terms:
+        """Where in this rank's window (source 1) the contributions of peers lie."""
+        bases = [slab * math.prod(self.shape) for slab in self.slabs_of(self.me)]
+        return {
+            (number, i): (1, self.target(row, base=bases[i]))
+            for number, row in enumerate(self.incoming)
+            for i, p in enumerate(row.senders)
+            if p in self.peers
+        }
 
     def _publishing(self) -> Copies:
         """The whole input (source 0) into this rank's window."""
         shape = self.program.shape_before(self.step, self.me)[: len(self.program.shape)]
-        axes = len(shape)
-        starts, ones = np.zeros((1, axes), np.int64), np.ones((1, axes), np.int64)
-        me = np.array([self.me])
-        whole = Boxes(me, me[:, None], starts, starts, np.array([shape], np.int64).reshape(1, axes), ones, ones,
-                      tuple(range(axes)))  # fmt: skip
-        sides = Side.source(whole, self.source_strides), Side.target(whole, contiguous_strides(shape))
-        return Copies([(0, 0, whole, *sides)], self.step.fill, self.dtype, self.device)
+        moves = [Move((0, packed(shape, 0)), [(0, (tuple(shape), self.source_strides, 0))])]
+        return Copies(moves, self.step.fill, self.dtype, self.device)
 
     def _pulling(self) -> Any:
         """From the input and the peers' windows (sources 1, 2, and so on) into the output."""
-        rows = self.incoming
-        strides = {p: contiguous_strides(self.program.shape_before(self.step, p)) for p in self.peers}
-        strides = {p: s[: len(self.program.shape)] for p, s in strides.items()}
-        if not self.step.reduce:
-            parts = []
-            for source, peer in enumerate(self.peers, 1):
-                came = rows.select(rows.sender[:, 0] == peer)
-                parts.append((source, came, Side.source(came, strides[peer])))
-            return self.copied(parts)
-        staged = Terms(Side.source(rows, self.source_strides), np.zeros((1, self.contributors), np.int64))
-        for contributor in range(self.contributors):
-            for peer in self.peers:
-                at = np.flatnonzero(rows.sender[:, contributor] == peer)
-                staged.put(at, contributor, Side.source(rows.select(at), strides[peer]))
-        buffers = np.ones_like(rows.sender)
-        for source, peer in enumerate(self.peers, 1):
-            buffers[rows.sender == peer] = source
-        return self.reduction(staged, buffers)
+        ndim, strides = len(self.program.shape), {}
+        for peer in self.peers:
+            strides[peer] = contiguous_strides(self.program.shape_before(self.step, peer))[:ndim]
+        sources = {peer: source for source, peer in enumerate(self.peers, 1)}
+        staged: Terms = {
+            (number, i): (sources[p], self.source(row, strides[p]))
+            for number, row in enumerate(self.incoming)
+            for i, p in enumerate(row.senders)
+            if p in sources
+        }
+        if self.step.reduce:
+            return self.reduction(staged)
+        return self.copied([Move((0, self.target(self.incoming[n])), [part]) for (n, _), part in staged.items()])
 
-    def copied(self, came: list[tuple[int, Boxes, Side]]) -> Copies:
-        """The output out of what is kept, what is filled, and what came: source, boxes, where they lie in it."""
-        kept = self.kept_rows()
-        parts = [(0, 0, kept, Side.source(kept, self.source_strides), Side.target(kept, self.strides)), self.fills()]
-        parts += [(source, 0, rows, side, Side.target(rows, self.strides)) for source, rows, side in came]
-        return Copies(parts, self.step.fill, self.dtype, self.device)
+    def copied(self, came: list[Move]) -> Copies:
+        """The output out of what is kept, what is filled, and what came."""
+        kept = [row for row in self.incoming if row.senders[0] == self.me]
+        moves = [Move((0, self.target(row)), [(0, self.source(row))]) for row in kept]
+        return Copies([*moves, *self.fills(), *came], self.step.fill, self.dtype, self.device)
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         yield from ()  # a generator, as all steps are
