@@ -282,7 +282,7 @@ class Program:
 
     def coordinate_in(self, mesh: Mesh, position: int) -> tuple[int, ...] | None:
         """The coordinate of a position in a mesh, the program's own or another; None if it is not in it."""
-        if mesh != self.mesh:
+        if mesh is not self.mesh and mesh != self.mesh:
             (position,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
         return None if position < 0 else mesh.coordinate(position)
 
