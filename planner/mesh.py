@@ -309,7 +309,7 @@ class Mesh:
         """Mesh dims."""
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks."""
         return math.prod(self.shape)
