@@ -33,8 +33,8 @@ def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
         given = tuple(values)
         found = tuple(map(operator.index, given))
         # Bytes are numbers to Python, and sets have no order.
-        if not isinstance(values, bytes | bytearray | Set | Mapping) and not any(isinstance(n, bool) for n in given):
-            if all(abs(n) < _UNREADABLE for n in found):
+        if not isinstance(values, bytes | bytearray | Set | Mapping) and bool not in map(type, given):
+            if max(map(abs, found), default=0) < _UNREADABLE:
                 return found
     except TypeError:
         pass
@@ -309,7 +309,7 @@ class Mesh:
         """Mesh dims."""
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks."""
         return math.prod(self.shape)

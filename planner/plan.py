@@ -117,7 +117,7 @@ class Planner:
         """Of a route that is the same for tensors of all shapes."""
         if not self.crosses and topology is None and max_bytes is None:
             stops = checked(mesh, ndim, dtype, src, dst)
-            if len(stops) == 1 or not src.has_partial:
+            if len(stops) == 1 or not change_of(mesh, dtype, *stops).reduced:
                 self._changes = changes_along(mesh, dtype, stops)
 
     def program(self, shape: tuple[int, ...]) -> Program:
@@ -175,7 +175,7 @@ def _cost(
 def _plan(mesh: Mesh, asked: Asked) -> Program:
     shape, dtype, topology = asked.shape, asked.dtype, asked.topology
     if topology is None and asked.max_bytes is None:
-        # Something is partial, else the direct exchange is all that is to be considered.
+        # Something is reduced, else the direct exchange is all that is to be considered.
         mesh, src, dst = narrowed(mesh, shape, asked.src, asked.dst)
         stops = _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst))
         return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)

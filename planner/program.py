@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -185,8 +185,8 @@ class Program:
 
     def _along(self, mesh: Mesh, position: int, mesh_dims: Collection[int]) -> tuple[int, ...]:
         """The positions along mesh dims of a mesh, the program's own or another; itself where it is not in it."""
-        if mesh == self.mesh:
-            return tuple(sorted(mesh.subgroup(position, sorted(mesh_dims))))
+        if mesh is self.mesh or mesh == self.mesh:
+            return _positions_along(mesh, position, frozenset(mesh_dims))
         (at,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
         if at < 0:
             return (position,)
@@ -207,8 +207,19 @@ class Program:
         A rank that is not in the mesh holds nothing: (0,) * max(tensor dims, 1).
         """
         mesh = mesh or self.mesh
-        at = self.coordinate_in(mesh, position)
-        return (0,) * max(len(self.shape), 1) if at is None else held_sizes(self.shape, layout, mesh.shape, at)
+        key = layout, position, mesh
+        found = self._shapes.get(key)
+        if found is None:
+            at = self.coordinate_in(mesh, position)
+            found = (0,) * max(len(self.shape), 1) if at is None else held_sizes(self.shape, layout, mesh.shape, at)
+            if self.rank is not None:  # then they are those of its peers alone
+                self._shapes[key] = found
+        return found
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[Layout, int, Mesh], tuple[int, ...]]:
+        """Local shapes that were asked for, which is done again and again while a program is bound."""
+        return {}
 
     def source_shape(self, position: int) -> tuple[int, ...]:
         """The shape of what a position holds at first."""
@@ -282,7 +293,7 @@ class Program:
 
     def coordinate_in(self, mesh: Mesh, position: int) -> tuple[int, ...] | None:
         """The coordinate of a position in a mesh, the program's own or another; None if it is not in it."""
-        if mesh != self.mesh:
+        if mesh is not self.mesh and mesh != self.mesh:
             (position,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
         return None if position < 0 else mesh.coordinate(position)
 
@@ -372,6 +383,11 @@ class Program:
         except (TypeError, ValueError, RecursionError) as error:  # numbers of over 4,300 digits are a ValueError
             raise ArgumentError(f"program: no JSON: {error}") from None
         return cls.from_dict(data)
+
+
+@lru_cache(maxsize=4096)
+def _positions_along(mesh: Mesh, position: int, mesh_dims: frozenset[int]) -> tuple[int, ...]:
+    return tuple(sorted(mesh.subgroup(position, sorted(mesh_dims))))
 
 
 def format_bytes(n: int | float) -> str:

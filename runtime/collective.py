@@ -65,6 +65,7 @@ class CollectiveWorld:
         self.rank, self.size, self.timeout, self.backend = rank, size, timeout, backend
         self.rendezvous = rendezvous
         self._groups: dict[tuple[int, ...], Members] = {}
+        self._known: list[dist.ProcessGroup] = []
         self._used: set[dist.ProcessGroup] = set()
         self._error: WorldError | None = None
         self.busy = self._left = False
@@ -113,8 +114,10 @@ class CollectiveWorld:
 
         Those of one request, whatever was bound before: what a rank has seen is its own, and its peers choose alike.
         """
-        self._groups = {}
-        for group in groups:
+        if (given := list(groups)) == self._known:
+            return
+        self._known, self._groups = given, {}
+        for group in given:
             members = Members(dist.get_process_group_ranks(group))
             members.process_group = group
             self._groups.setdefault(tuple(sorted(members)), members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -147,7 +148,8 @@ def _bind(
         refuse(world, program.company(position), program.first_met(position), error)
         raise
     company = program.company(position)
-    with world.rendezvous.making_ready(company, partial(title, program)):
+    meets = len(company) > 1  # else nobody can be waited for
+    with world.rendezvous.making_ready(company, partial(title, program)) if meets else nullcontext():
         bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
     return Call(bound, world, company)
 

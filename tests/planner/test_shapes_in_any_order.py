@@ -45,10 +45,17 @@ def assert_same_rows(found: Boxes, expected: Boxes, said: object) -> None:
 def test_rows_of_a_rank_are_those_of_its_shape_whichever_way(
     mesh_shape: tuple[int, ...], node_size: int | None, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From pairs of any shape, kept; from pairs looked for in this shape, as of many ranks; out of all ranks' rows."""
+    """From pairs of any shape, kept, in Python numbers and as arrays; from pairs looked for in this shape, as of many
+    ranks; out of all ranks' rows."""
     mesh = Mesh(mesh_shape, ranks=MESHES[mesh_shape])
     for (source, target), length in product(PAIRS[mesh_shape], LENGTHS):
-        change = Change(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size)
+        change, as_arrays = (
+            Change(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size) for _ in range(2)
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(exchange_module, "_FEW_PAIRS", 0)
+            for rank in range(mesh.size):
+                as_arrays.boxes((0, 0), rank)  # what is kept of a change is made once
         for shape in ((length, 6), (6, length)):
             whole = change.boxes(shape)
             for rank in range(mesh.size):
@@ -58,6 +65,8 @@ def test_rows_of_a_rank_are_those_of_its_shape_whichever_way(
                     patched.setattr(exchange_module, "_MOST_KEPT", 0)
                     assert_same_rows(change.boxes(shape, rank), kept, said)
                 assert_same_rows(kept, rows_touching(whole, rank), said)
+                assert_same_rows(as_arrays.boxes(shape, rank), kept, said)
+                assert kept.numbers() == rows_touching(whole, rank).numbers(), said
 
 
 def planned(requests: list[tuple], order: list[int], forgets: bool) -> dict[int, tuple[str, int]]:
