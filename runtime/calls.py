@@ -17,6 +17,7 @@ from ..errors import ArgumentError, UnsupportedError, WorldError
 from ..planner import Mesh
 from .batches import BoundBatch
 from .collective import CollectiveWorld
+from .dispatch_modes import below_modes
 from .executor import BoundProgram
 from .mixed import MixedWorld
 from .pending import Joined, Pending, Turn
@@ -145,7 +146,8 @@ def refuse_unplanned(
     arguments before it was known whose call it is. No mesh: all ranks. Returns the error."""
     if not error.peers_know and dist.is_initialized():
         error.peers_know = True
-        ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
+        with below_modes():  # which may take the mesh's own tensor for one of the user's
+            ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
         current_worlds().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
     return error
 
