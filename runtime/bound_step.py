@@ -122,9 +122,25 @@ class BoundStep:
         """Rows of what this rank ends with."""
         return [row for row in self.rows if row.receiver == self.me]
 
-    def outgoing(self, peer: int, contributor: int) -> list[Row]:
-        """Rows that this rank contributes to a peer."""
-        return [row for row in self.rows if row.receiver == peer and row.senders[contributor] == self.me]
+    @cached_property
+    def incoming_from(self) -> dict[int, dict[int, list[tuple[int, Row]]]]:
+        """By sender, and by the number of the contributor, rows that this rank ends with; each with its number among
+        `incoming`."""
+        found: dict[int, dict[int, list[tuple[int, Row]]]] = {}
+        for number, row in enumerate(self.incoming):
+            for contributor, sender in enumerate(row.senders):
+                found.setdefault(sender, {}).setdefault(contributor, []).append((number, row))
+        return found
+
+    @cached_property
+    def outgoing(self) -> dict[int, dict[int, list[Row]]]:
+        """By receiver, and by the number of the contributor, rows that this rank contributes to."""
+        found: dict[int, dict[int, list[Row]]] = {}
+        for row in self.rows:
+            if self.me in row.senders:
+                at = row.senders.index(self.me)
+                found.setdefault(row.receiver, {}).setdefault(at, []).append(row)
+        return found
 
     def source(self, row: Row, strides: Sequence[int] | None = None) -> Where:
         """Where the box of a row lies in what its sender holds: this rank, or one whose strides are given."""

@@ -84,8 +84,8 @@ class TwoSidedStep(BoundStep):
     def _moves_to(self, peer: int, base: int) -> tuple[list[Move], int]:
         """What a peer gets, contributor by contributor in the order of rows, packed from `base`; and where it ends."""
         moves: list[Move] = []
-        for contributor in range(self.contributors):
-            for row in self.outgoing(peer, contributor):
+        for _, rows in sorted(self.outgoing.get(peer, {}).items()):
+            for row in rows:
                 there = packed(row.extent, base)
                 for piece in self.origin.pieces(row, self.boxes.axes):
                     moves.append(Move((0, piece.of(there)), [piece.part]))
@@ -126,10 +126,7 @@ class TwoSidedStep(BoundStep):
             first = base = self._aligned(base) if shared is None else shared.received_at[peer]
             if self.together:
                 first = base = number * self.room + self.header
-            for contributor in range(self.contributors):
-                rows = [(i, row) for i, row in enumerate(self.incoming) if row.senders[contributor] == peer]
-                if not rows:
-                    continue
+            for contributor, rows in sorted(self.incoming_from.get(peer, {}).items()):
                 run = run_of(self.target(row) for _, row in rows) if in_place else None
                 if run is not None:
                     self.receives.append((rank, run, run + _elements(row for _, row in rows), True))
@@ -162,7 +159,7 @@ class TwoSidedStep(BoundStep):
         """Whether the output is what comes from each rank, one after the other."""
         end = 0
         for peer, _ in peers:
-            rows = [row for row in self.incoming if row.senders[0] == peer]
+            rows = [row for _, row in self.incoming_from.get(peer, {}).get(0, [])]
             if run_of(map(self.target, rows)) != end:
                 return False
             end += _elements(rows)

@@ -33,8 +33,8 @@ class VendorReduction(BoundStep):
             self.pack = Copies(moves, self.step.fill, self.dtype, self.device)
 
     def _terms_of(self, position: int) -> list[Row]:
-        """This rank's terms of what a rank of the group ends with, in the order of rows."""
-        return [row for row in self.rows if row.receiver == position and self.me in row.senders]
+        """This rank's terms of what a rank of the group ends with."""
+        return [row for _, rows in sorted(self.outgoing.get(position, {}).items()) for row in rows]
 
     def _bind_scatter(self) -> None:
         moves, self.packed = [], 0

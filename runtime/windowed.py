@@ -84,8 +84,9 @@ class WindowedStep(BoundStep):
         terms = self.contributors
         if not self.step.receivers_contribute:
             return list(range(terms))
-        own = [i for row in self.rows if row.receiver == receiver for i, p in enumerate(row.senders) if p == receiver]
-        first = min(own, default=terms)
+        sent = self.outgoing.get(receiver, {})
+        rows = self.incoming if receiver == self.me else [row for part in sent.values() for row in part]
+        first = min([row.senders.index(receiver) for row in rows if receiver in row.senders], default=terms)
         return [max(i - (i >= first), 0) for i in range(terms)]
 
     def _pushing(self) -> Copies:
@@ -94,9 +95,10 @@ class WindowedStep(BoundStep):
         for number, peer in enumerate(self.peers):
             shape = self.program.shape_after(self.step, peer)
             strides = contiguous_strides(shape)[: len(self.program.shape)]
-            for contributor, slab in enumerate(self.slabs_of(peer)):
-                for row in self.outgoing(peer, contributor):
-                    there = self.target(row, strides, slab * math.prod(shape))
+            slabs = self.slabs_of(peer)
+            for contributor, rows in self.outgoing.get(peer, {}).items():
+                for row in rows:
+                    there = self.target(row, strides, slabs[contributor] * math.prod(shape))
                     moves.append(Move((number, there), [(0, self.source(row))]))
         return Copies(moves, self.step.fill, self.dtype, self.device)
 
