@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, UnsupportedError
+from .capabilities import BACKENDS
 from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
 from .group_caches import at_end_of_group, forget_dead_groups
-from .lowering import BACKENDS
 from .mixed import InsideNodes, MixedWorld
 from .rendezvous import Rendezvous, settings
 from .shared_memory import SharedMemoryWorld, machine_name, why_not_here
