@@ -21,8 +21,8 @@ from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, 
 from .group_caches import forget_dead_groups, kept_with_group
 from .install import is_installed
 from .lowering import Reduction
+from .observer import observer
 from .overlapping import overlaps_itself
-from .recording import active
 from .redistribution import (
     How,
     bind_redistribution,
@@ -330,8 +330,8 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def move_local(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
-    if (recording := active()) is not None:
-        recording.note(local.dtype, source, target)
+    if (told := observer()) is not None:
+        told.note(local.dtype, source, target)
     if is_in(source.mesh) or is_in(target.mesh):
         return run_redistribution(plain_local(local, source), source, target, how, async_op)
     return local
