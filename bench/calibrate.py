@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ArgumentError, UnsupportedError
-from ..planner import Link, Topology
+from ..planner import Topology
 from ..runtime.choosing import NAMES
-from .link_fit import Fit, Sample, fit_link, fit_local
+from .link_fit import Sample, samples_of, topology_of
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 from .ranks import Ranks, RanksFailed, timeout_seconds
 from .writable import check_writable
@@ -122,35 +122,6 @@ def _run_here(size: int, config: dict[str, Any], out: Path | None, name: str | N
 
 def _console() -> Console:
     return Console(stderr=True, width=None if sys.stderr.isatty() else _PLAIN_WIDTH, highlight=False)
-
-
-def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topology, list[str]]:
-    """The topology that rank 0's measurements make, and what has to be said of it."""
-    by_kind = {measured["kind"]: measured for measured in found}
-    nodes, node_size = by_kind["local"]["nodes"], by_kind["local"]["node_size"]
-    local = fit_local(samples_of(by_kind["local"]))
-    fits: dict[str, Fit] = {}
-    for kind in ("node", "network"):
-        if kind in by_kind:
-            one_sided = by_kind[kind]["world"] == "shared_memory"
-            fits[kind] = fit_link(samples_of(by_kind[kind]), one_sided, local)
-    notes = [f"local: {note}" for note in local.notes]
-    notes += [f"{kind}: {note}" for kind, fit in fits.items() for note in fit.notes]
-    if nodes == 1:
-        where = "in the collective world" if "network" in fits else "as inside the node"
-        notes.append(f"No network was measured: all ranks share one node. `network` has the figures {where}.")
-    if node_size == 1:
-        notes.append("No link inside a node was measured: each has one rank. `node` has the figures of the network.")
-    links: dict[str, Link] = {kind: fit.link for kind, fit in fits.items()}
-    node, network = links.get("node") or links["network"], links.get("network") or links["node"]
-    if name is None:
-        name = f"{nodes} node{'s' * (nodes > 1)} of {node_size} rank{'s' * (node_size > 1)}, measured"
-    nodes_of = None if nodes == 1 else node_size
-    return Topology(name, nodes_of, node, network, local.memory_gigabytes_per_s, local.call_us), notes
-
-
-def samples_of(measured: dict[str, Any]) -> list[Sample]:
-    return [Sample(**sample) for sample in measured["samples"]]
 
 
 def predicted_us(topology: Topology, kind: str, sample: Sample) -> float:

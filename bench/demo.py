@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import ArgumentError, shown
-from ..runtime.worlds import pretended_node_size
+from ..runtime.environment import pretended_node_size
 from .against_stock import ROUNDS, mesh_for, moves, rank_main
 from .demo_report import Result, show_results, summary, summary_line
 from .machine import provenance

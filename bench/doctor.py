@@ -28,10 +28,9 @@ from ..errors import ArgumentError, UnsupportedError
 from ..planner.explanation import format_bytes
 from ..runtime import segments
 from ..runtime.choosing import check_name, choose_world
-from ..runtime.pool_limit import pool_limit_asked_for
+from ..runtime.environment import poison_asked_for, pool_limit_asked_for, pretended_node_size, timeout_asked_for
 from ..runtime.shared_memory import why_not_here
-from ..runtime.token_layout import poison_asked_for
-from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
+from ..runtime.worlds import why_no_memory
 from .self_test import self_test
 from .writable import check_writable
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..planner import Link
+from ..planner import Link, Topology
 
 _NEARLY_ZERO = 1e-12
 _LEAST_SCALE = 0.15  # so that no error under 70 % makes an outlier: a link is no straight line either
@@ -131,3 +131,32 @@ def _least_squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndar
             if error < least:
                 best, least = found, error
     return best
+
+
+def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topology, list[str]]:
+    """The topology that rank 0's measurements make, and what has to be said of it."""
+    by_kind = {measured["kind"]: measured for measured in found}
+    nodes, node_size = by_kind["local"]["nodes"], by_kind["local"]["node_size"]
+    local = fit_local(samples_of(by_kind["local"]))
+    fits: dict[str, Fit] = {}
+    for kind in ("node", "network"):
+        if kind in by_kind:
+            one_sided = by_kind[kind]["world"] == "shared_memory"
+            fits[kind] = fit_link(samples_of(by_kind[kind]), one_sided, local)
+    notes = [f"local: {note}" for note in local.notes]
+    notes += [f"{kind}: {note}" for kind, fit in fits.items() for note in fit.notes]
+    if nodes == 1:
+        where = "in the collective world" if "network" in fits else "as inside the node"
+        notes.append(f"No network was measured: all ranks share one node. `network` has the figures {where}.")
+    if node_size == 1:
+        notes.append("No link inside a node was measured: each has one rank. `node` has the figures of the network.")
+    links: dict[str, Link] = {kind: fit.link for kind, fit in fits.items()}
+    node, network = links.get("node") or links["network"], links.get("network") or links["node"]
+    if name is None:
+        name = f"{nodes} node{'s' * (nodes > 1)} of {node_size} rank{'s' * (node_size > 1)}, measured"
+    nodes_of = None if nodes == 1 else node_size
+    return Topology(name, nodes_of, node, network, local.memory_gigabytes_per_s, local.call_us), notes
+
+
+def samples_of(measured: dict[str, Any]) -> list[Sample]:
+    return [Sample(**sample) for sample in measured["samples"]]

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardweave
 
 from ..errors import ArgumentError
+from ..runtime.environment import pretended_node_size
 from ..runtime.shared_memory import machine_name
-from ..runtime.worlds import current_worlds, pretended_node_size
+from ..runtime.worlds import current_worlds
 from .link_fit import Sample
 from .ranks import Send
 from .turns import rotated, rotating

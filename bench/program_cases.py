@@ -18,7 +18,8 @@ from shardweave.bench.kernel_cases import random_buffer, rotation
 from shardweave.planner import plan
 from shardweave.runtime.copies import contiguous_strides
 from shardweave.runtime.executor import BoundProgram
-from shardweave.runtime.in_process import InProcessWorld, bind_in_process, simulate
+from shardweave.runtime.in_process import InProcessWorld
+from shardweave.runtime.simulate import bind_in_process, simulate
 from shardweave.runtime.two_sided import TwoSidedStep
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..runtime.environment import timeout_asked_for
 from ..runtime.segments import unlink_names
-from ..runtime.worlds import timeout_asked_for
 
 DEFAULT_TIMEOUT = 120.0
 GRACE = 3.0  # seconds that ranks get to say themselves which peer they lost

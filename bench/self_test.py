@@ -13,7 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.choosing import NAMES, choose_world
 from ..runtime.dtensor import redistribute
-from ..runtime.worlds import pretended_node_size, timeout_asked_for, why_no_memory
+from ..runtime.environment import pretended_node_size, timeout_asked_for
+from ..runtime.worlds import why_no_memory
 from .ranks import Ranks, RanksFailed, Send
 
 _SIZE = 2

@@ -19,10 +19,10 @@ from shardweave.bench.workloads import load_workloads
 from shardweave.kernels import CopyTable, ReduceTable
 from shardweave.kernels.signal import Failure
 from shardweave.planner import Program, plan
+from shardweave.runtime.capabilities import Direction, WindowPolicy
 from shardweave.runtime.copies import contiguous_strides
 from shardweave.runtime.executor import BoundProgram
 from shardweave.runtime.in_process import InProcessWorld
-from shardweave.runtime.lowering import Direction, WindowPolicy
 from shardweave.runtime.windows import Window, pad_bytes, window_size
 
 KERNELS = {

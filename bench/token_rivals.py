@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardweave.bench.kernel_cases import poisoned, random_buffer
-
-if TYPE_CHECKING:
-    from shardweave.bench.token_cases import Made, VirtualRank
+from shardweave.bench.token_cases import Made, VirtualRank
 
 COMPILING_S = 30.0  # what a compilation may take
 

@@ -19,7 +19,7 @@ from shardweave import Program, Topology
 
 from . import link_times
 from .against_stock import Case, Unsuitable, mesh_for
-from .calibrate import topology_of
+from .link_fit import topology_of
 from .link_times import microseconds
 from .ranks import Ranks, Send
 from .turns import rotated, rotating

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..errors import LayoutSyntaxError, shown
 from .dtypes import REDUCE_OPS
-from .layout import LARGEST, Partial, Placement, Replicate, Shard, StridedShard
+from .placements import LARGEST, Partial, Placement, Replicate, Shard, StridedShard
 
 _REPLICATE, _shard = Replicate(), lru_cache(maxsize=64)(Shard)  # few objects for many layouts
 _LONGEST = 10_000  # characters

@@ -6,14 +6,16 @@ from .dtensor import bind, explain, redistribute
 from .dtensor_batches import redistribute_batch
 from .expert_parallel import ExpertParallel
 from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
-from .in_process import InProcessWorld, simulate
-from .install import install, installed, is_installed, record, uninstall
+from .in_process import InProcessWorld
+from .install import install, installed, is_installed, uninstall
 from .ordered_local import ordered_redistribute_local_tensor
 from .permute_indices import generate_permute_indices
 from .planning import plan, plan_batch, redistribute_cost
 from .pool_limit import PoolMemory, empty_cache, pool_memory, set_pool_limit
 from .preparing import prepare
+from .recorder import record
 from .routed_tokens import RoutedTokens, TokenLoad
+from .simulate import simulate
 from .statistics import Statistics, stats
 from .token_activation import silu_and_mul
 from .token_dispatcher import TokenDispatcher

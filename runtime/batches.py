@@ -20,8 +20,8 @@ from .one_sided import OneSidedStep
 from .statistics import Summary
 from .two_sided import SharedBuffers, TwoSidedStep
 from .vendor_reduction import VendorReduction
-from .windowed import Place, WindowedStep, WindowedWorld, place_of
-from .windows import Window
+from .windowed import Place, WindowedStep, place_of
+from .windows import Window, WindowedWorld
 
 BatchRun = Generator[Ask, Any, list[torch.Tensor]]
 

@@ -8,19 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, WorldError
-from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, ReduceScatter, Transfer
+from .meeting import AllGather, AllReduce, AllToAll, Ask, Collective, PendingCall, ReduceScatter, Transfer
 from .rendezvous import Rendezvous
 from .wait_watcher import WaitWatcher
 from .word_check import WordCheck
-
-if TYPE_CHECKING:
-    from .pending import Pending
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 
@@ -69,7 +66,7 @@ class CollectiveWorld:
         self._used: set[dist.ProcessGroup] = set()
         self._error: WorldError | None = None
         self.busy = self._left = False
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
         self._watcher = WaitWatcher(rendezvous, self._close_connections)
         self.has_tags = backend == "gloo"
         self._checks: dict[torch.device, WordCheck] = {}

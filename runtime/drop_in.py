@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..errors import ArgumentError, UnsupportedError
 from .autograd import Carry, carried, carried_with_gradient, is_in, kept_spec, nothing_of
 from .dispatch_modes import REPLACES, REPORTS, active_modes, note_decision, why_not_under
-from .recording import active
+from .observer import observer
 from .redistribution import run_redistribution
 from .statistics import left_to_torch, stats
 from .worlds import why_not_backend
@@ -119,8 +119,8 @@ def redistribute_local_tensor(
         ArgumentError: the local tensor does not fit its spec.
         WorldError: the ranks could not meet.
     """
-    if (recording := active()) is not None:
-        recording.note(local_tensor.dtype, current_spec, target_spec)
+    if (told := observer()) is not None:
+        told.note(local_tensor.dtype, current_spec, target_spec)
     x = local_tensor
     if type(x) is AsyncCollectiveTensor:
         x = x.wait()

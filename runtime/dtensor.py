@@ -22,8 +22,8 @@ from .calls import refuse_unplanned
 from .group_caches import forget_dead_groups, kept_with_group
 from .install import is_installed
 from .lowering import Reduction
+from .observer import observer
 from .overlapping import overlaps_itself
-from .recording import active
 from .redistribution import (
     How,
     bind_redistribution,
@@ -335,8 +335,8 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def move_local(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
-    if (recording := active()) is not None:
-        recording.note(local.dtype, source, target)
+    if (told := observer()) is not None:
+        told.note(local.dtype, source, target)
     if is_in(source.mesh) or is_in(target.mesh):
         return run_redistribution(plain_local(local, source), source, target, how, async_op)
     return local

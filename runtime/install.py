@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError
 from ..planner import NVLINK_NODE, Topology
 from . import drop_in
 from .costs import price_on, priced_on
 from .drop_in import Policy, carry_out_under, policy, policy_asked
-from .fsdp_recording import note_fsdp
 from .lowering import Reduction
-from .recording import Recording, active, noting, write_down
+from .observer import observed, observer
 from .redistribution import How, default, how_asked, run_by_default
 from .rendezvous import settings
-from .trace import exception_text
 from .worlds import tell_settings
 
 
@@ -58,10 +53,11 @@ _stock = {
 }
 
 
-def _bind(ours: bool) -> None:
+def bind_seams(ours: bool) -> None:
+    """Bind shardweave's functions, or torch's own, wherever torch binds them; torch's tell the observer, if any."""
     for (seam, name), stock in _stock.items():
-        notes = active() is not None and name == "redistribute_local_tensor"  # ours notes by itself
-        setattr(import_module(seam), name, getattr(drop_in, name) if ours else noting(stock) if notes else stock)
+        told = observer() is not None and name == "redistribute_local_tensor"  # ours tells by itself
+        setattr(import_module(seam), name, getattr(drop_in, name) if ours else observed(stock) if told else stock)
 
 
 def is_installed() -> bool:
@@ -100,7 +96,7 @@ def install(
     """
     how = how_asked(None, topology, reduction)._replace(topology=topology, reduction=reduction)
     carried_out = policy_asked(min_bytes, only)
-    _bind(True)
+    bind_seams(True)
     run_by_default(how)
     carry_out_under(carried_out)
     price_on((topology or NVLINK_NODE) if costs else None)
@@ -109,7 +105,7 @@ def install(
 
 def uninstall() -> None:
     """Give torch its own redistribution and its own prices back."""
-    _bind(False)
+    bind_seams(False)
     run_by_default(How())
     carry_out_under(Policy())
     price_on(None)
@@ -138,50 +134,8 @@ def installed(
     try:
         yield
     finally:
-        _bind(before)
+        bind_seams(before)
         run_by_default(how_before)
         carry_out_under(policy_before)
         price_on(prices_before)
         tell_settings()
-
-
-@contextmanager
-def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
-    """Writes down what DTensors the block redistributes, whether shardweave is installed or not: every distinct
-    redistribution with its mesh, shape, dtype and layouts, how often and from where it was asked for, those that move
-    most bytes first. `python -m shardweave replay` carries them out again, by torch and by shardweave.
-
-    The gathers and reductions that FSDP2 issues itself are among them, as the flat tensors that it moves; where they
-    come from begins with "FSDP".
-
-    Args:
-        path: of the trace, JSON of at most 4 MiB, written when the block ends, also by an exception, which it then
-            names. Where the program has several ranks each writes its own, with `.rank<n>` before the suffix: rank and
-            world size are the process group's, or torchrun's `RANK` and `WORLD_SIZE` where there is none yet. What an
-            earlier run left there of this rank, or of ranks that the program does not have, is removed first.
-
-    Raises:
-        ArgumentError: the trace cannot be written; nothing is recorded inside of another `record`.
-    """
-    path = Path(path)
-    if active() is not None:
-        raise ArgumentError(f"path: {str(path)!r}, but another recording is running; allowed: one at a time")
-    at = path.absolute()  # the block may change its folder
-    if at.is_dir() or not os.access(at.parent, os.W_OK):
-        raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
-    recording = Recording()
-    ended: str | None = None
-    recording.begin(at)
-    write_down(recording)
-    _bind(is_installed())
-    note_fsdp(True)
-    try:
-        yield recording
-    except BaseException as error:
-        ended = exception_text(error)
-        raise
-    finally:
-        write_down(None)
-        _bind(is_installed())
-        note_fsdp(False)
-        recording.end(at, ended)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..kernels.pointers import on_device
-from .windowed import WindowedWorld
+from .windows import WindowedWorld
 
 
 class LendingWorld(WindowedWorld, Protocol):

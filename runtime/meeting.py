@@ -7,7 +7,7 @@ and wait for it later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -113,3 +113,9 @@ class AllReduce(NamedTuple):
 
 Collective = AllToAll | AllGather | ReduceScatter | AllReduce
 Ask = Meet | Transfer | Mixed | Collective
+
+
+class PendingCall(Protocol):
+    """A call whose last exchange has begun, and which a world finishes before its next one."""
+
+    def finish(self) -> None: ...

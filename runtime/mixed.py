@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import WorldError
+from .capabilities import WindowPolicy
 from .collective import CollectiveWorld
-from .meeting import Address, Ask, Meet, Mixed
+from .landings import Landings
+from .meeting import Address, Ask, Meet, Mixed, PendingCall
+from .rendezvous import Rendezvous
 from .shared_memory import SharedMemoryWorld
 from .symmetric_world import SymmetricWorld
-
-if TYPE_CHECKING:
-    from .landings import Landings
-    from .lowering import WindowPolicy
-    from .pending import Pending
-    from .rendezvous import Rendezvous
-    from .windows import Use, Window
+from .windows import Use, Window
 
 InsideNodes = SharedMemoryWorld | SymmetricWorld
 
@@ -145,9 +142,9 @@ class MixedWorld:
         self.inside.busy = self.across.busy = busy
 
     @property
-    def pending(self) -> Pending | None:
+    def pending(self) -> PendingCall | None:
         return self.inside.pending or self.across.pending
 
     @pending.setter
-    def pending(self, pending: Pending | None) -> None:
+    def pending(self, pending: PendingCall | None) -> None:
         self.inside.pending = self.across.pending = pending

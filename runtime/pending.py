@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from torch.profiler import record_function
 from ..errors import WorldError
 from .statistics import Redistribution
 from .streams import own_stream
-
-if TYPE_CHECKING:
-    from .worlds import AnyWorld
+from .worlds import AnyWorld
 
 _register_work: Any = torch._C._distributed_c10d._register_work  # type: ignore[attr-defined]
 

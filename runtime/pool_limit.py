@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from .allocator import DEFAULT_LIMIT, allocators
+from .environment import pool_limit_asked_for
 from .group_caches import forget_dead_groups
 
-_VARIABLE = "SHARDWEAVE_POOL_LIMIT"
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _asked: int | None = None  # by `set_pool_limit`
 
 
@@ -35,21 +32,6 @@ class PoolMemory:
     def reserved(self) -> int:
         """All of it: `allocated`, `ready` and `free`."""
         return self.allocated + self.ready + self.free
-
-
-def pool_limit_asked_for() -> int | None:
-    """Bytes that SHARDWEAVE_POOL_LIMIT says; None where it is not set.
-
-    Raises:
-        ArgumentError: it is no number of bytes.
-    """
-    text = os.environ.get(_VARIABLE)
-    if not text:
-        return None
-    match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
-    if match is None:
-        raise ArgumentError(f"{_VARIABLE}: {text!r}; allowed: a whole number of bytes, or one with K, M or G")
-    return int(match[1]) << _UNITS[match[2]]
 
 
 def pool_limit() -> int | None:

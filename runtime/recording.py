@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..errors import ArgumentError, ShardweaveError
 from ..planner import Mesh, plan, position_of
 from .dtypes import dtype_name
+from .observer import observe
 from .specs import layout_of_spec, mesh_of
 from .trace import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 from .transformed_partials import plain_request
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(inspect.getfile(ShardweaveError)).parent
 _NOT_THE_CALLER = (
-    *(str(_ROOT / room) + os.sep for room in ("runtime", "planner", "kernels", "bench/commands")),
+    *(str(_ROOT / room) + os.sep for room in ("runtime", "planner", "kernels", "cli", "bench/commands")),
     str(_ROOT / "__main__.py"),
     str(Path(torch.__file__).parent) + os.sep,
     "<",  # frozen and generated code
@@ -197,17 +198,4 @@ def write_down(recording: Recording | None) -> None:
     """From now on redistributions are noted there, or nowhere."""
     global _active
     _active = recording
-
-
-def noting(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch's inner loop, that writes down what it is asked for."""
-
-    @wraps(function)
-    def redistribute_local_tensor(
-        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
-    ) -> torch.Tensor:
-        if _active is not None:
-            _active.note(local_tensor.dtype, current_spec, target_spec)
-        return function(local_tensor, current_spec, target_spec, **options)
-
-    return redistribute_local_tensor
+    observe(recording)

@@ -12,10 +12,10 @@ from multiprocessing.util import Finalize
 import numpy as np
 import torch
 
-from ..errors import ArgumentError, WorldError
+from ..errors import WorldError
+from .environment import segments_asked_for
 
 NAMED_FOLDER = "/dev/shm"
-_KINDS = ("anonymous", "named")
 _serial = itertools.count(1)
 
 
@@ -30,10 +30,7 @@ def uses_names() -> bool:
     Raises:
         ArgumentError: SHARDWEAVE_SEGMENTS is neither "anonymous" nor "named".
     """
-    asked = os.environ.get("SHARDWEAVE_SEGMENTS")
-    if asked:
-        if asked not in _KINDS:
-            raise ArgumentError(f"SHARDWEAVE_SEGMENTS: {asked!r}; allowed: {', '.join(_KINDS)}")
+    if (asked := segments_asked_for()) is not None:
         return asked == "named"
     # So it is with processes that may not be looked into ("not dumpable").
     return os.stat("/proc/self/fd").st_uid != os.geteuid()

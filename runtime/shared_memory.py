@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,13 +18,10 @@ import torch.distributed as dist
 from ..errors import PeerError, WorldError
 from .futex import sleep_on, wake
 from .landings import Landings
-from .meeting import Ask, Meet
+from .meeting import Ask, Meet, PendingCall
 from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
 from .segments import Segment, bytes_of, open_segment, process_namespace, segment_path, unlink_names, uses_names
 from .shared_pool import MAX_SEGMENTS, SharedPool
-
-if TYPE_CHECKING:
-    from .pending import Pending
 
 Address = tuple[int, int, int]  # rank, segment, offset
 
@@ -145,7 +141,7 @@ class SharedMemoryWorld:
         self._landings: dict[tuple[int, ...], Landings] = {}
         self.error: WorldError | None = None
         self.busy = False
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
         kind = "named" if named else "anonymous"
         rendezvous.store.set(_post_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
 

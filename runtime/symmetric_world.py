@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
 from ..kernels.signal import Code, Failure, polls_within
+from .capabilities import WindowPolicy
 from .leases import Leases
-from .lowering import WindowPolicy
-from .meeting import Ask, Meet
+from .meeting import Ask, Meet, PendingCall
 from .rendezvous import Rendezvous
 from .streams import SideStream
 from .symmetric_memory import Provider
 from .wait_watcher import WaitWatcher
 from .windows import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
-
-if TYPE_CHECKING:
-    from .pending import Pending
 
 
 class SymmetricWorld:
@@ -69,7 +65,7 @@ class SymmetricWorld:
         self._watcher = WaitWatcher(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
         self.busy = False
         self.side = SideStream(provider.device)
-        self.pending: Pending | None = None
+        self.pending: PendingCall | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)

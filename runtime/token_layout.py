@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import math
 import operator
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -21,6 +20,7 @@ from ..kernels.pointers import uploaded
 from ..kernels.route_tokens import MOST_SLOTS
 from ..kernels.rows import PAYLOADS
 from ..planner.splits import SPLITS
+from .environment import poison_asked_for
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -216,18 +216,6 @@ def fill_of(zero_rows: bool | None) -> float | None:
     if zero_rows is None:
         return None
     return 0.0 if zero_rows else math.nan if poison_asked_for() else None
-
-
-def poison_asked_for() -> bool:
-    """Whether SHARDWEAVE_POISON_ROWS asks for NaN in rows that would not be initialised.
-
-    Raises:
-        ArgumentError: it is neither 0 nor 1.
-    """
-    text = os.environ.get("SHARDWEAVE_POISON_ROWS")
-    if text and text not in ("0", "1"):
-        raise ArgumentError(f"SHARDWEAVE_POISON_ROWS: {text!r}; allowed: 0, 1")
-    return text == "1"
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

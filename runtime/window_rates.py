@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..kernels import Boxes, copy_boxes, copy_table
-from .lowering import Rates
+from .capabilities import Rates
 from .symmetric_world import SymmetricWorld
 
 _MOST = 64 << 20  # bytes of a trial

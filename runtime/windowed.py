@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,19 +11,9 @@ from ..planner import Program, Step
 from .bound_step import BoundStep, Run, Terms, World
 from .copies import Copies, Move, contiguous_strides, packed
 from .lowering import Lowering, window_bytes, window_members
-from .windows import Use, Window
+from .windows import Window, WindowedWorld
 
 _PULLS = 1 << 15  # above the numbers of steps in a token
-
-
-class WindowedWorld(Protocol):
-    """What such a step asks of its world."""
-
-    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window: ...
-
-    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None: ...
-
-    def check(self) -> None: ...
 
 
 class Place(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -98,3 +98,13 @@ class Window:
 def channel_name(channel: int) -> tuple[int, str]:
     """The number of the window that a channel belongs to, and what the channel tells."""
     return channel // len(_CHANNELS), _CHANNELS[channel % len(_CHANNELS)]
+
+
+class WindowedWorld(Protocol):
+    """A world whose ranks meet on the device, through windows of their group."""
+
+    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window: ...
+
+    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None: ...
+
+    def check(self) -> None: ...

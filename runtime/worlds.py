@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, UnsupportedError
+from .capabilities import BACKENDS
 from .choosing import check_name, choose_world
 from .collective import CollectiveWorld
+from .environment import pretended_node_size, timeout_asked_for, world_asked_for
 from .group_caches import at_end_of_group, forget_dead_groups
-from .lowering import BACKENDS
 from .mixed import InsideNodes, MixedWorld
 from .rendezvous import Rendezvous, settings
 from .shared_memory import SharedMemoryWorld, machine_name, why_not_here
@@ -26,7 +27,6 @@ from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symme
 from .symmetric_world import SymmetricWorld
 
 AnyWorld = SharedMemoryWorld | CollectiveWorld | MixedWorld | SymmetricWorld
-_LONGEST_TIMEOUT = 366 * 86400.0
 _GRACE = 2.0  # seconds, for peers that have not begun yet what this rank has when it destroys the group
 
 
@@ -75,7 +75,7 @@ class Worlds:
 
     def why_not_backend(self, device_type: str, asked: str | None) -> str | None:
         """Why the group cannot carry programs on devices of a type in the world asked for, or None."""
-        if (asked or _asked_by_environment()) == "symmetric":
+        if (asked or world_asked_for()) == "symmetric":
             # Not through the group's backend, unless there are nodes: that is seen when the world is chosen.
             return "world size 1" if self.size == 1 else None
         if device_type not in self._obstacles:
@@ -106,7 +106,7 @@ class Worlds:
             ArgumentError: an unknown world.
             UnsupportedError: the world asked for cannot carry these ranks.
         """
-        asked = asked or _asked_by_environment()
+        asked = asked or world_asked_for()
         check_name(asked)
         key = (ranks, str(device) if asked == "symmetric" else device.type, asked)
         found = self._chosen.get(key)
@@ -196,42 +196,6 @@ def why_no_memory(device: torch.device, asked: str | None) -> str | None:
     if device.type == "cpu":
         return why_not_here()
     return why_no_symmetric_memory(device) if asked == "symmetric" else f"tensors are on {device.type}"
-
-
-def _asked_by_environment() -> str | None:
-    return os.environ.get("SHARDWEAVE_WORLD") or None
-
-
-def timeout_asked_for() -> float | None:
-    """Seconds that SHARDWEAVE_TIMEOUT gives any wait for another rank; None where it is not set.
-
-    Raises:
-        ArgumentError: it is no positive number of seconds.
-    """
-    text = os.environ.get("SHARDWEAVE_TIMEOUT")
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= _LONGEST_TIMEOUT:
-        raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0, a year at most")
-    return seconds
-
-
-def pretended_node_size() -> int | None:
-    """Consecutive ranks of which SHARDWEAVE_NODE_SIZE says that they alone share memory; None where it is not set.
-
-    Raises:
-        ArgumentError: it is no whole number above 0.
-    """
-    text = os.environ.get("SHARDWEAVE_NODE_SIZE")
-    if not text:
-        return None
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise ArgumentError(f"SHARDWEAVE_NODE_SIZE: {text!r}; allowed: a whole number of ranks above 0")
-    return int(text)
 
 
 def _timeout(group: Any) -> float:

@@ -8,8 +8,9 @@ import math
 
 from ...errors import ArgumentError, shown
 from ...planner import Mesh, Program, draw, plan
+from ...runtime.capabilities import WindowPolicy
 from ...runtime.choosing import NAMES
-from ...runtime.lowering import AssumedWorld, WindowPolicy, explain_on
+from ...runtime.lowering import AssumedWorld, explain_on
 from ..writable import check_writable
 from .shared import TOPOLOGIES, dtype, file_of, topology, whole_number
 

@@ -16,8 +16,8 @@ import pytest
 import shardweave
 from shardweave import ArgumentError, Layout, Link, Mesh, Topology
 from shardweave.__main__ import main
-from shardweave.bench.calibrate import predicted_us, topology_of
-from shardweave.bench.link_fit import Local, Sample, fit_line, fit_link, fit_local
+from shardweave.bench.calibrate import predicted_us
+from shardweave.bench.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
 from shardweave.bench.link_times import node_size_of, sizes_up_to
 from shardweave.planner.cost import price
 from shardweave.planner.exchange import Change

@@ -19,8 +19,8 @@ import torch
 
 from shardweave.__main__ import main
 from shardweave.bench import gpu_machine, gpu_targets, gpu_tests, gpu_timing, machine, markdown, outcomes
-from shardweave.bench.gpu_targets import Bench
-from shardweave.bench.kernel_cases import cases, rotation
+from shardweave.bench.gpu_bench import Bench
+from shardweave.bench.kernel_cases import Case, cases, rotation
 from shardweave.bench.result_file import read
 from shardweave.bench.target_rows import NO_FIGURE, Row, as_markdown, as_results
 
@@ -74,7 +74,7 @@ def test_wrong_results_are_never_timed() -> None:
     assert not right()  # before the call the target is poisoned
     call()
     assert right()
-    wrong = gpu_targets.Case(case.name, 0.9, case.moved, lambda: (lambda: None, lambda: False))
+    wrong = Case(case.name, 0.9, case.moved, lambda: (lambda: None, lambda: False))
     row = Row(case.name, "of the ceiling", 0.9, True)
     bench.measure(row, lambda row: bench.kernel(wrong, row))
     assert row.value is None and row.note == "not measured: AssertionError: the result is wrong" and row.met is None

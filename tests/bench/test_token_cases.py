@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from shardweave.bench import token_cases, token_rivals
-from shardweave.bench.gpu_targets import Bench
+from shardweave.bench.gpu_bench import Bench
 from shardweave.bench.gpu_timing import Times
 from shardweave.bench.other_libraries import INSTALL, why_absent
 from shardweave.bench.target_rows import Row, as_markdown
-from shardweave.bench.token_cases import Shape, VirtualRank, beside, verified
+from shardweave.bench.token_cases import Shape, VirtualRank, verified
 from shardweave.bench.token_rivals import Rival
+from shardweave.bench.token_rows import beside
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from test_simulate import integers, oracle
 import shardweave
 from shardweave.kernels.pointers import AddressTables, PreparedLaunch
 from shardweave.runtime.copies import Copies
-from shardweave.runtime.in_process import InProcessWorld, bind_in_process
+from shardweave.runtime.in_process import InProcessWorld
+from shardweave.runtime.simulate import bind_in_process
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -19,7 +19,8 @@ from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime import copies, lowering
-from shardweave.runtime.lowering import BACKENDS, AssumedWorld, explain_on, lower
+from shardweave.runtime.capabilities import BACKENDS
+from shardweave.runtime.lowering import AssumedWorld, explain_on, lower
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 MESH = Mesh((2, 2))

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
 from shardweave.kernels.signal import polls_within
-from shardweave.runtime.lowering import Rates
+from shardweave.runtime.capabilities import Rates
 from shardweave.runtime.streams import SideStream
 from shardweave.runtime.symmetric_world import SymmetricWorld
 from shardweave.runtime.windows import pad_bytes, window_size

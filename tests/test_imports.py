@@ -1,0 +1,61 @@
+"""No file of the package imports itself by way of others, also not inside of functions or for type checkers alone."""
+
+from __future__ import annotations
+
+import pytest
+
+grimp = pytest.importorskip("grimp", reason="grimp is not installed; it comes with import-linter")
+pytestmark = pytest.mark.plan
+
+METHODS = [
+    ("shardweave.planner.program", "shardweave.planner.drawing"),
+    ("shardweave.planner.program", "shardweave.planner.explanation"),
+    ("shardweave.planner.program", "shardweave.planner.reading"),
+    ("shardweave.planner.program", "shardweave.planner.serialisation"),
+]
+"""What methods of Program import when they are called: modules that are written in terms of Program."""
+
+
+def cycles(graph: grimp.ImportGraph) -> list[list[str]]:
+    """The modules that import each other, by way of others or not: strongly connected components, by Tarjan."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        index[module] = lowest[module] = len(index)
+        path.append(module)
+        for other in sorted(graph.find_modules_directly_imported_by(module)):
+            if other not in index:
+                visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == index[module]:
+            at = path.index(module)
+            if len(path) > at + 1:
+                found.append(sorted(path[at:]))
+            del path[at:]
+
+    for module in sorted(graph.modules):
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_cycles_of_a_graph_that_has_some() -> None:
+    graph = grimp.ImportGraph()
+    edges = ["ab", "bc", "ca", "cd", "de", "ed", "ef", "gf"]
+    for importer, imported in edges:
+        graph.add_module(importer)
+        graph.add_module(imported)
+        graph.add_import(importer=importer, imported=imported)
+    assert sorted(cycles(graph)) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    graph = grimp.build_graph("shardweave", cache_dir=None)
+    for importer, imported in METHODS:
+        assert graph.direct_import_exists(importer=importer, imported=imported), "an exception that nobody needs"
+        graph.remove_import(importer=importer, imported=imported)
+    assert cycles(graph) == []
