@@ -26,7 +26,7 @@ TERMS = 4
 @pytest.fixture
 def few_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Answers that are kept would be of other terms."""
-    kept = (MODULE._plan, MODULE._routed, MODULE._cost)
+    kept = (MODULE._planner, MODULE._kept_program, MODULE._routed, MODULE._cost)
     for answers in kept:
         answers.cache_clear()
     monkeypatch.setattr(stages, "MOST_TERMS", TERMS)
