@@ -187,11 +187,6 @@ def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.slug(about["device"]) == "nvidia-h200"
 
 
-def test_what_cannot_be_asked_is_unknown() -> None:
-    assert machine.said("no-such-command-anywhere") == "unknown"
-    assert machine.said(sys.executable, "-c", "raise SystemExit(1)") == "unknown"
-
-
 def test_a_report_says_what_is_met() -> None:
     detail = {"microseconds": 123.4, "gigabytes_per_s": 4000.0, "ceiling_gigabytes_per_s": 4300.0}
     kind = {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from shardweave.bench import replay, replay_cases
-from shardweave.bench.machine import available_memory
 from shardweave.bench.replay_cases import check_memory, distinct
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
@@ -116,16 +114,3 @@ def test_fsdp_tensors_stay_even_when_scaled() -> None:
     assert (first.collective, first.scaled().shape) == ("all_reduce", (378,)), "377, and what divides by 3"
     assert (second.collective, second.scaled().shape) == (None, (377,))
     assert first.ranks == 6
-
-
-@pytest.mark.plan
-def test_the_memory_there_is(tmp_path: Path) -> None:
-    meminfo, limits = tmp_path / "meminfo", tmp_path / "cgroup"
-    assert 0 < available_memory(tmp_path / "none", limits) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   700 kB\n")
-    assert available_memory(meminfo, limits) == 700 << 10
-    limits.mkdir()
-    (limits / "memory.max").write_text("max\n")
-    assert available_memory(meminfo, limits) == 700 << 10
-    (limits / "memory.max").write_text(f"{300 << 10}\n")
-    assert available_memory(meminfo, limits) == 300 << 10
