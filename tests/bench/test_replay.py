@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -246,30 +245,6 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
             replay.run([trace], Options(json_path=path))
     with pytest.raises(ArgumentError, match="rank 0 more than once"):
         replay.run([trace, trace], Options())
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, ""),
-        ({"most": 2}, ", 7 left out by --most 2"),
-        ({"only": "a.py:2"}, ", 8 left out by --only 'a.py:2'"),
-        ({"only": "a.py", "most": 1}, ", 8 left out by --only 'a.py' and --most 1"),
-    ],
-)
-def test_how_many_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
-) -> None:
-    trace, found = tmp_path / "trace.json", []
-    trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())
-
-    def run(trace: Trace, cases: list, left_out: str, *_: object) -> tuple[dict, bool]:
-        found.append(left_out)
-        return {}, False
-
-    monkeypatch.setattr(replay, "_run", run)
-    assert replay.run([trace], Options(**options)) == 0 and found == [says]
 
 
 @pytest.mark.plan

@@ -55,13 +55,6 @@ def test_calls_are_of_one_rank() -> None:
 
 
 @pytest.mark.plan
-def test_what_was_traced_is_said_where_it_is() -> None:
-    entry = Entry(GRID, None, (8, 4), "float32", "S0 R", "R R", "a.py:1 f", traced=True)
-    (case,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(1, 64)}))
-    assert case.wheres == ("a.py:1 f, traced",)
-
-
-@pytest.mark.plan
 def test_what_is_too_large_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
@@ -73,7 +66,7 @@ def test_what_is_too_large_is_refused_before_ranks_start(
     trace.write_text(Trace("2.13.0", 4, (0,), {large: Cost(1, 1 << 29), small: Cost(1, 144)}).to_json())
     # 4 ranks: 3 quarters each of a source of 1002 MiB, two of which take turns; 10 halves of a target.
     needed = 128256 * 4096 * 2 * (3 + 20)
-    monkeypatch.setattr(replay, "Ranks", lambda *_: pytest.fail("ranks are started"))
+    monkeypatch.setattr(replay, "run_ranks", lambda *_: pytest.fail("ranks are started"))
     monkeypatch.setattr(replay, "last_level_cache", lambda: 1)
     monkeypatch.setattr(replay_cases, "available_memory", lambda: needed - 1)
     assert main(["replay", str(trace)]) == 2
