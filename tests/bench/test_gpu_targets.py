@@ -273,7 +273,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pat
 def test_outcomes_of_a_run_that_was_killed_as_it_wrote(tmp_path: Path) -> None:
     lines = [["a", "started"], ["a", "passed"], ["a", "error"], ["a", "finished"], ["b", "started"], ["c.py", "error"]]
     file = tmp_path / "outcomes"
-    file.write_text("\n".join(map(json.dumps, lines)) + '\n["b", "pas')
+    file.write_text("\n".join(json.dumps([*line, ""]) for line in lines) + '\n["b", "pas')
     want = {"tests": 1, "failures": 0, "errors": 2, "skipped": 0, "failed": ["a", "c.py"], "running": ["b"]}
     assert outcomes.summary(file) == want
     assert not any(outcomes.summary(tmp_path / "nothing").values())
