@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shardweave.__main__ import main
-from shardweave.bench import gpu_machine, gpu_targets, gpu_tests, gpu_timing, machine, markdown, outcomes
+from shardweave.bench import gpu_targets, gpu_tests, gpu_timing, markdown, outcomes
 from shardweave.bench.gpu_targets import Bench
 from shardweave.bench.kernel_cases import cases, rotation
 from shardweave.bench.result_file import read
@@ -168,23 +168,6 @@ def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
     order.clear()
     gpu_timing.HostTimer(rounds=1, least_seconds=1e-3).time_in_turns({"one": sides["one"]})
     assert len(order) > 10  # a round is as long as it has to be
-
-
-def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(
-        name="NVIDIA H200", multi_processor_count=132, total_memory=150 << 30, L2_cache_size=60 << 20
-    )
-    said = {"driver": "580.1", "clocks": "1980 MHz, 1980 MHz, 3201 MHz, 3201 MHz, 700.00 W"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        gpu_machine, "said", lambda *command: said["driver" if "driver" in " ".join(command) else "clocks"]
-    )
-    about = gpu_machine.gpu_machine(torch.device("cuda", 0))
-    assert (about["sms"], about["l2_mib"], about["device_memory_gib"], about["driver"]) == (132, 60, 150, "580.1")
-    assert about["clocks"]["clocks.max.sm"] == "1980 MHz" and about["clocks"]["power.limit"] == "700.00 W"
-    assert about.items() >= machine.machine().items(), "and all that is said of any machine"
-    assert machine.slug(about["device"]) == "nvidia-h200"
 
 
 def test_a_report_says_what_is_met() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -281,12 +280,3 @@ def test_on_gpus(tmp_path: Path, world: str) -> None:
     for one in json.loads(out.read_text())["redistributions"]:
         assert not one["faults"] and one["shardweave_s"] > 0
         assert world == "symmetric" or one["torch_s"] > 0
-
-
-@pytest.mark.plan
-def test_a_script_that_is_not_there(capfd: pytest.CaptureFixture) -> None:
-    from shardweave.__main__ import main
-
-    assert main(["record", "missing.py"]) == 2
-    assert "script: 'missing.py' is no file" in capfd.readouterr().err
-    assert not os.path.exists("trace.json")
