@@ -255,7 +255,8 @@ def _show(
     for name, of_world in results.items():
         for one in of_world:
             for fault in one["faults"]:
-                console.print(f"wrong ({name}): {one['name']}, {fault}", style="yellow" if one["equal"] else "red")
+                who = "torch is wrong" if fault.startswith("torch, ") else "shardweave is wrong"
+                console.print(f"{who} ({name}) {one['name']}, {fault.removeprefix('torch, ')}", markup=False)
     for name, reason in skipped.items():
         console.print(f"skipped: {name}: {reason}")
     failed = not all(one["equal"] for one in (*shared, *collective))

@@ -18,7 +18,7 @@ from shardweave.planner import Mesh
 from shardweave.runtime.choosing import NAMES
 from shardweave.runtime.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
 
-GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[3, 1])
+GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[1, 3])
 ENTRIES = {
     Entry(GRID, None, (8, 130), "float32", "S0 S1", "S1 S0", "a.py:1 f"): Cost(3, 100),
     Entry(GRID, None, (8, 130), "float32", "S0 S1", "S1 S0", "a.py:9 g, backward"): Cost(2, 100),
