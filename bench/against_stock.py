@@ -1,35 +1,29 @@
 """One redistribution done by stock DTensor and by shardweave in the same ranks: first checked, then timed in turns.
 
 What is right is taken from neither: a rank's part is cut from the whole tensor as `torch.chunk` cuts, and a partial
-source is summed in float64. Runs in every rank; `report.py` puts the ranks' results together.
+source is summed in float64.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
 import shardweave
 
-from .ranks import Send
-from .turns import time_sides
-from .workloads import Workload, load_workloads
+from .workloads import Workload
 
 ROUNDS = 7
-
 _TOKEN = re.compile(r"(?P<kind>R|P|S(?P<dim>\d+)(/(?P<factor>\d+))?)")
-Call = Callable[[], DTensor]
 
 
 class Unsuitable(ValueError):
@@ -178,65 +172,17 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
 
-def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """A rank of the demo: every workload through every named world of shardweave."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
-    sizes = mesh_for(size)
-    meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    workloads = [workload for workload in load_workloads() if config["only"] in workload.name]
-    for world in config["worlds"]:
-        for workload in workloads:
-            names = workload.mesh_names
-            if names not in meshes:
-                meshes[names] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-            try:
-                case = Case(workload, meshes[names])
-            except Unsuitable as reason:
-                send({"kind": "skipped", "world": world, "name": workload.name, "reason": str(reason)})
-                continue
-            send({"kind": "case", "world": world, "name": case.name, **_compare(case, meshes[names], world, config)})
-
-
-def _compare(case: Case, mesh: DeviceMesh, world: str, config: dict[str, Any]) -> dict[str, Any]:
-    program = shardweave.plan(
-        mesh, case.shape, str(case.dtype).removeprefix("torch."), case.source_text, case.target_text
-    )
-
-    def stock() -> DTensor:
-        return case.source.redistribute(placements=case.placements)
-
-    def ours() -> DTensor:
-        return shardweave.redistribute(case.source, case.placements, world=world)
-
-    with CommDebugMode() as issued:
-        theirs = stock().to_local()
-    mine = ours().to_local()
-    result = {
-        "source": case.source_text,
-        "target": case.target_text,
-        "mesh": list(mesh.shape),
-        "mesh_names": list(mesh.mesh_dim_names or ()),
-        "shape": list(case.shape),
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "stock_plan": {str(op).rpartition(".")[2]: count for op, count in issued.get_comm_counts().items() if count},
-        "plan": [f"{step.kind}, {step.reduce}" if step.reduce else step.kind for step in program.steps],
-        "bytes_received": list(program.bytes_received),
-        "bytes_bound": None if program.bytes_bound is None else list(program.bytes_bound),
-        "fault": case.fault(mine, pairwise=False),
-        "stock_fault": case.fault(theirs, pairwise=True),
-        "box": str([(part.start, part.stop) for part in case.box]),
-        "digest": digest(mine),
-    }
-    del theirs, mine
-    result["seconds"] = time_in_turns(stock, ours, max(program.bytes_received), config["rounds"])
-    return result
-
-
-def time_in_turns(
-    stock: Callable[[], Any], ours: Callable[[], Any], most_received: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds a call on this rank, one figure a round: stock, ours, and a bare copy of the bytes that must move."""
-    source = torch.ones(most_received, dtype=torch.uint8)
-    target = torch.zeros(most_received, dtype=torch.uint8)
-    sides = {"stock": stock, "ours": ours, "copy": lambda: target.copy_(source)}
-    return time_sides(sides, rounds, {"copy": 1})
+def faults_of(by_rank: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """What is wrong with each contender's outputs, from what each rank has found: "faults" and "digests" by contender,
+    and the "box" that it holds."""
+    found: dict[str, list[str]] = {}
+    for rank, one in enumerate(by_rank):
+        for contender, fault in one["faults"].items():
+            found.setdefault(contender, []).append(f"rank {rank}: {fault}")
+    for contender in by_rank[0]["digests"]:
+        by_box: dict[str, set[str]] = {}
+        for one in by_rank:
+            by_box.setdefault(one["box"], set()).add(one["digests"][contender])
+        if any(len(digests) > 1 for digests in by_box.values()):
+            found.setdefault(contender, []).append("replicas differ")
+    return found

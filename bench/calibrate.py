@@ -20,9 +20,10 @@ from rich.table import Table
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
 from ..runtime.choosing import NAMES
+from .gathering import supervise
 from .link_fit import Sample, samples_of, topology_of
 from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
-from .ranks import Ranks, RanksFailed, timeout_seconds
+from .ranks import RanksFailed, timeout_seconds
 from .writable import check_writable
 
 LARGEST = 32 << 20
@@ -80,14 +81,9 @@ def _run_local(size: int, config: dict[str, Any], out: Path | None, name: str | 
         console.print(f"measured: {measured['kind']}")
         found.append(measured)
 
-    def output(rank: int, line: str) -> None:
-        if line.strip() and not line.startswith("[Gloo]"):
-            console.print(f"rank {rank}: {line}", markup=False)
-
     console.print(f"{size} ranks on {os.cpu_count()} cores, torch {torch.__version__}, one thread each.")
     try:
-        with Ranks(rank_main, size, config) as children:
-            children.supervise(message, output)
+        supervise(rank_main, size, config, message)
     except RanksFailed as failure:
         print(f"error: the calibration ends: {failure}", file=sys.stderr)
         return 1

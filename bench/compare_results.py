@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.markup import escape
 
 from ..errors import ArgumentError
 from .machine import kind
 from .result_file import Results, Row, read
+from .terminal import console_of_tables, table
 
 THRESHOLD = 0.10
 RESAMPLED = 4000
@@ -96,8 +98,8 @@ def compare(before: Results, after: Results, threshold: float = THRESHOLD, subse
     lacking = [] if subset or before.scale != after.scale else _lacking(missing, after)
     return Comparison(
         tuple(rows),
-        tuple(_named(row) for row in missing),
-        tuple(_named(row) for row in after.rows if row.key not in both),
+        tuple(named(row) for row in missing),
+        tuple(named(row) for row in after.rows if row.key not in both),
         slower_machine,
         faster_machine,
         threshold,
@@ -113,7 +115,7 @@ def _lacking(missing: Sequence[Row], after: Results) -> Iterator[str]:
     absent = {(one.suite, one.case, one.contender): f": {one.why}" for one in after.absent}
     for row in missing:
         if row.is_ours and row.suite in suites and row.key not in faults:
-            yield _named(row) + absent.get(row.key, "")
+            yield named(row) + absent.get(row.key, "")
 
 
 def _verdict(a: Row, b: Row, low: float, high: float, drift: tuple[float, float], threshold: float) -> str:
@@ -170,13 +172,13 @@ def _drift(yardsticks: Sequence[float]) -> tuple[float, float]:
     return max(1.0, float(high)), min(1.0, float(low))
 
 
-def _named(row: Row) -> str:
+def named(row: Row) -> str:
     return f"{row.suite}: {row.case}: {row.contender}"
 
 
 def _notes(before: Results, after: Results, yardsticks: int) -> list[str]:
     notes = []
-    kinds = [kind(results.machine) for results in (before, after)]  # type: ignore[arg-type]
+    kinds = [kind(results.machine) for results in (before, after)]
     if kinds[0] != kinds[1]:
         notes.append(f"The machines are not of one kind: {kinds[0]} and {kinds[1]}. Ratios say little of the code.")
     for name in ("torch", "triton", "python"):
@@ -192,22 +194,12 @@ def _notes(before: Results, after: Results, yardsticks: int) -> list[str]:
     return notes
 
 
-def lasting_regressions(first: Comparison, again: Comparison) -> list[str]:
-    """Those of the first comparison that the second, of cases measured anew, has too or has no figures of."""
-    figures = {one.row.key: one for one in again.rows}
-    lasting = []
-    for one in first.regressions:
-        second = figures.get(one.row.key)
-        if second is None or second.verdict == "slower":
-            lasting.append(f"{_named(one.row)}: {one.ratio:.2f}" + ("" if second is None else f", {second.ratio:.2f}"))
-    return lasting
-
-
 def show(comparison: Comparison) -> int:
     """Print it; 1 where something of ours has regressed or is missing, something of B is wrong, or nothing could be
     compared."""
-    _print_table(comparison)
     c = comparison
+    heads = ("case", "contender", ""), ("A", "B", "unit", "B ÷ A", "interval")
+    console_of_tables().print(table(None, *heads, [_cells(one) for one in c.rows]))
     print(
         f"\nRatios are B ÷ A, with the interval of 95 of 100 resamplings. Others' rows: the machine was "
         f"{c.slower_machine:.2f} times as slow (ninth decile), {c.faster_machine:.2f} times (first decile).\n"
@@ -225,48 +217,17 @@ def show(comparison: Comparison) -> int:
         print("Nothing is in both files: nothing was compared.")
         return 1
     for one in c.regressions:
-        print(f"REGRESSED: {_named(one.row)}: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})")
+        print(f"REGRESSED: {named(one.row)}: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})")
     if not c.regressions:
         print(f"No regression beyond noise in {sum(one.row.is_ours for one in c.rows)} rows of ours.")
     return int(bool(c.regressions or c.failures))
 
 
-def _cells(one: Compared) -> tuple[str, ...]:
-    return (
-        f"{one.row.suite}: {one.row.case}",
-        one.row.contender,
-        f"{one.before.median:.4g}",
-        f"{one.row.median:.4g}",
-        one.row.unit,
-        f"{one.ratio:.2f}",
-        f"{one.low:.2f} to {one.high:.2f}",
-        one.verdict,
-    )
-
-
-_COLUMNS = ("case", "contender", "A", "B", "unit", "B ÷ A", "interval", "")
-
-
-def _print_table(comparison: Comparison) -> None:
-    """By rich where it is installed, else as Markdown."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        print(f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}")
-        for one in comparison.rows:
-            print(f"| {' | '.join(_cells(one))} |")
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    view = Table(header_style="bold", show_edge=False, pad_edge=False)
-    for name in _COLUMNS:
-        view.add_column(name, overflow="fold", justify="right" if name in ("A", "B", "B ÷ A") else "left")
-    for one in comparison.rows:
-        style = {"slower": "red", "faster": "green"}.get(one.verdict)
-        view.add_row(*_cells(one), style=style)
-    console.print(view)
+def _cells(one: Compared) -> list[str]:
+    a, b = one.before, one.row
+    found = (f"{b.suite}: {b.case}", b.contender, one.verdict, f"{a.median:.4g}", f"{b.median:.4g}", b.unit,
+             f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}")  # fmt: skip
+    return [escape(cell) for cell in found]
 
 
 def run(before: Path, after: Path, threshold: float) -> int:

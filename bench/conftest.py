@@ -3,31 +3,31 @@
 What is timed is timed where it runs: by every rank, in turns with the others' ways, of which a round is the slowest
 rank's. From here, through a pipe to the ranks, a call of 20 µs could not be seen. pytest-benchmark is given the rounds
 as they were measured: its timer is one that goes on by what the ranks measured, and all that it does with times
-(tables, `--benchmark-json`, `--benchmark-compare`) is of those.
+(tables, storage, `--benchmark-compare`) is of those. Its JSON gets the machine, and what was not measured.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardweave.bench.machine import machine, now
 from shardweave.bench.measuring import Found, measured, suite
-from shardweave.bench.run import written
+from shardweave.bench.result_file import Missing, Results
 from shardweave.bench.suites import SCALES
 
-_SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _PLAIN = str.maketrans({"×": "x", "→": "->", "÷": "/"})  # pytest writes codes for letters that are not ASCII
-_PLAYED = [0.0]
+_CLOCK = [0.0]
 _FOUND = pytest.StashKey[dict[str, Found]]()
 
 
 def measured_time() -> float:
     """A clock for pytest-benchmark."""
-    return _PLAYED[0]
+    return _CLOCK[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--quick", action="store_const", const="quick", dest="scale", help="the same as --scale quick")
     group.addoption("--match", default="", metavar="TEXT", help="only the cases with this in their name")
     group.addoption("--cases", type=Path, metavar="FILE", help="only these: JSON, the names of cases of each suite")
-    group.addoption("--results", type=Path, metavar="FILE", help="what was measured, in the form that compare reads")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,37 +81,39 @@ def found(request: pytest.FixtureRequest) -> Found:
 
 
 @pytest.fixture
-def record(request: pytest.FixtureRequest, found: Found, case: str, contender: str) -> Iterator[Callable[[], None]]:
+def record(request: pytest.FixtureRequest, found: Found, case: str, contender: str) -> Callable[[], None]:
     """Plays what one contender took on one case to pytest-benchmark; fails where its result was wrong."""
 
     def play() -> None:
         key = case, contender
-        if key in found.faults:
-            pytest.fail(found.faults[key], pytrace=False)
         if key in found.absent:
             pytest.skip(found.absent[key])
         if key not in found.rows:
             if found.failed is None:
-                found.faults[key] = "nothing was measured"
-            pytest.fail(found.failed or found.faults[key], pytrace=False)
-        row = found.rows[key]
-        if row.unit not in _SECONDS:
-            return  # counted, not timed
-        left = iter(row.samples)
+                found.faults.setdefault(key, "nothing was measured")
+            pytest.fail(found.faults.get(key) or found.failed or "", pytrace=False)
+        left = iter(found.rows[key].seconds)
+        benchmark = request.getfixturevalue("benchmark")  # which warns where it is not used
+        benchmark.extra_info.update(found.rows[key].extra_info)
+
+        def begin() -> None:
+            _CLOCK[0] = 0.0
 
         def go_on() -> None:
-            _PLAYED[0] += next(left) * _SECONDS[row.unit]
+            _CLOCK[0] = next(left)
 
-        benchmark = request.getfixturevalue("benchmark")
-        benchmark.extra_info.update({k: v for k, v in row.to_dict().items() if k not in ("samples", "case", "suite")})
-        benchmark.pedantic(go_on, rounds=len(row.samples), iterations=1)
+        benchmark.pedantic(go_on, setup=begin, rounds=len(found.rows[key].samples), iterations=1)
 
-    yield play
+    return play
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path, of_suites = session.config.getoption("results", default=None), session.config.stash.get(_FOUND, {})
-    if path is not None and of_suites:
-        command, option = " ".join(["pytest", *session.config.invocation_params.args]), session.config.getoption
-        match = option("match") or option("keyword")
-        written(of_suites, option("scale"), command, match).write(path, "--results")
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
+    """What results have besides rows."""
+    del benchmarks
+    of_suites, option = config.stash[_FOUND], config.getoption
+    absent = (Missing(s, *key, why) for s, found in of_suites.items() for key, why in found.absent.items())
+    faults = (Missing(s, *key, why) for s, found in of_suites.items() for key, why in found.gone_wrong().items())
+    command = " ".join(["pytest", *map(str, config.invocation_params.args)])
+    match = option("match") or option("keyword")
+    output_json |= Results(now(), command, option("scale"), machine(), (), (*absent,), (*faults,), match).head()

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import shardweave
 
 from ..errors import ArgumentError, shown
 from ..runtime.environment import pretended_node_size
-from .against_stock import ROUNDS, mesh_for, moves, rank_main
-from .demo_report import Result, show_results, summary, summary_line
+from .against_stock import ROUNDS, Case, Unsuitable, digest, faults_of, mesh_for, moves
+from .gathering import run_ranks
 from .machine import provenance
 from .markdown import provenance_lines
-from .ranks import Ranks, RanksFailed, timeout_seconds
-from .terminal import console_of_tables
-from .turns import KEPT
+from .ranks import RanksFailed, Send, timeout_seconds
+from .terminal import console_of_tables, progress_on, table
+from .turns import KEPT, slowest, time_sides
 from .workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from .writable import check_writable
+
+_LEAST_RATIO, _MOST_OF_A_COPY = 3.0, 1.5
+_ENDINGS = ("_into_tensor", "_tensor", "_single", "_coalesced")
+Result = dict[str, Any]
 
 
 def run(ranks: int, only: str, json_path: Path | None) -> int:
@@ -35,32 +45,29 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     console = console_of_tables()
     # On nodes that SHARDWEAVE_NODE_SIZE pretends no memory reaches all ranks.
     worlds = ("mixed" if pretended_node_size() else "shared_memory", "collective")
-    gathered = _Gathered(ranks, worlds)
-    config = {"worlds": list(worlds), "rounds": ROUNDS, "only": only}
     cases = _check_cases(ranks, only)
     check_writable("--json", json_path)
+    timeout_seconds()
     console.print(_heading(ranks))
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
+    progress = progress_on(console)
     task = progress.add_task("starting", total=len(worlds) * cases)
+    results: dict[str, list[Result]] = {world: [] for world in worlds}
+    skipped: dict[str, str] = {}
 
-    def message(rank: int, found: dict[str, Any]) -> None:
-        if gathered.add(rank, found):
-            progress.update(task, advance=1, description=f"{found['world']}: {found['name']}")
-
-    def output(rank: int, line: str) -> None:
-        if line.strip() and not line.startswith("[Gloo]"):
-            progress.console.print(f"rank {rank}: {line}", markup=False)
+    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
+        first = by_rank[0]
+        if "unsuitable" in first:
+            skipped[first["name"]] = first["unsuitable"]
+        else:
+            results[first["world"]].append(result_of(by_rank))
+        progress.update(task, advance=1, description=case)
 
     try:
-        # The bar has a thread, so the ranks are forked before it starts.
-        with Ranks(rank_main, ranks, config) as children, progress:
-            children.supervise(message, output)
+        run_ranks(rank_main, ranks, {"worlds": worlds, "only": only}, together, progress=progress)
     except RanksFailed as failure:
         print(f"error: the demo ends: {failure}", file=sys.stderr)
         return 1
-    return _show(console, ranks, gathered, json_path)
+    return _show(console, ranks, results, skipped, json_path)
 
 
 def _check_cases(ranks: int, only: str) -> int:
@@ -83,27 +90,110 @@ def _check_cases(ranks: int, only: str) -> int:
     return len(asked)
 
 
-class _Gathered:
-    """Messages by case, until every rank has sent its own."""
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    """Every workload through every named world of shardweave."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
+    meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    for world in config["worlds"]:
+        for workload in load_workloads():
+            if config["only"] not in workload.name:
+                continue
+            names = workload.mesh_names
+            if names not in meshes:
+                meshes[names] = init_device_mesh("cpu", mesh_for(size), mesh_dim_names=names)
+            about = {"case": f"{world}: {workload.name}", "world": world, "name": workload.name}
+            try:
+                send({**about, **_compared(Case(workload, meshes[names]), meshes[names], world)})
+            except Unsuitable as reason:
+                send({**about, "unsuitable": str(reason)})
 
-    def __init__(self, ranks: int, worlds: Sequence[str]) -> None:
-        self._ranks = ranks
-        self._waiting: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-        self.results: dict[str, list[Result]] = {world: [] for world in worlds}
-        self.skipped: dict[str, str] = {}
 
-    def add(self, rank: int, found: dict[str, Any]) -> bool:
-        """True if that was the last rank of a case."""
-        by_rank = self._waiting.setdefault((found["world"], found["name"]), {})
-        by_rank[rank] = found
-        if len(by_rank) < self._ranks:
-            return False
-        if found["kind"] == "skipped":
-            self.skipped[found["name"]] = found["reason"]
-        else:
-            result = Result.of(found["name"], [by_rank[r] for r in range(self._ranks)])
-            self.results[found["world"]].append(result)
-        return True
+def _compared(case: Case, mesh: DeviceMesh, world: str) -> dict[str, Any]:
+    dtype = str(case.dtype).removeprefix("torch.")
+    program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text)
+    source, target = (torch.full((max(program.bytes_received),), n, dtype=torch.uint8) for n in (1, 0))
+    sides: dict[str, Callable[[], Any]] = {
+        "stock": lambda: case.source.redistribute(placements=case.placements),
+        "ours": lambda: shardweave.redistribute(case.source, case.placements, world=world),
+        "copy": lambda: target.copy_(source),  # of the bytes that have to move
+    }
+    with CommDebugMode() as issued:
+        theirs = sides["stock"]().to_local()
+    mine = sides["ours"]().to_local()
+    faults = {"ours": case.fault(mine, pairwise=False), "stock": case.fault(theirs, pairwise=True)}
+    result = {
+        "source": case.source_text,
+        "target": case.target_text,
+        "mesh": list(mesh.shape),
+        "mesh_names": list(mesh.mesh_dim_names or ()),
+        "shape": list(case.shape),
+        "dtype": dtype,
+        "torch_plan": {str(op).rpartition(".")[2]: count for op, count in issued.get_comm_counts().items() if count},
+        "shardweave_plan": [f"{step.kind}, {step.reduce}" if step.reduce else step.kind for step in program.steps],
+        "bytes_received": list(program.bytes_received),
+        "bytes_bound": None if program.bytes_bound is None else list(program.bytes_bound),
+        "faults": {side: fault for side, fault in faults.items() if fault},
+        "box": str([(part.start, part.stop) for part in case.box]),
+        "digests": {"ours": digest(mine)},
+    }
+    del theirs, mine
+    return {**result, "seconds": time_sides(sides, ROUNDS, {"copy": 1})}
+
+
+def result_of(by_rank: list[dict[str, Any]]) -> Result:
+    """One case on all ranks, as the JSON has it. Times are milliseconds a call: the median over rounds of the slowest
+    rank; where nothing has to move there is nothing to be faster at, and it is not counted."""
+    first, faults = by_rank[0], faults_of(by_rank)
+    seconds = [found["seconds"] for found in by_rank]
+    theirs, ours, copy = (statistics.median(slowest(seconds, side)) * 1e3 for side in ("stock", "ours", "copy"))
+    received, bound = first["bytes_received"], first["bytes_bound"]
+    wrong = faults.get("ours", [])
+    if bound is not None and received != bound:
+        wrong.append(f"receives {received} bytes where {bound} are enough")
+    kept = ("name", "mesh", "mesh_names", "source", "target", "shape", "dtype", "torch_plan", "shardweave_plan")
+    return {
+        **{name: first[name] for name in kept},
+        "torch_ms": theirs,
+        "shardweave_ms": ours,
+        "copy_ms": copy,
+        "ratio": theirs / ours,
+        "counted": any(received if bound is None else bound),
+        "equal": not wrong,
+        "torch_equal": "stock" not in faults,
+        "faults": wrong + [f"torch, {fault}" for fault in faults.get("stock", ())],
+        "bytes_received": received,
+        "bytes_bound": bound,
+    }
+
+
+def _slow(one: Result) -> bool:
+    """Counted, under the least ratio, and not explained by what one bare copy of the bytes costs."""
+    return one["counted"] and one["ratio"] < _LEAST_RATIO and one["shardweave_ms"] > _MOST_OF_A_COPY * one["copy_ms"]
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """Over the counted cases: median, least ratio and its case; those that are too slow."""
+    counted = [one for one in results if one["counted"]]
+    least = min(counted, key=lambda one: one["ratio"], default=None)
+    return {
+        "median_ratio": statistics.median(one["ratio"] for one in counted) if counted else None,
+        "min_ratio": least and least["ratio"],
+        "min_case": least and least["name"],
+        "counted": len(counted),
+        "slow": [one["name"] for one in results if _slow(one)],
+    }
+
+
+def summary_line(results: list[Result]) -> str:
+    found = summary(results)
+    if not found["counted"]:
+        return "nothing has to move between these ranks, so nothing is counted"
+    cases = "case" if found["counted"] == 1 else "cases"
+    line = f"{found['counted']} counted {cases}: median ratio {found['median_ratio']:.1f}, "
+    line += f"least {found['min_ratio']:.1f} ({found['min_case']})"
+    if found["slow"]:
+        line += f"; under {_LEAST_RATIO:g} and over {_MOST_OF_A_COPY:g} copies: {', '.join(found['slow'])}"
+    return line
 
 
 def _heading(ranks: int) -> str:
@@ -116,45 +206,67 @@ def _heading(ranks: int) -> str:
     )
 
 
-def _show(console: Console, ranks: int, gathered: _Gathered, json_path: Path | None) -> int:
-    (world, shared), (_, collective) = gathered.results.items()
+def _cells(one: Result) -> list[str]:
+    """Bytes are those of the rank that receives most."""
+    bound = one["bytes_bound"]
+    return [
+        one["name"],
+        " ".join(f"{name}{size}" for name, size in zip(one["mesh_names"], one["mesh"], strict=True)),
+        f"{one['source']} → {one['target']}",
+        _collectives(one["torch_plan"]) + " [yellow]wrong[/yellow]" * (not one["torch_equal"]),
+        ("; ".join(one["shardweave_plan"]) or "nothing") + " [red]WRONG[/red]" * (not one["equal"]),
+        f"{max(one['bytes_received']) / 1e6:.2f}",
+        "-" if bound is None else f"{max(bound) / 1e6:.2f}",
+        f"{one['torch_ms']:.2f}",
+        f"{one['shardweave_ms']:.3f}",
+        f"{one['copy_ms']:.3f}",
+        f"{one['ratio']:.1f}" if one["counted"] else f"({one['ratio']:.1f})",
+    ]
+
+
+def _collectives(counts: dict[str, int]) -> str:
+    short: Counter[str] = Counter()
+    for name, count in counts.items():
+        for ending in _ENDINGS:
+            name = name.replace(ending, "")
+        short[name] += count
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in short.items()) or "local"
+
+
+def _show(
+    console: Console, ranks: int, results: dict[str, list[Result]], skipped: dict[str, str], json_path: Path | None
+) -> int:
+    (world, shared), (_, collective) = results.items()
     how = "shared memory"
     if world == "mixed":
         how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
     about = provenance()
     console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
-    show_results(console, f"torch on gloo against shardweave's {how}", shared)
-    console.print(f"\n[bold]{summary_line(shared)}[/bold]")
-    console.print("In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n")
-    show_results(console, "torch on gloo against shardweave on gloo: the same transport on both sides", collective)
-    console.print(f"\n[bold]{summary_line(collective)}[/bold]")
-
-    failed = False
-    for name, results in gathered.results.items():
-        for result in results:
-            for fault in result.faults:
-                failed = True
-                console.print(f"[red]shardweave is wrong[/red] ({name}) {result.name}, {fault}")
-            for fault in result.stock_faults:
-                console.print(f"[yellow]torch is wrong[/yellow] {result.name}, {fault}")
-    for name, reason in gathered.skipped.items():
+    texts = ("case", "mesh", "layouts", "torch's plan", "shardweave's plan")
+    figures = ("received\nMB", "bound\nMB", "torch\nms", "shardweave\nms", "bare copy\nms", "ratio")
+    said = "In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n"
+    for title, found in (
+        (f"torch on gloo against shardweave's {how}", shared),
+        ("torch on gloo against shardweave on gloo: the same transport on both sides", collective),
+    ):
+        console.print(table(title, texts, figures, list(map(_cells, found))))
+        console.print(f"\n[bold]{summary_line(found)}[/bold]\n{said}")
+        said = ""
+    for name, of_world in results.items():
+        for one in of_world:
+            for fault in one["faults"]:
+                who = "torch is wrong" if fault.startswith("torch, ") else "shardweave is wrong"
+                console.print(f"{who} ({name}) {one['name']}, {fault.removeprefix('torch, ')}", markup=False)
+    for name, reason in skipped.items():
         console.print(f"skipped: {name}: {reason}")
+    failed = not all(one["equal"] for one in (*shared, *collective))
     if not failed:
         console.print("Every output of shardweave is right: exact, sums within rounding and the same on all replicas.")
     if json_path is not None:
         report = {
-            **about,
-            "ranks": ranks,
-            "mesh": mesh_for(ranks),
-            "rounds": ROUNDS,
-            "kept_calls": KEPT,
-            "timeout_s": timeout_seconds(),
-            **summary(shared),
-            "world": world,
-            "cases": [result.to_dict() for result in shared],
-            "collective": summary(collective),
-            "collective_cases": [result.to_dict() for result in collective],
-            "skipped": gathered.skipped,
-        }
+            **about, "ranks": ranks, "mesh": mesh_for(ranks), "rounds": ROUNDS, "kept_calls": KEPT,
+            "timeout_s": timeout_seconds(), **summary(shared), "world": world, "cases": shared,
+            "collective": summary(collective), "collective_cases": collective, "skipped": skipped,
+        }  # fmt: skip
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(failed)

@@ -81,27 +81,12 @@ def _version_of(name: str) -> Finding:
 def settings() -> Iterator[Finding]:
     """The variables that shardweave reads, where they are set."""
 
-    def timeout() -> None:
-        timeout_asked_for()
-
-    def world() -> None:
-        check_name(os.environ["SHARDWEAVE_WORLD"])
-
-    def kind() -> None:
-        segments.uses_names()
-
-    def node_size() -> None:
-        pretended_node_size()
-
-    def poison() -> None:
-        poison_asked_for()
-
     checks: dict[str, Callable[[], object]] = {
-        "SHARDWEAVE_TIMEOUT": timeout,
-        "SHARDWEAVE_WORLD": world,
-        "SHARDWEAVE_SEGMENTS": kind,
-        "SHARDWEAVE_NODE_SIZE": node_size,
-        "SHARDWEAVE_POISON_ROWS": poison,
+        "SHARDWEAVE_TIMEOUT": timeout_asked_for,
+        "SHARDWEAVE_WORLD": lambda: check_name(os.environ["SHARDWEAVE_WORLD"]),
+        "SHARDWEAVE_SEGMENTS": segments.uses_names,
+        "SHARDWEAVE_NODE_SIZE": pretended_node_size,
+        "SHARDWEAVE_POISON_ROWS": poison_asked_for,
         "SHARDWEAVE_POOL_LIMIT": pool_limit_asked_for,
     }
     for name, check in checks.items():

@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = "python -m shardweave.bench.gpu_targets" + " --dry" * arguments.dry
     results = as_results(bench.rows, about, arguments.dry, command)
-    results.write(folder / "gpu_targets.json", "--out")
+    (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
     (folder / "gpu_targets.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
     print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
     return int(bool(results.faults))

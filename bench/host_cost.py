@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -139,40 +139,35 @@ def microseconds(call: Callable[[], Any], number: int = CALLS, device: str = "cp
     return took
 
 
-class Cost(NamedTuple):
-    """Microseconds of the host for a cached call, medians of rounds in turns.
-
-    Attributes:
-        stock, ours: of `DTensor.redistribute`.
-        inner_stock: of the loop inside it, from a local tensor and two specs to a local tensor.
-    """
-
-    kind: str
-    stock: float
-    ours: float
-    inner_stock: float
-
-
-def measure(rounds: int, number: int = CALLS, device: str = "cpu") -> list[Cost]:
+def measure(rounds: int, number: int = CALLS, device: str = "cpu") -> list[list[dict[str, Any]]]:
+    """Of each kind medians of rounds in turns, microseconds of the host for a cached call. First through
+    `DTensor.redistribute`: "stock", "ours", and "inner_stock", the loop inside it, from a local tensor and two specs to
+    a local tensor. Then that loop of ours, as ranks on GPUs run it; without a GPU the same but for launches, which
+    cannot be made: "windows" with launches left out, "windows_launched" (None without a GPU), "messages" with nothing
+    sent; "boxes" and "signals" are launches through windows, "messages_boxes" those by messages."""
     mesh = init_device_mesh(device, (RANKS,))
-    with nothing_is_moved(device):
-        found = [_measured(mesh, *kind, rounds=rounds, number=number) for kind in KINDS]
+    through, inside = [], []
+    for name, shape, source, target in KINDS:
+        with nothing_is_moved(device):
+            times = sampled(mesh, shape, source, target, rounds, number)
+        through.append({"kind": name, **{side: statistics.median(found) for side, found in times.items()}})
+        with worlds_of_gpus(device):
+            times, counts, sent = sampled_on_device_worlds(mesh, shape, source, target, rounds, number)
+        median = {side: statistics.median(found) for side, found in times.items()}
+        inside.append(
+            {"kind": name, "windows": median["windows"], "windows_launched": median.get("launched"),
+             "boxes": counts["PreparedLaunch"], "signals": counts["PreparedSignal"], "messages": median["messages"],
+             "messages_boxes": sum(sent.values())}
+        )  # fmt: skip
     delegated = shardweave.stats().delegations
     assert not delegated, f"left to torch: {delegated}"
-    return found
-
-
-def _measured(
-    mesh: DeviceMesh, name: str, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
-) -> Cost:
-    found = sampled(mesh, shape, source, target, rounds, number)
-    return Cost(name, *map(statistics.median, found.values()))  # type: ignore[call-arg]
+    return [through, inside]
 
 
 def sampled(
     mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
 ) -> dict[str, list[float]]:
-    """Microseconds of a call by round: "stock", "ours" and "inner_stock", as `Cost` has their medians."""
+    """Microseconds of a call by round: "stock", "ours" and "inner_stock"."""
     device = mesh.device_type
     local, specs = given(mesh, shape, source, target)
     x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
@@ -187,31 +182,6 @@ def sampled(
     return times
 
 
-class DeviceCost(NamedTuple):
-    """Microseconds of the host for a cached call of the loop inside `DTensor.redistribute`, medians of rounds.
-
-    Attributes:
-        windows: through windows, launches left out; windows_launched: and made (None without a GPU).
-        messages: by messages, launches left out and nothing sent.
-        boxes, signals: launches through windows; messages_boxes: by messages.
-    """
-
-    kind: str
-    windows: float
-    windows_launched: float | None
-    boxes: int
-    signals: int
-    messages: float
-    messages_boxes: int
-
-
-def measure_on_device_worlds(rounds: int, number: int = CALLS, device: str = "cpu") -> list[DeviceCost]:
-    """What ranks on GPUs run; without a GPU the same but for launches, which cannot be made."""
-    mesh = init_device_mesh(device, (RANKS,))
-    with worlds_of_gpus(device):
-        return [_measured_on_device_worlds(mesh, *kind, rounds=rounds, number=number) for kind in KINDS]
-
-
 @contextmanager
 def worlds_of_gpus(device: str) -> Iterator[None]:
     """In this block programs find the worlds that ranks on GPUs use, with nobody else in them."""
@@ -219,17 +189,6 @@ def worlds_of_gpus(device: str) -> Iterator[None]:
     with as_on_a_gpu(here), nothing_is_sent():
         NullWorlds.named = {"symmetric": MirrorWorld(RANKS, here), "collective": SilentWorld(RANKS)}
         yield
-
-
-def _measured_on_device_worlds(
-    mesh: DeviceMesh, name: str, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
-) -> DeviceCost:
-    times, counts, sent = sampled_on_device_worlds(mesh, shape, source, target, rounds, number)
-    median = {side: statistics.median(of_side) for side, of_side in times.items()}
-    return DeviceCost(
-        name, median["windows"], median.get("launched"), counts["PreparedLaunch"], counts["PreparedSignal"],
-        median["messages"], sum(sent.values()),
-    )  # fmt: skip
 
 
 def sampled_on_device_worlds(
@@ -292,9 +251,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     rounds, number = arguments.rounds, arguments.calls
     prepare(arguments.device)
+    through, inside = measure(rounds, number, arguments.device)
     if arguments.json:
-        both = (measure(rounds, number, arguments.device), measure_on_device_worlds(rounds, number, arguments.device))
-        print(json.dumps([[cost._asdict() for cost in costs] for costs in both]))
+        print(json.dumps([through, inside]))
         return
     print("\n".join(provenance_lines(provenance())) + "\n")
     note = " Stock's S0 → S1 is an all-gather and a chunk here, as on any CPU." if arguments.device == "cpu" else ""
@@ -303,17 +262,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"rounds\nof {number} calls.{note}\n"
     )
     print("| kind | stock, fake group | shardweave, null world | ours ÷ stock |\n|---|---|---|---|")
-    for cost in measure(rounds, number, arguments.device):
-        print(f"| {cost.kind} | {cost.stock:.1f} | {cost.ours:.1f} | {cost.ours / cost.stock:.2f} |")
+    for c in through:
+        print(f"| {c['kind']} | {c['stock']:.1f} | {c['ours']:.1f} | {c['ours'] / c['stock']:.2f} |")
     print(
         "\nThe loop inside it, as ranks on GPUs run it. Through windows: launches (of boxes + of signals) left out. By "
         "messages:\nthose left out too, nothing sent.\n"
     )
     print("| kind | windows | launches | launched | messages | launches |\n|---|---|---|---|---|---|")
-    for c in measure_on_device_worlds(rounds, number, arguments.device):
-        launched = "no GPU" if c.windows_launched is None else f"{c.windows_launched:.1f}"
-        cells = c.kind, f"{c.windows:.1f}", f"{c.boxes} + {c.signals}", launched, f"{c.messages:.1f}"
-        print(f"| {' | '.join(cells)} | {c.messages_boxes} |")
+    for c in inside:
+        launched = "no GPU" if c["windows_launched"] is None else f"{c['windows_launched']:.1f}"
+        cells = c["kind"], f"{c['windows']:.1f}", f"{c['boxes']} + {c['signals']}", launched, f"{c['messages']:.1f}"
+        print(f"| {' | '.join(cells)} | {c['messages_boxes']} |")
 
 
 if __name__ == "__main__":

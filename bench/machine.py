@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -60,7 +61,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def kind(about: dict[str, Any]) -> str:
+def kind(about: Mapping[str, Any]) -> str:
     """A folder's name, for machines whose figures may be compared: `nvidia-h200`, `amd-epyc-2-cores`."""
     gpus = about["gpus"]
     if gpus:

@@ -71,11 +71,14 @@ def table(rows: Sequence[Row]) -> list[str]:
     heads, body = table_cells(rows)
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines += [f"| {' | '.join(cells)} |" for _, cells in body]
-    whats = dict.fromkeys(str(row.detail["bytes are"]) for row in rows if "bytes are" in row.detail)
     lines += ["", f"Times {UNIT}."] if any(row.unit != "×" for row in rows) else []
-    lines += [f"Bytes: {what}." for what in whats]
+    lines += [f"{line}." for line in bytes_are(rows)]
     said = notes(rows)
     return [*lines, "", *(f"- {line}" for line in said)] if said else lines
+
+
+def bytes_are(rows: Sequence[Row]) -> list[str]:
+    return [f"Bytes: {what}" for what in dict.fromkeys(r.detail["bytes are"] for r in rows if "bytes are" in r.detail)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

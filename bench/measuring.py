@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -39,9 +39,7 @@ class Sink:
             print(f"{self.suite}: {case}", file=self._progress, flush=True)
 
     def row(self, case: str, contender: str, unit: str, samples: Sequence[float], **rest: Any) -> None:
-        row = Row(self.suite, case, contender, unit, tuple(samples), **rest)
-        Row.from_dict(row.to_dict())
-        self._put({"row": row.to_dict()})
+        self._put({"row": asdict(Row(self.suite, case, contender, unit, tuple(samples), **rest))})
 
     def absent(self, case: str, contender: str, why: str) -> None:
         """It is not here, or refuses the case."""
@@ -85,13 +83,16 @@ class Found:
             except ValueError:
                 continue  # the last one, of a process that was ended
             if "row" in said:
-                row = Row.from_dict(said["row"])
+                row = Row(**{**said["row"], "samples": tuple(said["row"]["samples"])})
                 found.rows[row.case, row.contender] = row
             elif "absent" in said:
                 found.absent[tuple(said["absent"])] = said["why"]  # type: ignore[index]
             else:
                 found.faults[tuple(said["fault"])] = said["why"]  # type: ignore[index]
         return found
+
+    def gone_wrong(self) -> dict[Key, str]:
+        return self.faults | ({("", ""): self.failed} if self.failed else {})
 
 
 def measured(name: str, cases: Sequence[str], scale: str) -> Found:

@@ -9,15 +9,11 @@ What has to be equal. Both compute in float32 the same products and sum them in 
 tokens of a weight's gradient, the ranks of an averaged one. Losses therefore differ by float32 roundings, which
 training carries on, and now and then a router's near tie falls otherwise and moves one token. So losses have to agree
 within `TOLERANCE`, of a loss.
-
-`--against torchtitan` holds dispatch and combine against torchtitan's AllToAllTokenDispatcher: `moe_against.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -33,15 +29,11 @@ from torch.distributed.tensor import DTensor
 import shardweave
 
 from ..errors import ArgumentError
-from . import moe_against
-from .machine import provenance
-from .markdown import provenance_lines
+from .gathering import messages_of
 from .moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
-from .other_libraries import INSTALL
-from .ranks import RankMain, Ranks, RanksFailed, Send
-from .training import LENGTH, SEQUENCES, batch, text
+from .ranks import Send
+from .training import LENGTH, SEQUENCES, batch, run_program, show_losses, text
 from .transformer import Sizes
-from .writable import check_writable
 
 STEPS = 30
 LEARNING_RATE = 1e-3
@@ -137,20 +129,18 @@ def show(outcome: dict[str, Any]) -> None:
     print(outcome["explain"])
     print(f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by world: {outcome['calls']}; ", end="")
     print(f"left to torch: {outcome['delegations'] or 'none'}.")
-    print(f"\n{'step':>6}  {'loss, ranks':>12}  {'one process':>12}  difference")
-    last = outcome["steps"] - 1
-    for step in sorted({round(row * last / (_ROWS - 1)) for row in range(_ROWS)}):
-        print(f"{step + 1:>6}  {ours[step]:>12.7f}  {alone[step]:>12.7f}  {ours[step] - alone[step]:.1e}")
-    print(f"\nLosses differ by {outcome['largest_difference']:.1e} of a loss at most; allowed: {TOLERANCE:g}.")
+    print()
+    show_losses({"loss, ranks": ours, "one process": alone})
+    print(f"Losses differ by {outcome['largest_difference']:.1e} of a loss at most; allowed: {TOLERANCE:g}.")
     for fault in outcome["faults"][:_ROWS]:
         print(f"  fault: {fault}")
 
 
-def run(ranks: int, steps: int, fsdp: int, against: str | None, json_path: Path | None) -> int:
-    """Train or compare, show what was found, write the JSON; 1 if a rank died or a result is not as it has to be.
-
+def run(ranks: int, steps: int, fsdp: int) -> dict[str, Any]:
+    """
     Raises:
-        ArgumentError: a number that does not fit, a file that cannot be written, torchtitan not being there.
+        ArgumentError: a number that does not fit.
+        RanksFailed: a rank died.
     """
     if not 2 <= ranks <= 64:
         raise ArgumentError(f"--ranks: {ranks}; allowed: 2 to 64")
@@ -158,37 +148,10 @@ def run(ranks: int, steps: int, fsdp: int, against: str | None, json_path: Path 
         raise ArgumentError(f"--steps: {steps}; allowed: 1 or more")
     if fsdp < 1 or ranks % fsdp:
         raise ArgumentError(f"--fsdp: {fsdp}; allowed: divisors of {ranks} ranks")
-    if against is not None and fsdp > 1:
-        raise ArgumentError(f"--fsdp: {fsdp}; allowed with --against: 1")
-    if against is not None and importlib.util.find_spec(against) is None:
-        raise ArgumentError(f"--against: {against} is not installed; allowed: where it is ({INSTALL[against]})")
-    if against is not None and moe_against.EXPERTS % ranks:
-        raise ArgumentError(f"--ranks: {ranks}; allowed with --against: divisors of {moe_against.EXPERTS} experts")
-    check_writable("--json", json_path)
-    by_rank: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
-
-    def output(rank: int, line: str) -> None:
-        if line.strip() and not line.startswith("[Gloo]"):
-            print(f"rank {rank}: {line}", file=sys.stderr)
-
-    main_of_rank: RankMain = rank_main if against is None else moe_against.rank_main
-    try:
-        with Ranks(main_of_rank, ranks, {"steps": steps, "fsdp": fsdp}) as children:
-            children.supervise(lambda rank, found: by_rank[rank].append(found), output)
-    except RanksFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    outcome = outcome_of(by_rank, fsdp) if against is None else moe_against.outcome_of(by_rank)
-    about = provenance()
-    print("\n".join(provenance_lines(about)) + "\n")
-    (show if against is None else moe_against.show)(outcome)
-    if json_path is not None:
-        json_path.write_text(json.dumps({**about, **outcome}, indent=1) + "\n", encoding="utf-8")
-    return int(bool(outcome["faults"]))
+    return outcome_of(messages_of(rank_main, ranks, {"steps": steps, "fsdp": fsdp}), fsdp)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """2 for a bad argument, 1 for results that differ or ranks that were lost."""
     parser = argparse.ArgumentParser(
         prog="shardweave.bench.moe", description="Train a mixture of experts by token dispatch, and alone."
     )
@@ -197,16 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fsdp", type=int, default=1, help="groups that experts are sharded over (default: %(default)s)"
     )
-    parser.add_argument("--against", choices=["torchtitan"], help="hold dispatch and combine against its own, timed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
-    arguments = parser.parse_args(argv)
-    try:
-        return run(arguments.ranks, arguments.steps, arguments.fsdp, arguments.against, arguments.json)
-    except ArgumentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    given = parser.parse_args(argv)
+    return run_program(lambda: run(given.ranks, given.steps, given.fsdp), show, given.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from ..planner.explanation import format_bytes
 from .projection_rows import Row as Projected
 from .projection_rows import totals
-from .result_file import Row, contenders, is_ours
+from .result_file import UNITS, Row, contenders, is_ours
 
 # The colour that stands for a name of the style sheet.
 NAMES = {
@@ -30,7 +31,6 @@ NAMES = {
 }  # fmt: skip
 _SIDES = {"copy": "ceiling", "torch.distributed": "other"}
 _MARKS = {"ours": "o", "ours2": "D", "stock": "s", "other": "^", "other2": "v", "ceiling": "|"}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
     "font.size": 10,
@@ -125,28 +125,17 @@ def time_against_size(rows: Sequence[Row]) -> str | None:
 def _curve(ax: Axes, contender: str, x: Sequence[float], rows: Sequence[Row]) -> None:
     colour = colour_name(contender)
     dashed = "--" if contender == "copy" else "-"
-    y = [_microseconds(row, row.median) for row in rows]
+    y = [row.median * UNITS[row.unit] * 1e6 for row in rows]
     ax.plot(x, y, dashed, color=NAMES[colour], marker=_MARKS[colour], markersize=4.5, linewidth=1.6, label=contender)
-    low, high = ([_microseconds(row, row.quartiles[end]) for row in rows] for end in (0, 1))
+    low, high = ([row.quartiles[end] * UNITS[row.unit] * 1e6 for row in rows] for end in (0, 1))
     ax.fill_between(x, low, high, color=NAMES[colour], alpha=0.18, linewidth=0)
-
-
-def _microseconds(row: Row, value: float) -> float:
-    return value * _SECONDS[row.unit] * 1e6
 
 
 def _byte_ticks(ax: Axes) -> None:
     low, high = ax.get_xlim()
     at = [2**k for k in range(0, 60, 2) if low <= 2**k <= high]
-    ax.set_xticks(at, [_bytes(n) for n in at], rotation=45)
+    ax.set_xticks(at, [format_bytes(n) for n in at], rotation=45)
     ax.minorticks_off()
-
-
-def _bytes(n: float) -> str:
-    for size, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if n >= 1 << size:
-            return f"{n / (1 << size):g} {name}"
-    return f"{n:g} B"
 
 
 def _legend(figure: Figure, *axes: Axes) -> None:
@@ -197,7 +186,7 @@ def beside_copies(rows: Sequence[Row]) -> str | None:
         for place, case in enumerate(cases):
             of_case = [row for row in shown if row.case == case]
             for row in of_case:
-                rate = _rate(row)
+                rate = (row.bytes or 0) / (row.median * UNITS[row.unit]) / 1e9
                 colour = colour_name(row.contender)
                 big = colour == "ceiling"
                 ax.plot(
@@ -217,43 +206,6 @@ def _copy_label(contender: str) -> str:
     if contender == "copy":
         return "a bare copy"
     return contender if colour_name(contender) != "other2" else "other libraries and torch's operations"
-
-
-def _rate(row: Row) -> float:
-    assert row.bytes is not None
-    return row.bytes / (row.median * _SECONDS[row.unit]) / 1e9
-
-
-def ratios(rows: Sequence[Row], name: str, than: str = "stock") -> str | None:
-    """How many times as long another side takes as ours, by case; the bars of noise are of both sides' quartiles."""
-    by_case: dict[str, Mapping[str, Row]] = {}
-    for row in rows:
-        if not row.detail.get("sweep"):
-            by_case[row.case] = {**by_case.get(row.case, {}), row.contender: row}
-    both = {case: of for case, of in by_case.items() if "ours" in of and than in of and of["ours"].median}
-    if not both:
-        return None
-    with _figure(name, 1, 1, 1.1 + 0.27 * len(both)) as (figure, axes):
-        ax = axes[0][0]
-        for place, of in enumerate(both.values()):
-            ours, theirs = of["ours"], of[than]
-            ratio = theirs.median / ours.median
-            low, high = (theirs.quartiles[e] / max(ours.quartiles[1 - e], 1e-12) for e in (0, 1))
-            colour = NAMES["ours" if ratio >= 1 else "stock"]
-            ax.barh(place, ratio - 1, left=1, color=colour, height=0.62, alpha=0.8, linewidth=0)
-            ax.plot((low, high), (place, place), color=NAMES["ink"], linewidth=1.2)
-            ax.annotate(f"{ratio:.1f}", (max(ratio, high), place), (5, 0), textcoords="offset points", va="center",
-                        fontsize=9)  # fmt: skip
-        ax.axvline(1, color=NAMES["muted"], linewidth=1)
-        ax.set_yticks(range(len(both)), list(both))
-        ax.invert_yaxis()
-        ax.set(xscale="log", xlabel=f"time of {than} ÷ time of ours (line: from quartiles)")
-        low, high = ax.get_xlim()
-        at = [n for n in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= n <= high]
-        ax.set_xticks(at, [f"{n:g}" for n in at])
-        ax.minorticks_off()
-        ax.margins(x=0.12)
-        return themed(figure, name, f"Time of {than} by time of ours, by case")
 
 
 def cost_against_ranks(rows: Sequence[Projected]) -> str | None:

@@ -1,8 +1,8 @@
 """torch's planners and shardweave's over all pairs of layouts, side by side: bytes, collectives, peak and price.
 
-`python -m shardweave.bench.plans --out FILE` plans and counts, and times the planning; nothing is communicated. torch's
-plans are read from its own planner on a fake process group, and its collectives are counted as they are issued: shards
-padded to the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true one.
+`python -m shardweave.bench.plans --out FILE` plans and counts; nothing is timed (`bench plan` does) or communicated.
+torch's plans are read from its own planner on a fake process group, and its collectives are counted as they are issued:
+shards padded to the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from shardweave.planner.cost import prices
 from shardweave.planner.exchange import change_of
 
 from ..errors import ArgumentError
-from . import plan_times
 from .machine import provenance
 from .markdown import provenance_lines
 from .stock_plans import Counted, count_stock, stock
@@ -192,22 +191,6 @@ def example() -> Iterator[str]:
     yield f"The tensor has {whole}, and each node holds {whole // 4} of them."
 
 
-def times() -> Iterator[str]:
-    mesh, large = ("×".join(map(str, shape)) for shape in (plan_times.MESH, plan_times.LARGE))
-    shapes = ", ".join("×".join(map(str, shape)) for shape in plan_times.SHAPES)
-    yield from ("## Planning time", "")
-    yield "Milliseconds, in one process, the machine's noise in them. A pause of Python's garbage collector goes"
-    yield "through every object that torch has made: all columns but the last, the worst with such a pause in it, leave"
-    yield "them out."
-    yield f"{plan_times.PAIRS} seeded pairs on a {mesh} mesh, each planned for all ranks and for the first time,"
-    yield f"with and without partial, in any shard order; shapes {shapes}."
-    yield from ("", "| planner | pairs | median | p99 | worst | worst with a pause |", "|---|---|---|---|---|---|")
-    yield from plan_times.cold(stock(plan_times.MESH, True).planning)
-    yield from ("", f"The program of one rank on a {large} mesh, of a bfloat16 tensor of 65537×4097:", "")
-    yield from ("| request | topology | ms | MB at most (tracemalloc) |", "|---|---|---|---|")
-    yield from plan_times.large()
-
-
 def _section(which: tuple[str, Any]) -> list[str]:
     kind, argument = which
     if kind == "bytes":
@@ -223,7 +206,6 @@ def join() -> None:
 
 
 def report() -> str:
-    timed = list(times())  # before all else: no plan is known, and nothing else runs
     sections = [
         ("bytes", EVEN),
         ("bytes", UNEVEN),
@@ -278,8 +260,6 @@ def report() -> str:
         *(row for rows in sums for row in rows),
         "",
         *example(),
-        "",
-        *timed,
     ]
     return "\n".join(lines) + "\n"
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import shardweave
 from shardweave import Layout, Topology
@@ -29,16 +27,17 @@ from shardweave.planner import ITEMSIZE, Mesh, plan
 from ..errors import ArgumentError
 from ..runtime.trace import Entry, Trace
 from . import validation
-from .growth import GROWTHS, Growth
+from .growth import GROWTHS
 from .machine import provenance
-from .projection_report import SAID, Slowest, report
-from .projection_rows import VERSION, Row
+from .projection_report import report
+from .projection_rows import Row
 from .ranks import RanksFailed
 from .record_workloads import RECORDED
 from .replay_cases import distinct
-from .result_file import read_versioned
+from .result_file import load as load_json
 from .stock_plans import issued, stock
 from .theme import standalone
+from .writable import check_writable
 
 RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
 LARGEST_DOMAIN = 64  # ranks that one NVLink domain is taken to have
@@ -51,56 +50,31 @@ TOPOLOGIES = (
 """By what is drawn first. In the flat one each GPU is a node of its own."""
 
 
-def project(
-    names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology], slowest: Slowest
-) -> Iterator[Row]:
+def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:
     """Every redistribution of some workloads, with what costs nothing left out."""
     for name in names:
         growth = GROWTHS[name]
         entries = [(case.entries[0], case.cost.calls) for case in distinct(load(name))]
-        for ranks in sizes:
-            world = growth.world(ranks)
-            if world is None:
-                continue
+        for world in filter(None, map(growth.world, sizes)):
             for topology in topologies:
-                if topology.node_size is None and ranks > LARGEST_DOMAIN:
-                    continue
-                yield from _rows(name, growth, entries, world, topology, slowest)
+                if topology.node_size is not None or world.size <= LARGEST_DOMAIN:
+                    for recorded, calls in entries:
+                        yield from _row(name, recorded, growth.grown(recorded, world), calls, world.size, topology)
 
 
 def load(name: str) -> Trace:
     return Trace.read(RECORDED / f"{name}.json")
 
 
-def _rows(
-    name: str,
-    growth: Growth,
-    entries: Sequence[tuple[Entry, int]],
-    world: Mesh,
-    topology: Topology,
-    slowest: Slowest,
-) -> Iterator[Row]:
-    for recorded, calls in entries:
-        entry = growth.grown(recorded, world)
-        source, target = (Layout.parse(text) for text in (entry.source, entry.target))
-        ours = shardweave.redistribute_cost(entry.mesh, entry.shape, entry.dtype, source, target, topology)
-        theirs = stock_us(entry.mesh, entry.shape, entry.dtype, source, target, topology)
-        if not ours and not theirs:
-            continue
-        text = f"{recorded.source} → {recorded.target}"
-        at = f"{name}, {text} of {entry.dtype}{list(entry.shape)} on {entry.mesh}, {topology.name}"
-        yield Row(
-            name,
-            f"{text}, {recorded.dtype}{list(recorded.shape)}",
-            topology.name,
-            world.size,
-            str(entry.mesh),
-            calls,
-            round(ours, 3),
-            None if theirs is None else round(theirs, 3),
-            slowest.timed(at, partial(received, entry, topology)),
-            None if theirs is None else stock_received(entry.mesh, entry.shape, entry.dtype, source, target),
-        )
+def _row(name: str, recorded: Entry, entry: Entry, calls: int, ranks: int, topology: Topology) -> Iterator[Row]:
+    asked = entry.mesh, entry.shape, entry.dtype, Layout.parse(entry.source), Layout.parse(entry.target)
+    ours = shardweave.redistribute_cost(*asked, topology)
+    theirs = stock_us(*asked, topology)
+    if ours or theirs:
+        case = f"{recorded.source} → {recorded.target}, {recorded.dtype}{list(recorded.shape)}"
+        us = round(ours, 3), None if theirs is None else round(theirs, 3)
+        nbytes = received(entry, topology), None if theirs is None else stock_received(*asked)
+        yield Row(name, case, topology.name, ranks, str(entry.mesh), calls, *us, *nbytes)
 
 
 def stock_stops(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
@@ -152,64 +126,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, default=RANKS[-1], metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--validate", metavar="N,…", help="measure too, with so many ranks of this machine each")
     arguments = parser.parse_args(argv)
+    folder = arguments.out
     try:
         if find_spec("matplotlib") is None:
-            raise ArgumentError(
-                "the projection draws with matplotlib, which is not here: pip install 'shardweave[bench]'"
-            )
-        if not os.access(arguments.out, os.W_OK) or not arguments.out.is_dir():
-            raise ArgumentError(f"--out: {str(arguments.out)!r} cannot be written; allowed: a folder that is there")
-        measured = arguments.out / "validation.json"
+            raise ArgumentError("--out: matplotlib is not here; allowed: pip install 'shardweave[report]'")
+        check_writable("--out", folder / "projection.json")
+        measured = folder / "validation.json"
         if arguments.validate:
             runs = validation.measure(_numbers(arguments.validate))
-            text = json.dumps({"version": validation.VERSION, **provenance(), "runs": runs}, indent=1) + "\n"
-            measured.write_text(text, encoding="utf-8")
-        known = read_validation(measured) if measured.exists() else None
-        slowest = Slowest()
-        sizes = [n for n in RANKS if n <= arguments.largest]
-        rows = list(project(arguments.only or list(GROWTHS), sizes, TOPOLOGIES, slowest))
+            measured.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        what = "what --validate writes there, or no such file"
+        known = load_json(measured, "--out", what, "command", "machine", "runs") if measured.exists() else None
+        rows = list(project(arguments.only or list(GROWTHS), [n for n in RANKS if n <= arguments.largest], TOPOLOGIES))
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RanksFailed as failure:
         print(f"error: the validation ends: {failure}", file=sys.stderr)
         return 1
-    data = {"version": VERSION, **provenance(), "rows": [asdict(row) for row in rows]}
-    (arguments.out / "projection.json").write_text(_json(data), encoding="utf-8")
-    _draw(rows, arguments.out / "projection.svg")
-    text = report({**data, "validation": known}, rows, slowest, TOPOLOGIES)
-    (arguments.out / "projection.md").write_text(text, encoding="utf-8")
-    print(text)
-    return 0
-
-
-def _draw(rows: Sequence[Row], path: Path) -> None:
     from .pictures import cost_against_ranks
 
+    about = provenance()
     picture = cost_against_ranks(rows)
     if picture is not None:
-        path.write_text(standalone(picture), encoding="utf-8")
-
-
-def read_validation(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        ArgumentError: it is cut short, of another version or something else.
-    """
-    what = "what --validate writes there, or no such file"
-    given = read_versioned(path, "--out", validation.VERSION, what, "runs")
-    about = given.get("machine")
-    whole = isinstance(given.get("command"), str) and isinstance(about, dict) and about.keys() >= SAID
-    if not whole or not all(map(validation.is_run, given["runs"])):
-        raise ArgumentError(f"--out: {str(path)!r} is something else; allowed: {what}")
-    return given
-
-
-def _json(data: dict[str, Any]) -> str:
-    """A row a line."""
-    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in data["rows"])
-    head = json.dumps({key: value for key, value in data.items() if key != "rows"}, ensure_ascii=False)
-    return f'{head[:-1]},\n "rows": [\n  {lines}\n ]}}\n'
+        (folder / "projection.svg").write_text(standalone(picture), encoding="utf-8")
+    lines = ",\n  ".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)
+    text = f'{json.dumps(about, ensure_ascii=False)[:-1]},\n "rows": [\n  {lines}\n ]}}\n'
+    (folder / "projection.json").write_text(text, encoding="utf-8")
+    text = report(about, rows, known, TOPOLOGIES)
+    (folder / "projection.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0
 
 
 def _numbers(text: str) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ..planner import Topology
@@ -15,33 +13,18 @@ from .projection_rows import Row, totals
 from .record_workloads import WORKLOADS
 
 _MATTERS_US, _ROUNDING_US = 5.0, 0.01
-SAID = {"cpu", "cores", "gpus"}  # of a machine
 
 
-@dataclass
-class Slowest:
-    """The program of one rank that took longest to make."""
-
-    seconds: float = 0.0
-    what: str = ""
-
-    def timed(self, what: str, make: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        found = make()
-        took = time.perf_counter() - start
-        if took > self.seconds:
-            self.seconds, self.what = took, what
-        return found
-
-
-def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologies: Sequence[Topology]) -> str:
-    """Markdown. `data`: what `machine.provenance()` has, and "validation", which has it too or is None."""
+def report(
+    about: dict[str, Any], rows: Sequence[Row], measured: dict[str, Any] | None, topologies: Sequence[Topology]
+) -> str:
+    """Markdown. `about`: what `machine.provenance()` has; `measured`: that, and the runs of a validation."""
     found = totals(rows)
     sizes = sorted({ranks for _, _, ranks in found})
     lines = [
         "# Cost at scale, projected",
         "",
-        *provenance_lines(data),
+        *provenance_lines(about),
         "",
         "Prices, not times.",
         "",
@@ -77,19 +60,12 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
     lines += [f"- {name} ({WORKLOADS[name].about}): {GROWTHS[name].about}." for name in names]
     lines += ["", "## Where plans differ", ""]
     lines += [*_differences(rows, topologies[0]), "", _cheaper(rows)]
-    lines += [
-        "",
-        "## Planning",
-        "",
-        "Of each redistribution and mesh the programs of up to five single ranks were made, which bytes are those of.",
-        f"The slowest five took {slowest.seconds:.2f} s: {slowest.what}.",
-    ]
-    if data["validation"]:
+    if measured is not None:
         lines += [
             "",
             "## Predicted against measured",
             "",
-            *provenance_lines(data["validation"]),
+            *provenance_lines(measured),
             "",
             "Redistributions of `bench/workloads` between ranks of this machine, in the worlds that it has: the price",
             "on a topology that was fitted to the same ranks just before, against the median time of the slowest rank.",
@@ -97,7 +73,7 @@ def report(data: dict[str, Any], rows: Sequence[Row], slowest: Slowest, topologi
             "calls, steps and peers cost however little moves; otherwise, unless nothing moves between ranks, by",
             "bandwidth.",
             "",
-            *validation.rows(data["validation"]["runs"]),
+            *validation.rows(measured["runs"]),
         ]
     return "\n".join(lines) + "\n"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-VERSION = 1  # of projection.json
-
 
 @dataclass(frozen=True)
 class Row:

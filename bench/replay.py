@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import shardweave
 
@@ -24,13 +23,14 @@ from ..planner import Topology
 from ..runtime.trace import Trace
 from ..runtime.trace_merging import merged
 from .against_stock import ROUNDS
+from .gathering import run_ranks
 from .machine import last_level_cache, machine
-from .ranks import Ranks, RanksFailed
+from .ranks import RanksFailed
 from .replay_cases import Case, check_memory, distinct
-from .replay_prices import priced, show_priced
+from .replay_prices import priced
 from .replay_ranks import Setting, rank_main
-from .replay_report import Replayed, show_replayed
-from .terminal import console_of_tables
+from .replay_report import Replayed, show_priced, show_replayed
+from .terminal import console_of_tables, progress_on
 from .turns import slowest
 from .writable import check_writable
 
@@ -138,25 +138,15 @@ def _run(
     setting = Setting(cases, device, options.world, ROUNDS, last_level_cache())
     if device == "cpu":
         check_memory(cases, setting.cache_bytes)
-    gathered: list[dict[int, dict[str, Any]]] = [{} for _ in cases]
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
+    replayed: list[Replayed] = []
+    progress = progress_on(console)
     task = progress.add_task("replaying", total=len(cases))
 
-    def message(rank: int, found: dict[str, Any]) -> None:
-        by_rank = gathered[found["number"]]
-        by_rank[rank] = found
-        if len(by_rank) == size:
-            progress.update(task, advance=1)
+    def found(case: str, by_rank: list[dict[str, Any]]) -> None:
+        replayed.append(together(cases[int(case)], by_rank))
+        progress.update(task, advance=1)
 
-    def output(rank: int, line: str) -> None:
-        if line.strip() and not line.startswith("[Gloo]"):
-            progress.console.print(f"rank {rank}: {line}", markup=False)
-
-    with Ranks(rank_main, size, {"setting": setting}, device_type=device) as children, progress:
-        children.supervise(message, output)
-    replayed = [together(case, [found[r] for r in sorted(found)]) for case, found in zip(cases, gathered, strict=True)]
+    run_ranks(rank_main, size, {"setting": setting}, found, device_type=device, progress=progress)
     show_replayed(console, trace, replayed, options.scaled, device, left_out)
     report = {
         "simulated": False,
@@ -194,4 +184,4 @@ def together(case: Case, by_rank: list[dict[str, Any]]) -> Replayed:
     rounds = {side: tuple(slowest(seconds, side)) for side in seconds[0]}
     faults = tuple(f"rank {r}: {text}" for r, found in enumerate(by_rank) for text in found["faults"])
     notes = tuple(dict.fromkeys(text for found in by_rank for text in found["notes"]))
-    return Replayed(case, rounds.get("stock", ()), rounds["ours"], notes, faults, by_rank[0]["cold"])
+    return Replayed.of(case, rounds.get("stock", ()), rounds["ours"], notes, faults, by_rank[0]["cold"])

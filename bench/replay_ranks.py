@@ -65,7 +65,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             if mesh not in meshes:  # made by all ranks alike, members or not
                 table = mesh.rank_array.reshape(mesh.shape)
                 meshes[mesh] = DeviceMesh(setting.device, table, mesh_dim_names=mesh.names)
-        send({"number": number, **_replay(case, case.of_rank(rank), meshes, setting)})
+        send({"case": str(number), **_replay(case, case.of_rank(rank), meshes, setting)})
 
 
 def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: Setting) -> dict[str, Any]:

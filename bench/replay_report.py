@@ -9,154 +9,137 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from ..planner import Topology
 from ..planner.explanation import format_bytes
 from ..runtime.trace import Trace
 from ..runtime.trace_merging import ranks_text
 from .replay_cases import Case
-from .terminal import show_table
+from .terminal import table
 
 _MOST_EXPENSIVE = 3
-_TEXTS = ("where", "mesh", "tensor", "layouts")
 
 
-class Compared(Protocol):
-    """A case, and seconds of a call by torch and by shardweave; None: torch refuses, or has no plan.
+@dataclass(frozen=True)
+class Compared:
+    """A case, and seconds of a call by torch and by shardweave on the rank that takes longest.
 
     Attributes:
+        stock: None where torch refuses, has no plan, or one through strided shards that are no shard order.
         stock_bytes: that torch's plan brings a rank; None: not known.
         our_bytes: that shardweave's does.
     """
 
+    case: Case
+    stock: float | None
+    ours: float
+    stock_bytes: int | None
+    our_bytes: int
+
     @property
-    def case(self) -> Case: ...
+    def seconds(self) -> float:
+        """Of all calls of the program as it is: by torch, or by shardweave where torch has none."""
+        return (self.ours if self.stock is None else self.stock) * self.case.cost.calls
+
     @property
-    def stock(self) -> float | None: ...
+    def saved(self) -> float:
+        """Seconds over all calls of the program."""
+        return 0.0 if self.stock is None else (self.stock - self.ours) * self.case.cost.calls
+
     @property
-    def ours(self) -> float: ...
-    @property
-    def stock_bytes(self) -> int | None: ...
-    @property
-    def our_bytes(self) -> int: ...
+    def ratio(self) -> str:
+        return f"{self.stock / self.ours:.1f}" if self.stock and self.ours else "-"
+
+    def to_dict(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            **case.entry.to_dict(),
+            "meshes": len(case.entries),
+            "calls": case.cost.calls,
+            "bytes_received": case.cost.bytes_received,
+            "where": list(case.wheres),
+            "torch_s": self.stock,
+            "torch_bytes_received": self.stock_bytes,
+            "shardweave_s": self.ours,
+            "shardweave_bytes_received": self.our_bytes,
+        }
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """A case that was run: seconds of the slowest rank in each round; no rounds of torch's: it was not run.
+class Replayed(Compared):
+    """A case that was run.
 
     Attributes:
+        stock_rounds, our_rounds: seconds of the slowest rank, whose medians the others are; none: torch was not run.
         cold: whether what calls read had left the cache.
     """
 
-    case: Case
     stock_rounds: tuple[float, ...]
     our_rounds: tuple[float, ...]
     notes: tuple[str, ...]
     faults: tuple[str, ...]
     cold: bool
-    stock_bytes = None  # its plan is run, not counted
 
-    @property
-    def our_bytes(self) -> int:
-        return self.case.bytes_received
-
-    @property
-    def stock(self) -> float | None:
-        return statistics.median(self.stock_rounds) if self.stock_rounds else None
-
-    @property
-    def ours(self) -> float:
-        return statistics.median(self.our_rounds)
+    @classmethod
+    def of(cls, case: Case, stock: Sequence[float], ours: Sequence[float], *rest: Any) -> Replayed:
+        median = statistics.median(stock) if stock else None
+        return cls(case, median, statistics.median(ours), None, case.bytes_received, tuple(stock), tuple(ours), *rest)
 
     def to_dict(self) -> dict[str, Any]:
+        collective = self.case.collective
         return {
-            **case_dict(self.case),
+            **super().to_dict(),
             "replayed_shape": list(self.case.shape),
             "replayed_bytes_received": self.case.bytes_received,
-            "torch_s": self.stock,
             "torch_quartiles_s": quartiles(self.stock_rounds),
-            "shardweave_s": self.ours,
             "shardweave_quartiles_s": quartiles(self.our_rounds),
             "cold": self.cold,
-            "torch_is": f"torch.distributed's {self.case.collective}" if self.case.collective else "DTensor",
+            "torch_is": f"torch.distributed's {collective}" if collective else "DTensor",
             "notes": list(self.notes),
             "faults": list(self.faults),
         }
 
 
-def case_dict(case: Case) -> dict[str, Any]:
-    """What was recorded of it."""
-    return {
-        **case.entry.to_dict(),
-        "meshes": len(case.entries),
-        "calls": case.cost.calls,
-        "bytes_received": case.cost.bytes_received,
-        "where": list(case.wheres),
-    }
-
-
 def quartiles(rounds: Sequence[float]) -> list[float] | None:
     """The first and the third; None where there are no rounds."""
-    if len(rounds) < 2:
-        return [rounds[0], rounds[0]] if rounds else None
-    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    if not rounds:
+        return None
+    low, *_, high = statistics.quantiles([*rounds] * (1 + (len(rounds) == 1)), n=4, method="inclusive")
     return [low, high]
-
-
-def seconds(one: Compared) -> float:
-    """Of all calls of the program as it is: by torch, or by shardweave where torch refuses."""
-    return (one.ours if one.stock is None else one.stock) * one.case.cost.calls
-
-
-def saved(one: Compared) -> float:
-    """Seconds over all calls of the program."""
-    return 0.0 if one.stock is None else (one.stock - one.ours) * one.case.cost.calls
 
 
 def together(found: Sequence[Compared]) -> tuple[float, float]:
     """Seconds of all calls by torch and by shardweave, of what torch does at all."""
     both = [one for one in found if one.stock is not None]
-    return sum(map(seconds, both)), sum(one.ours * one.case.cost.calls for one in both)
+    return sum(one.seconds for one in both), sum(one.ours * one.case.cost.calls for one in both)
+
+
+def redistributions(found: Sequence[object]) -> str:
+    return f"{len(found)} redistribution{'s' * (len(found) != 1)}"
 
 
 def show_cases(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]
 ) -> None:
-    """A table of cases.
-
-    Args:
-        rows: a case and its figures, named by `columns`.
-    """
-    cells = [(*_cells(case), *figures) for case, figures in rows]
-    show_table(console, escape(title), _TEXTS, ("calls", *columns), cells)
+    """A table of cases, each with its figures, which `columns` names."""
+    cells = [[*map(escape, _cells(case)), *figures] for case, figures in rows]  # files and mesh dims may have brackets
+    console.print(table(escape(title), ("where", "mesh", "tensor", "layouts"), ("calls", *columns), cells))
 
 
-def _cells(case: Case) -> tuple[str, ...]:
-    """With rich's marks escaped."""
+def _cells(case: Case) -> list[str]:
     entry, wheres = case.entry, case.wheres
     mesh = str(entry.mesh) if entry.target_mesh is None else f"{entry.mesh} to {entry.target_mesh}"
-    if len(case.entries) > 1:
-        mesh += f", {len(case.entries)} at once"
-    cells = (
+    return [
         "\n".join(wheres[:3]) + (f"\nand {len(wheres) - 3} more" if len(wheres) > 3 else ""),
-        mesh,
+        mesh + (f", {len(case.entries)} at once" if len(case.entries) > 1 else ""),
         f"{entry.dtype}{list(case.shape)}",
         f"{entry.source} → {entry.target}",
         str(case.cost.calls),
-    )
-    return tuple(map(escape, cells))  # names of files and of mesh dims may have brackets
-
-
-def ratio(one: Compared) -> str:
-    return f"{one.stock / one.ours:.1f}" if one.stock and one.ours else "-"
-
-
-def redistributions(found: Sequence[object]) -> str:
-    return f"{len(found)} redistribution{'' if len(found) == 1 else 's'}"
+    ]
 
 
 def show_replayed(
@@ -170,19 +153,10 @@ def show_replayed(
     of = f"{size}, of {len(replayed)} replayed{left_out}" if left_out else size
     columns = ("received", "torch\nms", "shardweave\nms", "ratio", "saved\nms", "cache")
     rows = [
-        (
-            one.case,
-            (
-                format_bytes(one.case.bytes_received),
-                _milliseconds(one.stock_rounds),
-                _milliseconds(one.our_rounds),
-                ratio(one),
-                "-" if one.stock is None else f"{saved(one) * 1e3:.1f}",
-                "cold" if one.cold else "warm",
-            ),
-        )
-        for one in sorted(replayed, key=seconds, reverse=True)
-    ]
+        (one.case, (format_bytes(one.our_bytes), _milliseconds(one.stock_rounds), _milliseconds(one.our_rounds),
+                    one.ratio, "-" if one.stock is None else f"{one.saved * 1e3:.1f}", "cold" if one.cold else "warm"))
+        for one in sorted(replayed, key=lambda one: -one.seconds)
+    ]  # fmt: skip
     show_cases(console, f"{redistributions(replayed)}{size}{left_out}", columns, rows)
     console.print(
         "A time is the median over rounds of the slowest rank, ± half of what lies between the quartiles. cold: what a "
@@ -215,13 +189,47 @@ def _milliseconds(rounds: Sequence[float]) -> str:
     return f"{middle * 1e3:.3f} ±{(found[1] - found[0]) / 2 / middle if middle else 0:4.0%}"
 
 
+def show_priced(
+    console: Console, trace: Trace, found: Sequence[Compared], topology: Topology, rows: int, left_out: str
+) -> None:
+    """What is saved most comes first.
+
+    Args:
+        rows: that the table has at most; sums are of all that were priced.
+        left_out: how many of the trace's redistributions were not priced, and why; none: all were.
+    """
+    first = sorted(found, key=lambda one: (-round(one.saved, 9), -one.seconds))[:rows]
+    number = f"{len(first)} of {redistributions(found)}" if len(first) < len(found) else redistributions(found)
+    of = f", of {len(found)} priced{left_out}" if left_out else ""
+    columns = ("torch\nreceives", "shardweave\nreceives", "torch\nms", "shardweave\nms", "ratio", "saved\nms")
+    cells = []
+    for one in first:
+        theirs, ms, saved = "-", "-", "-"
+        if one.stock is not None and one.stock_bytes is not None:
+            theirs, ms, saved = format_bytes(one.stock_bytes), f"{one.stock * 1e3:.3f}", f"{one.saved * 1e3:.3f}"
+        cells.append((one.case, (theirs, format_bytes(one.our_bytes), ms, f"{one.ours * 1e3:.3f}", one.ratio, saved)))
+    show_cases(
+        console, f"{number}{left_out}, simulated on {topology.name}: nothing was run or measured", columns, cells
+    )
+    stock, ours = together(found)
+    console.print(
+        f"All calls of a rank, of {trace.world_size}, simulated on {topology.name}{of}: torch {stock * 1e3:.1f} ms, "
+        f"shardweave {ours * 1e3:.1f} ms. These are the planner's prices: of torch's plan each step as the cheapest "
+        f"program that does it.",
+        markup=False,
+    )
+    if any(one.stock is None for one in found):
+        console.print("-: torch has no plan, as between meshes, or one through strided shards that cannot be priced.")
+    show_end(console, trace, found, f", simulated{of}", "torch without a price")
+
+
 def show_end(console: Console, trace: Trace, found: Sequence[Compared], of: str, no_stock: str) -> None:
     """What the trace lacks, and what to look at first."""
     if trace.ended is not None:
         said = f"The program did not end well, so the trace lacks what was to come: {trace.ended}"
         console.print(said, style="bold", markup=False)
     for why, calls in trace.left_out.items():
-        console.print(f"not in the trace: {calls} call{'' if calls == 1 else 's'}: {why}", markup=False)
+        console.print(f"not in the trace: {calls} call{'s' * (calls != 1)}: {why}", markup=False)
     if trace.missing:
         console.print(
             f"Recorded by {ranks_text(trace.ranks)} of {trace.world_size}: what {ranks_text(trace.missing)} alone "
@@ -239,21 +247,18 @@ def most_expensive(found: Sequence[Compared], of: str, no_stock: str) -> list[st
         of: what is to be said of the figures, if anything.
         no_stock: what is said where torch has no seconds.
     """
-    shown = sorted(found, key=seconds, reverse=True)[:_MOST_EXPENSIVE]
+    shown = sorted(found, key=lambda one: -one.seconds)[:_MOST_EXPENSIVE]
     number = f"{len(shown)} most expensive redistributions" if len(shown) > 1 else "most expensive redistribution"
     lines = [f"\nThe {number} of a rank, all calls together{of}:"]
     for place, one in enumerate(shown, 1):
         case, calls = one.case, one.case.cost.calls
         more = f" and {len(case.wheres) - 1} more" if len(case.wheres) > 1 else ""
-        entry, times = case.entry, f"{calls} call{'' if calls == 1 else 's'}"
+        entry, times = case.entry, f"{calls} call{'s' * (calls != 1)}"
         stock = no_stock if one.stock is None else f"torch {one.stock * calls * 1e3:.2f} ms"
         ours, received = f"shardweave {one.ours * calls * 1e3:.2f} ms", format_bytes(one.our_bytes)
-        if one.stock_bytes is None:
-            costs = f"{times} of {received}: {stock}, {ours}"
-        else:
-            costs = f"{times}: {stock} ({format_bytes(one.stock_bytes)} a call), {ours} ({received})"
+        costs = f"{times}: {stock} ({format_bytes(one.stock_bytes or 0)} a call), {ours} ({received})"
         lines += [
             f" {place}. {entry.source} → {entry.target} of {entry.dtype}{list(case.shape)}, {case.wheres[0]}{more}",
-            f"    {costs}",
+            f"    {f'{times} of {received}: {stock}, {ours}' if one.stock_bytes is None else costs}",
         ]
     return lines

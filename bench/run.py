@@ -1,4 +1,4 @@
-"""`python -m shardweave bench SUITE …`: the suites, a table, result files, and a look at the committed ones."""
+"""`python -m shardweave bench SUITE …`: the suites under pytest-benchmark, a table, and the committed ones beside."""
 
 from __future__ import annotations
 
@@ -7,48 +7,20 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ArgumentError
-from .machine import kind, machine, now
+from .compare_results import THRESHOLD, compare, named, show
+from .machine import kind
 from .markdown import as_markdown
-from .measuring import Found, Key, suite
-from .result_file import Absent, Fault, Results, read
+from .measuring import suite
+from .result_file import Results, read
 from .suites import SUITES
 from .writable import check_writable
 
 HERE = Path(__file__).resolve().parent
 COMMITTED = HERE / "results"
-
-
-def written(of_suites: Mapping[str, Found], scale: str, command: str, match: str) -> Results:
-    """What was found, with the machine and the time."""
-    return Results(
-        date=now(),
-        command=command,
-        scale=scale,
-        machine=machine(),
-        rows=tuple(row for found in of_suites.values() for row in found.rows.values()),
-        absent=tuple(
-            Absent(name, case, contender, why)
-            for name, found in of_suites.items()
-            for (case, contender), why in found.absent.items()
-        ),
-        faults=tuple(
-            Fault(name, case, contender, why)
-            for name, found in of_suites.items()
-            for (case, contender), why in _gone_wrong(found)
-        ),
-        match=match,
-    )
-
-
-def _gone_wrong(found: Found) -> Iterator[tuple[Key, str]]:
-    if found.failed:
-        yield ("", ""), found.failed
-    yield from found.faults.items()
 
 
 def run(
@@ -58,7 +30,6 @@ def run(
     json_path: Path | None,
     out: Path | None,
     check: bool,
-    threshold: float,
     committed: Path = COMMITTED,
 ) -> int:
     """Measure suites, show the table, write the files; 1 where a result was wrong, could not be measured, or, with
@@ -76,49 +47,6 @@ def run(
         if name not in SUITES:
             raise ArgumentError(f"suite: {name!r}; allowed: {', '.join(SUITES)}, or none for all of them")
     chosen = list(dict.fromkeys(names)) or list(SUITES)
-    _check_files(json_path, out)
-    cases = {name: [case for case in suite(name).cases(scale) if match in case] for name in chosen}
-    if not any(cases.values()):
-        raise ArgumentError(f"--match: {match!r} is in no case's name of {', '.join(chosen)}; allowed: part of one")
-    command = ["python -m shardweave bench", *chosen, *(["--quick"] if scale == "quick" else [])]
-    results, status = _measured(cases, scale)
-    if results is None:
-        return 1
-    command += [f"--match {match!r}"] if match else []
-    results = replace(results, command=" ".join(command), match=match)
-    about = kind(results.machine)  # type: ignore[arg-type]
-    print(as_markdown(results))
-    if json_path is not None:
-        results.write(json_path, "--json")
-    if out is not None:
-        folder = out / about
-        folder.mkdir(parents=True, exist_ok=True)
-        results.write(folder / f"{scale}.json", "--out")
-        (folder / f"{scale}.md").write_text(as_markdown(results), encoding="utf-8")
-        print(f"written: {folder / scale}.json, {folder / scale}.md", file=sys.stderr)
-    if check:
-        status = max(status, _checked(results, committed / about / f"{scale}.json", threshold))
-    return status
-
-
-def _measured(cases: Mapping[str, Sequence[str]], scale: str) -> tuple[Results | None, int]:
-    """By pytest, in this process; the suites' own processes do the measuring."""
-    import pytest
-
-    with tempfile.TemporaryDirectory() as folder:
-        path, wanted = Path(folder, "results.json"), Path(folder, "cases.json")
-        wanted.write_text(json.dumps(cases), encoding="utf-8")
-        options = ["--scale", scale, "--cases", str(wanted), "--results", str(path)]
-        # Of the caller's own pytest settings none holds here. Tables are this command's.
-        options += ["-c", os.devnull, "--rootdir", str(HERE.parent), "-p", "no:cacheprovider", "-q", "--no-header"]
-        options += ["--benchmark-quiet", "--tb=line", "-W", "ignore::pytest.PytestConfigWarning"]
-        files = [str(HERE / "suites" / f"suite_{name}.py") for name, of in cases.items() if of]
-        status = pytest.main(["--confcutdir", str(HERE), *options, *files], plugins=[])
-        results = read(path, "results") if path.exists() else None
-    return results, int(status != 0)
-
-
-def _check_files(json_path: Path | None, out: Path | None) -> None:
     if importlib.util.find_spec("pytest_benchmark") is None:
         raise ArgumentError("bench: pytest-benchmark is not installed; allowed: pip install 'shardweave[bench]'")
     check_writable("--json", json_path)
@@ -127,11 +55,50 @@ def _check_files(json_path: Path | None, out: Path | None) -> None:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ArgumentError(f"--out: {str(out)!r} cannot be made: {error}; allowed: a folder") from None
+    cases = {name: [case for case in suite(name).cases(scale) if match in case] for name in chosen}
+    if not any(cases.values()):
+        raise ArgumentError(f"--match: {match!r} is in no case's name of {', '.join(chosen)}; allowed: part of one")
+    options = ["--quick"] * (scale == "quick") + [f"--match {match!r}"] * bool(match)
+    command = " ".join(["python -m shardweave bench", *chosen, *options])
+    results, status, text = _measured(cases, scale, command, match)
+    if results is None:
+        return 1
+    print(as_markdown(results))
+    about = kind(results.machine)
+    written = {} if json_path is None else {json_path: text}
+    if out is not None:
+        (out / about).mkdir(exist_ok=True)
+        written |= {out / about / f"{scale}.json": text, out / about / f"{scale}.md": as_markdown(results)}
+    for path, content in written.items():
+        path.write_text(content, encoding="utf-8")
+        print(f"written: {path}", file=sys.stderr)
+    return max(status, _checked(results, committed / about / f"{scale}.json") if check else 0)
 
 
-def _checked(results: Results, baseline: Path, threshold: float) -> int:
-    from .compare_results import compare, lasting_regressions, show
+def _measured(
+    cases: Mapping[str, Sequence[str]], scale: str, command: str = "", match: str = ""
+) -> tuple[Results | None, int, str]:
+    """By pytest, in this process; the suites' own processes do the measuring. Results, status, and the JSON."""
+    import pytest
 
+    with tempfile.TemporaryDirectory() as folder:
+        path, wanted = Path(folder, "results.json"), Path(folder, "cases.json")
+        wanted.write_text(json.dumps(cases), encoding="utf-8")
+        options = ["--scale", scale, "--cases", str(wanted), "--benchmark-json", str(path)]
+        # Of the caller's own pytest settings none holds here. Tables are this command's.
+        options += ["-c", os.devnull, "--rootdir", str(HERE.parent), "-p", "no:cacheprovider", "-q", "--no-header"]
+        options += ["--benchmark-quiet", "--tb=line", "-W", "ignore::pytest.PytestConfigWarning"]
+        files = [str(HERE / "suites" / f"suite_{name}.py") for name, of in cases.items() if of]
+        status = pytest.main(["--confcutdir", str(HERE), *options, *files], plugins=[])
+        if not path.exists() or not path.stat().st_size:  # nothing has a row; why is above
+            return None, 1, ""
+        given = {**json.loads(path.read_text(encoding="utf-8")), "command": command, "match": match}
+        text = json.dumps(given, indent=1, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8")
+        return read(path, "results"), int(status != 0), text
+
+
+def _checked(results: Results, baseline: Path) -> int:
     if not baseline.exists():
         print(
             f"Nothing to compare with: there are no committed results of this kind of machine ({baseline.parent.name}, "
@@ -141,7 +108,7 @@ def _checked(results: Results, baseline: Path, threshold: float) -> int:
         return 0
     before = read(baseline, "baseline")
     print(f"Against {baseline}:\n")
-    found = compare(before, results, threshold, subset=True)
+    found = compare(before, results, THRESHOLD, subset=True)
     status = show(found)
     if not found.regressions:
         return status
@@ -150,12 +117,14 @@ def _checked(results: Results, baseline: Path, threshold: float) -> int:
     for one in found.regressions:
         cases.setdefault(one.row.suite, []).append(one.row.case)
     print("\nOnce more, the cases of these:\n", flush=True)
-    again, _ = _measured(cases, results.scale)
+    again, *_ = _measured(cases, results.scale)
     if again is None:
         return 1
-    lasting = lasting_regressions(found, compare(before, again, threshold, subset=True))
-    for line in lasting:
-        print(f"REGRESSED, twice: {line}")
+    second = {one.row.key: one for one in compare(before, again, THRESHOLD, subset=True).rows}
+    lasting = [one for one in found.regressions if one.row.key not in second or second[one.row.key].verdict == "slower"]
+    for one in lasting:
+        ratios = [f"{c.ratio:.2f}" for c in (one, second.get(one.row.key)) if c is not None]
+        print(f"REGRESSED, twice: {named(one.row)}: {', '.join(ratios)}")
     if not lasting:
         print("None of them is slower beyond noise once more.")
     return int(bool(lasting or found.failures))

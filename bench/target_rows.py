@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from typing import Any
 
 from .gpu_timing import Times
-from .result_file import Absent, Fault, Results
+from .machine import now
+from .result_file import Missing, Results
 from .result_file import Row as Measured
 
 SUITE, COPY = "kernels", "copy"
@@ -50,20 +50,19 @@ class Row:
 def as_results(rows: Sequence[Row], about: dict[str, Any], dry: bool, command: str) -> Results:
     """The same in the form of all results: each contender of each row with its rounds, the targets with ours."""
     measured: list[Measured] = []
-    absent: list[Absent] = []
-    faults: list[Fault] = []
+    absent: list[Missing] = []
+    faults: list[Missing] = []
     for row in rows:
         case = row.name.removesuffix(" (no target)")
         if row.value is not None:
             measured += _measured(row, case)
         elif _WRONG in row.note:
-            faults.append(Fault(SUITE, case, "ours", row.note))
+            faults.append(Missing(SUITE, case, "ours", row.note))
         else:
-            absent.append(Absent(SUITE, case, "ours", row.note))
-        absent += [Absent(SUITE, case, contender, why) for contender, why in row.absent.items()]
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            absent.append(Missing(SUITE, case, "ours", row.note))
+        absent += [Missing(SUITE, case, contender, why) for contender, why in row.absent.items()]
     scale = "dry" if dry else "full"
-    return Results(now, command, scale, about, tuple(measured), tuple(absent), tuple(faults))
+    return Results(now(), command, scale, about, tuple(measured), tuple(absent), tuple(faults))
 
 
 def _measured(row: Row, case: str) -> list[Measured]:

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ArgumentError, ShardweaveError
+from . import outcomes as plugin
 from .machine import provenance
 from .markdown import provenance_lines
-from .torch_tests_outcomes import FILE
 from .torch_tests_site import FOLDER
 from .writable import check_writable
 
@@ -65,6 +65,9 @@ class Column:
 
     def note(self, test: str, outcome: str, text: str) -> None:
         """Of several words about a test, its phases and subtests, a failure counts; else the last."""
+        if outcome == "finished":
+            return
+        outcome = "failed" if outcome == "error" else outcome
         if self.outcomes.get(test) != "failed" and not (outcome == "passed" and self.outcomes.get(test) == "skipped"):
             self.outcomes[test] = outcome
         if text:
@@ -78,12 +81,11 @@ def run(
     column = Column()
     with tempfile.TemporaryDirectory(prefix="shardweave-torch-tests-") as name:
         work = Path(name)
-        plugin = Path(__file__).with_name("torch_tests_outcomes.py")
         site = work / "site"
         site.mkdir()
-        shutil.copy(plugin, site)
+        shutil.copy(Path(__file__).with_name("outcomes.py"), site / "shardweave_outcomes.py")
         if installed:
-            shutil.copy(plugin.with_name("torch_tests_site.py"), site / "sitecustomize.py")
+            shutil.copy(Path(__file__).with_name("torch_tests_site.py"), site / "sitecustomize.py")
         counts, outcomes, settings = work / "counts", work / "outcomes", work / "pytest.ini"
         counts.mkdir()
         outcomes.touch()
@@ -91,10 +93,11 @@ def run(
         paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(site), *paths]),
-            FILE: str(outcomes),
+            plugin.FILE: str(outcomes),
+            plugin.FORK: "1",
             FOLDER: str(counts),
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "shardweave_outcomes", "-p", "no:cacheprovider"]
         command += ["-c", str(settings), "--rootdir", str(folder), "--confcutdir", str(folder)]
         command += [str(folder / test) for test in sorted(tests)] or [str(file)]
         command += ["-k", only] if only else []
@@ -110,8 +113,8 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)  # and the ranks
                 process.wait()
         column.seconds = time.monotonic() - start
-        for line in outcomes.read_text(encoding="utf-8").splitlines():
-            column.note(*json.loads(line))
+        for test, outcome, text in plugin.read(outcomes):
+            column.note(test, outcome, text)
         for path in counts.iterdir():
             report = json.loads(path.read_text(encoding="utf-8"))
             column.processes += 1

@@ -4,7 +4,6 @@ the same ranks of this machine."""
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,13 +18,13 @@ from shardweave import Program, Topology
 
 from . import link_times
 from .against_stock import Case, Unsuitable, mesh_for
+from .gathering import messages_of
 from .link_fit import topology_of
 from .link_times import microseconds
-from .ranks import Ranks, Send
+from .ranks import Send
 from .turns import rotated, rotating
 from .workloads import load_workloads
 
-VERSION = 2  # of validation.json
 BOUNDS = ("nothing moves", "latency", "bandwidth")
 """What a price is mostly: the call itself and copies inside a rank; what a step costs however little moves; bytes."""
 _CPU = torch.device("cpu")
@@ -106,32 +105,8 @@ def measure(sizes: Sequence[int], only: str = "", largest: int = _LARGEST) -> li
     Raises:
         RanksFailed: a rank died, or an output was wrong.
     """
-    runs: list[dict[str, Any]] = []
     config = {"device": "cpu", "world": None, "node_size": None, "largest": largest, "only": only}
-
-    def message(rank: int, found: dict[str, Any]) -> None:
-        runs.append(found)
-
-    def output(rank: int, line: str) -> None:
-        if line.strip() and not line.startswith("[Gloo]"):
-            print(f"rank {rank}: {line}", file=sys.stderr)
-
-    for size in sizes:
-        with Ranks(rank_main, size, config) as children:
-            children.supervise(message, output)
-    return runs
-
-
-def is_run(given: Any) -> bool:
-    """Whether it has what `rows` reads."""
-    cases = given.get("cases") if isinstance(given, dict) and {"ranks", "world"} <= given.keys() else None
-    return isinstance(cases, list) and all(
-        isinstance(case, dict)
-        and isinstance(case.get("name"), str)
-        and case.get("bound") in BOUNDS
-        and all(isinstance(case.get(n), int | float) and case[n] > 0 for n in ("predicted_us", "measured_us"))
-        for case in cases
-    )
+    return [run for size in sizes for of_rank in messages_of(rank_main, size, config) for run in of_rank]
 
 
 def errors(cases: Sequence[dict[str, Any]]) -> list[float]:

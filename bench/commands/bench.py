@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .shared import interruptible
+from .shared import interruptible, need_rich
 
 PROGRAMS = (
     "aot", "gpu_targets", "host_cost", "moe", "plans", "projection", "record_workloads", "token_zeroing", "torch_tests",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @interruptible
 def run(arguments: argparse.Namespace) -> int:
-    from .. import compare_results
+    need_rich("bench")
     from .. import run as suites
 
     return suites.run(
@@ -45,5 +45,4 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json,
         arguments.out,
         arguments.check,
-        compare_results.THRESHOLD,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .shared import need_rich
+
 HELP = "two result files of bench: what got slower or faster beyond noise"
 
 
@@ -17,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    need_rich("compare")
     from .. import compare_results
 
     return compare_results.run(arguments.before, arguments.after, arguments.threshold)

@@ -14,10 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--projection", type=Path, metavar="FILE", help="what python -m shardweave.bench.projection has written"
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from .. import html_report
 
-    return html_report.run(arguments.results, arguments.out, arguments.projection, arguments.markdown)
+    return html_report.run(arguments.results, arguments.out, arguments.projection)

@@ -57,7 +57,7 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
         if name in names:
             sink.begin(name)
             calls = [partial(plan, plan_times.MESH, n, "float32", a, b, topology=topology) for n, a, b in pairs]
-            sink.row(name, "ours", "ms", _milliseconds(calls), paired=True, detail=detail)
+            sink.row(name, "ours", "ms", plan_times.milliseconds(calls), paired=True, detail=detail)
     if _DEFAULT_ORDERS in names:
         sink.begin(_DEFAULT_ORDERS)
         _beside_stock(scale, sink)
@@ -67,15 +67,11 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
             partial(plan, plan_times.LARGE, (65537, 4097), "bfloat16", a, b, rank=12345)
             for a, b in plan_times.LARGE_PAIRS
         ]
-        sink.row(_ONE_RANK, "ours", "ms", _milliseconds(calls), paired=True)
+        sink.row(_ONE_RANK, "ours", "ms", plan_times.milliseconds(calls), paired=True)
     for what, shapes in (("even", plans.EVEN), ("uneven", plans.UNEVEN)):
         if f"{BYTES}, {what} shapes" in names:
             sink.begin(f"{BYTES}, {what} shapes")
             _count(f"{BYTES}, {what} shapes", shapes, COUNTED[scale], sink)
-
-
-def _milliseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
-    return [own for own, _ in plan_times.milliseconds(calls)]
 
 
 def _beside_stock(scale: str, sink: Sink) -> None:
@@ -100,7 +96,7 @@ def _beside_stock(scale: str, sink: Sink) -> None:
             "stock, graph": stock(plan_times.MESH, True).planning(shape, a, b),
         }
         for side, call in calls.items():
-            found.setdefault(side, []).extend(_milliseconds([call]))
+            found.setdefault(side, []).extend(plan_times.milliseconds([call]))
     for side, samples in found.items():
         sink.row(_DEFAULT_ORDERS, side, "ms", samples, paired=True, detail={"pairs": len(wanted)})
 

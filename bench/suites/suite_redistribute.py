@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardweave
-from shardweave.bench.against_stock import Case, Unsuitable, digest, held, mesh_for, respell
+from shardweave.bench.against_stock import Case, Unsuitable, digest, faults_of, held, mesh_for, respell
 from shardweave.bench.gathering import run_ranks
 from shardweave.bench.machine import available_memory
 from shardweave.bench.measuring import Sink
@@ -132,16 +132,7 @@ def memory_of(one: Workload, ways: int) -> int:
 def put(case: str, by_rank: list[dict[str, Any]], sink: Sink) -> None:
     """Rows of one case, or what is wrong with it. Stock's faults are no reason not to time it: they are said."""
     first = by_rank[0]
-    faults: dict[str, list[str]] = {}
-    for rank, found in enumerate(by_rank):
-        for contender, fault in found["faults"].items():
-            faults.setdefault(contender, []).append(f"rank {rank}: {fault}")
-    for contender in first["digests"]:
-        by_box: dict[str, set[str]] = {}
-        for found in by_rank:
-            by_box.setdefault(found["box"], set()).add(found["digests"][contender])
-        if any(len(digests) > 1 for digests in by_box.values()):
-            faults.setdefault(contender, []).append("replicas differ")
+    faults = faults_of(by_rank)
     copied = median(slowest([found["seconds"] for found in by_rank], "copy")) if first["must_move"] else 0.0
     for contender in first["seconds"]:
         samples = [seconds * 1e6 for seconds in slowest([found["seconds"] for found in by_rank], contender)]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-import shardweave
 from shardweave import __main__ as command_line
 from shardweave.bench import demo
 from shardweave.bench.commands import shared
 from shardweave.bench.commands.bench import PROGRAMS
+from shardweave.bench.writable import check_writable
+from shardweave.errors import ArgumentError
 from shardweave.planner import ITEMSIZE
 
 pytestmark = pytest.mark.plan
@@ -58,46 +58,26 @@ def test_an_interrupt_ends_a_measurement_quietly(monkeypatch: pytest.MonkeyPatch
     assert command_line.main(["demo"]) == 130
 
 
-def test_a_topology_that_is_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "t.json"
-    file.write_text('{"rows": [' + "0, " * 10_000 + "0]}")
-    assert command_line.main(["plan", "--mesh", "2", "--shape", "4", "--topology", str(file), "R", "S0"]) == 2
-    said = capsys.readouterr().err
-    assert f"error: --topology: '{file}': topology: " in said and "allowed: an object of name" in said
-    assert len(said) < 500
+def test_version_names_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["--version"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.fullmatch(r"shardweave \S+, torch \S+, triton .+, numpy \S+, Python \S+", said)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["plan", "--mesh", "2,x", "--shape", "4", "R", "S0"], "'2,x': sizes separated by commas are wanted"),
-        (["plan", "--mesh", "2@x", "--shape", "4", "R", "S0"], "'2@x': after @ a rank is wanted, such as 2,2@8"),
-        (["demo", "--ranks", "0"], "'0': a number of ranks, 1 or more, is wanted"),
-        (["replay", "t.json", "--most", "0"], "'0': a number of redistributions, 1 or more, is wanted"),
-    ],
-)
-def test_a_bad_argument_says_what_is_wanted(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        command_line.main(arguments)
-    assert end.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def said() -> str:
-        with pytest.raises(SystemExit) as end:
-            command_line.main(["--version"])
-        assert end.value.code == 0
-        return " ".join(capsys.readouterr().out.split())
-
-    assert re.fullmatch(r"shardweave \S+, torch \S+, triton .+, numpy \S+, Python \S+", said())
-
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(command_line, "version", missing)
-    assert said().startswith(f"shardweave {shardweave.__version__}, torch not installed, ")
+def test_files_are_checked_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("as it was")
+    for path in (None, there, tmp_path / "new.json", Path("/dev/null")):
+        check_writable("--json", path)
+    assert there.read_text() == "as it was" and [file.name for file in tmp_path.iterdir()] == ["there.json"]
+    for path in (tmp_path, there / "under.json", tmp_path / "no" / "where.json"):
+        with pytest.raises(ArgumentError, match=f"^--json: '{path}' cannot be written; allowed: a file in a folder"):
+            check_writable("--json", path)
+    for command in ("demo", "bench", "doctor", "calibrate"):
+        option = "--out" if command == "calibrate" else "--json"
+        assert command_line.main([command, option, str(tmp_path)]) == 2
+        assert f"error: {option}: '{tmp_path}' cannot be written" in capsys.readouterr().err
 
 
 def test_dtypes_have_short_names() -> None:
@@ -151,6 +131,9 @@ NINES = "9" * 5000
         ([*DISPATCH, "--tokens", NINES], "a whole number below 2**63 is wanted"),
         ([*DISPATCH, "--capacity", "9" * 4000], "capacity: about 2**13287; allowed: a whole number"),
         ([*DISPATCH, "--capacity", NINES], "capacity: '999"),
+        ([*PLAN, "--mesh", "2,x"], "'2,x': sizes separated by commas are wanted"),
+        (["demo", "--ranks", "0"], "'0': a number of ranks, 1 or more, is wanted"),
+        (["replay", "t.json", "--most", "0"], "'0': a number of redistributions, 1 or more, is wanted"),
         (["record", NINES], "is no file; allowed: a Python file"),
         (["record", "a\0b"], "is no file; allowed: a Python file"),
         ([NINES], "invalid choice"),
@@ -169,46 +152,8 @@ def test_a_bad_argument_is_said_in_few_words(
     assert out == "" and text in said and len(said) < 1400
 
 
-HOSTILE = [
-    "",
-    " ",
-    "0",
-    "-1",
-    "1",
-    "3",
-    "1,1",
-    "2,",
-    ",",
-    "1.5",
-    "nan",
-    "inf",
-    "1e400",
-    "२",
-    "9" * 30,
-    NINES,
-    "é\0",
-    "@",
-    "2@",
-    "2@1",
-]
-HOSTILE += [
-    "S0",
-    "R",
-    "P",
-    "R R",
-    "S0 S0 @ 0:1,0",
-    "S9 R",
-    "(",
-    "()",
-    "S(0)R",
-    "Spec(",
-    "S0//3 R",
-    "bf16",
-    "torch",
-    "x.svg",
-    "/",
-    "\ud800",
-]
+HOSTILE = ["", " ", "S0 S0 @ 0:1,0", "R R", "9" * 30, NINES, "é\0"]
+HOSTILE += "0 -1 1 2 3 1,1 2,2 2, , 1.5 nan 1e400 २ @ 2@ 2@1 S0 S9 ( () S(0)R Spec( S0//3 bf16 x.svg /".split()
 
 
 def test_arguments_at_random_raise_nothing(

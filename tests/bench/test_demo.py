@@ -15,23 +15,12 @@ import pytest
 
 import shardweave
 from shardweave.__main__ import main
-from shardweave.bench.against_stock import moves
-from shardweave.bench.workloads import load_workloads
 
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SHARDWEAVE, *arguments], capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.plan
-def test_plan_as_json() -> None:
-    done = _run("plan", "--mesh", "2,2", "--shape", "8,6", "--dtype", "float32", "S0 S1", "S1 S0", "--json")
-    program = json.loads(done.stdout)
-    assert done.returncode == 0 and program["exchanges"] == 1 and len(program["steps"]) == 1
-    assert program["bytes_received"] == program["bytes_bound"] == [0, 48, 48, 0]
-    assert len(program["peak_bytes"]) == 4
 
 
 @pytest.mark.plan
@@ -74,16 +63,6 @@ def test_a_bad_option_is_one_error_and_status_2(
     assert re.search(text, error) and out == "" and error.count("\n") == 1 and len(error) < 1500
 
 
-@pytest.mark.plan
-def test_what_moves_between_few_ranks_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--only", "llama/wk", "--ranks", "2"]) == 2
-    named = capsys.readouterr().err.partition("allowed: part of one of ")[2].strip().split(", ")
-    workloads = {workload.name: workload for workload in load_workloads()}
-    assert "llama/sequence gather" in named and "llama/wk gather" not in named
-    assert named == [name for name, workload in workloads.items() if moves(workload, (1, 2))]
-    assert all(moves(workload, (2, 2)) for name, workload in workloads.items() if "gather" in name)
-
-
 @pytest.mark.multi
 def test_named_segments_go_with_the_demo() -> None:
     environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
@@ -91,18 +70,6 @@ def test_named_segments_go_with_the_demo() -> None:
     done = subprocess.run(demo, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(Path("/dev/shm").glob("*shardweave*"))
-
-
-@pytest.mark.plan
-def test_a_bad_timeout_is_one_error_and_status_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SHARDWEAVE_TIMEOUT", "soon")
-    assert main(["demo"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: SHARDWEAVE_TIMEOUT: 'soon'; allowed: a number of seconds above 0, a year at most\n"
-    )
 
 
 @pytest.mark.multi

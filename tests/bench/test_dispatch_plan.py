@@ -87,12 +87,6 @@ def test_one_node_is_one(capsys):
     assert main(["dispatch", "--ranks", "1", *ASKED[3:]]) == 0 and "over 1 rank:" in capsys.readouterr().out
 
 
-def test_ranks_are_some(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["dispatch", "--ranks", "0", *ASKED[3:]])
-    assert "a number of ranks, 1 or more, is wanted" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("save", ["lease", "redispatch"])
 @pytest.mark.parametrize("top", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"capacity": 12}, {"expert_capacity": 3}, {"slab_capacity": 5}], ids=str)

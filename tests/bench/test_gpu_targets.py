@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shardweave.__main__ import main
-from shardweave.bench import gpu_machine, gpu_targets, gpu_tests, gpu_timing, machine, markdown, outcomes
+from shardweave.bench import gpu_targets, gpu_tests, gpu_timing, markdown, outcomes
 from shardweave.bench.gpu_bench import Bench
 from shardweave.bench.kernel_cases import Case, cases, rotation
 from shardweave.bench.result_file import read
@@ -170,28 +170,6 @@ def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
     assert len(order) > 10  # a round is as long as it has to be
 
 
-def test_a_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(
-        name="NVIDIA H200", multi_processor_count=132, total_memory=150 << 30, L2_cache_size=60 << 20
-    )
-    said = {"driver": "580.1", "clocks": "1980 MHz, 1980 MHz, 3201 MHz, 3201 MHz, 700.00 W"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        gpu_machine, "said", lambda *command: said["driver" if "driver" in " ".join(command) else "clocks"]
-    )
-    about = gpu_machine.gpu_machine(torch.device("cuda", 0))
-    assert (about["sms"], about["l2_mib"], about["device_memory_gib"], about["driver"]) == (132, 60, 150, "580.1")
-    assert about["clocks"]["clocks.max.sm"] == "1980 MHz" and about["clocks"]["power.limit"] == "700.00 W"
-    assert about.items() >= machine.machine().items(), "and all that is said of any machine"
-    assert machine.slug(about["device"]) == "nvidia-h200"
-
-
-def test_what_cannot_be_asked_is_unknown() -> None:
-    assert machine.said("no-such-command-anywhere") == "unknown"
-    assert machine.said(sys.executable, "-c", "raise SystemExit(1)") == "unknown"
-
-
 def test_a_report_says_what_is_met() -> None:
     detail = {"microseconds": 123.4, "gigabytes_per_s": 4000.0, "ceiling_gigabytes_per_s": 4300.0}
     kind = {
@@ -278,7 +256,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pat
 def test_outcomes_of_a_run_that_was_killed_as_it_wrote(tmp_path: Path) -> None:
     lines = [["a", "started"], ["a", "passed"], ["a", "error"], ["a", "finished"], ["b", "started"], ["c.py", "error"]]
     file = tmp_path / "outcomes"
-    file.write_text("\n".join(map(json.dumps, lines)) + '\n["b", "pas')
+    file.write_text("\n".join(json.dumps([*line, ""]) for line in lines) + '\n["b", "pas')
     want = {"tests": 1, "failures": 0, "errors": 2, "skipped": 0, "failed": ["a", "c.py"], "running": ["b"]}
     assert outcomes.summary(file) == want
     assert not any(outcomes.summary(tmp_path / "nothing").values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -15,11 +14,6 @@ import torch
 
 from shardweave.bench import moe, moe_against
 from shardweave.bench.moe_model import Experts, ExpertSizes, MixtureOfExperts
-from shardweave.bench.other_libraries import INSTALL
-
-needs_torchtitan = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None, reason=f"torchtitan is not installed ({INSTALL['torchtitan']})"
-)
 
 
 def _run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
@@ -56,15 +50,6 @@ def test_experts_under_fsdp_train_as_one_process_does(tmp_path: Path) -> None:
     assert found["losses"]["ranks"] == pytest.approx(found["losses"]["one process"], rel=2e-6) and not found["faults"]
     assert "fsdp2 ep2" in shown and found["placements"].startswith("(_StridedShard(dim=0, sf=2), Shard(dim=0))")
     assert found["delegations"] == {} and set(found["calls"]) == {"shared_memory"}
-
-
-@pytest.mark.multi
-@needs_torchtitan
-def test_against_torchtitan(tmp_path: Path) -> None:
-    found, shown = _run(tmp_path, "--against", "torchtitan")
-    assert not found["faults"] and "ratio" in shown
-    assert set(found["seconds"]) == {"forward", "forward and backward"}
-    assert all(len(s[side]) == moe_against.ROUNDS for s in found["seconds"].values() for side in moe_against.SIDES)
 
 
 @pytest.mark.plan
@@ -138,10 +123,3 @@ def test_a_layer_that_is_wrong_is_a_fault() -> None:
 def test_arguments_that_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert moe.main(arguments) == 2
     assert text in capsys.readouterr().err
-
-
-@pytest.mark.plan
-def test_torchtitan_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert moe.main(["--against", "torchtitan"]) == 2
-    assert f"torchtitan is not installed; allowed: where it is ({INSTALL['torchtitan']})" in capsys.readouterr().err

@@ -79,15 +79,8 @@ def test_the_example_says_how_much_enters_a_node() -> None:
     assert "Bytes that enter each node: 100663296, 100663296, 100663296, 100663296." in list(example())
 
 
-def test_percentiles_of_planning_are_of_one_column() -> None:
-    """The second of a pair has the collector's pauses in it, and is the last column's alone."""
-    assert plan_times._row("a", [(1.0, 9.0), (2.0, 2.0), (3.0, 3.0)]) == "| a | 3 | 2.00 | 3.0 | 3.0 | 9.0 |"
-
-
 def test_timed_requests_are_of_every_kind() -> None:
     pairs = plan_times.requests(200)
     assert pairs == plan_times.requests(200) and {shape for shape, _, _ in pairs} == set(plan_times.SHAPES)
     for sign in ("P", "@", "R", "S3"):
         assert any(sign in source for _, source, _ in pairs) and any(sign in target for _, _, target in pairs)
-    rows = list(plan_times.large())
-    assert len(rows) == 2 * len(plan_times.LARGE_PAIRS)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from shardweave.bench import replay, replay_cases
-from shardweave.bench.machine import available_memory
 from shardweave.bench.replay_cases import check_memory, distinct
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
@@ -57,13 +55,6 @@ def test_calls_are_of_one_rank() -> None:
 
 
 @pytest.mark.plan
-def test_what_was_traced_is_said_where_it_is() -> None:
-    entry = Entry(GRID, None, (8, 4), "float32", "S0 R", "R R", "a.py:1 f", traced=True)
-    (case,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(1, 64)}))
-    assert case.wheres == ("a.py:1 f, traced",)
-
-
-@pytest.mark.plan
 def test_what_is_too_large_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
@@ -75,7 +66,7 @@ def test_what_is_too_large_is_refused_before_ranks_start(
     trace.write_text(Trace("2.13.0", 4, (0,), {large: Cost(1, 1 << 29), small: Cost(1, 144)}).to_json())
     # 4 ranks: 3 quarters each of a source of 1002 MiB, two of which take turns; 10 halves of a target.
     needed = 128256 * 4096 * 2 * (3 + 20)
-    monkeypatch.setattr(replay, "Ranks", lambda *_: pytest.fail("ranks are started"))
+    monkeypatch.setattr(replay, "run_ranks", lambda *_: pytest.fail("ranks are started"))
     monkeypatch.setattr(replay, "last_level_cache", lambda: 1)
     monkeypatch.setattr(replay_cases, "available_memory", lambda: needed - 1)
     assert main(["replay", str(trace)]) == 2
@@ -116,16 +107,3 @@ def test_fsdp_tensors_stay_even_when_scaled() -> None:
     assert (first.collective, first.scaled().shape) == ("all_reduce", (378,)), "377, and what divides by 3"
     assert (second.collective, second.scaled().shape) == (None, (377,))
     assert first.ranks == 6
-
-
-@pytest.mark.plan
-def test_the_memory_there_is(tmp_path: Path) -> None:
-    meminfo, limits = tmp_path / "meminfo", tmp_path / "cgroup"
-    assert 0 < available_memory(tmp_path / "none", limits) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   700 kB\n")
-    assert available_memory(meminfo, limits) == 700 << 10
-    limits.mkdir()
-    (limits / "memory.max").write_text("max\n")
-    assert available_memory(meminfo, limits) == 700 << 10
-    (limits / "memory.max").write_text(f"{300 << 10}\n")
-    assert available_memory(meminfo, limits) == 300 << 10

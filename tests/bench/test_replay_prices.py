@@ -25,7 +25,7 @@ pytestmark = pytest.mark.plan
 
 @pytest.fixture(autouse=True)
 def no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "Ranks", lambda *_, **__: pytest.fail("ranks are started"))
+    monkeypatch.setattr(replay, "run_ranks", lambda *_, **__: pytest.fail("ranks are started"))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from shardweave.__main__ import main
 from shardweave.bench import measuring, run
 from shardweave.bench.measuring import Found, Sink, measured, suite
-from shardweave.bench.result_file import Fault, read
-from shardweave.bench.suites import SCALES, SUITES
+from shardweave.bench.result_file import Missing, read
+from shardweave.bench.suites import SUITES
 from shardweave.bench.turns import Rotation, in_order, rotating, slowest
-from shardweave.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
@@ -104,125 +103,79 @@ def test_kernels_are_measured_as_on_a_gpu() -> None:
     assert {contender for _, contender in found.absent} <= {"torchtitan", "torchao"}
 
 
-@pytest.mark.plan
-def test_scales_are_of_one_kind() -> None:
-    for name in SUITES:
-        full, quick, dry = (suite(name).cases(scale) for scale in SCALES)
-        assert len(full) >= len(quick) >= 1 and dry
-        assert all(any(c.startswith("ours") for c in contenders) for contenders in full.values())
-
-
 @pytest.mark.multi
 def test_pytest_finds_them_and_plays_what_was_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", "--scale", "dry"]
-    command += ["-k", "test_redistribute", "--results", str(tmp_path / "r.json")]
-    command += ["--benchmark-json", str(tmp_path / "b.json")]
+    command += ["-k", "test_redistribute", "--benchmark-json", str(tmp_path / "b.json")]
     # A worker of pytest-xdist measures nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = read(tmp_path / "r.json", "A")
+    results = read(tmp_path / "b.json", "A")
     cases = suite("redistribute").cases("dry")
     wanted = {("redistribute", case, contender) for case, contenders in cases.items() for contender in contenders}
-    assert {row.key for row in results.rows} == wanted
+    assert {row.key for row in results.rows} == wanted and results.machine["cpu"]
     assert results.scale == "dry" and results.command.startswith("pytest bench/")
     played = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
-    assert len(played) == len(results.rows)
-    assert not [b["name"] for b in played if "\\" in b["name"]], "letters that pytest writes as codes"
-    for row in results.rows:
-        (one,) = (b for b in played if b["params"] == {"case": row.case, "contender": row.contender})
-        assert one["stats"]["median"] == pytest.approx(row.median * 1e-6) and one["extra_info"]["bytes"] == row.bytes
-        assert one["stats"]["rounds"] == len(row.samples) and one["group"] == f"redistribute: {row.case}"
+    for one, row in zip(played, results.rows, strict=True):
+        assert "\\" not in one["name"], "letters that pytest writes as codes"
+        assert one["stats"]["median"] == pytest.approx(row.median * 1e-6) and one["stats"]["rounds"] == len(row.samples)
 
 
-@pytest.fixture
-def dry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured at once, without processes: each contender of each case takes a microsecond, but one."""
+@pytest.mark.plan
+def test_bench_writes_compares_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each contender of each case takes a microsecond, times a factor."""
+    committed, asked = tmp_path / "committed", suite("dispatch").cases("quick")
+    first, *_ = asked
+    factors: list[float] = []  # of ours, in one run after the other
+    wrong: dict[str, str | None] = {}
 
     def found(name: str, cases: list[str], scale: str) -> Found:
         out = io.StringIO()
-        sink = Sink(name, out)
+        sink, factor = Sink(name, out), factors.pop(0) if factors else 1.0
         for case in cases:
-            if ONCE:
-                ONCE[0] -= 1
-            factors = FACTOR if not ONCE or ONCE[0] >= 0 else {}
-            for contender in suite(name).cases(scale)[case]:
+            for contender in asked[case]:
                 if contender == "torchtitan":
                     sink.absent(case, contender, "not installed")
-                elif case == WRONG.get("case") and contender == "ours":
-                    if "silent" in WRONG:
-                        continue
-                    sink.fault(case, contender, "3 elements differ")
-                else:
-                    sink.row(case, contender, "µs", [factors.get(contender, 1.0)] * 3)
+                elif contender != "ours" or case not in wrong:
+                    sink.row(case, contender, "µs", [factor if contender == "ours" else 1.0] * 3)
+                elif wrong[case]:
+                    sink.fault(case, contender, str(wrong[case]))
         return Found.of(out.getvalue().splitlines())
+
+    def bench(match: str = "", check: bool = False, out: Path | None = None) -> tuple[int, str]:
+        status = run.run(["dispatch"], "quick", match, tmp_path / "r.json", out, check, committed)
+        return status, capsys.readouterr().out
 
     monkeypatch.setattr(measuring, "measured", found)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
-
-
-WRONG: dict[str, str] = {}
-FACTOR: dict[str, float] = {}
-ONCE: list[int] = []  # how many cases more FACTOR is for, if not for all
-
-
-@pytest.mark.plan
-def test_the_command_line_writes_compares_and_fails(
-    dry: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    committed = tmp_path / "committed"
-
-    def bench(*names: str, match: str = "", check: bool = False, out: Path | None = None) -> int:
-        return run.run(names, "quick", match, tmp_path / "r.json", out, check, 0.1, committed)
-
     # The files of an earlier import of conftest hold the real `measured`.
     monkeypatch.delitem(sys.modules, "shardweave.bench.conftest", raising=False)
-    assert bench("dispatch", check=True) == 0
-    assert "there are no committed results of this kind of machine" in capsys.readouterr().out
+    status, said = bench(check=True)
+    assert status == 0 and "there are no committed results of this kind of machine" in said
     results = read(tmp_path / "r.json", "A")
     assert results.command == "python -m shardweave bench dispatch --quick" and results.absent
-    assert bench("dispatch", out=committed) == 0
+    assert bench(out=committed)[0] == 0
     (folder,) = committed.iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["quick.json", "quick.md"]
-    assert bench("dispatch", check=True, match="T 16") == 0
-    assert "No regression beyond noise" in capsys.readouterr().out
-    FACTOR["ours"] = 2.0
-    try:
-        assert bench("dispatch", check=True) == 1
-        said = capsys.readouterr().out
-        assert "REGRESSED: dispatch: T 16" in said and "REGRESSED, twice: dispatch: T 16" in said
-        # What is slow once is not slow.
-        ONCE[:] = [3]
-        assert bench("dispatch", check=True) == 0
-        said = capsys.readouterr().out
-        assert "REGRESSED: dispatch: T 16" in said and "None of them is slower beyond noise once more" in said
-    finally:
-        FACTOR.clear()
-        ONCE.clear()
-    WRONG["case"] = next(iter(suite("dispatch").cases("quick")))
-    try:
-        assert bench("dispatch") == 1
-        assert "3 elements differ" in capsys.readouterr().out
-        found = read(tmp_path / "r.json", "A")
-        assert found.faults == (Fault("dispatch", WRONG["case"], "ours", "3 elements differ"),)
-        keys = {row.key for row in found.rows}
-        assert ("dispatch", WRONG["case"], "ours") not in keys and ("dispatch", WRONG["case"], "copy") in keys
+    status, said = bench("T 16", check=True)
+    assert status == 0 and "No regression beyond noise" in said
+    factors[:] = [2.0, 2.0]
+    status, said = bench(check=True)
+    assert status == 1 and "REGRESSED: dispatch: T 16" in said and "REGRESSED, twice: dispatch: T 16" in said
+    factors[:] = [2.0, 1.0]  # what is slow once is not slow
+    status, said = bench(check=True)
+    assert status == 0 and "None of them is slower beyond noise once more" in said
+    for fault, why in (("3 elements differ", "3 elements differ"), (None, "nothing was measured")):
+        wrong[first] = fault
+        status, said = bench()
+        assert status == 1 and f"- dispatch: {first}: ours: {why}" in said
+        results = read(tmp_path / "r.json", "A")
+        assert results.faults == (Missing("dispatch", first, "ours", why),)
+        assert {row.contender for row in results.rows if row.case == first} == {*asked[first]} - {"ours", "torchtitan"}
         assert main(["compare", str(folder / "quick.json"), str(tmp_path / "r.json")]) == 1
-        assert f"WRONG in B: dispatch: {WRONG['case']}: ours: 3 elements differ" in capsys.readouterr().out
-        WRONG["silent"] = "yes"  # nothing is said of it at all
-        assert bench("dispatch", match=WRONG["case"]) == 1
-        found = read(tmp_path / "r.json", "A")
-        assert found.faults == (Fault("dispatch", WRONG["case"], "ours", "nothing was measured"),)
-        assert found.match == WRONG["case"]
-    finally:
-        WRONG.clear()
-
-
-@pytest.mark.plan
-def test_how_a_process_ended_is_written() -> None:
-    found = Found(faults={("a", "ours"): "3 differ"}, failed="ended with -9")
-    results = run.written({"plan": found, "host": Found()}, "quick", "bench", "")
-    assert results.faults == (Fault("plan", "", "", "ended with -9"), Fault("plan", "a", "ours", "3 differ"))
 
 
 @pytest.mark.plan
@@ -231,13 +184,12 @@ def test_bad_arguments_are_one_error_and_status_2(capsys: pytest.CaptureFixture[
         (("bench", "everything"), "suite: 'everything'; allowed: redistribute, kernels"),
         (("bench", "plan", "--match", "nonsense"), "--match: 'nonsense' is in no case's name"),
         (("bench", "plan", "--json", "/no/where.json"), "--json: '/no/where.json' cannot be written"),
+        (("bench", "plan", "--out", "/proc/none"), "--out: '/proc/none' cannot be made"),
         (("report", "/no/where.json"), "RESULTS: '/no/where.json' cannot be read"),
     ):
         assert main(arguments) == 2
         shown = capsys.readouterr().err
         assert shown.startswith("error: ") and said in shown
-    with pytest.raises(ArgumentError, match="--out: .* cannot be made"):
-        run.run(["plan"], "quick", "", None, Path("/proc/none"), False, 0.1)
 
 
 @pytest.mark.plan
@@ -261,5 +213,6 @@ def test_buffers_rotate_past_the_cache() -> None:
 def test_what_was_found_before_a_process_was_ended_is_kept() -> None:
     out = io.StringIO()
     Sink("plan", out).row("a", "ours", "ms", [1.0])
-    lines = [*out.getvalue().splitlines(), '{"row": {"sui']
-    assert list(Found.of(lines).rows) == [("a", "ours")]
+    found = Found.of([*out.getvalue().splitlines(), '{"row": {"sui'])
+    found.failed = "ended with -9"
+    assert list(found.rows) == [("a", "ours")] and found.gone_wrong() == {("", ""): "ended with -9"}

@@ -10,7 +10,6 @@ import torch
 from shardweave.bench import token_cases, token_rivals
 from shardweave.bench.gpu_bench import Bench
 from shardweave.bench.gpu_timing import Times
-from shardweave.bench.other_libraries import INSTALL, why_absent
 from shardweave.bench.target_rows import Row, as_markdown
 from shardweave.bench.token_cases import Shape, VirtualRank, verified
 from shardweave.bench.token_rivals import Rival
@@ -111,15 +110,6 @@ def test_others_do_the_same_or_are_not_installed(rank: VirtualRank, of: Callable
         assert right(), rival.name
         names.append(rival.name)
     assert "torch.compile" in names and len(names) > 1
-
-
-def test_who_is_not_installed_is_named_with_how_to_install_it() -> None:
-    missing = ModuleNotFoundError("No module named 'tyro'")
-    assert why_absent("torchtitan", missing) == (
-        f"not installed (No module named 'tyro'); to measure it too: {INSTALL['torchtitan']}"
-    )
-    assert why_absent("torch.compile", missing) == "ModuleNotFoundError: No module named 'tyro'"
-    assert why_absent("torchtitan", RuntimeError("no driver\nof it")) == "RuntimeError: no driver"
 
 
 class Timer:

@@ -7,14 +7,11 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardweave.bench.training import LENGTH, batch, main, text
-from shardweave.bench.training_report import TOLERANCE, Outcome
+from shardweave.bench.training import LENGTH, TOLERANCE, batch, main, outcome_of, text
 
 
 @pytest.mark.multi
@@ -38,8 +35,9 @@ def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert done.stdout.startswith(f"`{found['command']}`, {found['date']}.\n")
-    assert found["machine"]["cpu"] in done.stdout
+    assert (
+        done.stdout.startswith(f"`{found['command']}`, {found['date']}.\n") and found["machine"]["cpu"] in done.stdout
+    )
     theirs, ours = found["losses"]["torch"], found["losses"]["shardweave"]
     assert len(theirs) == len(ours) == 6
     if ranks == 4:  # two terms a sum
@@ -51,33 +49,29 @@ def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     assert not found["delegations"]
 
 
-def _outcome(**changes: Any) -> Outcome:
-    same = [[5.5, 5.5, 5.25, 5.25], [4.0, 4.0, 3.5, 3.5]]
-    sides: dict[str, Any] = {"torch": same, "shardweave": same}
-    equal = Outcome((2, 2), sides, sides, parameters=1, parameters_equal=True, calls={}, delegations={})
-    return replace(equal, **changes)
+def faults(ours: list[list[float]], theirs: list[list[float]], equal: bool = True) -> list[str]:
+    """Of steps of ranks that sent these losses."""
+    last = {"parameters_equal": equal, "parameters": 1, "calls": {}, "delegations": {}}
+    by_rank = [
+        [{"torch": {"loss": a, "seconds": 1.0}, "shardweave": {"loss": b, "seconds": 1.0}} for a, b in steps]
+        for steps in (list(zip(x, y, strict=True)) for x, y in zip(zip(*theirs), zip(*ours), strict=True))  # noqa: B905
+    ]
+    return outcome_of([[*steps, last] for steps in by_rank])["faults"]
 
 
 @pytest.mark.plan
 def test_unequal_losses_are_faults() -> None:
-    assert _outcome().faults() == []
-    assert "parameters" in _outcome(parameters_equal=False).faults()[0]
-    theirs = _outcome().losses["torch"]
+    same = [[5.5, 5.5, 5.25, 5.25], [4.0, 4.0, 3.5, 3.5]]
+    assert faults(same, same) == [] and "parameters" in faults(same, same, equal=False)[0]
     for wrong in (math.nextafter(3.5, 4), math.nan):
-        losses = {"torch": theirs, "shardweave": [theirs[0], [4.0, 4.0, 3.5, wrong]]}
-        other_loss, other_replica = _outcome(losses=losses).faults()
+        other_loss, other_replica = faults([same[0], [4.0, 4.0, 3.5, wrong]], same)
         assert "step 2, rank 3" in other_loss and "ranks 2 and 3" in other_replica
-
-
-@pytest.mark.plan
-def test_sums_of_more_terms_have_a_tolerance() -> None:
-    def four_along_tp(*ours: float) -> Outcome:
-        return _outcome(mesh=(1, 4), losses={"torch": [[4.0] * 4], "shardweave": [ours]}, parameters_equal=False)
-
+    # Of more than two terms there is a tolerance; ranks along tp, of 2×4, agree all the same.
     close, far = 4 * (1 + TOLERANCE / 2), 4 * (1 + TOLERANCE * 2)
-    assert four_along_tp(close, close, close, close).faults() == []
-    assert len(four_along_tp(far, far, far, far).faults()) == 4
-    assert four_along_tp(4.0, 4.0, 4.0, close).faults() == [f"step 1: ranks 0 and 3 have losses 4.0 and {close!r}"]
+    theirs = [[4.0] * 8] * 2
+    assert faults([[close] * 8] * 2, theirs, equal=False) == [] and len(faults([[far] * 8] * 2, theirs)) == 16
+    one = [[4.0] * 7 + [close], [4.0] * 8]
+    assert faults(one, theirs) == [f"step 1: ranks 4 and 7 have losses 4.0 and {close!r}"]
 
 
 @pytest.mark.plan
