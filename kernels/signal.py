@@ -228,6 +228,12 @@ class Channel:
         table = self.table.tolist()
         return pad, table, [(ctypes.c_int64 * SLOT).from_address(slot & (1 << 64) - 1) for slot in table[2]]
 
+    def late(self, credit: int) -> list[int]:
+        """Which peers have not told this rank as often as it awaits them, while a wait with so much credit goes on: the
+        one that is awaited now, or none. Of CPU memory, from another thread."""
+        pad, table = (self.words[0], self.words[1][1]) if self.by_reference else (self.pad.view(-1), self.table[1])
+        return [peer for peer in range(self.peers) if int(pad[SLOT * peer]) < int(table[peer]) - credit]
+
 
 class PreparedSignal:
     """One use of a channel, compiled and loaded: a call launches it with what changes from call to call.

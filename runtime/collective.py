@@ -174,7 +174,8 @@ class CollectiveWorld:
             for i, work in enumerate(works):
                 # This peer alone: others may have had all that they need, and be in a later call.
                 watched = peers[i : i + 1] if len(works) > 1 else peers
-                watcher.awaits(watched) if i else watcher.began(watched)
+                late = partial(tuple, watched)
+                watcher.awaits(late) if i else watcher.began(late)
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
                 except RuntimeError as error:

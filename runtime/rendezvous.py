@@ -27,7 +27,7 @@ FIRST_LOOK = 0.1
 WARN_AFTER = 30.0
 """Seconds of a wait after which a rank warns, once."""
 _LONGEST_PAUSE = 2.0
-_LONGEST_WORDS = 2000  # characters of a refusal that are kept
+_LONGEST_WORDS, _KEPT_REFUSALS = 2000, 8  # characters of a refusal that are kept, and how many of one group of ranks
 _SALT, _SALTS = 0x9E3779B97F4A, 1 << 62  # the lower 16 bits of a fingerprint number the meetings of a call
 _WORDS_WITHIN = 2.0  # seconds that an error waits for the peer's own words
 
@@ -96,7 +96,7 @@ class Rendezvous:
         self._sequences: dict[Ranks, _Sequence] = {}
         self._word = secrets.token_hex(8)  # a store may still have what earlier groups wrote
         self._words: dict[int, str] = {}  # of peers that this rank has met
-        self._refusals: dict[str, tuple[int, str]] = {}
+        self._refusals: dict[str, dict[int, str]] = {}
         self._refused_within: dict[Ranks, list[str]] = {}
         self._failed = self._spoke = False
         self._told = ""
@@ -138,7 +138,10 @@ class Rendezvous:
             return
         sequence = self._sequence(ranks)
         sequence.number += 1
-        self._refusals[_text(ranks)] = sequence.number, words
+        refused = self._refusals.setdefault(_text(ranks), {})
+        refused[sequence.number] = words[:_LONGEST_WORDS]
+        if len(refused) > _KEPT_REFUSALS:
+            del refused[next(iter(refused))]
         self._write_refusals()
 
     def refuse_within(self, ranks: Ranks, words: str) -> None:
@@ -333,8 +336,8 @@ class Rendezvous:
         word, refusals, within = json.loads(text)
         if word != self._words.get(peer, word):
             return None
-        number, words = refusals.get(_text(self.call.ranks), (0, ""))
-        where = f"in call {number} of ranks {self.call.ranks}" if number == self.call.number else ""
+        words = refusals.get(_text(self.call.ranks), {}).get(str(self.call.number))
+        where = "" if words is None else f"in call {self.call.number} of ranks {self.call.ranks}"
         for ranks, times, said in within:
             if set(self.call.ranks) <= set(ranks) and times > len(self._refused_within.get(tuple(ranks), ())):
                 where, words = f"in a call of ranks of {tuple(ranks)}", said
@@ -379,18 +382,15 @@ class Rendezvous:
             return None
         (theirs, _, counts), mine = found, self.call
         if theirs.ranks == mine.ranks:
-            if theirs.number == mine.number:
-                differs = theirs.fingerprint != mine.fingerprint and theirs.fingerprint and mine.fingerprint
-                return self._differs(peer, str(theirs)) if differs else None
-            later = theirs.number > mine.number
-        else:
-            # Each is in a call that the other has not made.
-            later = (
-                self.rank in theirs.ranks
-                and theirs.number > self._number_of(theirs.ranks)
-                and counts.get(_text(mine.ranks), 0) < mine.number
-            )
-        return self._differs(peer, str(theirs)) if later and seen_before else None
+            # One that is in a later call has done its part of this one: what it refused it tells.
+            differs = theirs.fingerprint != mine.fingerprint and theirs.fingerprint and mine.fingerprint
+            return self._differs(peer, str(theirs)) if theirs.number == mine.number and differs else None
+        each_is_elsewhere = (  # in a call that the other has not made
+            self.rank in theirs.ranks
+            and theirs.number > self._number_of(theirs.ranks)
+            and counts.get(_text(mine.ranks), 0) < mine.number
+        )
+        return self._differs(peer, str(theirs)) if each_is_elsewhere and seen_before else None
 
     def why_silent(self, peer: int) -> str:
         """What is known of a peer that lets this rank wait, for a warning."""

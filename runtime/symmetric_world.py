@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -180,7 +181,7 @@ class SymmetricWorld:
         if self._watcher is None or use not in ("enter", "meet"):
             window.signal(use, token, self.polls, poison)
             return
-        self._watcher.began(window.peers)
+        self._watcher.began(partial(window.late, use))
         try:
             window.signal(use, token, self.polls, poison)
         finally:

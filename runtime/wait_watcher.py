@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import WorldError
 from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
@@ -28,16 +28,17 @@ class WaitWatcher:
 
     def __init__(self, rendezvous: Rendezvous, end_waits: Callable[[], None]) -> None:
         self._rendezvous, self._end_waits = rendezvous, weakref.WeakMethod(end_waits)
-        self._awaited: tuple[int, ...] | None = None
+        self._awaited: Callable[[], Iterable[int]] | None = None
         self._serial = 0
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
         self.error: WorldError | None = None
 
-    def began(self, peers: tuple[int, ...]) -> None:
-        """This rank waits for some peers from now on."""
+    def began(self, late: Callable[[], Iterable[int]]) -> None:
+        """This rank waits from now on, for the peers that `late` gives whenever it is asked, by the thread. Peers that
+        have come may be in a later call, and are not among them."""
         self._serial += 1
-        self._awaited = peers
+        self._awaited = late
         if not self._busy.is_set():
             self._busy.set()
             if self._thread is None or not self._thread.is_alive():
@@ -46,22 +47,22 @@ class WaitWatcher:
                 )
                 self._thread.start()
 
-    def awaits(self, peers: tuple[int, ...]) -> None:
+    def awaits(self, late: Callable[[], Iterable[int]]) -> None:
         """The same wait goes on, for these."""
-        self._awaited = peers
+        self._awaited = late
 
     def ended(self) -> None:
         self._awaited = None
 
     def look(self, serial: int, wait: LongWait | None) -> tuple[int, LongWait | None]:
         """One round of the thread: the number of the wait that it saw, and what it knows of it."""
-        peers, now = self._awaited, self._serial
-        if peers is None or now != serial or wait is None:
+        late, now = self._awaited, self._serial
+        if late is None or now != serial or wait is None:
             if wait is not None:
                 wait.over()
-            return now, None if peers is None else LongWait(self._rendezvous)
+            return now, None if late is None else LongWait(self._rendezvous)
         try:
-            wait.look(peers)
+            wait.look(late())
         except WorldError as error:
             if self._awaited is not None and self._serial == now:
                 self.error = error

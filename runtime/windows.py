@@ -69,6 +69,14 @@ class Window:
         else:
             signal(self.released, send=use == "leave", poison=poison)
 
+    def late(self, use: Use) -> tuple[int, ...]:
+        """The ranks that a wait for one of the uses, which goes on in another thread, waits for now. Of CPU memory.
+
+        Not those that have come, which may be in a later call by now.
+        """
+        late = self.released.late(1) if use == "enter" else self.arrived.late(0)
+        return tuple(self.peers[peer] for peer in late)
+
     def refuse(self) -> None:
         """Enqueue a use that this rank does not make: it comes to meet with no token, and waits for nobody."""
         for channel in (self.arrived, self.released):

@@ -110,18 +110,28 @@ def test_wait_goes_on_where_a_peer_waits_in_an_earlier_call() -> None:
         looked(mine, 1)
 
 
-def test_wait_ends_where_a_peer_goes_on_waiting_in_a_later_call() -> None:
+def test_wait_goes_on_where_a_peer_is_ahead_in_a_later_call() -> None:
     one, other = met()
     for _ in range(2):
-        other.begin((0, 1), 5, "a")
+        other.begin((0, 1), 5, "a")  # its part of the first call is done
     one.begin((0, 1), 5, "a")
     mine, theirs = LongWait(one), LongWait(other)
-    looked(theirs, 2)
-    looked(mine, 1)  # its wait may be over
-    looked(mine, 1)
-    looked(theirs, 2)
-    with pytest.raises(DisagreementError, match=r"rank 1 is in call 2 of ranks \(0, 1\): a"):
+    for _ in range(4):
+        looked(theirs, 2)
         looked(mine, 1)
+
+
+def test_refusals_are_told_to_a_peer_that_is_behind() -> None:
+    one, other = met()
+    one.begin((0, 1), 5, "a")
+    other.begin((0, 1), 5, "a")
+    other.refuse((0, 1), "a first reason")
+    other.refuse((0, 1), "another reason")
+    looked(LongWait(one), 1)  # call 1 was not refused
+    for reason in ("a first reason", "another reason"):
+        one.begin((0, 1), 5, "a")
+        with pytest.raises(DisagreementError, match=reason):
+            looked(LongWait(one), 1)
 
 
 def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
