@@ -1,10 +1,14 @@
-"""Tests split over processes: `SHARDWEAVE_TEST_SHARD=2/8` runs every eighth of those selected, from the third on."""
+"""Tests split over processes: `SHARDWEAVE_TEST_SHARD=2/8` runs every eighth of those selected, from the third on. And
+what every process of tests needs."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from interpreter import patch_triton_once
+
+patch_triton_once()
 
 
 @pytest.hookimpl(trylast=True)

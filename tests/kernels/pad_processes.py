@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from interpreter import patch_triton_once
 
 from shardweave.kernels.signal import SLOT, Channel, Failure, pack
 
+patch_triton_once()  # in ranks too
 ARRIVED, RELEASED = 0, 1
 
 
