@@ -4,6 +4,7 @@ what every process of tests needs."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from interpreter import patch_triton_once
@@ -20,3 +21,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = items[first::every]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    from rank_preload import name_modules
+
+    folders = {Path(__file__).parent / folder for folder in ("kernels", "runtime")}
+    mine = {item.module.__name__ for item in session.items if item.path.parent in folders}  # type: ignore[attr-defined]
+    name_modules(sorted(mine))

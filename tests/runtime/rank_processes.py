@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from interpreter import patch_triton_once
+from rank_preload import rank_context
 from warm_python import run_python
 
 from shardweave import stats
@@ -89,8 +89,7 @@ def end_ranks(
     function: Callable, size: int, *args: Any, environment: dict[str, str] | None = None, timeout: float = 120
 ) -> list[Ended]:
     """Run `function(rank, *args)` on `size` processes; how each ended."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardweave", "torch.distributed.tensor"])
+    context = rank_context()
     # The store lives here: it outlives every rank, however that ends.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
