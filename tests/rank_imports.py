@@ -6,7 +6,11 @@ import gc
 import importlib
 import os
 
-for _name in ("torch.distributed.tensor", "shardweave", *filter(None, os.environ.pop("SHARDWEAVE_TEST_RANK_MODULES").split(","))):
+for _name in (
+    "torch.distributed.tensor",
+    "shardweave",
+    *filter(None, os.environ.pop("SHARDWEAVE_TEST_RANK_MODULES").split(",")),
+):
     try:
         importlib.import_module(_name)
     except BaseException:  # pytest.skip() is one, too. The rank that needs it says what is wrong.

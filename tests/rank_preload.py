@@ -1,5 +1,5 @@
-"""Ranks of tests, forked from a server that has imported what they need: torch, shardweave, and the modules of the tests
-that were collected, which each rank would otherwise import, and compile, again."""
+"""Ranks of tests, forked from a server that has imported what they need: torch, shardweave, and the modules of the
+tests that were collected, which each rank would otherwise import, and compile, again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
+import torch
 import torch.multiprocessing as mp
 
 NAMES = "SHARDWEAVE_TEST_RANK_MODULES"
@@ -24,7 +25,9 @@ def name_modules(modules: Iterable[str]) -> None:
 def rank_context() -> ForkServerContext:
     """A server forks these processes. It is started once, and runs nothing but imports."""
     context = mp.get_context("forkserver")
-    with _environment({NAMES: ",".join(_modules), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+    # Modules ask for GPUs when they are imported, after which a fork cannot use them.
+    modules = [] if torch.cuda.is_available() else _modules
+    with _environment({NAMES: ",".join(modules), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         context.set_forkserver_preload(["rank_imports"])
         forkserver.ensure_running()
     return context

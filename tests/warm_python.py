@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -31,25 +32,27 @@ _PRELOADED = ("torch.distributed.tensor", "shardweave", "pytest")
 
 
 def run_python(
-    arguments: Sequence[str],
+    command: Sequence[str | os.PathLike[str]],
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     timeout: float,
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run([sys.executable, *arguments], capture_output=True, text=True, …)`, forked.
+    """`subprocess.run(command, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)`, forked.
 
     Args:
-        arguments: `-m module …` or `-c code …`.
+        command: `sys.executable`, then `-m module …` or `-c code …`.
 
     Raises:
         subprocess.TimeoutExpired: the process took longer, and was killed.
     """
-    command = [sys.executable, *arguments]
+    executable, *arguments = map(os.fspath, command)
+    if executable != sys.executable or arguments[0] not in ("-m", "-c"):
+        raise ValueError(f"command: {command!r}; allowed: {sys.executable} -m … or {sys.executable} -c …")
     environment = dict(os.environ if env is None else env)
     server = _server(environment.get("TRITON_INTERPRET") == "1")
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        pickle.dump((list(arguments), environment, os.fspath(cwd or os.getcwd())), request)
+        pickle.dump((arguments, environment, os.fspath(cwd or os.getcwd())), request)
         request.flush()
         socket.send_fds(server, [b"."], [request.fileno(), out.fileno(), err.fileno()])
         pid = int(server.recv(32))
@@ -62,8 +65,8 @@ def run_python(
             file.seek(0)
             texts.append(file.read().decode())
     if not on_time:
-        raise subprocess.TimeoutExpired(command, timeout, *texts)
-    return subprocess.CompletedProcess(command, status, *texts)
+        raise subprocess.TimeoutExpired(list(command), timeout, *texts)
+    return subprocess.CompletedProcess(list(command), status, *texts)
 
 
 @functools.cache
@@ -83,6 +86,8 @@ def _server(interpreted: bool) -> socket.socket:
 def _serve(connection: socket.socket) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # no collection of a process goes through all this
     while True:
         request, fds, *_ = socket.recv_fds(connection, 1, 3)
         if not request:
@@ -113,14 +118,12 @@ def _become(request: int, out: int, err: int) -> NoReturn:
         given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[0:1] = ["" if arguments[0] == "-c" else cwd, *(path for path in given if path not in sys.path)]
         kind, what, *rest = arguments
-        sys.argv = [kind, *rest]
+        sys.argv, sys.orig_argv = [kind, *rest], [sys.executable, *arguments]
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
-        elif kind == "-c":
+        else:
             sys.modules["__main__"] = main = types.ModuleType("__main__")
             exec(compile(what, "<string>", "exec", dont_inherit=True), main.__dict__)
-        else:
-            raise ValueError(f"arguments: {arguments!r}; allowed: -m module … or -c code …")
         status = 0
     except SystemExit as end:
         status = end.code

@@ -266,7 +266,12 @@ FAULTS = {  # in what is shown, and what each is called
     "picture.querySelectorAll('g[id*=text_]').forEach(t => t.after(Object.assign(t.cloneNode(true), {id: 'text_'})))":
         "crosses",
 }  # fmt: skip
-in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+_has_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+
+
+def in_a_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Chromium takes a second for each page it shows, and these tests show thirty."""
+    return pytest.mark.long(_has_browser(test))
 
 
 def show(page: Path, *options: str) -> tuple[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import run_python
 
 from shardweave.bench.training import LENGTH, batch, main, text
 from shardweave.bench.training_report import TOLERANCE, Outcome
@@ -28,11 +28,9 @@ from shardweave.bench.training_report import TOLERANCE, Outcome
 )
 def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     report = tmp_path / "training.json"
-    done = subprocess.run(
+    done = run_python(
         [sys.executable, "-m", "shardweave.bench.training"]
         + ["--ranks", str(ranks), "--steps", "3", "--json", str(report)],
-        capture_output=True,
-        text=True,
         env={**os.environ, "SHARDWEAVE_WORLD": world},
         timeout=300,
     )

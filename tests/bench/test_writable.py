@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench import moe, training
@@ -43,5 +43,5 @@ def test_programs(program: object, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_plans(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardweave.bench.plans", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_python(command, timeout=200)
     assert done.returncode == 2 and f"--out: '{tmp_path}' cannot be written" in done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -29,7 +30,7 @@ def outcomes_in_the_interpreter(selected: list[str], config: pytest.Config) -> d
         report = Path(folder) / "report.jsonl"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         done = run_python(
-            ["-m", "pytest", "-q", "-p", "no:cacheprovider", *selected],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected],
             cwd=config.rootpath, env={**kept, "TRITON_INTERPRET": "1", REPORT: str(report)}, timeout=3600,
         )  # fmt: skip
         lines = report.read_text().splitlines() if report.exists() else []

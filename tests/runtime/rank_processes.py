@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,7 +130,9 @@ def interpreted(module: str, expression: str) -> str:
     here = Path(__file__).parent
     ours = (*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(here), str(here.parent))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, ours))}
-    done = run_python(["-c", f"import {module} as t; print({expression})"], env=environment, timeout=300)
+    done = run_python(
+        [sys.executable, "-c", f"import {module} as t; print({expression})"], env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.rstrip("\n").split("\n")[-1]
 
