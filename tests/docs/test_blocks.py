@@ -9,7 +9,6 @@ import pytest
 from page_runs import run_commands, run_page
 from pages import NOT_RUN, PAGES, ROOT, commands, parse_page, read_page
 
-
 # Its commands record, replay, calibrate, measure and project, one after the other: all have tests of their own.
 LONG = {"benchmarking"}
 
