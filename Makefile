@@ -4,6 +4,9 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 
+# Commands and ranks of tests are processes by the hundred, which would each compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.shardweave-ready
 
@@ -23,9 +26,10 @@ bench: $(READY)
 	"$(BIN)/python" -m shardweave bench --quick --check $(ARGS)
 
 # Files of tests are shared out to so many processes; most tests start processes of their own as well.
+# They come in the order of conftest.py: what takes long first.
 WORKERS ?= 2
 test: $(READY)
-	"$(BIN)/pytest" -n $(WORKERS) --dist loadfile -m "not long" $(ARGS)
+	"$(BIN)/pytest" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # Ten times as many random requests against the oracle as test-long has.
 test-nightly: $(READY)

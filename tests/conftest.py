@@ -1,14 +1,22 @@
-"""Tests split over processes: `SHARDWEAVE_TEST_SHARD=2/8` runs every eighth of those selected, from the third on."""
+"""Tests split over processes: `SHARDWEAVE_TEST_SHARD=2/8` runs every eighth of those selected, from the third on. And
+what every process of tests needs."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+from interpreter import patch_triton_once
+
+patch_triton_once()
+_ORDER = {folder: place for place, folder in enumerate(("runtime", "kernels", "bench", "docs", "planner"))}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files are shared out in this order: those with ranks first, so that no worker is left alone with one in the end.
+    items.sort(key=lambda item: _ORDER.get(item.path.parent.name, len(_ORDER)))
     shard = os.environ.get("SHARDWEAVE_TEST_SHARD")
     if not shard:
         return
@@ -16,3 +24,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = items[first::every]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    from rank_preload import name_modules
+
+    folders = {Path(__file__).parent / folder for folder in ("kernels", "runtime")}
+    mine = {item.module.__name__ for item in session.items if item.path.parent in folders}  # type: ignore[attr-defined]
+    name_modules(sorted(mine))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 import shardweave
 from shardweave import ArgumentError, Layout, Link, Mesh, Topology
@@ -173,10 +174,8 @@ def test_measured_topologies_are_planned_with(
     arguments: list[str], node_size: int | None, one_sided: bool, text: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "topology.json"
-    done = subprocess.run(
+    done = run_python(
         [*SHARDWEAVE, "calibrate", "--largest", "4096", "--out", str(file), *arguments],
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -187,7 +186,7 @@ def test_measured_topologies_are_planned_with(
     assert topology.name == "two of mine" or "rank" in topology.name
     assert text in " ".join(done.stderr.split())
     plan = [*SHARDWEAVE, "plan", "--mesh", "2,2", "--shape", "64,64", "--topology", str(file), "S0 S1", "R R", "--json"]
-    planned = subprocess.run(plan, capture_output=True, text=True, timeout=100)
+    planned = run_python(plan, timeout=100)
     assert planned.returncode == 0 and json.loads(planned.stdout)["steps"], planned.stderr
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 import shardweave
 from shardweave.__main__ import main
@@ -20,7 +21,7 @@ SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SHARDWEAVE, *arguments], capture_output=True, text=True, timeout=300)
+    return run_python([*SHARDWEAVE, *arguments], timeout=300)
 
 
 @pytest.mark.plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench import gpu_targets, gpu_tests, gpu_timing, markdown, outcomes
@@ -43,7 +43,7 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
         str(report),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    ran = run_python(command, env=environment, timeout=500)
     assert ran.returncode == 0, ran.stderr
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert sorted(path.name for path in folder.iterdir()) == ["gpu_targets.json", "gpu_targets.md"]

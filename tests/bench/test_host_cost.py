@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from warm_python import run_python
 
 
 @pytest.mark.plan
 def test_every_kind_is_timed() -> None:
     command = [sys.executable, "-m", "shardweave.bench.host_cost", "--rounds", "1", "--calls", "20"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    shown = run_python(command, timeout=300)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout
     rows = [line.split("|")[1:-1] for line in shown.stdout.splitlines() if line.startswith("| ")]

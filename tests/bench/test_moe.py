@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_python import run_python
 
 from shardweave.bench import moe, moe_against
 from shardweave.bench.moe_model import Experts, ExpertSizes, MixtureOfExperts
@@ -18,10 +18,8 @@ from shardweave.bench.moe_model import Experts, ExpertSizes, MixtureOfExperts
 
 def _run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     report = tmp_path / "moe.json"
-    done = subprocess.run(
+    done = run_python(
         [sys.executable, "-m", "shardweave.bench.moe", *arguments, "--json", str(report)],
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr

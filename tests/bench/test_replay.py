@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_python import run_python
 
 from shardweave.bench import replay
 from shardweave.bench.replay import Options, check_device
@@ -34,9 +35,7 @@ ENTRIES = {
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "shardweave", *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
+    return run_python([sys.executable, "-m", "shardweave", *map(str, arguments)], timeout=300)
 
 
 @pytest.mark.multi
@@ -103,7 +102,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         Entry(pair, None, (8, 8), "float32", "S0", "P", "a.py:4 becomes partial"): Cost(1, 8),
     }
     trace.write_text(Trace("2.13.0", 2, (0,), found).to_json())
-    done = subprocess.run([sys.executable, "-c", PLANTED, trace, out], capture_output=True, text=True, timeout=300)
+    done = run_python([sys.executable, "-c", PLANTED, trace, out], timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     report = {one["where"][0]: one for one in json.loads(out.read_text())["redistributions"]}
     partial = report.pop("a.py:4 becomes partial")
@@ -147,7 +146,7 @@ def test_every_world_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
     dtensor = Entry(GRID, None, (640,), "float32", "S0 R", "R S0", "a.py:1 f")
     trace = tmp_path / "trace.json"
     trace.write_text(Trace("2.13.0", 4, (0,), {**found, dtensor: Cost(1, 1)}).to_json())
-    done = subprocess.run([sys.executable, "-c", WORLDS, trace, tmp_path], capture_output=True, text=True, timeout=300)
+    done = run_python([sys.executable, "-c", WORLDS, trace, tmp_path], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for world in NAMES:
         report = json.loads((tmp_path / f"{world}.json").read_text())["redistributions"]

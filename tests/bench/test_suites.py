@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench import measuring, run
@@ -91,9 +91,8 @@ print(json.dumps([[c, list(of)] for c, of in cases.items()]))
 @pytest.mark.long
 def test_kernels_are_measured_as_on_a_gpu() -> None:
     """Interpreted: what is timed is nothing, and all results are checked."""
-    done = subprocess.run(
-        [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
-        text=True, timeout=300,
+    done = run_python(
+        [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *lines, cases = done.stdout.splitlines()
@@ -109,7 +108,7 @@ def test_pytest_finds_them_and_plays_what_was_measured(tmp_path: Path) -> None:
     command += ["-k", "test_redistribute", "--benchmark-json", str(tmp_path / "b.json")]
     # A worker of pytest-xdist measures nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = run_python(command, cwd=ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     results = read(tmp_path / "b.json", "A")
     cases = suite("redistribute").cases("dry")

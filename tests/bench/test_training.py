@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 from shardweave.bench.training import LENGTH, TOLERANCE, batch, main, outcome_of, text
 
@@ -25,11 +25,9 @@ from shardweave.bench.training import LENGTH, TOLERANCE, batch, main, outcome_of
 )
 def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     report = tmp_path / "training.json"
-    done = subprocess.run(
+    done = run_python(
         [sys.executable, "-m", "shardweave.bench.training"]
         + ["--ranks", str(ranks), "--steps", "3", "--json", str(report)],
-        capture_output=True,
-        text=True,
         env={**os.environ, "SHARDWEAVE_WORLD": world},
         timeout=300,
     )

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from pages import NOT_RUN, ROOT, Block, Command, Page, commands, not_run
+from rank_preload import rank_context
 
 _LIMIT = 120.0  # seconds that the ranks of a page may take
 FOUND_OFF = 1  # doctor's status where something of this machine is off
@@ -167,8 +167,7 @@ def started(body: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> t
     Returns:
         What the first of them returned, and what went wrong, if anything did.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardweave", "torch.distributed.tensor"])
+    context = rank_context()
     # The store lives here, as torchrun's does in its agent.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []

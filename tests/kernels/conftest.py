@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REPORT = "SHARDWEAVE_INTERP_REPORT"
@@ -29,10 +29,9 @@ def outcomes_in_the_interpreter(selected: list[str], config: pytest.Config) -> d
     with tempfile.TemporaryDirectory(prefix="shardweave-interp-") as folder:
         report = Path(folder) / "report.jsonl"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        done = subprocess.run(
+        done = run_python(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected],
-            cwd=config.rootpath, env={**kept, "TRITON_INTERPRET": "1", REPORT: str(report)}, capture_output=True,
-            text=True, timeout=3600,
+            cwd=config.rootpath, env={**kept, "TRITON_INTERPRET": "1", REPORT: str(report)}, timeout=3600,
         )  # fmt: skip
         lines = report.read_text().splitlines() if report.exists() else []
     found = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from interpreter import patch_triton_once
+from rank_preload import rank_context
 
 from shardweave.kernels.signal import SLOT, Channel, Failure, pack
 
+patch_triton_once()  # in ranks too
 ARRIVED, RELEASED = 0, 1
 
 
@@ -49,8 +51,7 @@ def run_pads(
     function: Callable, size: int, *args: Any, words: int = 64, start: int = 0, timeout: float = 120
 ) -> list[Any]:
     """Run `function(Rank, *args)` on `size` processes whose counts begin at `start`; what each returned."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardweave.kernels.signal"])
+    context = rank_context()
     memory = {
         "pads": torch.zeros(2, size, size - 1, SLOT, dtype=torch.int64),
         "windows": torch.full((size, size, words), -1, dtype=torch.int64),

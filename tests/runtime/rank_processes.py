@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,9 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from interpreter import patch_triton_once
+from rank_preload import rank_context
+from warm_python import run_python
 
 from shardweave import stats
+
+patch_triton_once()  # in ranks too
 
 KNOWN_DELEGATIONS = re.compile(
     "|".join(
@@ -87,8 +90,7 @@ def end_ranks(
     function: Callable, size: int, *args: Any, environment: dict[str, str] | None = None, timeout: float = 120
 ) -> list[Ended]:
     """Run `function(rank, *args)` on `size` processes; how each ended."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardweave", "torch.distributed.tensor"])
+    context = rank_context()
     # The store lives here: it outlives every rank, however that ends.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
@@ -125,10 +127,12 @@ def end_ranks(
 def interpreted(module: str, expression: str) -> str:
     """What an expression over a module of tests, imported as t, prints where kernels are interpreted: Triton chooses
     when a kernel is decorated, so that this takes a process tree of its own."""
-    ours = (*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(Path(__file__).parent))
+    here = Path(__file__).parent
+    ours = (*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(here), str(here.parent))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, ours))}
-    code = f"import {module} as t; print({expression})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = run_python(
+        [sys.executable, "-c", f"import {module} as t; print({expression})"], env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.rstrip("\n").split("\n")[-1]
 

@@ -113,7 +113,14 @@ def test_simulate_equals_slicing_the_whole(case: oracle.Case, first: int) -> Non
 @CASES
 @pytest.mark.parametrize(
     ("backend", "reduction"),
-    [(None, "ordered"), ("gloo", "ordered"), ("nccl", "ordered"), ("gloo", "fast"), ("nccl", "fast")],
+    [
+        ("gloo", "ordered"),
+        ("nccl", "fast"),
+        *(
+            pytest.param(*of, marks=pytest.mark.long)
+            for of in ((None, "ordered"), ("nccl", "ordered"), ("gloo", "fast"))
+        ),
+    ],
 )
 def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, backend: str | None, reduction: str) -> None:  # type: ignore[name-defined]
     offset = [None, "gloo", "nccl"].index(backend) + 3 * (reduction == "fast")

@@ -68,17 +68,20 @@ def test_sampled_pairs_equal_slicing(direction: str) -> None:
     run_ranks(directed, 4, direction, test_redistribute.every_sampled_pair, dtype, 0)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    "function",
+    ("function", "direction"),
     [
-        test_redistribute.partial_pairs,
-        test_redistribute.lazy_views,
-        test_redistribute.unequal_speeds,
-        test_redistribute.modes,
-        test_redistribute_meshes.to_other_meshes,
+        pytest.param(function, direction, marks=() if direction in quick else pytest.mark.long)
+        for function, quick in (
+            (test_redistribute.partial_pairs, ["push"]),
+            (test_redistribute.lazy_views, DIRECTIONS),
+            (test_redistribute.unequal_speeds, ["push"]),
+            (test_redistribute.modes, ["pull"]),
+            (test_redistribute_meshes.to_other_meshes, ["pull"]),
+        )
+        for direction in DIRECTIONS
     ],
-    ids=lambda function: function.__name__,
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
 )
 def test_what_holds_in_other_worlds_holds_here(function: Callable, direction: str) -> None:
     run_ranks(directed, 4, direction, function)
@@ -604,7 +607,7 @@ def in_the_interpreter(rank: int, direction: str, size: int) -> int:
     return random_pairs(rank, "cpu", direction, size, 12, None)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
 def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
     runs = f"t.run_ranks(t.in_the_interpreter, {size}, d, {size}) for d in t.DIRECTIONS"
     assert interpreted("test_symmetric", f"*[{runs}]") == " ".join([str([12] * size)] * 2)

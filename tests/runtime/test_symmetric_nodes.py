@@ -34,8 +34,17 @@ def directed(rank: int, direction: str, function: Any, *args: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("ranks", "count"), [(4, 24), (3, 16), (5, 12)])
+@pytest.mark.parametrize(
+    ("ranks", "count", "direction"),
+    [
+        (4, 24, "push"),
+        (5, 12, "pull"),
+        *(
+            pytest.param(*of, marks=pytest.mark.long)
+            for of in ((4, 24, "pull"), (5, 12, "push"), (3, 16, "push"), (3, 16, "pull"))
+        ),
+    ],
+)
 def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int, direction: str) -> None:
     asked = ranks, "symmetric", 100 * ranks, count
     found = run_ranks(directed, ranks, direction, digests, *asked, environment=SYMMETRIC)

@@ -55,7 +55,8 @@ class Runs:
 needs_a_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor on CPUs needs a C++ compiler"
 )
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_a_compiler)]
+# Inductor goes through all that aot_eager does.
+BACKENDS = [pytest.param("aot_eager", marks=pytest.mark.long), pytest.param("inductor", marks=needs_a_compiler)]
 
 
 def compiled(function, backend="aot_eager"):
@@ -70,10 +71,10 @@ def same(got, want) -> bool:
     "one_sided, weighted, given, backend",
     [
         (True, True, {}, "aot_eager"),
-        (False, True, {}, "aot_eager"),
-        (False, True, {"slab_capacity": 3, "overflow": "drop"}, "aot_eager"),
+        pytest.param(False, True, {}, "aot_eager", marks=pytest.mark.long),
+        pytest.param(False, True, {"slab_capacity": 3, "overflow": "drop"}, "aot_eager", marks=pytest.mark.long),
         (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}, "aot_eager"),
-        pytest.param(True, True, {}, "inductor", marks=needs_a_compiler),
+        pytest.param(True, True, {}, "inductor", marks=[needs_a_compiler, pytest.mark.long]),
         pytest.param(False, True, {"slab_capacity": 3, "overflow": "drop"}, "inductor", marks=needs_a_compiler),
     ],
     ids=str,
@@ -187,7 +188,15 @@ def arguments_of_operators(**given_settings):
         yield d, operator, (d.state, [torch.zeros_like(x) for x in outs], d.handle, *given)
 
 
-@pytest.mark.parametrize("way", [{}, {"one_sided": False}, {"one_sided": False, "slab_capacity": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        pytest.param({"one_sided": False}, marks=pytest.mark.long),
+        {"one_sided": False, "slab_capacity": 3.0},
+    ],
+    ids=str,
+)
 def test_operators_are_what_they_declare(way, monkeypatch):
     """No row past the end is compared: what the world allocates is zero here."""
 

@@ -127,7 +127,7 @@ def test_a_mixture_of_experts(ranks, counts, k, experts, hidden, align, dtype, r
     d.check()
 
 
-@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_many_ranks(ranks):
     d = VirtualTokenDispatcher(ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, align=2)
     tokens = [tokens_of(r, r % 4, 3, 100, 4, torch.float32, "holes") for r in range(ranks)]

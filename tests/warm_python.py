@@ -1,0 +1,147 @@
+"""`python …` for tests, without the seconds that torch takes to import: forked from a process that has imported it.
+
+A process of tests starts one such server for each value of TRITON_INTERPRET, which is read when kernels are decorated.
+The server has one thread and runs nothing itself, so that what it forks is a fresh interpreter with torch, shardweave
+and pytest imported. A command that has to be a process of its own from the start (one that is killed, or that reads an
+environment variable while torch is imported) is started by `subprocess` as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PRELOADED = ("torch.distributed.tensor", "shardweave", "pytest")
+
+
+def run_python(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float,
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run(command, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)`, forked.
+
+    Args:
+        command: `sys.executable`, then `-m module …` or `-c code …`.
+
+    Raises:
+        subprocess.TimeoutExpired: the process took longer, and was killed.
+    """
+    executable, *arguments = map(os.fspath, command)
+    if executable != sys.executable or arguments[0] not in ("-m", "-c"):
+        raise ValueError(f"command: {command!r}; allowed: {sys.executable} -m … or {sys.executable} -c …")
+    environment = dict(os.environ if env is None else env)
+    server = _server(environment.get("TRITON_INTERPRET") == "1")
+    with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        pickle.dump((arguments, environment, os.fspath(cwd or os.getcwd())), request)
+        request.flush()
+        socket.send_fds(server, [b"."], [request.fileno(), out.fileno(), err.fileno()])
+        pid = int(server.recv(32))
+        on_time = bool(select.select([server], [], [], timeout)[0])
+        if not on_time:
+            os.kill(pid, signal.SIGKILL)
+        status = int(server.recv(32))
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    if not on_time:
+        raise subprocess.TimeoutExpired(list(command), timeout, *texts)
+    return subprocess.CompletedProcess(list(command), status, *texts)
+
+
+@functools.cache
+def _server(interpreted: bool) -> socket.socket:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    subprocess.Popen(
+        [sys.executable, __file__, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    theirs.close()  # it ends when our end is closed, with this process at the latest
+    return ours
+
+
+def _serve(connection: socket.socket) -> None:
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # no collection of a process goes through all this
+    while True:
+        request, fds, *_ = socket.recv_fds(connection, 1, 3)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(*fds)
+        for fd in fds:
+            os.close(fd)
+        connection.send(str(pid).encode())
+        connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+def _become(request: int, out: int, err: int) -> NoReturn:
+    """The process that was asked for; it ends as an interpreter does."""
+    status: Any = 1
+    try:
+        with open(request, "rb") as file:
+            file.seek(0)
+            arguments, environment, cwd = pickle.load(file)
+        for fd, standard in ((out, 1), (err, 2)):
+            os.dup2(fd, standard)
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[0:1] = ["" if arguments[0] == "-c" else cwd, *(path for path in given if path not in sys.path)]
+        kind, what, *rest = arguments
+        sys.argv, sys.orig_argv = [kind, *rest], [sys.executable, *arguments]
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(what, "<string>", "exec", dont_inherit=True), main.__dict__)
+        status = 0
+    except SystemExit as end:
+        status = end.code
+        if status is not None and not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit((status or 0) & 0xFF)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path.cwd())
+    _serve(socket.socket(fileno=int(sys.argv[1])))
