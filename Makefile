@@ -67,8 +67,8 @@ gpu:
 	out="$${OUT:-bench/results}" && mkdir -p "$$out" && \
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
 	export PYTHONPATH="$$links" && tested=0 && \
-	{ $(PYTHON) -m shardweave.bench.gpu_tests --root . --report "$$links/tests.json" -- $(ARGS) || tested=$$?; } && \
-	timeout 220 $(PYTHON) -m shardweave.bench.gpu_targets --out "$$out" $${OUT:+--flat} --tests "$$links/tests.json" && \
+	{ $(PYTHON) -m shardweave.bench.gpu.run_tests --root . --report "$$links/tests.json" -- $(ARGS) || tested=$$?; } && \
+	timeout 220 $(PYTHON) -m shardweave.bench.gpu.targets --out "$$out" $${OUT:+--flat} --tests "$$links/tests.json" && \
 	exit $$tested
 
 $(READY): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave COMMAND`; each command is a module of `bench.commands`."""
+"""The command line: `python -m shardweave COMMAND`; each command is a module of `cli.commands`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import shardweave
-from shardweave.bench.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
+from shardweave.cli.commands import bench, calibrate, compare, demo, dispatch, doctor, plan, record, replay, report
 from shardweave.errors import ShardweaveError
 
 _COMMANDS = {

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from shardweave.bench.machine import machine, now
-from shardweave.bench.measuring import Found, measured, suite
-from shardweave.bench.result_file import Missing, Results
+from shardweave.bench.harness.machine import machine, now
+from shardweave.bench.harness.measure import Found, measured, suite
+from shardweave.bench.harness.result_file import Missing, Results
 from shardweave.bench.suites import SCALES
 
 _PLAIN = str.maketrans({"×": "x", "→": "->", "÷": "/"})  # pytest writes codes for letters that are not ASCII

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import shardweave
-from shardweave.runtime.recording import Recording
 from shardweave.runtime.statistics import Redistribution, Statistics
+from shardweave.runtime.tracing.recording import Recording
 
 FILE = Path(__file__).with_name("api.md")
 

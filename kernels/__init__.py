@@ -4,39 +4,55 @@ from __future__ import annotations
 
 from .boxes import Boxes, SourceRows, TargetRows, Where, source_views, target_views
 from .combine_rows import combine_rows
-from .copy_boxes import CopyTable, copy_boxes, copy_boxes_reference, copy_launches, copy_table
+from .compare_words import WordComparison
+from .copy_boxes import CopyTable, copy_boxes, copy_boxes_kernel, copy_boxes_reference, copy_launches, copy_table
 from .copy_rows import copy_rows
 from .fill_rows import fill_rows
 from .gather_values import gather_values
 from .group_rows import Groups, Slots, group_rows
-from .locate_rows import locate_rows
-from .push_rows import push_rows
+from .locate_rows import MOST_K, locate_rows
+from .pointers import AddressTables, interpreted, on_device, uploaded
+from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_reference, reduce_launches, reduce_table
 from .reduction import reduce_views
-from .route_tokens import Routed, route_tokens
-from .rows import Buffers, RowLaunch, TokenRows
+from .route_tokens import MOST_SLOTS, Routed, route_tokens
+from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .share_counts import share_counts
+from .signal import SLOT, UNLIMITED, Channel, Code, Failure, build_signal, pack, polls_within, signal
 from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
 from .weigh_rows import weigh_rows
 
 __all__ = [
+    "MOST_K",
+    "MOST_SLOTS",
+    "PAYLOADS",
+    "SLOT",
+    "UNLIMITED",
+    "AddressTables",
     "Boxes",
     "Buffers",
+    "Channel",
+    "ChosenBuffers",
+    "Code",
     "CopyTable",
+    "Failure",
     "Groups",
     "Launch",
     "LaunchConfig",
     "ReduceTable",
     "Routed",
     "RowLaunch",
-    "SourceRows",
     "Slots",
+    "SourceRows",
     "TargetRows",
     "TokenRows",
     "Where",
+    "WordComparison",
+    "build_signal",
     "combine_rows",
     "copy_boxes",
+    "copy_boxes_kernel",
     "copy_boxes_reference",
     "copy_launches",
     "copy_rows",
@@ -44,7 +60,12 @@ __all__ = [
     "fill_rows",
     "gather_values",
     "group_rows",
+    "interpreted",
     "locate_rows",
+    "on_device",
+    "pack",
+    "padding_rows",
+    "polls_within",
     "push_rows",
     "reduce_boxes",
     "reduce_boxes_reference",
@@ -53,9 +74,11 @@ __all__ = [
     "reduce_views",
     "route_tokens",
     "share_counts",
+    "signal",
     "silu_and_mul",
     "silu_and_mul_backward",
     "source_views",
     "target_views",
+    "uploaded",
     "weigh_rows",
 ]

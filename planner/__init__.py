@@ -1,22 +1,29 @@
 """Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
-from .arguments import check_local_shape, check_shape
+from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, Request, plan_batch
-from .crossing import position_of
-from .drawing import draw
-from .dtypes import ITEMSIZE
-from .exchange import FILL, Boxes, Row
-from .layout import Layout, Partial, Placement, Replicate, Shard, StridedShard
-from .mesh import Mesh
+from .cross_mesh_exchange import position_of
+from .dtypes import ITEMSIZE, check_dtype
+from .exchange import FILL, Boxes, Row, change_of
+from .index_sets import held_sizes, held_spans, parts_of
+from .layout import Layout, Orders
+from .mesh import MOST_RANKS, Mesh, whole_numbers
+from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Exchange, Local, Program, Reduce, Step, format_bytes
+from .render.draw import draw
+from .render.explain import title
+from .render.serialise import mesh_to_dict
+from .token_splits import SPLITS, price_splits
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
 __all__ = [
     "FILL",
     "ITEMSIZE",
+    "MOST_RANKS",
     "NVLINK_INFINIBAND",
     "NVLINK_NODE",
+    "SPLITS",
     "Batch",
     "Boxes",
     "Exchange",
@@ -24,6 +31,7 @@ __all__ = [
     "Link",
     "Local",
     "Mesh",
+    "Orders",
     "Partial",
     "Placement",
     "Planner",
@@ -36,13 +44,23 @@ __all__ = [
     "Step",
     "StridedShard",
     "Topology",
+    "change_of",
+    "check_dtype",
+    "check_layout",
     "check_local_shape",
     "check_shape",
     "draw",
     "format_bytes",
+    "held_sizes",
+    "held_spans",
+    "mesh_to_dict",
+    "parts_of",
     "plan",
     "plan_batch",
     "planner_of",
     "position_of",
+    "price_splits",
     "redistribute_cost",
+    "title",
+    "whole_numbers",
 ]

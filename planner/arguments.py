@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
 from .dtypes import check_reducible
-from .layout import Layout, Partial, Placement, pairs_of
+from .layout import Layout, pairs_of
 from .mesh import Mesh, whole_numbers
+from .placements import Partial, Placement
 from .program import Program
 from .topology import Topology
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
-from .crossing import position_of
+from .cross_mesh_exchange import position_of
 from .layout import Layout
 from .mesh import MOST_RANKS, Mesh, whole_numbers
 from .plan import plan

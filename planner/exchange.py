@@ -15,9 +15,10 @@ import numpy as np
 
 from .dtypes import is_floating
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes, spans_at
-from .layout import Layout, Partial, Shard, receivers_contribute
+from .intersection import FewPairs, Overlay, overlay
+from .layout import Layout, receivers_contribute
 from .mesh import Coordinate, Mesh
-from .overlay import FewPairs, Overlay, overlay
+from .placements import Partial, Shard
 
 FILL = -1
 """In place of a sender: the box is filled with the identity of the target's partial op."""

@@ -11,18 +11,19 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError
 from .arguments import Asked, check_layout, check_shape, check_target, checked, layout_of
-from .between_meshes import plan_crossing
-from .crossing import union
+from .bounded_fan_in import staged
+from .cross_mesh_exchange import union
+from .cross_mesh_plan import plan_crossing
 from .dtypes import ITEMSIZE, check_dtype
 from .exchange import Change, change_of
 from .index_sets import held_sizes
-from .layout import Layout, Replicate, Shard
+from .layout import Layout
 from .mesh import Mesh, whole_numbers
+from .mesh_split import narrowed, refined
+from .placements import Replicate, Shard
 from .program import Program
 from .ranks import PRICED_WHOLE
-from .refinement import narrowed, refined
 from .search import Route, Search
-from .stages import staged
 from .steps import step_of
 from .topology import NVLINK_NODE, Topology
 

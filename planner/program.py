@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from .crossing import price_step
+from .cross_mesh_exchange import price_step
 from .dtypes import ITEMSIZE
 from .exchange import FILL, Boxes
 from .index_sets import elements_in_common, held_sizes
@@ -333,7 +333,7 @@ class Program:
 
         `means`: what carries each step out, where that is known.
         """
-        from .explanation import explain  # told of programs, so it comes after them
+        from .render.explain import explain  # told of programs, so it comes after them
 
         return explain(self, means)
 
@@ -342,13 +342,13 @@ class Program:
 
     def to_svg(self) -> str:
         """The program as a picture: `shardweave.draw`."""
-        from .drawing import draw
+        from .render.draw import draw
 
         return draw(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        from .serialisation import to_dict
+        from .render.serialise import to_dict
 
         return to_dict(self)
 
@@ -363,7 +363,7 @@ class Program:
             ArgumentError: something that `to_dict` does not make; the text says where it is, what is there and what is
                 allowed.
         """
-        from .reading import program_of
+        from .render.parse import program_of
 
         return program_of(data)
 

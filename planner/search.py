@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..errors import ArgumentError
+from .bounded_fan_in import MOST_TERMS, is_too_wide, staged
 from .cost import Price, elements, prices
 from .dtypes import ITEMSIZE
 from .exchange import change_of
-from .layout import Layout, Partial
+from .intermediate_layouts import Stops
+from .layout import Layout
 from .mesh import Mesh
+from .placements import Partial
 from .ranks import ranks_of
-from .stages import MOST_TERMS, is_too_wide, staged
-from .stops import Stops
 from .topology import Topology
 
 MOST_ROUNDS = 4

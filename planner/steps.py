@@ -9,8 +9,8 @@ import numpy as np
 
 from .dtypes import check_computed, identity
 from .exchange import FILL, Change
-from .layout import Partial
 from .mesh import Mesh
+from .placements import Partial
 from .program import Exchange, Local, Reduce, Step
 
 

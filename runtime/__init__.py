@@ -1,27 +1,27 @@
 """Carries programs out: worlds, the executor, the DTensor drop-in."""
 
-from .checkpoints import LoadPlanner, SavePlanner
-from .drop_in import redistribute_local_tensor
-from .dtensor import bind, explain, redistribute
-from .dtensor_batches import redistribute_batch
-from .expert_parallel import ExpertParallel
-from .fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
-from .in_process import InProcessWorld
-from .install import install, installed, is_installed, uninstall
-from .ordered_local import ordered_redistribute_local_tensor
-from .permute_indices import generate_permute_indices
-from .planning import plan, plan_batch, redistribute_cost
-from .pool_limit import PoolMemory, empty_cache, pool_memory, set_pool_limit
-from .preparing import prepare
-from .recorder import record
-from .routed_tokens import RoutedTokens, TokenLoad
-from .simulate import simulate
+from .dtensor.batch import redistribute_batch
+from .dtensor.checkpoint import LoadPlanner, SavePlanner
+from .dtensor.drop_in import redistribute_local_tensor
+from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
+from .dtensor.install import install, installed, is_installed, uninstall
+from .dtensor.ordered_local import ordered_redistribute_local_tensor
+from .dtensor.plan import plan, plan_batch, redistribute_cost
+from .dtensor.redistribute import bind, explain, redistribute
+from .executor.prepare import prepare
+from .executor.simulate import simulate
+from .moe.activation import silu_and_mul
+from .moe.dispatcher import TokenDispatcher
+from .moe.parallel_style import ExpertParallel
+from .moe.permute_indices import generate_permute_indices
+from .moe.routed import RoutedTokens, TokenLoad
+from .moe.shares import share_of_tokens, whole_of_shares
+from .moe.simulate import VirtualTokenDispatcher
+from .moe.torchtitan import TorchtitanDispatcher
 from .statistics import Statistics, stats
-from .token_activation import silu_and_mul
-from .token_dispatcher import TokenDispatcher
-from .token_shares import share_of_tokens, whole_of_shares
-from .torchtitan_dispatcher import TorchtitanDispatcher
-from .virtual_dispatcher import VirtualTokenDispatcher
+from .tracing.record import record
+from .transports.in_process import InProcessWorld
+from .transports.pool_limit import PoolMemory, empty_cache, pool_memory, set_pool_limit
 
 __all__ = [
     "ExpertParallel",

@@ -30,5 +30,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from rank_preload import name_modules
 
     folders = {Path(__file__).parent / folder for folder in ("kernels", "runtime")}
-    mine = {item.module.__name__ for item in session.items if item.path.parent in folders}  # type: ignore[attr-defined]
+    mine = {item.module.__name__ for item in session.items if folders & {*item.path.parents}}  # type: ignore[attr-defined]
     name_modules(sorted(mine))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 grimp = pytest.importorskip("grimp", reason="grimp is not installed; it comes with import-linter")
 pytestmark = pytest.mark.plan
 
 METHODS = [
-    ("shardweave.planner.program", "shardweave.planner.drawing"),
-    ("shardweave.planner.program", "shardweave.planner.explanation"),
-    ("shardweave.planner.program", "shardweave.planner.reading"),
-    ("shardweave.planner.program", "shardweave.planner.serialisation"),
+    ("shardweave.planner.program", "shardweave.planner.render.draw"),
+    ("shardweave.planner.program", "shardweave.planner.render.explain"),
+    ("shardweave.planner.program", "shardweave.planner.render.parse"),
+    ("shardweave.planner.program", "shardweave.planner.render.serialise"),
 ]
 """What methods of Program import when they are called: modules that are written in terms of Program."""
 
@@ -59,3 +62,13 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         assert graph.direct_import_exists(importer=importer, imported=imported), "an exception that nobody needs"
         graph.remove_import(importer=importer, imported=imported)
     assert cycles(graph) == []
+
+
+def test_the_runtime_imports_the_planner_and_the_kernels_by_their_faces() -> None:
+    root = Path(__file__).parents[1]
+    files = list((root / "runtime").rglob("*.py"))
+    assert len(files) > 50
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == len(file.relative_to(root).parts):
+                assert not (node.module or "").startswith(("planner.", "kernels.")), f"{file}: line {node.lineno}"

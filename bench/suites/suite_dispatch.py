@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardweave.bench.gathering import run_ranks
-from shardweave.bench.measuring import Sink
-from shardweave.bench.moe_against import (
+from shardweave.bench.baselines.libraries import why_absent
+from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
+from shardweave.bench.baselines.torchtitan_dispatch import (
     EXPERTS,
     TOP_K,
     Layer,
@@ -29,10 +29,10 @@ from shardweave.bench.moe_against import (
     shardweave_layer,
     torchtitan_layer,
 )
-from shardweave.bench.other_libraries import why_absent
-from shardweave.bench.plain_dispatch import dispatch_and_combine
-from shardweave.bench.ranks import Send
-from shardweave.bench.turns import Rotation, copies, rotating, slowest, time_sides
+from shardweave.bench.harness.collect import run_ranks
+from shardweave.bench.harness.interleaved import Rotation, copies, rotating, slowest, time_sides
+from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.ranks import Send
 
 RANKS = 4
 SUITE = "dispatch"

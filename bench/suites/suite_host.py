@@ -1,4 +1,5 @@
-"""What a cached call of a redistribution costs the host, with nobody to meet and nothing to move: `bench/host_cost.py`.
+"""What a cached call of a redistribution costs the host, with nobody to meet and nothing to move:
+`bench/suites/host_cost.py`.
 
 Through `DTensor.redistribute`: stock on a fake process group, shardweave on a world that moves nothing. And the loop
 inside it, as ranks on GPUs run it: through windows with launches left out, by messages with launches and sending left
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardweave.bench.measuring import Sink
+from shardweave.bench.harness.measure import Sink
 
 SUITE = "host"
 ROUNDS = {"full": 15, "quick": 7, "dry": 1}
@@ -26,7 +27,7 @@ _NAMES = {
 
 
 def kinds(scale: str) -> list[str]:
-    from shardweave.bench.host_cost import KINDS
+    from shardweave.bench.suites.host_cost import KINDS
 
     names = [name for name, *_ in KINDS]
     return {"full": names, "quick": names[1:6], "dry": names[:2]}[scale]
@@ -48,7 +49,7 @@ def test_host(record: Callable[[], None]) -> None:
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardweave.bench import host_cost
+    from shardweave.bench.suites import host_cost
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host_cost.prepare(device)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.gpu_timing import GraphTimer, HostTimer
-from shardweave.bench.kernel_cases import MIB, Case, Made, cases_of, rotation
-from shardweave.bench.machine import available_memory, last_level_cache
-from shardweave.bench.measuring import Sink
-from shardweave.bench.other_libraries import why_absent
-from shardweave.bench.token_cases import FEW_SETS, Shape, VirtualRank, verified
-from shardweave.bench.token_rivals import Rival, combining, permuting, routing_and_permuting
+from shardweave.bench.baselines.libraries import why_absent
+from shardweave.bench.baselines.token_kernels import Rival, combining, permuting, routing_and_permuting
+from shardweave.bench.gpu.graph_timing import GraphTimer, HostTimer
+from shardweave.bench.gpu.kernel_cases import MIB, Case, Made, cases_of, rotation
+from shardweave.bench.gpu.token_cases import FEW_SETS, Shape, VirtualRank, verified
+from shardweave.bench.harness.machine import available_memory, last_level_cache
+from shardweave.bench.harness.measure import Sink
 
 SUITE = "kernels"
 KERNEL, REFERENCE, COPY = "ours", "ours, torch reference", "copy"

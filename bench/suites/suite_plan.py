@@ -2,7 +2,7 @@
 
 Times are of single plans, each of another request, and a sample is one of them: the same request has the same place in
 every run. Bytes are counted, not timed: the rank that receives most by the rank that has to, over seeded pairs of
-layouts without partial; torch's collectives as `bench/stock_plans.py` counts them.
+layouts without partial; torch's collectives as `bench/baselines/stock_plans.py` counts them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import product
 from random import Random
 
 from shardweave import Layout, Mesh, Topology
-from shardweave.bench import plan_times
-from shardweave.bench.measuring import Sink
+from shardweave.bench.harness.measure import Sink
+from shardweave.bench.planning import plan_times
 from shardweave.planner import plan
 
 SUITE = "plan"
@@ -47,7 +47,7 @@ def test_plan(record: Callable[[], None]) -> None:
 
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
-    from shardweave.bench import plans
+    from shardweave.bench.planning import plans
 
     plans.join()
     plan((2,), (4,), "float32", "S0", "R")  # imports, not a plan that is measured
@@ -80,7 +80,7 @@ def _beside_stock(scale: str, sink: Sink) -> None:
     Of both sides the planner alone, from layouts that have been read: torch's makes a list of placements to go through,
     ours the program of a rank, with its boxes.
     """
-    from shardweave.bench.stock_plans import stock
+    from shardweave.bench.baselines.stock_plans import stock
 
     random, found = Random(11), dict[str, list[float]]()
     wanted: list[tuple[tuple[int, ...], Layout, Layout]] = []
@@ -102,9 +102,9 @@ def _beside_stock(scale: str, sink: Sink) -> None:
 
 
 def _count(case: str, shapes: Sequence[tuple[int, ...]], pairs: int, sink: Sink) -> None:
-    """Of a seeded sample of all pairs that `bench/plans.py` counts, those with something to move."""
-    from shardweave.bench.plans import MESHES, count_ours, layouts
-    from shardweave.bench.stock_plans import count_stock, stock
+    """Of a seeded sample of all pairs that `bench/planning/plans.py` counts, those with something to move."""
+    from shardweave.bench.baselines.stock_plans import count_stock, stock
+    from shardweave.bench.planning.plans import MESHES, count_ours, layouts
 
     every = [
         (mesh, shape, source, target)

@@ -26,14 +26,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardweave
-from shardweave.bench.against_stock import Case, Unsuitable, digest, faults_of, held, mesh_for, respell
-from shardweave.bench.gathering import run_ranks
-from shardweave.bench.machine import available_memory
-from shardweave.bench.measuring import Sink
-from shardweave.bench.packed_all_to_all import PackedAllToAll
-from shardweave.bench.ranks import Send
-from shardweave.bench.stock_plans import Stock, count_stock
-from shardweave.bench.turns import KEPT, Rotation, copies, in_order, rotated, rotating, slowest, time_sides
+from shardweave.bench.baselines.packed_all_to_all import PackedAllToAll
+from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, faults_of, held, mesh_for, respell
+from shardweave.bench.baselines.stock_plans import Stock, count_stock
+from shardweave.bench.harness.collect import run_ranks
+from shardweave.bench.harness.interleaved import (
+    KEPT,
+    Rotation,
+    copies,
+    in_order,
+    rotated,
+    rotating,
+    slowest,
+    time_sides,
+)
+from shardweave.bench.harness.machine import available_memory
+from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.ranks import Send
 from shardweave.bench.workloads import Workload, load_workloads
 
 RANKS = 4

@@ -6,8 +6,8 @@ Each JSON file is one model; each case fixes mesh, source and target layout (tex
 it is run at on CPU. The scaled shape follows from the full one by one rule, `scaled_down`, and nothing else about a
 case changes: `load_workloads` refuses a file that strays from it.
 
-`recorded/` has traces of whole models at full shapes, made by `python -m shardweave.bench.record_workloads`; a test
-holds that the solver's program among them does each case here: the shape, the dtype, and both layouts.
+`recorded/` has traces of whole models at full shapes, made by `python -m shardweave.bench.workloads.record_workloads`;
+a test holds that the solver's program among them does each case here: the shape, the dtype, and both layouts.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
-from shardweave.bench.against_stock import Case
-from shardweave.bench.gathering import run_ranks
-from shardweave.bench.moe_against import EXPERTS, shardweave_layer
-from shardweave.bench.plain_dispatch import dispatch_and_combine
-from shardweave.bench.ranks import Send
-from shardweave.bench.stock_plans import Stock
+from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
+from shardweave.bench.baselines.stock_dtensor import Case
+from shardweave.bench.baselines.stock_plans import Stock
+from shardweave.bench.baselines.torchtitan_dispatch import EXPERTS, shardweave_layer
+from shardweave.bench.harness.collect import run_ranks
+from shardweave.bench.harness.ranks import Send
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.suites.suite_dispatch import bytes_of as bytes_of_tokens
 from shardweave.bench.suites.suite_redistribute import bytes_of, ways_of

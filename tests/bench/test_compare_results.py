@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shardweave.__main__ import main
-from shardweave.bench.compare_results import compare, interval, show
-from shardweave.bench.result_file import Missing, Results, Row
+from shardweave.bench.harness.compare import compare, interval, show
+from shardweave.bench.harness.result_file import Missing, Results, Row
 from shardweave.errors import ArgumentError
 
 pytestmark = pytest.mark.plan

@@ -18,11 +18,12 @@ import torch
 from warm_python import run_python
 
 from shardweave.__main__ import main
-from shardweave.bench import gpu_targets, gpu_tests, gpu_timing, markdown, outcomes
-from shardweave.bench.gpu_bench import Bench
-from shardweave.bench.kernel_cases import Case, cases, rotation
-from shardweave.bench.result_file import read
-from shardweave.bench.target_rows import NO_FIGURE, Row, as_markdown, as_results
+from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets
+from shardweave.bench.gpu.kernel_cases import Case, cases, rotation
+from shardweave.bench.gpu.target_bench import Bench
+from shardweave.bench.gpu.target_rows import NO_FIGURE, Row, as_markdown, as_results
+from shardweave.bench.harness import markdown
+from shardweave.bench.harness.result_file import read
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "shardweave.bench.gpu_targets",
+        "shardweave.bench.gpu.targets",
         "--dry",
         "--out",
         str(tmp_path),
@@ -63,7 +64,7 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
 def test_without_a_gpu_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert gpu_targets.main(["--out", str(tmp_path)]) == 2
+    assert targets.main(["--out", str(tmp_path)]) == 2
     assert "error: no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -142,7 +143,7 @@ def test_a_call_is_timed_in_a_graph(cuda: SimpleNamespace) -> None:
         else:
             cuda.capturing.calls += 1
 
-    times = gpu_timing.GraphTimer(rounds=5).time([call, call])
+    times = graph_timing.GraphTimer(rounds=5).time([call, call])
     assert len(times.rounds) == 5 and times.seconds == pytest.approx(1e-6) and times.spread < 1e-6
     assert len(outside) == 4 and cuda.synchronized == 7  # two sets, before either graph; a short one, then the rounds
 
@@ -159,14 +160,14 @@ def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
         return one
 
     sides = {"one": [call("one", 1)], "three": [call("three", 3)] * 2}
-    times = gpu_timing.GraphTimer(rounds=5).time_in_turns(sides)
+    times = graph_timing.GraphTimer(rounds=5).time_in_turns(sides)
     assert times["one"].seconds == pytest.approx(1e-6) and times["three"].seconds == pytest.approx(3e-6)
     assert all(len(found.rounds) == 5 for found in times.values())
     order.clear()
-    host = gpu_timing.HostTimer(rounds=2).time_in_turns(sides)
+    host = graph_timing.HostTimer(rounds=2).time_in_turns(sides)
     assert order == ["one", "three", "three", "three", "three", "one"] and len(host["one"].rounds) == 2
     order.clear()
-    gpu_timing.HostTimer(rounds=1, least_seconds=1e-3).time_in_turns({"one": sides["one"]})
+    graph_timing.HostTimer(rounds=1, least_seconds=1e-3).time_in_turns({"one": sides["one"]})
     assert len(order) > 10  # a round is as long as it has to be
 
 
@@ -198,7 +199,7 @@ def test_a_report_says_what_is_met() -> None:
 
 
 def test_a_result_file_has_the_rounds_of_every_contender() -> None:
-    times, copied = gpu_timing.Times((2e-6, 3e-6, 4e-6)), gpu_timing.Times((1.5e-6,))
+    times, copied = graph_timing.Times((2e-6, 3e-6, 4e-6)), graph_timing.Times((1.5e-6,))
     rows = [
         Row("copy (no target)", "of the ceiling", None, True, 0.5, "", {"spread": 0.1},
             {"ours": times, "copy": copied}, 64, {"torchao": "not installed"}),
@@ -231,7 +232,7 @@ def test_gpu_tests_run_in_parts_and_failures_are_kept(tmp_path: Path) -> None:
     bodies = {"kernels/test_a": ("assert False", "pass"), "runtime/test_b": ("raise KeyError(1)", "pytest.skip('no')")}
     folder_of_tests(tmp_path, bodies)
     report = tmp_path / "report.json"
-    assert gpu_tests.main(["--root", str(tmp_path), "--report", str(report), "--parts", "2"]) == 1
+    assert run_tests.main(["--root", str(tmp_path), "--report", str(report), "--parts", "2"]) == 1
     found = json.loads(report.read_text())
     # Each of the kernels' tests ran once, in a process of its own.
     assert found["failed"] == ["tests/kernels/test_a.py::test_0", "tests/runtime/test_b.py::test_0"]
@@ -246,7 +247,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pat
     folder_of_tests(tmp_path, {"runtime/test_b": ("pass", stays)})
     (tmp_path / "reports").mkdir()
     until = time.monotonic() + 30
-    (found,) = gpu_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
+    (found,) = run_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
     assert found["tests"] == 1 and not found["failed"] and found["running"] == ["tests/runtime/test_b.py::test_1"]
     assert found["error"] == "out of time, within tests/runtime/test_b.py::test_1: tests/runtime"
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")

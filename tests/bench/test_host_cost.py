@@ -10,7 +10,7 @@ from warm_python import run_python
 
 @pytest.mark.plan
 def test_every_kind_is_timed() -> None:
-    command = [sys.executable, "-m", "shardweave.bench.host_cost", "--rounds", "1", "--calls", "20"]
+    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--rounds", "1", "--calls", "20"]
     shown = run_python(command, timeout=300)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from shardweave.__main__ import main
-from shardweave.bench import html_report
-from shardweave.bench.projection_rows import Row as Projected
-from shardweave.bench.result_file import Missing, Results, Row, read
-from shardweave.bench.theme import THEME, standalone
+from shardweave.bench.harness import html_report
+from shardweave.bench.harness.result_file import Missing, Results, Row, read
+from shardweave.bench.harness.theme import THEME, standalone
+from shardweave.bench.planning.projection_rows import Row as Projected
 from shardweave.errors import ArgumentError
 
 pytest.importorskip("matplotlib", reason="the report's pictures are drawn by matplotlib")
 from matplotlib.figure import Figure
 
-from shardweave.bench import pictures
+from shardweave.bench.harness import charts
 
 pytestmark = pytest.mark.plan
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -51,7 +51,7 @@ def projected() -> dict[str, Any]:
         Projected("Llama", case, topology, n, f"{n} (tp)", calls, 1.0 * n, 3.0 * n, 1, 2)
         for case, calls in (("a", 2), ("b", 5)) for topology in ("flat", "nodes of 8") for n in (8, 1024, 131072)
     ]  # fmt: skip
-    return {"command": "python -m shardweave.bench.projection", "rows": rows}
+    return {"command": "python -m shardweave.bench.planning.projection", "rows": rows}
 
 
 class Page(HTMLParser):
@@ -99,10 +99,10 @@ def test_pictures_take_their_colours_from_the_style_sheet() -> None:
     style, body = html_report.page([everything()], projected()).split("</style>")
     names = set(re.findall(r"var\(--(\w+)\)", body))
     light, dark = style.split("@media (prefers-color-scheme: dark)")
-    assert all(f"--{name}: #" in light and f"--{name}: #" in dark for name in names | set(pictures.NAMES))
+    assert all(f"--{name}: #" in light and f"--{name}: #" in dark for name in names | set(charts.NAMES))
     # Nothing is left in a colour of its own: it would be lost on one of the backgrounds.
     assert not re.findall(r"(?:fill|stroke)[:=]\s*[\"']?#[0-9a-f]{3,6}", body)
-    alone = standalone(pictures.cost_against_ranks(projected()["rows"]) or "")
+    alone = standalone(charts.cost_against_ranks(projected()["rows"]) or "")
     assert alone.startswith("<svg ") and THEME in alone
 
 
@@ -114,9 +114,9 @@ def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.Mo
             lines.update({f"{ax.get_title('left')}, {one.get_label()}": list(one.get_ydata()) for one in ax.lines})
         return "<svg>"
 
-    monkeypatch.setattr(pictures, "themed", seen)
+    monkeypatch.setattr(charts, "themed", seen)
     folder = RESULTS / "projection"
-    pictures.cost_against_ranks(html_report.read_projection(folder / "projection.json")["rows"])
+    charts.cost_against_ranks(html_report.read_projection(folder / "projection.json")["rows"])
     table = (folder / "projection.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
     compared = 0
     for line in table.splitlines()[2:]:

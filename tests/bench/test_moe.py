@@ -12,19 +12,20 @@ import pytest
 import torch
 from warm_python import run_python
 
-from shardweave.bench import moe, moe_against
-from shardweave.bench.moe_model import Experts, ExpertSizes, MixtureOfExperts
+from shardweave.bench.baselines import torchtitan_dispatch
+from shardweave.bench.suites import moe
+from shardweave.bench.workloads.moe_model import Experts, ExpertSizes, MixtureOfExperts
 
 
 def _run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     report = tmp_path / "moe.json"
     done = run_python(
-        [sys.executable, "-m", "shardweave.bench.moe", *arguments, "--json", str(report)],
+        [sys.executable, "-m", "shardweave.bench.suites.moe", *arguments, "--json", str(report)],
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert done.stdout.startswith(f"`python -m shardweave.bench.moe {' '.join(arguments)}")
+    assert done.stdout.startswith(f"`python -m shardweave.bench.suites.moe {' '.join(arguments)}")
     assert found["date"] in done.stdout and found["machine"]["commit"][:12] in done.stdout
     return found, done.stdout
 
@@ -95,18 +96,22 @@ def test_a_loss_that_differs_is_a_fault(loss: float) -> None:
 def test_a_layer_that_is_wrong_is_a_fault() -> None:
     """On one process, where dispatch is nothing: the oracle of the comparison finds what is off and only that."""
     g = torch.Generator().manual_seed(1)
-    t, k, h = 6, moe_against.TOP_K, 8
+    t, k, h = 6, torchtitan_dispatch.TOP_K, 8
     x = torch.randn(t, h, generator=g).requires_grad_()
-    ids = torch.randint(0, moe_against.EXPERTS, (t, k), generator=g)
+    ids = torch.randint(0, torchtitan_dispatch.EXPERTS, (t, k), generator=g)
     weights = torch.rand(t, k, generator=g).requires_grad_()
     gradient = torch.randn(t, h, generator=g)
 
     def layer(shift: int, x, ids, weights, scale):
-        return x * (weights * moe_against._factor(ids + shift).float()).sum(1, keepdim=True)
+        return x * (weights * torchtitan_dispatch._factor(ids + shift).float()).sum(1, keepdim=True)
 
     given = (lambda rows, counts: rows), x, ids, weights, gradient
-    assert not moe_against.faults_of(lambda *a: layer(0, *a), *given)
-    assert [f.split()[0] for f in moe_against.faults_of(lambda *a: layer(1, *a), *given)] == ["y", "dx", "dweights"]
+    assert not torchtitan_dispatch.faults_of(lambda *a: layer(0, *a), *given)
+    assert [f.split()[0] for f in torchtitan_dispatch.faults_of(lambda *a: layer(1, *a), *given)] == [
+        "y",
+        "dx",
+        "dweights",
+    ]
 
 
 @pytest.mark.plan

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardweave import Layout, Mesh
-from shardweave.bench import plan_times
-from shardweave.bench.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, example, wasteful
-from shardweave.bench.stock_plans import Stock, count_stock
+from shardweave.bench.baselines.stock_plans import Stock, count_stock
+from shardweave.bench.planning import plan_times
+from shardweave.bench.planning.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, example, wasteful
 
 pytestmark = pytest.mark.plan
 
@@ -46,7 +46,7 @@ def test_bytes_of_wasteful_plans(
 
 
 def test_a_row_for_each_planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardweave.bench.plans.MESHES", ((2, 2),))
+    monkeypatch.setattr("shardweave.bench.planning.plans.MESHES", ((2, 2),))
     rows = list(compare(EVEN[:2]))
     assert [row.split("|")[1].strip() for row in rows] == ["torch greedy", "torch graph", "shardweave"]
     assert "| 1.00 | 1.00 | 1.0 | 1.0 | 100.0% | 100% / 0% / 0% / 0% |" in rows[2]
@@ -55,7 +55,7 @@ def test_a_row_for_each_planner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_plan_of_torch_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardweave.bench.plans.MESHES", ((2, 2),))
+    monkeypatch.setattr("shardweave.bench.planning.plans.MESHES", ((2, 2),))
     for topology, partial in product(TOPOLOGIES, (False, True)):
         rows = list(compare_prices(topology, EVEN[:2], partial))
         assert len(rows) == 2 and all(row.endswith("| 0 |") for row in rows), rows

@@ -18,15 +18,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
 from shardweave import ArgumentError, Layout, Mesh
-from shardweave.bench import machine, projection, projection_report, validation
-from shardweave.bench.growth import GROWTHS, Growth
-from shardweave.bench.projection import TOPOLOGIES, project, received, stock_received
-from shardweave.bench.projection_rows import totals
-from shardweave.bench.record_workloads import WORKLOADS
-from shardweave.bench.stock_plans import Stock
+from shardweave.bench.baselines.stock_plans import Stock
+from shardweave.bench.harness import machine
+from shardweave.bench.planning import projection, projection_report, validation
+from shardweave.bench.planning.growth import GROWTHS, Growth
+from shardweave.bench.planning.projection import TOPOLOGIES, project, received, stock_received
+from shardweave.bench.planning.projection_rows import totals
+from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.index_sets import held_box
-from shardweave.runtime.specs import spec_of_layout
-from shardweave.runtime.trace import Entry, Trace
+from shardweave.runtime.convert import spec_of_layout
+from shardweave.runtime.tracing.trace import Entry, Trace
 
 pytestmark = pytest.mark.plan
 

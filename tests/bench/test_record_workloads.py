@@ -8,12 +8,21 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardweave import ArgumentError, Layout
-from shardweave.bench.deepseek import DeepSeekSizes
-from shardweave.bench.record_workloads import RECORDED, WORKLOADS, deep_seek, llama, main, mesh_sizes, recorded, solver
-from shardweave.bench.solver_program import SolverSizes
-from shardweave.bench.transformer import Sizes
 from shardweave.bench.workloads import load_workloads
-from shardweave.runtime.trace import Entry, Trace
+from shardweave.bench.workloads.deepseek import DeepSeekSizes
+from shardweave.bench.workloads.record_workloads import (
+    RECORDED,
+    WORKLOADS,
+    deep_seek,
+    llama,
+    main,
+    mesh_sizes,
+    recorded,
+    solver,
+)
+from shardweave.bench.workloads.solver_program import SolverSizes
+from shardweave.bench.workloads.transformer import Sizes
+from shardweave.runtime.tracing.trace import Entry, Trace
 
 pytestmark = pytest.mark.plan
 

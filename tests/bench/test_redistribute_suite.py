@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardweave.bench.measuring import Found, Sink
+from shardweave.bench.harness.measure import Found, Sink
 from shardweave.bench.suites import suite_redistribute
 from shardweave.bench.suites.suite_redistribute import measure, memory_of, put, workloads
 

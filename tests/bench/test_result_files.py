@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.bench import machine
-from shardweave.bench.markdown import as_markdown, provenance_lines
-from shardweave.bench.result_file import Missing, Results, Row, read
+from shardweave.bench.harness import machine
+from shardweave.bench.harness.markdown import as_markdown, provenance_lines
+from shardweave.bench.harness.result_file import Missing, Results, Row, read
 from shardweave.errors import ArgumentError
 
 pytestmark = pytest.mark.plan

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from warm_python import run_python
 
 from shardweave.__main__ import main
-from shardweave.bench import measuring, run
-from shardweave.bench.measuring import Found, Sink, measured, suite
-from shardweave.bench.result_file import Missing, read
+from shardweave.bench.harness import measure, run
+from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
+from shardweave.bench.harness.measure import Found, Sink, measured, suite
+from shardweave.bench.harness.result_file import Missing, read
 from shardweave.bench.suites import SUITES
-from shardweave.bench.turns import Rotation, in_order, rotating, slowest
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
@@ -78,7 +78,7 @@ def test_kernels_are_measured_on_a_gpu() -> None:
 
 _AS_ON_A_GPU = """
 import json, sys, torch
-from shardweave.bench.measuring import Sink
+from shardweave.bench.harness.measure import Sink
 from shardweave.bench.suites import suite_kernels as s
 s.has_gpu, s.here = lambda: True, lambda: torch.device("cpu")
 cases = s.cases("dry")
@@ -148,7 +148,7 @@ def test_bench_writes_compares_and_fails(
         status = run.run(["dispatch"], "quick", match, tmp_path / "r.json", out, check, committed)
         return status, capsys.readouterr().out
 
-    monkeypatch.setattr(measuring, "measured", found)
+    monkeypatch.setattr(measure, "measured", found)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
     # The files of an earlier import of conftest hold the real `measured`.
     monkeypatch.delitem(sys.modules, "shardweave.bench.conftest", raising=False)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardweave.bench import token_cases, token_rivals
-from shardweave.bench.gpu_bench import Bench
-from shardweave.bench.gpu_timing import Times
-from shardweave.bench.target_rows import Row, as_markdown
-from shardweave.bench.token_cases import Shape, VirtualRank, verified
-from shardweave.bench.token_rivals import Rival
-from shardweave.bench.token_rows import beside
+from shardweave.bench.baselines import token_kernels
+from shardweave.bench.baselines.token_kernels import Rival
+from shardweave.bench.gpu import token_cases
+from shardweave.bench.gpu.graph_timing import Times
+from shardweave.bench.gpu.target_bench import Bench
+from shardweave.bench.gpu.target_rows import Row, as_markdown
+from shardweave.bench.gpu.token_cases import Shape, VirtualRank, verified
+from shardweave.bench.gpu.token_rows import beside
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) 
         assert not right()
 
 
-@pytest.mark.parametrize("of", [token_rivals.permuting, token_rivals.combining, token_rivals.routing_and_permuting])
+@pytest.mark.parametrize("of", [token_kernels.permuting, token_kernels.combining, token_kernels.routing_and_permuting])
 def test_others_do_the_same_or_are_not_installed(rank: VirtualRank, of: Callable[..., list[Rival]]) -> None:
     names = []
     for rival in of(rank, dry=True):

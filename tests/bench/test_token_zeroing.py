@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shardweave.bench import token_zeroing
+from shardweave.bench.suites import token_zeroing
 
 
 @pytest.mark.long

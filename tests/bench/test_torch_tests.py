@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.bench.torch_tests import main, run
+from shardweave.bench.baselines.torch_tests import main, run
 
 pytestmark = pytest.mark.multi
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm_python import run_python
 
-from shardweave.bench.training import LENGTH, TOLERANCE, batch, main, outcome_of, text
+from shardweave.bench.suites.training import LENGTH, TOLERANCE, batch, main, outcome_of, text
 
 
 @pytest.mark.multi
@@ -26,7 +26,7 @@ from shardweave.bench.training import LENGTH, TOLERANCE, batch, main, outcome_of
 def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     report = tmp_path / "training.json"
     done = run_python(
-        [sys.executable, "-m", "shardweave.bench.training"]
+        [sys.executable, "-m", "shardweave.bench.suites.training"]
         + ["--ranks", str(ranks), "--steps", "3", "--json", str(report)],
         env={**os.environ, "SHARDWEAVE_WORLD": world},
         timeout=300,

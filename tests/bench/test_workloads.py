@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardweave.bench.against_stock import Unsuitable, held, mesh_for, placements, respell
+from shardweave.bench.baselines.stock_dtensor import Unsuitable, held, mesh_for, placements, respell
 from shardweave.bench.workloads import load_workloads, scaled_down
 
 pytestmark = pytest.mark.plan

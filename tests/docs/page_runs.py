@@ -116,7 +116,7 @@ def _main(argv: list[str], environment: dict[str, str]) -> str:
 def _do_not_time() -> None:
     """No figure of a page is held against what is printed, and what comes first must not hang on a busy machine: each
     case costs a tenth of the one before it, which moves more bytes. Both sides are run and checked all the same."""
-    from shardweave.bench import replay, replay_ranks
+    from shardweave.cli import replay, replay_ranks
 
     made_up = (10.0**-place for place in itertools.count())
 

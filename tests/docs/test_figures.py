@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pages import ROOT, parse_page
 
-from shardweave.bench.validation import BOUNDS, errors
+from shardweave.bench.planning.validation import BOUNDS, errors
 
 pytestmark = pytest.mark.plan
 RESULTS = ROOT / "bench/results"

@@ -12,10 +12,10 @@ import pytest
 import torch
 import triton
 
-from shardweave.bench import aot
-from shardweave.bench.aot import TARGETS, accesses
-from shardweave.bench.specialisations import of_ranks, specialisations
-from shardweave.bench.token_specialisations import token_specialisations
+from shardweave.bench.codegen import aot
+from shardweave.bench.codegen.aot import TARGETS, accesses
+from shardweave.bench.codegen.specialisations import of_ranks, specialisations
+from shardweave.bench.codegen.token_specialisations import token_specialisations
 from shardweave.kernels import Boxes, copy_launches, reduce_launches
 from shardweave.kernels.copy_boxes import copy_boxes_kernel, copy_constants
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel, reduce_constants

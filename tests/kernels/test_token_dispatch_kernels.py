@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,25 +5,21 @@ In the interpreter, where the kernels run that a GPU runs, and on a GPU, where t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
-from shardweave.runtime import token_slabs
-from shardweave.runtime.statistics import stats
-from shardweave.runtime.token_activation import silu_and_mul
-from shardweave.runtime.token_slabs import SlabRank
-from shardweave.runtime.virtual_dispatcher import VirtualTokenDispatcher
-
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 from moe_reference import tokens_of
 from sync_guard import SyncGuard, SyncRefused
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardweave.runtime.moe import transfer_sendrecv
+from shardweave.runtime.moe.activation import silu_and_mul
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.moe.transfer_sendrecv import SlabRank
+from shardweave.runtime.statistics import stats
 
 K, E, H = 3, 5, 16
 
@@ -97,7 +93,7 @@ def test_no_device_is_waited_for(device, way, monkeypatch):
     """But for the one read of the counts by ranks that send and receive slabs of exact size."""
     if way is EXACT and device == "cpu":
         monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
-        monkeypatch.setattr(token_slabs, "_sizes", on_the_host(token_slabs._sizes))
+        monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
     elif way is EXACT:
         monkeypatch.setattr(SlabRank, "_read", read_unguarded(SlabRank._read))
     for number, given in enumerate(SETTINGS):
@@ -135,7 +131,7 @@ def test_the_guard_sees_what_ranks_do(device, verb, one_sided, monkeypatch):
     if device == "cuda":
         pytest.skip("of the guard on the CPU")
     monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
-    monkeypatch.setattr(token_slabs, "_sizes", on_the_host(token_slabs._sizes))
+    monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
     d = VirtualTokenDispatcher(
         3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided
     )

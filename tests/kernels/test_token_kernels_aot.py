@@ -13,9 +13,9 @@ from test_aot import TARGETS, accesses, assert_no_spill
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from shardweave.bench import aot
-from shardweave.bench.specialisations import KERNELS
-from shardweave.bench.token_specialisations import Layer, TokenSpecialisation, token_specialisations
+from shardweave.bench.codegen import aot
+from shardweave.bench.codegen.specialisations import KERNELS
+from shardweave.bench.codegen.token_specialisations import Layer, TokenSpecialisation, token_specialisations
 from shardweave.kernels.combine_rows import combine_rows_kernel
 from shardweave.kernels.copy_rows import copy_rows_kernel
 from shardweave.kernels.fill_rows import fill_rows_kernel

@@ -14,7 +14,7 @@ import pytest
 
 from shardweave.errors import ArgumentError
 from shardweave.planner import NVLINK_INFINIBAND, Boxes, Exchange, Layout, Mesh, Program, draw, plan
-from shardweave.planner.explanation import totals
+from shardweave.planner.render.explain import totals
 
 pytestmark = pytest.mark.plan
 

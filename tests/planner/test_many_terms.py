@@ -15,7 +15,7 @@ from box_checks import assert_boxes_tile_the_target_and_lie_with_their_senders, 
 
 import shardweave
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh, Topology, redistribute_cost
-from shardweave.planner import plan, search, stages
+from shardweave.planner import bounded_fan_in, plan, search
 
 pytestmark = pytest.mark.plan
 
@@ -29,7 +29,7 @@ def few_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = (MODULE._planner, MODULE._kept_program, MODULE._routed, MODULE._cost)
     for answers in kept:
         answers.cache_clear()
-    monkeypatch.setattr(stages, "MOST_TERMS", TERMS)
+    monkeypatch.setattr(bounded_fan_in, "MOST_TERMS", TERMS)
     monkeypatch.setattr(search, "MOST_TERMS", TERMS)
     yield
     for answers in kept:
@@ -94,7 +94,7 @@ def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert program.mesh.size == 1 << 17 and most < 200e6
-    assert all(step.boxes.sender.shape[1] <= stages.MOST_TERMS for step in program.steps)
+    assert all(step.boxes.sender.shape[1] <= bounded_fan_in.MOST_TERMS for step in program.steps)
     reduced = (1 << 17) // 8 * 64 * 2
     assert reduced * (1 - 1 / 128) <= program.bytes_received[0] <= (2 if target == "S0 S0" else 4) * reduced
 
@@ -106,7 +106,7 @@ def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
 )
 def test_no_dearer_than_each_stage_by_itself(shape: tuple[int, ...], source: str, target: str, node_size: int) -> None:
     mesh, topology = Mesh((32, 128, 8), ("replicas", "dp", "tp")), replace(NVLINK_INFINIBAND, node_size=node_size)
-    stops = stages.staged(mesh, (Layout.parse(source), Layout.parse(target)))
+    stops = bounded_fan_in.staged(mesh, (Layout.parse(source), Layout.parse(target)))
     assert len(stops) == 3
     us = [redistribute_cost(mesh, shape, "float32", a, b, topology) for a, b in pairwise(stops)]
     assert redistribute_cost(mesh, shape, "float32", source, target, topology) <= sum(us) * (1 + 1e-12)

@@ -30,7 +30,7 @@ from shardweave.planner import (
 from shardweave.planner.cost import price
 from shardweave.planner.exchange import Change
 from shardweave.planner.index_sets import held_box
-from shardweave.planner.refinement import refined
+from shardweave.planner.mesh_split import refined
 from shardweave.planner.search import Search
 from shardweave.planner.steps import step_of
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardweave.planner.splits import HOST_READ_US, price_splits
+from shardweave.planner.token_splits import HOST_READ_US, price_splits
 from shardweave.planner.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link
 
 pytestmark = pytest.mark.plan

@@ -1,0 +1,1 @@
+"""What shardweave is measured against: stock torch and other libraries."""

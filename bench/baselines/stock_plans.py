@@ -1,0 +1,117 @@
+"""torch's own plans: the layouts that its collectives lead through, and what each of them brings a rank.
+
+Collectives bring what rings and true all-to-alls bring, as NCCL's do, unless gloo is asked for: there DTensor gathers a
+tensor to cut it along another dim, and a reduce-scatter is an all-reduce of which a part is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
+
+import shardweave
+from shardweave import Layout, Mesh
+from shardweave.planner import Placement
+from shardweave.planner.index_sets import held_box
+from shardweave.runtime.convert import spec_of_layout
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A plan of one side: most bytes that a rank receives, collectives, and the peak by the largest shard."""
+
+    received: int
+    collectives: int
+    peak: float
+    stops: tuple[Layout, ...]
+
+
+class Stock:
+    """torch's planner on a mesh that has no process group, and so may be of any size: it asks for sizes alone."""
+
+    def __init__(self, shape: tuple[int, ...], graph: bool) -> None:
+        self.graph = graph
+        table = torch.arange(math.prod(shape)).reshape(shape)
+        self.mesh = DeviceMesh("cpu", table, _init_backend=False, _rank=0)
+
+    @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
+    def stops(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
+        """The layouts that its collectives lead through. Where an order is not the default one torch plans by its
+        graph, whatever it was asked for."""
+        found = [source]
+        for step in self.planning(shape, source, target)():
+            m, (_, placed) = step.mesh_dim, step.src_dst_placements
+            placements = list(found[-1].placements)
+            orders = {d: tuple(x for x in order if x != m) for d, order in found[-1].orders}
+            placements[m] = _placement(placed)
+            if isinstance(placed, Shard):
+                orders[placed.dim] = (*orders.get(placed.dim, ()), m)
+            found.append(Layout(placements, {d: order for d, order in orders.items() if order}))
+        return found
+
+    def planning(self, shape: tuple[int, ...], source: Layout, target: Layout) -> Callable[[], list[Any]]:
+        """torch's planner alone, to be called: the specs that it reads are made here."""
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
+        before, after = (spec_of_layout(layout, self.mesh, meta) for layout in (source, target))
+        return partial(_gen_transform_infos_non_cached, before, after, use_graph_based_transform=self.graph)
+
+
+def _placement(placed: object) -> Placement:
+    if type(placed) is Shard:
+        return shardweave.Shard(placed.dim)
+    if type(placed) is Partial:
+        return shardweave.Partial(placed.reduce_op)
+    assert type(placed) is Replicate, f"torch plans a step to {placed}"
+    return shardweave.Replicate()
+
+
+@cache
+def stock(mesh_shape: tuple[int, ...], graph: bool) -> Stock:
+    return Stock(mesh_shape, graph)
+
+
+def lengths(mesh: Mesh, shape: tuple[int, ...], layout: Layout, position: int) -> list[int]:
+    return [b - a for a, b in held_box(shape, layout, mesh.shape, mesh.coordinate(position))]
+
+
+def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: int, gloo: bool = False) -> int:
+    """Elements that one of torch's collectives brings a rank: it changes one mesh dim."""
+    (m,) = (m for m in range(mesh.ndim) if a.placements[m] != b.placements[m])
+    n, before, after = mesh.shape[m], a.placements[m], b.placements[m]
+    if isinstance(before, shardweave.Replicate):
+        return 0
+    local, whole = lengths(mesh, shape, a, position), lengths(mesh, shape, b, position)
+    if isinstance(before, shardweave.Partial):
+        if not isinstance(after, shardweave.Shard):
+            return 2 * (n - 1) * -(-math.prod(local) // n)
+        local[after.dim] = -(-local[after.dim] // n)
+        return (2 if gloo else 1) * (n - 1) * math.prod(local)
+    assert isinstance(before, shardweave.Shard)
+    local[before.dim] = -(-whole[before.dim] // n)
+    if isinstance(after, shardweave.Shard):
+        part = -(-local[after.dim] // n)
+        local[after.dim] = n * part if gloo else part
+    return (n - 1) * math.prod(local)
+
+
+def count_stock(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], gloo: bool = False) -> Counted:
+    came = [[issued(mesh, shape, a, b, r, gloo) for a, b in pairwise(stops)] for r in range(mesh.size)]
+    sizes = [[math.prod(lengths(mesh, shape, stop, r)) for stop in stops] for r in range(mesh.size)]
+    peaks = [
+        own[0] + (own[i] if i else 0) + max(own[i + 1], steps[i])
+        for own, steps in zip(sizes, came, strict=True)
+        for i in range(len(steps))
+    ]
+    most = max(max(own[0], own[-1]) for own in sizes)
+    collectives = sum(any(steps) for steps in zip(*came, strict=True))
+    return Counted(max(map(sum, came)) * 4, collectives, max(peaks) / most, tuple(stops))

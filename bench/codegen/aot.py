@@ -1,0 +1,265 @@
+"""Every kernel that programs launch, compiled for GPUs that need not be here: registers, spills, shared memory, and how
+wide it accesses memory.
+
+`python -m shardweave.bench.codegen.aot --out bench/results/aot.md` compiles all specialisations for all targets. It
+fails where one does not compile, spills, or accesses memory in narrower pieces than its alignment allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shardweave.bench.codegen.specialisations import KERNELS, Specialisation, specialisations
+from shardweave.bench.codegen.token_specialisations import TokenSpecialisation, token_specialisations
+from shardweave.bench.harness.machine import provenance
+from shardweave.bench.harness.markdown import provenance_lines
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+WITHOUT_FLOAT8 = ("sm_80", "gfx942")  # or with another one, on AMD
+_ALIGNED = ("descriptors", "source_table", "target_table")  # tensors of their own
+_POINTERS = dict.fromkeys((*_ALIGNED, "table", "pad", "error"), "*i64")
+_AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1,
+               "sbyte": 1, "sshort": 2}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation on one target.
+
+    Attributes:
+        spills: bytes of registers kept in memory; on AMD registers. None where nothing tells.
+        shared: bytes.
+        loads, stores: bytes of each access of data, and how many there are in the program's text.
+    """
+
+    registers: int | None
+    spills: int | None
+    shared: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+
+
+def compile_kernel(
+    kernel: Any,
+    target: str,
+    constants: dict[str, Any],
+    signature: dict[str, str] | None = None,
+    aligned: Sequence[str] = _ALIGNED,
+) -> Any:
+    """The kernel with these constants (`num_warps` and other options among them), as for a launch with arguments of
+    these types of which `aligned` are multiples of 16; without a signature, of a kernel on boxes."""
+    constants = dict(constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
+    if not signature:
+        signature = {
+            name: "constexpr" if name in constants else _POINTERS.get(name, "i64") for name in kernel.arg_names
+        }
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def accesses(compiled: Any, target: str) -> Counter[tuple[str, int]]:
+    """("load" or "store", bytes) of each access to global memory to how often it is there, descriptors' included."""
+    if target.startswith("gfx"):
+        found = re.findall(r"(?:global|buffer|flat)_(load|store)_(\w+)", compiled.asm["amdgcn"])
+        width = {kind: next(w for name, w in _AMD_WIDTHS.items() if kind.startswith(name)) for _, kind in found}
+        return Counter((op, width[kind]) for op, kind in found)
+    found = re.findall(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    return Counter(({"ld": "load", "st": "store"}[op], int(v or 1) * int(b) // 8) for op, v, b in found)
+
+
+def resources(compiled: Any, target: str) -> tuple[int | None, int | None]:
+    """Registers of a thread, and what of them is spilled."""
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        spilled = re.findall(r"\.(?:v|s)gpr_spill_count:\s*(\d+)", text)
+        registers = re.findall(r"\.vgpr_count:\s*(\d+)", text)
+        return max(map(int, registers)), sum(map(int, spilled))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return None, 0 if ".local" not in compiled.asm["ptx"] else None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def constants_on(target: str, specialisation: Specialisation) -> dict[str, Any]:
+    """Where a GPU has no float8_e4m3fn, it is decoded by integers."""
+    constants = dict(specialisation.constants)
+    if "SOFT" in constants:
+        constants["SOFT"] = constants.get("FROM") == tl.float8e4nv and target in WITHOUT_FLOAT8
+    return constants
+
+
+def compiled_for(target: str, specialisation: Specialisation) -> Compiled:
+    s = specialisation
+    aligned = s.aligned if s.signature else _ALIGNED
+    compiled = compile_kernel(KERNELS[s.kernel], target, constants_on(target, s), s.signature, aligned)
+    found = accesses(compiled, target)
+    registers, spills = resources(compiled, target)
+    loads, stores = ({n: c for (o, n), c in sorted(found.items()) if o == op} for op in ("load", "store"))
+    return Compiled(registers, spills, compiled.metadata.shared, loads, stores)
+
+
+def faults(specialisation: Specialisation, target: str, found: Compiled) -> list[str]:
+    """What is wrong: spills, or accesses narrower than alignment and the tile's size allow."""
+    wrong = [f"{found.spills} spilled"] if found.spills else []
+    threads = TARGETS[target].warp_size * specialisation.constants["num_warps"]
+    if isinstance(specialisation, TokenSpecialisation):
+        return wrong + _row_faults(specialisation, threads, found)
+    c = specialisation.constants
+    for name, widths, word, vector in zip(
+        ("loads", "stores"), (found.loads, found.stores), specialisation.words, specialisation.vectors, strict=True
+    ):
+        # A tile of few words gives each thread fewer than a vector has; of a cast, the wider side fills a vector first.
+        each = c["ROWS"] * c["COLS"] // threads
+        wanted = min(vector, max(each, 1) * word, 16 * word // max(specialisation.words))
+        allowed = {8} if name == "loads" else set()  # descriptors
+        if not any(width >= wanted for width in widths) or any(w < wanted for w in widths.keys() - allowed):
+            wrong.append(f"{name} of {sorted(widths)} bytes where {wanted} are possible")
+    return wrong
+
+
+def _row_faults(s: TokenSpecialisation, threads: int, found: Compiled) -> list[str]:
+    """Pieces of rows of which some bytes move in narrower accesses than they could. Others are of whatever width."""
+    wrong: list[str] = []
+    if not any(s.row_accesses):
+        return wrong
+    for name, widths, pieces, word, vector in zip(
+        ("loads", "stores"), (found.loads, found.stores), s.row_accesses, s.words, s.vectors, strict=True
+    ):
+        each = max(s.constants["COLS"] // threads, 1) * word  # bytes of a piece that are a thread's
+        wanted = min(vector, each)
+        moved = sum(width * number for width, number in widths.items() if width >= wanted)
+        if moved < pieces * each:
+            wrong.append(f"{name} of {sorted(widths)} bytes where {wanted} are possible")
+    return wrong
+
+
+def _compile_all(specialisation: Specialisation, targets: Sequence[str]) -> dict[str, Compiled | str]:
+    found: dict[str, Compiled | str] = {}
+    for target in targets:
+        try:
+            found[target] = compiled_for(target, specialisation)
+        except Exception as error:  # a compiler raises what it likes
+            found[target] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
+def measure(
+    asked: Sequence[Specialisation], targets: Sequence[str], workers: int
+) -> list[tuple[Specialisation, dict[str, Compiled | str]]]:
+    """Each with what was found on each target, or why it did not compile."""
+    # The compiler is not to be forked after torch has started threads.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(zip(asked, pool.map(_compile_all, asked, [targets] * len(asked)), strict=True))
+
+
+def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]], targets: Sequence[str]) -> str:
+    """One table for each kernel, in Markdown."""
+    lines = [
+        "# Kernels, compiled ahead of time",
+        "",
+        *provenance_lines(provenance()),
+        "",
+        "Every kernel, in every specialisation that the programs of",
+        "`bench/codegen/specialisations.py` launch (real models at their full size; pairs of layouts, even and",
+        "uneven, in all",
+        "dtypes; transposed and unaligned inputs; in one process, by messages, through windows that are pushed into or",
+        "pulled from, and through windows inside nodes), and the windows and token dispatchers of",
+        "`bench/codegen/token_specialisations.py` (training and decoding of known shapes, both ways, in all dtypes,",
+        "alignments",
+        "and layouts). For boxes: a tile is rows × columns of words; source and target each move words × vector. For",
+        "tokens: the constants. Registers are a thread's (on gfx942 vector registers), spills are bytes (registers),",
+        "shared is bytes; then the bytes of each access to memory (loads of 8 are often descriptors' or addresses').",
+    ]
+    for kernel in KERNELS:
+        rows = [(s, by) for s, by in found if s.kernel == kernel]
+        if not rows:
+            continue
+        total = sum(s.launches for s, _ in rows)
+        good = [c for _, by in rows for c in by.values() if isinstance(c, Compiled)]
+        most = max((c.registers or 0 for c in good), default=0)
+        lines += ["", f"## {kernel}: {len(rows)} specialisations in {total} launches", ""]
+        lines += [
+            f"Compiled {len(good)} of {len(rows) * len(targets)}; spilled bytes in all "
+            f"{sum(c.spills or 0 for c in good)}; most registers {most}; most shared memory "
+            f"{max((c.shared for c in good), default=0)}.",
+            "",
+        ]
+        lines.append(f"| launches | compiled for | for example | registers on {', '.join(targets)} | spills | shared | "
+                     "loads | stores |")  # fmt: skip
+        lines.append("|---|---|---|---|---|---|---|---|")
+        for s, by in rows:
+            each = [by[t] for t in targets]
+            kept = [c for c in each if isinstance(c, Compiled)]
+            registers = ", ".join(str(c.registers) if isinstance(c, Compiled) else c for c in each)
+            lines.append(
+                f"| {s.launches} | {s} | {s.example} | {registers} | {_alike(c.spills for c in kept)} | "
+                f"{_alike(c.shared for c in kept)} | {_alike(_list(c.loads) for c in kept)} | "
+                f"{_alike(_list(c.stores) for c in kept)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _alike(values: Any) -> str:
+    """One value where all are the same."""
+    texts = list(map(str, values))
+    return ", ".join(texts[:1] if len(set(texts)) == 1 else texts)
+
+
+def _list(widths: dict[int, int]) -> str:
+    return "/".join(map(str, sorted(widths)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="shardweave.bench.codegen.aot", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there (default: print it)")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="default: %(default)s")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth specialisation, for a look")
+    parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    targets = arguments.targets.split(",")
+    found = measure([*specialisations(), *token_specialisations()][:: arguments.every], targets, arguments.workers)
+    text = report(found, targets)
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    wrong = 0
+    for s, by in found:
+        for target, c in by.items():
+            for fault in [c] if isinstance(c, str) else faults(s, target, c):
+                wrong += 1
+                print(f"{s.kernel} {s} ({s.example}) on {target}: {fault}", file=sys.stderr)
+    print(f"{len(found)} specialisations on {len(targets)} targets: {wrong} faults", file=sys.stderr)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

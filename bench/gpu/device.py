@@ -1,0 +1,34 @@
+"""What a result file says of the GPU that it comes from, beside the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..harness.machine import machine, said
+
+_CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
+
+
+def gpu_machine(device: torch.device) -> dict[str, Any]:
+    """`machine()`, and of the device: its name, multiprocessors, memory, L2 cache, driver and clocks."""
+    about: dict[str, Any] = {"device": "CPU, a dry run without figures"}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        about = {
+            "device": found.name,
+            "sms": found.multi_processor_count,
+            "device_memory_gib": round(found.total_memory / 2**30, 1),
+            "l2_mib": round(getattr(found, "L2_cache_size", 0) / 2**20, 1),
+        }
+    at = ["-i", str(device.index)] if device.index is not None else []
+    about["driver"] = said("nvidia-smi", *at, "--query-gpu=driver_version", "--format=csv,noheader")
+    return {**about, "clocks": clocks(device), **machine()}
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """As they are now."""
+    at = ["-i", str(device.index)] if device.index is not None else []
+    told = said("nvidia-smi", *at, f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
+    return dict(zip(_CLOCKS, map(str.strip, told.split(",")), strict=False))

@@ -1,0 +1,182 @@
+"""Token dispatch on one GPU: what one of several virtual ranks does, whose peers' buffers are in the same memory.
+
+Times are the kernels' alone: virtual ranks have nobody to wait for. A token's rows and weights are small numbers whose
+sums are exact in any order, so every way to combine has to give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardweave.bench.gpu.kernel_cases import poisoned, random_buffer
+from shardweave.kernels import (
+    Buffers,
+    Groups,
+    TokenRows,
+    combine_rows,
+    group_rows,
+    locate_rows,
+    push_rows,
+    route_tokens,
+    share_counts,
+)
+from shardweave.kernels.group_rows import Slots
+
+FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
+Made = tuple[Callable[[], object], Callable[[], bool]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"T {self.tokens}, H {self.hidden}, K {self.top_k}, E {self.experts}, bf16, {self.ranks} virtual ranks"
+
+    @property
+    def moved(self) -> int:
+        """Bytes of rows that either direction has to read and write: a token's once, its entries' once each."""
+        return (1 + self.top_k) * self.tokens * self.hidden * 2
+
+    @property
+    def buffers(self) -> int:
+        """About as many bytes as the buffers of all ranks have together, of which a call touches one rank's part."""
+        return self.ranks * self.moved
+
+
+class VirtualRank:
+    """Rank `me` of a dispatch whose ranks all have as many tokens: its ids and weights, and what the others counted.
+
+    Attributes:
+        rows: of every owner's buffer, as many as the fullest gets.
+        at: of `rows` in memory where owners' buffers follow each other: int64 [T, K], in the order of the ids.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        self.shape, self.device, self.me = shape, device, shape.ranks // 2
+        generator = torch.Generator().manual_seed(seed)
+        ids = [
+            torch.rand(shape.tokens, shape.experts, generator=generator).topk(shape.top_k).indices.to(device)
+            for _ in range(shape.ranks)
+        ]
+        self.ids = ids[self.me]
+        self.weights = 2.0 ** -torch.randint(0, 3, self.ids.shape, generator=generator).float().to(device)
+        each = shape.experts // shape.ranks
+        self.slots = Slots.divided(tuple(range(0, shape.experts + 1, each)), device)
+        counts = [route_tokens(i, shape.experts).counts for i in ids]
+        # Rows of peers are there from the beginning; the own one is written by every dispatch.
+        self.matrices = Buffers([torch.stack(counts) for _ in ids])
+        for matrix in self.matrices.tensors:
+            matrix[self.me].fill_(-1)
+        self.rows = int(torch.stack(counts)[:, :-1].sum(0).view(shape.ranks, each).sum(1).amax())
+        self.groups, self.located = self.route()
+        owner, k = self.located.key.long() // shape.top_k, self.located.key.long() % shape.top_k
+        self.at = torch.empty_like(k).scatter_(1, k, owner * self.rows + self.located.row)
+
+    def route(self) -> tuple[Groups, TokenRows]:
+        """All that comes before rows are pushed."""
+        routed = route_tokens(self.ids, self.shape.experts)
+        share_counts(routed.counts, self.matrices, self.me)
+        groups = group_rows(self.matrices.tensors[self.me], self.slots, self.me, self.rows)
+        return groups, locate_rows(routed.slot, routed.place, groups, self.slots)
+
+    def tokens(self) -> torch.Tensor:
+        return random_buffer(self.shape.tokens * self.shape.hidden, torch.bfloat16, self.device).view(
+            self.shape.tokens, self.shape.hidden
+        )
+
+    def buffers(self, fill: Callable[[int, torch.dtype, torch.device], torch.Tensor]) -> tuple[torch.Tensor, Buffers]:
+        """[W * rows, H], and of it the buffer of each owner."""
+        size = self.shape.ranks * self.rows * self.shape.hidden
+        whole = fill(size, torch.bfloat16, self.device).view(-1, self.shape.hidden)
+        return whole, Buffers(whole.split(self.rows))
+
+    def numbers(self) -> tuple[torch.Tensor, Buffers]:
+        """Likewise for weights: poisoned float32 [W * rows]."""
+        whole = poisoned(self.shape.ranks * self.rows, torch.float32, self.device)
+        return whole, Buffers(whole.split(self.rows))
+
+    def pushed(self, whole: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor) -> bool:
+        """Whether every entry's row and weight are where they belong, and nothing else was written."""
+        rows = all(bool(whole[self.at[:, k]].equal(x)) for k in range(self.shape.top_k))
+        written = self.ids.numel()
+        poison = whole[:, 0].isnan().sum() + written == len(whole) and numbers.isnan().sum() + written == len(numbers)
+        return rows and bool(numbers[self.at].equal(self.weights)) and bool(poison)
+
+    def combined(self, whole: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [T, H], exact."""
+        total = torch.zeros(self.shape.tokens, self.shape.hidden, dtype=torch.float64, device=self.device)
+        for k in range(self.shape.top_k):
+            total.addcmul_(whole[self.at[:, k]].double(), self.weights[:, k, None].double())
+        return total.to(torch.bfloat16)
+
+    def push(self, routing: bool) -> Made:
+        x, (whole, buffers), (numbers, weight_buffers) = self.tokens(), self.buffers(poisoned), self.numbers()
+
+        def call() -> None:
+            groups, located = self.route() if routing else (self.groups, self.located)
+            push_rows(x, located, buffers, groups, self.me, self.weights, weight_buffers, most_padding=0)
+
+        return call, lambda: self.pushed(whole, numbers, x)
+
+    def combine(self) -> Made:
+        (whole, buffers), out = self.buffers(random_buffer), poisoned(self.shape.tokens * self.shape.hidden,
+                                                                      torch.bfloat16, self.device)  # fmt: skip
+        out = out.view(self.shape.tokens, self.shape.hidden)
+        return partial(combine_rows, self.located, buffers, out, self.weights), lambda: out.equal(self.combined(whole))
+
+    def routed(self) -> Made:
+        """route_tokens alone, of ids that are a copy of their own."""
+        ids = self.ids.clone()
+        found: list[Any] = []
+
+        def call() -> None:
+            found[:] = [route_tokens(ids, self.shape.experts)]
+
+        def right() -> bool:
+            slots = torch.arange(self.shape.experts, device=self.device)
+            counts = (ids.view(-1, 1) == slots).sum(0)
+            # Within its slot an entry's place is how many came before it.
+            order = torch.argsort(ids.view(-1), stable=True)
+            place = torch.arange(ids.numel(), device=self.device) - (counts.cumsum(0) - counts)[ids.view(-1)[order]]
+            (one,) = found
+            return bool(
+                one.slot.equal(ids.int())
+                and one.place.view(-1)[order].equal(place.int())
+                and one.counts[:-1].equal(counts.int())
+                and one.counts[-1] == 0
+            )
+
+        return call, right
+
+    def both(self) -> Made:
+        """A whole dispatch, and the combine of other values."""
+        push, pushed = self.push(routing=True)
+        combine, combined = self.combine()
+
+        def call() -> None:
+            push()
+            combine()
+
+        return call, lambda: pushed() and combined()
+
+
+def verified(made: list[Made]) -> list[Callable[[], object]]:
+    """
+    Raises:
+        AssertionError: a call's result is wrong.
+    """
+    for call, right in made:
+        call()
+        if not right():
+            raise AssertionError("the result is wrong")
+    return [call for call, _ in made]

@@ -1,0 +1,1 @@
+"""How measurements are made, kept, compared and shown."""

@@ -1,0 +1,170 @@
+"""`python -m shardweave.bench.planning.projection --out DIR`: what recorded workloads would cost on up to 131,072 GPUs.
+
+Writes projection.json, projection.md and projection.svg. Nothing is communicated: these are the planner's prices, of
+its own plan and of torch's, on stated topologies. torch's plan is the steps that its own planner makes, each priced as
+the cheapest program that does that step: the algorithm inside one of its collectives is taken to be as good as any that
+the planner knows.
+
+`--validate 2,4,8` first holds the same prices against measurements, on a topology fitted to this machine's ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import shardweave
+from shardweave import Layout, Topology
+from shardweave.planner import ITEMSIZE, Mesh, plan
+
+from ...errors import ArgumentError
+from ...runtime.tracing.trace import Entry, Trace
+from ..baselines.stock_plans import issued, stock
+from ..harness.machine import provenance
+from ..harness.ranks import RanksFailed
+from ..harness.result_file import load as load_json
+from ..harness.theme import standalone
+from ..harness.writable import check_writable
+from ..workloads.record_workloads import RECORDED
+from ..workloads.trace_cases import distinct
+from . import validation
+from .growth import GROWTHS
+from .projection_report import report
+from .projection_rows import Row
+
+RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
+LARGEST_DOMAIN = 64  # ranks that one NVLink domain is taken to have
+_INFINIBAND = shardweave.NVLINK_INFINIBAND.network
+TOPOLOGIES = (
+    shardweave.NVLINK_INFINIBAND,
+    Topology("flat InfiniBand", 1, _INFINIBAND, _INFINIBAND, shardweave.NVLINK_INFINIBAND.memory_gigabytes_per_s),
+    shardweave.NVLINK_NODE,
+)
+"""By what is drawn first. In the flat one each GPU is a node of its own."""
+
+
+def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:
+    """Every redistribution of some workloads, with what costs nothing left out."""
+    for name in names:
+        growth = GROWTHS[name]
+        entries = [(case.entries[0], case.cost.calls) for case in distinct(load(name))]
+        for world in filter(None, map(growth.world, sizes)):
+            for topology in topologies:
+                if topology.node_size is not None or world.size <= LARGEST_DOMAIN:
+                    for recorded, calls in entries:
+                        yield from _row(name, recorded, growth.grown(recorded, world), calls, world.size, topology)
+
+
+def load(name: str) -> Trace:
+    return Trace.read(RECORDED / f"{name}.json")
+
+
+def _row(name: str, recorded: Entry, entry: Entry, calls: int, ranks: int, topology: Topology) -> Iterator[Row]:
+    asked = entry.mesh, entry.shape, entry.dtype, Layout.parse(entry.source), Layout.parse(entry.target)
+    ours = shardweave.redistribute_cost(*asked, topology)
+    theirs = stock_us(*asked, topology)
+    if ours or theirs:
+        case = f"{recorded.source} → {recorded.target}, {recorded.dtype}{list(recorded.shape)}"
+        us = round(ours, 3), None if theirs is None else round(theirs, 3)
+        nbytes = received(entry, topology), None if theirs is None else stock_received(*asked)
+        yield Row(name, case, topology.name, ranks, str(entry.mesh), calls, *us, *nbytes)
+
+
+def stock_stops(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
+    """The layouts that torch's collectives lead through; None where its planner has no way."""
+    # Mesh dims of one rank are none to torch, which would issue collectives for them.
+    source, target = (layout.without_size_one(mesh.shape) for layout in (source, target))
+    try:
+        return stock(mesh.shape, False).stops(shape, source, target)
+    except (RuntimeError, ValueError, AssertionError, IndexError):
+        return None
+
+
+@cache
+def stock_us(
+    mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
+) -> float | None:
+    """The price of torch's plan, step by step, in one call."""
+    stops = stock_stops(mesh, shape, source, target)
+    if stops is None:
+        return None
+    steps = replace(topology, call_us=0.0)
+    us = sum(shardweave.redistribute_cost(mesh, shape, dtype, a, b, steps) for a, b in pairwise(stops))
+    return us + topology.call_us if us else 0.0
+
+
+def sampled(mesh: Mesh) -> list[int]:
+    """The positions whose own programs are made: of other coordinates along every mesh dim."""
+    return sorted({0, min(1, mesh.size - 1), mesh.size // 3, mesh.size // 2, mesh.size - 1})
+
+
+def received(entry: Entry, topology: Topology) -> int:
+    """The most bytes that one of a few ranks receives by its own program."""
+    asked = entry.mesh, entry.shape, entry.dtype, entry.source, entry.target
+    return max(plan(*asked, rank=r, topology=topology).bytes_received[0] for r in sampled(entry.mesh))
+
+
+def stock_received(mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout) -> int:
+    """The same by torch's collectives, padded as it pads them."""
+    stops = stock_stops(mesh, shape, source, target)
+    assert stops is not None
+    came = [sum(issued(mesh, shape, a, b, r) for a, b in pairwise(stops)) for r in sampled(mesh)]
+    return max(came) * ITEMSIZE[dtype]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is there")
+    parser.add_argument("--only", action="append", choices=sorted(GROWTHS), help="a workload (default: all)")
+    parser.add_argument("--largest", type=int, default=RANKS[-1], metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--validate", metavar="N,…", help="measure too, with so many ranks of this machine each")
+    arguments = parser.parse_args(argv)
+    folder = arguments.out
+    try:
+        if find_spec("matplotlib") is None:
+            raise ArgumentError("--out: matplotlib is not here; allowed: pip install 'shardweave[report]'")
+        check_writable("--out", folder / "projection.json")
+        measured = folder / "validation.json"
+        if arguments.validate:
+            runs = validation.measure(_numbers(arguments.validate))
+            measured.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        what = "what --validate writes there, or no such file"
+        known = load_json(measured, "--out", what, "command", "machine", "runs") if measured.exists() else None
+        rows = list(project(arguments.only or list(GROWTHS), [n for n in RANKS if n <= arguments.largest], TOPOLOGIES))
+    except ArgumentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RanksFailed as failure:
+        print(f"error: the validation ends: {failure}", file=sys.stderr)
+        return 1
+    from ..harness.charts import cost_against_ranks
+
+    about = provenance()
+    picture = cost_against_ranks(rows)
+    if picture is not None:
+        (folder / "projection.svg").write_text(standalone(picture), encoding="utf-8")
+    lines = ",\n  ".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)
+    text = f'{json.dumps(about, ensure_ascii=False)[:-1]},\n "rows": [\n  {lines}\n ]}}\n'
+    (folder / "projection.json").write_text(text, encoding="utf-8")
+    text = report(about, rows, known, TOPOLOGIES)
+    (folder / "projection.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 1 for part in parts):
+        raise ArgumentError(f"--validate: {text!r}; allowed: numbers of ranks above 1, separated by commas")
+    return list(map(int, parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of `python -m shardweave`, and what they need and no benchmark does."""

@@ -1,0 +1,56 @@
+"""`python -m shardweave bench`: measure ours beside others, checked first and in turns."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .shared import interruptible, need_rich
+
+PROGRAMS = (
+    "codegen.aot",
+    "gpu.targets",
+    "suites.host_cost",
+    "suites.moe",
+    "planning.plans",
+    "planning.projection",
+    "workloads.record_workloads",
+    "suites.token_zeroing",
+    "baselines.torch_tests",
+    "suites.training",
+)
+HELP = "measure ours beside others, checked first and in turns"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Measurements with a page of their own are programs, python -m shardweave.bench.NAME: "
+        f"{', '.join(PROGRAMS)}. gpu.targets is what kernels have to reach on a GPU; make gpu runs it."
+    )
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, in minutes")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only the cases with this in their name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write JSON and Markdown to DIR/<kind of machine>/"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the committed results of this kind of machine, if any"
+    )
+
+
+@interruptible
+def run(arguments: argparse.Namespace) -> int:
+    need_rich("bench")
+    from ...bench.harness import run as suites
+
+    return suites.run(
+        arguments.suites,
+        "quick" if arguments.quick else "full",
+        arguments.match,
+        arguments.json,
+        arguments.out,
+        arguments.check,
+    )

@@ -1,0 +1,272 @@
+"""Redistributions of real models, by stock DTensor on gloo and by shardweave, in the same ranks of this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import shardweave
+
+from ..bench.baselines.stock_dtensor import ROUNDS, Case, Unsuitable, digest, faults_of, mesh_for, moves
+from ..bench.harness.collect import run_ranks
+from ..bench.harness.interleaved import KEPT, slowest, time_sides
+from ..bench.harness.machine import provenance
+from ..bench.harness.markdown import provenance_lines
+from ..bench.harness.ranks import RanksFailed, Send, timeout_seconds
+from ..bench.harness.terminal import console_of_tables, progress_on, table
+from ..bench.harness.writable import check_writable
+from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
+from ..errors import ArgumentError, shown
+from ..runtime.environment import pretended_node_size
+
+_LEAST_RATIO, _MOST_OF_A_COPY = 3.0, 1.5
+_ENDINGS = ("_into_tensor", "_tensor", "_single", "_coalesced")
+Result = dict[str, Any]
+
+
+def run(ranks: int, only: str, json_path: Path | None) -> int:
+    """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be.
+
+    Raises:
+        ArgumentError: no case is asked for, or none in which anything moves between so many ranks.
+    """
+    console = console_of_tables()
+    # On nodes that SHARDWEAVE_NODE_SIZE pretends no memory reaches all ranks.
+    worlds = ("mixed" if pretended_node_size() else "shared_memory", "collective")
+    cases = _check_cases(ranks, only)
+    check_writable("--json", json_path)
+    timeout_seconds()
+    console.print(_heading(ranks))
+    progress = progress_on(console)
+    task = progress.add_task("starting", total=len(worlds) * cases)
+    results: dict[str, list[Result]] = {world: [] for world in worlds}
+    skipped: dict[str, str] = {}
+
+    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
+        first = by_rank[0]
+        if "unsuitable" in first:
+            skipped[first["name"]] = first["unsuitable"]
+        else:
+            results[first["world"]].append(result_of(by_rank))
+        progress.update(task, advance=1, description=case)
+
+    try:
+        run_ranks(rank_main, ranks, {"worlds": worlds, "only": only}, together, progress=progress)
+    except RanksFailed as failure:
+        print(f"error: the demo ends: {failure}", file=sys.stderr)
+        return 1
+    return _show(console, ranks, results, skipped, json_path)
+
+
+def _check_cases(ranks: int, only: str) -> int:
+    """How many cases are asked for.
+
+    Raises:
+        ArgumentError: none, or none in which anything moves between so many ranks.
+    """
+    every, mesh = load_workloads(), mesh_for(ranks)
+    asked = [workload for workload in every if only in workload.name]
+    if not asked:
+        names = ", ".join(workload.name for workload in every)
+        raise ArgumentError(f"--only: {shown(only)} is in no case's name; allowed: part of one of {names}")
+    if not any(moves(workload, mesh) for workload in asked):
+        moving = [workload.name for workload in every if moves(workload, mesh)]
+        allowed = f"part of one of {', '.join(moving)}" if moving else "2 ranks and more"
+        option = f"--only: {shown(only)}" if moving else f"--ranks: {ranks}"
+        here = f"a {mesh[0]}×{mesh[1]} mesh, which is what --ranks {ranks} makes"
+        raise ArgumentError(f"{option}: nothing moves on {here}; allowed: {allowed}")
+    return len(asked)
+
+
+def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
+    """Every workload through every named world of shardweave."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
+    meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    for world in config["worlds"]:
+        for workload in load_workloads():
+            if config["only"] not in workload.name:
+                continue
+            names = workload.mesh_names
+            if names not in meshes:
+                meshes[names] = init_device_mesh("cpu", mesh_for(size), mesh_dim_names=names)
+            about = {"case": f"{world}: {workload.name}", "world": world, "name": workload.name}
+            try:
+                send({**about, **_compared(Case(workload, meshes[names]), meshes[names], world)})
+            except Unsuitable as reason:
+                send({**about, "unsuitable": str(reason)})
+
+
+def _compared(case: Case, mesh: DeviceMesh, world: str) -> dict[str, Any]:
+    dtype = str(case.dtype).removeprefix("torch.")
+    program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text)
+    source, target = (torch.full((max(program.bytes_received),), n, dtype=torch.uint8) for n in (1, 0))
+    sides: dict[str, Callable[[], Any]] = {
+        "stock": lambda: case.source.redistribute(placements=case.placements),
+        "ours": lambda: shardweave.redistribute(case.source, case.placements, world=world),
+        "copy": lambda: target.copy_(source),  # of the bytes that have to move
+    }
+    with CommDebugMode() as issued:
+        theirs = sides["stock"]().to_local()
+    mine = sides["ours"]().to_local()
+    faults = {"ours": case.fault(mine, pairwise=False), "stock": case.fault(theirs, pairwise=True)}
+    result = {
+        "source": case.source_text,
+        "target": case.target_text,
+        "mesh": list(mesh.shape),
+        "mesh_names": list(mesh.mesh_dim_names or ()),
+        "shape": list(case.shape),
+        "dtype": dtype,
+        "torch_plan": {str(op).rpartition(".")[2]: count for op, count in issued.get_comm_counts().items() if count},
+        "shardweave_plan": [f"{step.kind}, {step.reduce}" if step.reduce else step.kind for step in program.steps],
+        "bytes_received": list(program.bytes_received),
+        "bytes_bound": None if program.bytes_bound is None else list(program.bytes_bound),
+        "faults": {side: fault for side, fault in faults.items() if fault},
+        "box": str([(part.start, part.stop) for part in case.box]),
+        "digests": {"ours": digest(mine)},
+    }
+    del theirs, mine
+    return {**result, "seconds": time_sides(sides, ROUNDS, {"copy": 1})}
+
+
+def result_of(by_rank: list[dict[str, Any]]) -> Result:
+    """One case on all ranks, as the JSON has it. Times are milliseconds a call: the median over rounds of the slowest
+    rank; where nothing has to move there is nothing to be faster at, and it is not counted."""
+    first, faults = by_rank[0], faults_of(by_rank)
+    seconds = [found["seconds"] for found in by_rank]
+    theirs, ours, copy = (statistics.median(slowest(seconds, side)) * 1e3 for side in ("stock", "ours", "copy"))
+    received, bound = first["bytes_received"], first["bytes_bound"]
+    wrong = faults.get("ours", [])
+    if bound is not None and received != bound:
+        wrong.append(f"receives {received} bytes where {bound} are enough")
+    kept = ("name", "mesh", "mesh_names", "source", "target", "shape", "dtype", "torch_plan", "shardweave_plan")
+    return {
+        **{name: first[name] for name in kept},
+        "torch_ms": theirs,
+        "shardweave_ms": ours,
+        "copy_ms": copy,
+        "ratio": theirs / ours,
+        "counted": any(received if bound is None else bound),
+        "equal": not wrong,
+        "torch_equal": "stock" not in faults,
+        "faults": wrong + [f"torch, {fault}" for fault in faults.get("stock", ())],
+        "bytes_received": received,
+        "bytes_bound": bound,
+    }
+
+
+def _slow(one: Result) -> bool:
+    """Counted, under the least ratio, and not explained by what one bare copy of the bytes costs."""
+    return one["counted"] and one["ratio"] < _LEAST_RATIO and one["shardweave_ms"] > _MOST_OF_A_COPY * one["copy_ms"]
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """Over the counted cases: median, least ratio and its case; those that are too slow."""
+    counted = [one for one in results if one["counted"]]
+    least = min(counted, key=lambda one: one["ratio"], default=None)
+    return {
+        "median_ratio": statistics.median(one["ratio"] for one in counted) if counted else None,
+        "min_ratio": least and least["ratio"],
+        "min_case": least and least["name"],
+        "counted": len(counted),
+        "slow": [one["name"] for one in results if _slow(one)],
+    }
+
+
+def summary_line(results: list[Result]) -> str:
+    found = summary(results)
+    if not found["counted"]:
+        return "nothing has to move between these ranks, so nothing is counted"
+    cases = "case" if found["counted"] == 1 else "cases"
+    line = f"{found['counted']} counted {cases}: median ratio {found['median_ratio']:.1f}, "
+    line += f"least {found['min_ratio']:.1f} ({found['min_case']})"
+    if found["slow"]:
+        line += f"; under {_LEAST_RATIO:g} and over {_MOST_OF_A_COPY:g} copies: {', '.join(found['slow'])}"
+    return line
+
+
+def _heading(ranks: int) -> str:
+    rows, columns = mesh_for(ranks)
+    return (
+        f"{ranks} ranks on {os.cpu_count()} cores, mesh {rows}×{columns}, torch {torch.__version__}, one thread each.\n"
+        f"Models' shapes with dims of {SMALLEST_SCALED} and more divided by {SCALED_DOWN_BY}. "
+        f"Each call returns a new tensor that is kept for {KEPT} calls; both sides take turns; "
+        f"a time is the median of {ROUNDS} rounds of the slowest rank.\n"
+    )
+
+
+def _cells(one: Result) -> list[str]:
+    """Bytes are those of the rank that receives most."""
+    bound = one["bytes_bound"]
+    return [
+        one["name"],
+        " ".join(f"{name}{size}" for name, size in zip(one["mesh_names"], one["mesh"], strict=True)),
+        f"{one['source']} → {one['target']}",
+        _collectives(one["torch_plan"]) + " [yellow]wrong[/yellow]" * (not one["torch_equal"]),
+        ("; ".join(one["shardweave_plan"]) or "nothing") + " [red]WRONG[/red]" * (not one["equal"]),
+        f"{max(one['bytes_received']) / 1e6:.2f}",
+        "-" if bound is None else f"{max(bound) / 1e6:.2f}",
+        f"{one['torch_ms']:.2f}",
+        f"{one['shardweave_ms']:.3f}",
+        f"{one['copy_ms']:.3f}",
+        f"{one['ratio']:.1f}" if one["counted"] else f"({one['ratio']:.1f})",
+    ]
+
+
+def _collectives(counts: dict[str, int]) -> str:
+    short: Counter[str] = Counter()
+    for name, count in counts.items():
+        for ending in _ENDINGS:
+            name = name.replace(ending, "")
+        short[name] += count
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in short.items()) or "local"
+
+
+def _show(
+    console: Console, ranks: int, results: dict[str, list[Result]], skipped: dict[str, str], json_path: Path | None
+) -> int:
+    (world, shared), (_, collective) = results.items()
+    how = "shared memory"
+    if world == "mixed":
+        how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
+    about = provenance()
+    console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
+    texts = ("case", "mesh", "layouts", "torch's plan", "shardweave's plan")
+    figures = ("received\nMB", "bound\nMB", "torch\nms", "shardweave\nms", "bare copy\nms", "ratio")
+    said = "In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n"
+    for title, found in (
+        (f"torch on gloo against shardweave's {how}", shared),
+        ("torch on gloo against shardweave on gloo: the same transport on both sides", collective),
+    ):
+        console.print(table(title, texts, figures, list(map(_cells, found))))
+        console.print(f"\n[bold]{summary_line(found)}[/bold]\n{said}")
+        said = ""
+    for name, of_world in results.items():
+        for one in of_world:
+            for fault in one["faults"]:
+                who = "torch is wrong" if fault.startswith("torch, ") else "shardweave is wrong"
+                console.print(f"{who} ({name}) {one['name']}, {fault.removeprefix('torch, ')}", markup=False)
+    for name, reason in skipped.items():
+        console.print(f"skipped: {name}: {reason}")
+    failed = not all(one["equal"] for one in (*shared, *collective))
+    if not failed:
+        console.print("Every output of shardweave is right: exact, sums within rounding and the same on all replicas.")
+    if json_path is not None:
+        report = {
+            **about, "ranks": ranks, "mesh": mesh_for(ranks), "rounds": ROUNDS, "kept_calls": KEPT,
+            "timeout_s": timeout_seconds(), **summary(shared), "world": world, "cases": shared,
+            "collective": summary(collective), "collective_cases": collective, "skipped": skipped,
+        }  # fmt: skip
+        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(failed)

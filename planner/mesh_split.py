@@ -1,0 +1,93 @@
+"""Mesh dims split in two: those that run through several nodes, between nodes and inside them, and those along which
+too many terms are reduced."""
+
+from __future__ import annotations
+
+import math
+
+from . import bounded_fan_in
+from .layout import Layout, pairs_of
+from .mesh import Mesh
+from .placements import Partial, Placement
+from .ranks import ranks_of
+from .topology import Topology
+
+
+def refined(
+    mesh: Mesh, shape: tuple[int, ...], layouts: tuple[Layout, ...], topology: Topology
+) -> tuple[Mesh, tuple[Layout, ...]]:
+    """The same ranks at the same positions, and the same shards, with mesh dims split that nodes cut into blocks.
+
+    A step can then stay inside nodes, or between them. Left whole where a layout cuts a tensor dim that does not divide
+    evenly: cutting in two steps would give other shards.
+    """
+    at = ranks_of(mesh, topology)
+    for m in reversed(range(mesh.ndim)):
+        block = _block(mesh, m, topology) if at.crosses[m] else 0
+        if 1 < block < mesh.shape[m] and all(_even(mesh, shape, layout, m) for layout in layouts):
+            names = None
+            if mesh.names is not None:
+                names = (f"{mesh.names[m]} nodes", f"{mesh.names[m]} inside")
+            layouts = tuple(_split(layout, m) for layout in layouts)
+            mesh = mesh.unflatten(m, (mesh.shape[m] // block, block), names)
+    return mesh, layouts
+
+
+def narrowed(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Mesh, Layout, Layout]:
+    """The same ranks at the same positions, and the same shards, with mesh dims of more than `MOST_TERMS` terms split,
+    so that sums are reduced in stages. Left whole where `refined` would, and where the number of terms is prime."""
+    for m in reversed(range(mesh.ndim)):
+        while mesh.shape[m] > bounded_fan_in.MOST_TERMS and isinstance(source.placements[m], Partial):
+            if source.placements[m] == target.placements[m] or not _even(mesh, shape, target, m):
+                break
+            inner = _divisor(mesh.shape[m])
+            if inner == 1:
+                break
+            names = None if mesh.names is None else (f"{mesh.names[m]} groups", f"{mesh.names[m]} of a group")
+            source, target = _split(source, m), _split(target, m)
+            mesh = mesh.unflatten(m, (mesh.shape[m] // inner, inner), names)
+    return mesh, source, target
+
+
+def _divisor(n: int) -> int:
+    """The largest that is no larger than the other factor, nor than `MOST_TERMS`."""
+    return next(k for k in range(min(math.isqrt(n), bounded_fan_in.MOST_TERMS), 0, -1) if n % k == 0)
+
+
+def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
+    """The largest number of neighbours that always share a node, in blocks that divide the mesh dim; 1 if none."""
+    assert topology.node_size is not None
+    nodes = (mesh.rank_array // topology.node_size).reshape(mesh.shape)
+    lines = nodes.swapaxes(mesh_dim, -1).reshape(-1, mesh.shape[mesh_dim])
+    for block in range(min(topology.node_size, mesh.shape[mesh_dim]), 1, -1):
+        if mesh.shape[mesh_dim] % block == 0:
+            blocks = lines.reshape(len(lines), -1, block)
+            if (blocks == blocks[:, :, :1]).all():
+                return block
+    return 1
+
+
+def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> bool:
+    """Whether all cuts of a tensor dim up to that of a mesh dim are even."""
+    for d, order in layout.orders:
+        if mesh_dim in order:
+            before = pairs_of(layout.cuts(d))[: order.index(mesh_dim) + 1]
+            return all(
+                shape[d] % (split * math.prod(mesh.shape[m] for m, _ in before[: i + 1])) == 0
+                for i, (_, split) in enumerate(before)
+            )
+    return True
+
+
+def _split(layout: Layout, mesh_dim: int) -> Layout:
+    """The same shards where mesh dim `mesh_dim` is two, the outer cutting first."""
+    placements: list[Placement] = []
+    for m, p in enumerate(layout.placements):
+        placements += [p, p] if m == mesh_dim else [p]
+    orders = {}
+    for d, order in layout.orders:
+        moved: list[int] = []
+        for m in order:
+            moved += [m, m + 1] if m == mesh_dim else [m + (m > mesh_dim)]
+        orders[d] = tuple(moved)
+    return Layout(placements, orders)

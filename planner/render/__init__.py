@@ -1,0 +1,1 @@
+"""A program as text, as a drawing, as JSON and back."""

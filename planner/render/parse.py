@@ -1,0 +1,281 @@
+"""A program read back from plain values.
+
+Nothing of a step is taken over but the layouts that it goes between. All else follows from these: it is made anew, as
+planning makes it, and has to be what was read. So no number that was read reaches what carries programs out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ...errors import ArgumentError, ShardweaveError, shown
+from ..arguments import check_layout, check_shape, check_target
+from ..cross_mesh_exchange import Crossing, union
+from ..cross_mesh_plan import step_between
+from ..dtypes import check_dtype
+from ..exchange import Change
+from ..index_sets import held_box
+from ..layout import Layout, pairs_of
+from ..mesh import Mesh
+from ..placements import Shard
+from ..program import Program, Step
+from ..search import Route
+from ..steps import step_inside, step_of
+from ..topology import Topology
+from .serialise import TOTALS, step_to_dict
+
+_MOST_PIECES = 1 << 22  # that all pairs of shards have in common along a tensor dim that strided shards cut
+_MOST = 1 << 100  # microseconds or bytes of a route, which no sum of those of its steps reaches
+_PRICES_DIFFER = 1e-6  # relatively, by the order in which numpy adds
+_KEYS = ("mesh", "target_mesh", "shape", "dtype", "src", "dst", "rank", "steps", "topology", "others", *TOTALS)
+_STEP_KEYS = ("kind", "source", "target", "meshes", "group", "reduce", "fill", "boxes")
+T = TypeVar("T")
+
+
+class _Held(NamedTuple):
+    """A layout on a mesh."""
+
+    mesh: Mesh
+    layout: Layout
+
+
+def program_of(data: Any) -> Program:
+    """The program that `serialisation.to_dict` was called on.
+
+    Raises:
+        ArgumentError: something that `to_dict` does not make; the text says where, what is there, what is allowed.
+    """
+    _check_keys("", data, _KEYS)
+    mesh = _mesh("mesh", data["mesh"])
+    other = mesh if data["target_mesh"] is None else _mesh("target_mesh", data["target_mesh"])
+    if data["target_mesh"] is not None and mesh.same_ranks(other):
+        raise _wrong("target_mesh", data["target_mesh"], "null where the same ranks stand at the same places")
+    shape = _made("shape", check_shape, _list("shape", data["shape"]))
+    dtype = _made("dtype", check_dtype, data["dtype"])
+    everyone, rank = union(mesh, other), data["rank"]
+    if rank is not None and (type(rank) is not int or not 0 <= rank < everyone.size):
+        raise _wrong("rank", rank, f"0..{everyone.size - 1}, or null")
+    src = _layout("src", data["src"], mesh, shape, dtype)
+    dst = _layout("dst", data["dst"], other, shape, dtype)
+    topology = None if data["topology"] is None else _made("topology", Topology.from_dict, data["topology"])
+    # Of all ranks there are as many numbers, so that no short text is of a mesh that takes long.
+    _list("bytes_received", data["bytes_received"], everyone.size if rank is None else 1)
+    program = Program(everyone, shape, dtype, src, dst, (), rank, topology, (), mesh, other)
+    at, end = _Held(mesh, src.without_size_one(mesh.shape)), _Held(other, dst.without_size_one(other.shape))
+    steps: list[Step] = []
+    for number, entry in enumerate(_list("steps", data["steps"])):
+        step = _step(f"steps[{number}]", entry, program, at)
+        _check_same(f"steps[{number}]", entry, step_to_dict(program, step))
+        steps.append(step)
+        at = _Held(step.target_mesh, step.target)
+    if at != end:
+        raise _refused("steps", f"{len(steps)} steps, after which it is ({at.layout})", f"steps to ({end.layout})")
+    others = tuple(_route(f"others[{i}]", one) for i, one in enumerate(_list("others", data["others"])))
+    program = replace(program, steps=tuple(steps), others=others)
+    for name in TOTALS:
+        _check_same(name, data[name], getattr(program, name))
+    return program
+
+
+def _step(place: str, entry: Any, program: Program, before: _Held) -> Step:
+    """What planning makes of the layouts of a step, which begins with `before`."""
+    _check_keys(place, entry, _STEP_KEYS)
+    meshes = {"source": program.source_mesh} | ({"target": program.target_mesh} if program.crosses else {})
+    ends = []
+    for name, on in zip(("source", "target"), _list(f"{place}.meshes", entry["meshes"], 2), strict=True):
+        if not isinstance(on, str) or on not in meshes:
+            raise _wrong(f"{place}.meshes", entry["meshes"], f"two of {', '.join(meshes)}")
+        layout = _layout(f"{place}.{name}", entry[name], meshes[on], program.shape, program.dtype)
+        ends.append(_Held(meshes[on], layout))
+    source, target = ends
+    if source != before:
+        raise _refused(
+            f"{place}.source", str(source.layout), f"({before.layout}) on mesh {before.mesh}, as before the step"
+        )
+    plain = target.layout.without_size_one(target.mesh.shape)
+    if target.layout != plain or target == source:
+        raise _refused(f"{place}.target", str(target.layout), "another layout, with R along mesh dims of size 1")
+    if source.mesh == target.mesh:
+        _made(f"{place}.target", lambda _: check_target(target.layout, source.layout.placements), None)
+    elif source.layout.has_partial or target.layout.has_partial:
+        raise _refused(f"{place}.target", str(target.layout), "no partial values from mesh to mesh")
+    _check_rows(f"{place}.boxes", entry["boxes"], program, source, target)
+    return _made(f"{place}.target", lambda _: _planned(program, source, target), None)
+
+
+def _planned(program: Program, source: _Held, target: _Held) -> Step:
+    node_size = None if program.topology is None else program.topology.node_size
+    if source.mesh != target.mesh:
+        return step_between(Crossing(program.shape, *source, *target, node_size), program.rank)
+    change, shape = Change(source.mesh, program.dtype, source.layout, target.layout, node_size), program.shape
+    if program.crosses:
+        return step_inside(program.mesh, change, shape, program.rank)
+    return step_of(change, shape, program.rank)
+
+
+def _check_rows(place: str, boxes: Any, program: Program, source: _Held, target: _Held) -> None:
+    """That no fewer boxes were read than there are, so that they take no more room than what was read."""
+    if not isinstance(boxes, Mapping) or not {"receiver", "sender"} <= set(boxes):
+        raise _wrong(place, boxes, "an object of receiver, sender, …")
+    number = len(_list(f"{place}.receiver", boxes["receiver"]))
+    pairs = zip(source.mesh.shape, source.layout.placements, strict=True)
+    terms = math.prod(n for m, (n, p) in enumerate(pairs) if m in source.layout.partial_dims and _ends(p, m, target))
+    senders = _list(f"{place}.sender", boxes["sender"], number)
+    if not all(isinstance(row, list | tuple) and len(row) == terms for row in senders):
+        raise _wrong(f"{place}.sender", boxes["sender"], f"lists of {terms}, one for each of {number} boxes")
+    least = _least_rows(place, program, source, target)
+    if number < least:
+        raise _refused(f"{place}.receiver", f"{number} boxes", f"{least} at least, by the layouts")
+
+
+def _ends(placement: object, mesh_dim: int, target: _Held) -> bool:
+    """Whether a partial value ends in a step."""
+    return target.layout.placements[mesh_dim] != placement
+
+
+def _least_rows(place: str, program: Program, source: _Held, target: _Held) -> int:
+    """How many boxes a step has at least; of a program of all ranks without strided shards exactly so many.
+
+    Each receiver has one for each piece of its shard that no cut of the source goes through.
+    """
+    at = None if program.rank is None else program.coordinate_in(target.mesh, program.rank)
+    if 0 in program.shape or (at is None and program.rank is not None):
+        return 0
+    box = None if at is None else held_box(program.shape, target.layout, target.mesh.shape, at)
+    rows = 1
+    if box is None:
+        placed = zip(target.mesh.shape, target.layout.placements, strict=True)
+        rows = math.prod(n for n, p in placed if not isinstance(p, Shard))
+    strided = {*source.layout.strided_dims, *target.layout.strided_dims}
+    for d, extent in enumerate(program.shape):
+        cuts = [
+            [(held.mesh.shape[m], split) for m, split in pairs_of(held.layout.cuts(d))] for held in (source, target)
+        ]
+        if d in strided:
+            pieces = min(sum(split for _, split in cuts[0] + cuts[1]), extent) * math.prod(
+                n for n, _ in cuts[0] + cuts[1]
+            )
+            if pieces > _MOST_PIECES:
+                raise _refused(
+                    place, f"up to {pieces} pieces of tensor dim {d}", f"up to {_MOST_PIECES} if it is strided"
+                )
+            continue
+        starts = [_starts(extent, [n for n, _ in of_end]) for of_end in cuts]
+        if box is None:
+            rows *= len(np.union1d(*starts))
+        else:
+            low, high = box[d]
+            within = starts[0][(low < starts[0]) & (starts[0] < high)]
+            rows *= len(within) + 1 if low < high else 0
+    return rows
+
+
+def _starts(extent: int, sizes: Sequence[int]) -> np.ndarray:
+    """Where the shards begin into which mesh dims of `sizes` cut a tensor dim, one after the other; no empty ones."""
+    start, stop = np.zeros(1, dtype=np.int64), np.full(1, extent, dtype=np.int64)
+    for n in sizes:
+        size = -(-(stop - start) // n)
+        begin = start[:, None] + np.arange(n) * size[:, None]
+        end = np.minimum(begin + size[:, None], stop[:, None])
+        start, stop = begin[begin < end], end[begin < end]
+    return start
+
+
+def _mesh(place: str, given: Any) -> Mesh:
+    _check_keys(place, given, ("shape", "names", "ranks"))
+    for name in ("shape", "names", "ranks"):
+        if given[name] is not None or name == "shape":
+            _list(f"{place}.{name}", given[name])
+    mesh = _made(place, lambda values: Mesh(**values), given)
+    _check_same(f"{place}.ranks", given["ranks"], mesh.ranks)
+    return mesh
+
+
+def _layout(place: str, given: Any, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Layout:
+    layout = _made(place, lambda text: Layout.parse(text, mesh.shape), given)
+    _made(place, lambda found: check_layout("layout", found, mesh, shape, dtype), layout)
+    _check_same(place, given, str(layout))
+    return layout
+
+
+def _route(place: str, given: Any) -> Route:
+    """A route that lost: for people, who see its layouts and its price."""
+    _check_keys(place, given, ("stops", "us", "peak_bytes"))
+    stops = [
+        _made(f"{place}.stops[{i}]", Layout.parse, text)
+        for i, text in enumerate(_list(f"{place}.stops", given["stops"]))
+    ]
+    if type(given["us"]) not in (int, float) or not (0 <= given["us"] < _MOST or given["us"] == math.inf):
+        raise _wrong(f"{place}.us", given["us"], "microseconds, 0 or more")
+    if type(given["peak_bytes"]) is not int or not 0 <= given["peak_bytes"] < _MOST:
+        raise _wrong(f"{place}.peak_bytes", given["peak_bytes"], "bytes, 0 or more")
+    return Route(tuple(stops), given["us"], given["peak_bytes"])
+
+
+def _wrong(place: str, given: object, allowed: str) -> ArgumentError:
+    return _refused(place, shown(given), allowed)
+
+
+def _refused(place: str, found: str, allowed: str) -> ArgumentError:
+    return ArgumentError(f"program: {place}{': ' if place else ''}{found}; allowed: {allowed}")
+
+
+def _made(place: str, make: Callable[[Any], T], given: Any) -> T:
+    """What `make` makes of a value; what it raises says the place."""
+    try:
+        return make(given)
+    except ShardweaveError as error:
+        said = str(error)
+        raise ArgumentError(f"program: {'' if said.startswith(f'{place}: ') else f'{place}: '}{said}") from None
+
+
+def _check_keys(place: str, given: Any, keys: Sequence[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise _wrong(place, given, f"an object of {', '.join(keys)}")
+    for key in keys:
+        if key not in given:
+            raise ArgumentError(
+                f"program: {place}{'.' if place else ''}{key}: missing; allowed: what to_dict makes of it"
+            )
+    for key in given:
+        if key not in keys:
+            raise _refused(place, f"with a key {shown(key)}", f"an object of {', '.join(keys)}")
+
+
+def _list(place: str, given: Any, number: int | None = None) -> Sequence[Any]:
+    if not isinstance(given, list | tuple) or (number is not None and len(given) != number):
+        raise _wrong(place, given, "a list" if number is None else f"a list of {number}")
+    return given
+
+
+def _check_same(place: str, given: Any, wanted: Any) -> None:
+    """That what was read is what `to_dict` makes, but for the last digits of prices."""
+    try:
+        if json.dumps(given, sort_keys=True) == json.dumps(wanted, sort_keys=True):
+            return
+    except (TypeError, ValueError, RecursionError):
+        pass  # not of JSON: the place is found below
+    _find_difference(place, given, wanted)
+
+
+def _find_difference(place: str, given: Any, wanted: Any) -> None:
+    if isinstance(wanted, dict):
+        _check_keys(place, given, tuple(wanted))
+        for key, value in wanted.items():
+            _find_difference(f"{place}.{key}", given[key], value)
+    elif isinstance(wanted, list | tuple):
+        for i, value in enumerate(wanted):
+            if i < len(_list(place, given)):
+                _find_difference(f"{place}[{i}]", given[i], value)
+        _list(place, given, len(wanted))
+    elif isinstance(wanted, float):
+        if type(given) not in (int, float) or not math.isclose(given, wanted, rel_tol=_PRICES_DIFFER):
+            raise _wrong(place, given, f"{wanted!r}, which follows from the rest")
+    elif type(given) is not type(wanted) or given != wanted:
+        raise _wrong(place, given, f"{'null' if wanted is None else repr(wanted)}, which follows from the rest")

@@ -1,0 +1,134 @@
+"""Many DTensors redistributed together: one exchange a round, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from ...errors import ArgumentError, UnsupportedError
+from ...planner import Request, Topology, check_local_shape, plan_batch
+from ..cache import forget_dead_groups, kept_with_group
+from ..convert import dtype_name, layout_of_spec, mesh_of
+from ..executor.batch import BoundBatch
+from ..executor.call import Call, check_backend, check_ranks, refuse, refuse_unplanned, world_for
+from .autograd import as_dtensor
+from .local import How, how_asked
+from .redistribute import plain_local, target_of
+
+_KEPT = 256
+_calls: dict[tuple, Call] = kept_with_group({})
+
+
+def redistribute_batch(
+    dtensors: Sequence[DTensor],
+    placements: Sequence[Sequence[Placement]],
+    *,
+    device_mesh: DeviceMesh | None = None,
+    world: str | None = None,
+    topology: Topology | None = None,
+) -> list[DTensor]:
+    """DTensors of the same values with other placements, all carried over together: a refit, an optimizer's step.
+
+    Ranks meet once a round, or exchange one message per pair, where one call per tensor would do so for each.
+
+    Args:
+        dtensors: of any shapes and dtypes, on any meshes, in the same order on all ranks.
+        placements: those of each target.
+        device_mesh: the mesh of all targets, if it is not that of their sources. Every rank of any of the meshes calls.
+        world, topology: as for `redistribute`.
+
+    Returns:
+        One DTensor each; memory of their own, except where nothing is to be done. No gradients are recorded.
+
+    Raises:
+        ArgumentError: lists that do not match, placements that do not fit, a tensor that needs gradients while they are
+            recorded (use `torch.no_grad()`).
+        UnsupportedError: as for `redistribute`.
+        WorldError: a peer died, did not come, or asked for something else.
+    """
+    try:
+        targets = _targets(dtensors, placements, device_mesh)
+        if not targets:
+            return []
+        if torch.is_inference_mode_enabled():
+            # Views and buffers that are kept outlive the mode.
+            with torch.inference_mode(False):
+                return _run(dtensors, targets, how_asked(world, topology))
+        return _run(dtensors, targets, how_asked(world, topology))
+    except (ArgumentError, UnsupportedError) as error:
+        given = dtensors if isinstance(dtensors, Sequence) else ()
+        meshes = [x.device_mesh for x in given if isinstance(x, DTensor)]
+        refuse_unplanned(error, [*meshes, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
+        raise
+
+
+def _targets(
+    dtensors: Sequence[DTensor], placements: Sequence[Sequence[Placement]], device_mesh: DeviceMesh | None
+) -> list[DTensorSpec]:
+    """The specs that are asked for."""
+    for name, given in (("dtensors", dtensors), ("placements", placements)):
+        if not isinstance(given, Sequence):
+            raise ArgumentError(f"{name}: {given!r}; allowed: a list")
+    if len(dtensors) != len(placements):
+        raise ArgumentError(f"placements: {len(placements)} given for {len(dtensors)} DTensors; allowed: one each")
+    for i, x in enumerate(dtensors):
+        if not isinstance(x, DTensor):
+            raise ArgumentError(f"dtensors[{i}]: {type(x).__name__}; allowed: a DTensor")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"dtensors[{i}]: it requires gradients; allowed: under torch.no_grad()")
+    return [target_of(x, p, device_mesh, None) for x, p in zip(dtensors, placements, strict=True)]
+
+
+def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> list[DTensor]:
+    forget_dead_groups()
+    locals_ = [plain_local(x._local_tensor, x._spec).resolve_conj().resolve_neg() for x in dtensors]
+    specs = [(x._spec, target) for x, target in zip(dtensors, targets, strict=True)]
+    form = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]
+    meshes = [(id(source.mesh), id(target.mesh)) for source, target in specs]
+    key = (tuple(specs), tuple(meshes), tuple(form), how)
+    call = _calls.get(key)
+    if call is None:
+        call = _bind(specs, locals_, how)
+        if len(_calls) >= _KEPT:
+            _calls.pop(next(iter(_calls)))
+        _calls[key] = call
+    return [as_dtensor(x, target) for x, target in zip(call(locals_), targets, strict=True)]
+
+
+def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], how: How) -> Call:
+    """Plan and bind a batch; nothing is communicated."""
+    device = locals_[0].device
+    check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), how.world)
+    rank = dist.get_rank()
+    requests: list[Any] = []
+    for (source, target), x in zip(specs, locals_, strict=True):
+        assert source.tensor_meta is not None
+        layouts = layout_of_spec(source), layout_of_spec(target)
+        shape = tuple(source.tensor_meta.shape)
+        requests.append(Request(mesh_of(source.mesh), shape, dtype_name(x.dtype), *layouts, mesh_of(target.mesh)))
+    batch = plan_batch(requests, rank=rank, topology=how.topology)
+    for program in batch.programs:
+        check_ranks(program.mesh)
+    company = batch.company(rank)
+    if rank not in company:
+        return Call(None, None, ())  # a rank in none of the meshes: it holds nothing, and nobody waits for it
+    world, _ = world_for(company, device, how.world, *(spec.mesh for pair in specs for spec in pair))
+    try:
+        for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
+            if x.device != device:
+                raise ArgumentError(f"dtensors[{i}]: device {x.device}; allowed: that of the others, {device}")
+            position = batch.position(i, rank)
+            if position is not None:
+                check_local_shape(program, position, x.shape, f"dtensors[{i}]")
+    except ArgumentError as error:
+        refuse(world, company, batch.first_met(rank), error)
+        raise
+    with world.rendezvous.making_ready(company, batch.explain):
+        bound = BoundBatch(batch, rank, [x.stride() for x in locals_], world, [x.dtype for x in locals_], device)
+    return Call(bound, world, company)

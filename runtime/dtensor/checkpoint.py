@@ -1,0 +1,294 @@
+"""Checkpoints of DTensors in any shard order, strided or not: planners for `torch.distributed.checkpoint`.
+
+torch's own planners take a shard for one box that starts where its placements say, cut in ascending mesh dims. What a
+rank holds is a product of spans, one list of them per tensor dim, in whatever order the mesh dims cut: each box of that
+product is a chunk of the checkpoint here. The chunks tile the tensor, so any planner reads them into a layout that it
+knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import _iterate_state_dict
+from torch.distributed.tensor import DTensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...planner import held_spans, parts_of
+from ..convert import layout_of_spec
+from .autograd import as_dtensor, is_in
+
+_logger = logging.getLogger(__name__)
+MANY_BOXES = 1024
+"""Boxes of one shard from which on saving it logs what that costs."""
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Saves DTensors of every layout but partial ones: `dcp.save(state, checkpoint_id=…, planner=SavePlanner())`.
+
+    Takes the arguments of torch's `DefaultSavePlanner` and does what that does, but for DTensors. A shard is written
+    as one chunk per box of the whole tensor: one, unless it is strided; replicas are written once, and ranks outside
+    the mesh write nothing. Each chunk is a record of its own, which takes room and time beside its data, so
+    a shard of more than 1,024 boxes is logged as a warning: redistribute it to plain shards first.
+
+    Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is written:
+        UnsupportedError: a DTensor that is partial, is sharded along a mesh dim whose ranks do not ascend, or has
+            several boxes where safetensors are written; the text names its key.
+        ArgumentError: a local tensor whose shape is not that of its shard.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        # In place of its DTensor a shard is asked for its own write items.
+        self.state_dict = {**self.state_dict, **_shards_of(self.state_dict)}
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        if isinstance(plan.storage_data, dict):  # torch's writer of safetensors keeps the last chunk of a key in a file
+            counts = Counter(item.index.fqn for item in plan.items)
+            if several := [fqn for fqn, count in counts.items() if count > 1]:
+                raise UnsupportedError(
+                    f"{several[0]}: this rank's shard is {counts[several[0]]} boxes, and safetensors files keep one; "
+                    f"redistribute it to plain shards first"
+                )
+        return plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict.get(index.fqn)
+        return found.saved(index) if isinstance(found, _Shard) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Loads DTensors of every layout but partial ones: `dcp.load(state, checkpoint_id=…, planner=LoadPlanner())`.
+
+    Takes the arguments of torch's `DefaultLoadPlanner` and does what that does, but for DTensors. What the checkpoint
+    was saved from does not matter: another mesh, another order, a whole tensor, torch's planner. Each saved chunk that
+    meets a shard is read once, into a view of the local tensor, or where they have several boxes in common into a
+    buffer of no more than the chunk. DTensors on the meta device get memory and keep their shard order.
+
+    Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is read:
+        UnsupportedError: a DTensor that is partial, or is sharded along a mesh dim whose ranks do not ascend; the text
+            names its key.
+        ArgumentError: a local tensor whose shape is not that of its shard; a checkpoint that lacks part of the tensor.
+        ValueError: a tensor of another shape in the checkpoint.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # Before torch does it: that would drop the shard order.
+        _iterate_state_dict(state_dict, _materialised, _same, _same)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        # Already here, so that what is refused is refused by name: torch's own plan has another text for it.
+        self._shards = _shards_of(self.state_dict)
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        # By now the keys are the checkpoint's, whatever version of torch wrote it.
+        self._shards = _shards_of(self.state_dict)
+        assert self.metadata is not None
+        items = [i for i in plan.items if i.type is LoadItemType.BYTE_IO or i.dest_index.fqn not in self._shards]
+        for fqn, shard in self._shards.items():
+            saved = self.metadata.state_dict_metadata.get(fqn)
+            if isinstance(saved, TensorStorageMetadata):
+                items += shard.read_items(saved.chunks)
+        return replace(plan, items=items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        shard = self._shards.get(read_item.dest_index.fqn)
+        if shard is None:
+            return super().resolve_tensor(read_item)
+        parts = list(shard.parts(read_item))
+        return parts[0][1] if len(parts) == 1 else shard.local.new_empty(read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        shard = self._shards.get(read_item.dest_index.fqn)
+        if shard is None:
+            return super().commit_tensor(read_item, tensor)
+        parts = list(shard.parts(read_item))
+        if len(parts) > 1:
+            for box, into in parts:
+                into.copy_(_narrowed(tensor, *box))
+
+
+class _Shard:
+    """What this rank holds of a DTensor: in each tensor dim ascending spans, in `local` one after the other."""
+
+    def __init__(self, fqn: str, tensor: DTensor) -> None:
+        spec = tensor._spec
+        try:
+            layout = layout_of_spec(spec)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{fqn}: {error}") from None
+        if layout.has_partial:
+            raise UnsupportedError(f"{fqn}: {layout} is partial; redistribute it to shards or replicas first")
+        coordinate = spec.mesh.get_coordinate()
+        assert coordinate is not None
+        local = tensor._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        self.fqn, self.size, self.local = fqn, tensor.size(), local.detach()
+        mesh_shape, at = tuple(spec.mesh.shape), tuple(coordinate)
+        self.spans = [
+            held_spans(n, parts_of(layout.cuts(d), mesh_shape, at)) for d, n in enumerate(self.size)
+        ]  # [n, 2]
+        self.first = [_first_of(spans) for spans in self.spans]  # [n + 1]
+        needed = tuple(int(first[-1]) for first in self.first)
+        if tuple(local.shape) != needed:
+            raise ArgumentError(
+                f"{fqn}: the local tensor has shape {tuple(local.shape)}; layout {layout} of global shape "
+                f"{tuple(self.size)} on mesh {mesh_shape} allows only {needed} at {at}"
+            )
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        count = math.prod(map(len, self.spans))
+        if count > MANY_BOXES:
+            _logger.warning(
+                "%s: this rank's shard is %d boxes, each a record of its own in the checkpoint; "
+                "redistribute it to plain shards before saving",
+                fqn,
+                count,
+            )
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.size),
+            )
+            for offsets, sizes in self._boxes()
+        ]
+
+    def _boxes(self) -> Iterator[tuple[torch.Size, torch.Size]]:
+        """Offsets in the whole tensor, and sizes; a tensor without elements is one box, or no checkpoint had it."""
+        if 0 in self.size:
+            yield torch.Size([0] * len(self.size)), self.size
+            return
+        for box in product(*(spans.tolist() for spans in self.spans)):
+            yield torch.Size([low for low, _ in box]), torch.Size([high - low for low, high in box])
+
+    def saved(self, index: MetadataIndex) -> torch.Tensor:
+        """The box that a write item names by its offset."""
+        if 0 in self.size:
+            return self.local.new_empty(self.size)
+        assert index.offset is not None
+        which = [int(np.searchsorted(spans[:, 0], at)) for spans, at in zip(self.spans, index.offset, strict=True)]
+        starts = [int(first[i]) for first, i in zip(self.first, which, strict=True)]
+        stops = [int(first[i + 1]) for first, i in zip(self.first, which, strict=True)]
+        return _narrowed(self.local, starts, [b - a for a, b in zip(starts, stops, strict=True)])
+
+    def read_items(self, chunks: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:
+        """One for each saved chunk that meets the shard: the least box around what they have in common.
+
+        `dest_index.offset` is where that box is in the whole tensor. One read a chunk, since a storage reader may load
+        all of it for every read.
+        """
+        if not self.local.numel():
+            return []
+        shape = (len(chunks), len(self.size))
+        starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(shape)
+        stops = starts + np.array([chunk.sizes for chunk in chunks], dtype=np.int64).reshape(shape)
+        low, high, places = starts.copy(), stops.copy(), starts.copy()
+        common = np.ones(len(chunks), dtype=np.int64)
+        for d, (spans, first) in enumerate(zip(self.spans, self.first, strict=True)):
+            i = np.searchsorted(spans[:, 1], starts[:, d], side="right")
+            j = np.searchsorted(spans[:, 0], stops[:, d], side="left") - 1
+            meets = (i <= j) & (starts[:, d] < stops[:, d])
+            i, j = np.where(meets, i, 0), np.where(meets, j, 0)
+            low[:, d] = np.maximum(starts[:, d], spans[i, 0])
+            high[:, d] = np.minimum(stops[:, d], spans[j, 1])
+            places[:, d] = first[i] + low[:, d] - spans[i, 0]
+            common *= np.where(meets, first[j] + high[:, d] - spans[j, 0] - places[:, d], 0)
+        if common.sum() < self.local.numel():
+            raise ArgumentError(
+                f"{self.fqn}: the checkpoint has {common.sum()} of the {self.local.numel()} elements of this rank's "
+                f"shard"
+            )
+        return [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(self.fqn, low[n].tolist()),
+                dest_offsets=torch.Size(places[n].tolist()),
+                storage_index=MetadataIndex(self.fqn, chunks[n].offsets, n),
+                storage_offsets=torch.Size((low[n] - starts[n]).tolist()),
+                lengths=torch.Size((high[n] - low[n]).tolist()),
+            )
+            for n in np.flatnonzero(common).tolist()
+        ]
+
+    def parts(self, item: ReadItem) -> Iterator[tuple[tuple[list[int], list[int]], torch.Tensor]]:
+        """The boxes of a read that are this rank's: starts and sizes in what is read, and their views of `local`."""
+        assert item.dest_index.offset is not None
+        along = []
+        for spans, first, low, length in zip(self.spans, self.first, item.dest_index.offset, item.lengths, strict=True):
+            i = int(np.searchsorted(spans[:, 1], low, side="right"))
+            j = int(np.searchsorted(spans[:, 0], low + length, side="left"))
+            start, stop = np.maximum(spans[i:j, 0], low), np.minimum(spans[i:j, 1], low + length)
+            table = np.stack([start - low, first[i:j] + start - spans[i:j, 0], stop - start], axis=1)
+            along.append(table.tolist())
+        for box in product(*along):
+            sizes = [size for _, _, size in box]
+            yield ([at for at, _, _ in box], sizes), _narrowed(self.local, [at for _, at, _ in box], sizes)
+
+
+def _first_of(spans: np.ndarray) -> np.ndarray:
+    """Where each span begins in the shard, and where the last one ends."""
+    return np.concatenate([[0], (spans[:, 1] - spans[:, 0]).cumsum()])
+
+
+def _shards_of(state_dict: dict[str, Any]) -> dict[str, _Shard]:
+    """The shards of the DTensors that this rank has a part of; not of those whose local tensor knows its own chunks."""
+    return {
+        fqn: _Shard(fqn, value)
+        for fqn, value in state_dict.items()
+        if isinstance(value, DTensor)
+        and is_in(value.device_mesh)
+        and not hasattr(value._local_tensor, "__create_chunk_list__")
+    }
+
+
+def _narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if size < tensor.size(d):
+            tensor = tensor.narrow(d, start, size)
+    return tensor
+
+
+def _materialised(tensor: DTensor) -> DTensor:
+    if tensor.device.type != "meta":
+        return tensor
+    local = torch.empty_like(tensor._local_tensor, device=tensor.device_mesh.device_type)
+    return as_dtensor(local.detach(), tensor._spec, tensor.requires_grad)
+
+
+def _same(value: Any) -> Any:
+    return value

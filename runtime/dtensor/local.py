@@ -1,0 +1,253 @@
+"""The inner loop of DTensor's redistribution: a local tensor and two specs in, the target's local tensor out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch._guards import detect_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from ...errors import ArgumentError, UnsupportedError
+from ...planner import Planner, Program, Topology, check_local_shape, check_shape, planner_of, position_of, title
+from ..cache import forget_dead_groups, kept_with_group
+from ..convert import dtype_name, layout_of_spec, mesh_of
+from ..executor.bind import BoundProgram
+from ..executor.call import Call, check_backend, check_ranks, refuse, world_for
+from ..executor.dispatch_modes import as_one_operator
+from ..executor.lower import Reduction, check_reduction, explain_on
+from ..transports.select import AnyWorld
+from .partials import Plain, norms_in_turn, plain_request
+
+Stock = Callable[..., torch.Tensor]
+stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_KEPT = 2048
+
+
+class How(NamedTuple):
+    """What a caller may ask for besides the layouts; alike on all ranks."""
+
+    world: str | None = None
+    topology: Topology | None = None
+    reduction: Reduction = "ordered"
+
+
+_default = How()
+_calls: dict[tuple, Callable[[torch.Tensor, bool], torch.Tensor]] = kept_with_group({})
+_forms: dict[tuple, _Form] = kept_with_group({})
+
+
+def how_asked(world: Any = None, topology: Any = None, reduction: Any = None) -> How:
+    """What a caller asks for; None leaves it to what `install` was told.
+
+    Raises:
+        ArgumentError: a world that is no name, a topology or a reduction that is none.
+    """
+    if world is None and topology is None and reduction is None:
+        return _default
+    if world is not None and not isinstance(world, str):
+        raise ArgumentError(f"world: {world!r}; allowed: a name, or None")
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    reduction = _default.reduction if reduction is None else check_reduction(reduction)
+    return How(world, topology or _default.topology, reduction)
+
+
+def run_by_default(how: How) -> None:
+    """From now on requests are carried out like this, except for what a caller asks for."""
+    global _default
+    _default = how
+
+
+def default() -> How:
+    return _default
+
+
+class _Form(NamedTuple):
+    """What of a request is the same for tensors of all shapes."""
+
+    planner: Planner
+    meshes: tuple[DeviceMesh, DeviceMesh]  # so that no other has their ids
+
+
+def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Program:
+    """This rank's program, planned and checked; nothing is communicated."""
+    meta = current.tensor_meta
+    if meta is None:
+        raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
+    source = current.placements, current.shard_order, current.use_strided_shard_as_shard_order, id(current.mesh)
+    wanted = target.placements, target.shard_order, target.use_strided_shard_as_shard_order, id(target.mesh)
+    key = (source, wanted, len(meta.shape), x.dtype, x.device, how)
+    form = _forms.get(key)
+    if form is None:
+        form = _form(x, len(meta.shape), current, target, how)
+        if len(_forms) >= _KEPT:
+            _forms.pop(next(iter(_forms)))
+        _forms[key] = form
+    return form.planner.program(check_shape(meta.shape))
+
+
+def _form(x: torch.Tensor, ndim: int, current: DTensorSpec, target: DTensorSpec, how: How) -> _Form:
+    check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.world)
+    mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
+    planner = planner_of(
+        mesh,
+        ndim,
+        dtype_name(x.dtype),
+        layout_of_spec(current),
+        layout_of_spec(target),
+        target_mesh=other,
+        rank=position_of(dist.get_rank(), mesh, other),
+        topology=how.topology,
+    )
+    for named in (mesh, other):
+        check_ranks(named)
+    return _Form(planner, (current.mesh, target.mesh))
+
+
+def _world(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> tuple[AnyWorld, str]:
+    # Where nothing is exchanged nobody else has to be there.
+    company = tuple(sorted(program.mesh.rank_array.tolist())) if program.exchanges else (dist.get_rank(),)
+    return world_for(company, x.device, how.world, *meshes)
+
+
+def _bind(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How
+) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+    """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+    if plain := plain_request(current, target):
+        for spec in (plain.current, plain.target):
+            layout_of_spec(spec)  # raises before a mask is applied, and released
+        if between := norms_in_turn(current, target):
+            return partial(_run_in_turn, list(pairwise([current, *between, target])), how)
+        return partial(_run_transformed, plain, how)
+    program = _program(x, current, target, how)
+    (position,) = program.ranks
+    if program.is_identity:
+        try:
+            check_local_shape(program, position, x.shape)
+        except ArgumentError as error:
+            error.peers_know = True  # or need not: nobody waits
+            raise
+        return Call(None, None, ())
+    world, _ = _world(program, x, how, current.mesh, target.mesh)
+    try:
+        check_local_shape(program, position, x.shape)
+    except ArgumentError as error:
+        refuse(world, program.company(position), program.first_met(position), error)
+        raise
+    company = program.company(position)
+    meets = len(company) > 1  # else nobody can be waited for
+    with world.rendezvous.making_ready(company, partial(title, program)) if meets else nullcontext():
+        bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
+    return Call(bound, world, company)
+
+
+def _run_in_turn(
+    requests: list[tuple[DTensorSpec, DTensorSpec]], how: How, x: torch.Tensor, later: bool
+) -> torch.Tensor:
+    for current, target in requests:
+        x = run_redistribution(x, current, target, how)
+    return x
+
+
+def _run_transformed(plain: Plain, how: How, x: torch.Tensor, later: bool) -> torch.Tensor:
+    # Looked up by the strides that it has now.
+    x = plain.before(x) if plain.before else x
+    found = run_redistribution(x, plain.current, plain.target, how, later and plain.after is None)
+    return plain.after(found) if plain.after else found
+
+
+def explain_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> str:
+    """What `run_redistribution` does with the same arguments."""
+    if plain := plain_request(current, target):
+        current, target = plain.current, plain.target
+    program = _program(x, current, target, how)
+    if program.is_identity:
+        return program.explain()
+    world, why = _world(program, x, how, current.mesh, target.mesh)
+    return f"{explain_on(program, world, how.reduction)}\n  on world {world.name}: {why}"
+
+
+def run_redistribution(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How | None = None, later: bool = False
+) -> torch.Tensor:
+    """Carry a plain local tensor from one spec to another, on the same mesh or another; `how` is by default what
+    `install` was told. With `later` the last exchange may be waited for when the tensor is first used. Dispatch modes
+    see one operator.
+
+    Raises:
+        ArgumentError: a local tensor that does not fit its spec, layouts that do not fit the tensor.
+        UnsupportedError: placements or dtypes that programs do not carry.
+        WorldError: the ranks could not meet.
+    """
+    if torch.is_inference_mode_enabled():
+        # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
+        with torch.inference_mode(False):
+            return run_redistribution(x, current, target, how, later)
+    if _active_modes():
+        if detect_fake_mode() is not None:
+            raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
+        # What a mode saves or counts is complete: `later` says nothing here.
+        return as_one_operator(lambda y: run_redistribution(y, current, target, how), x, current, target)
+    if x.is_conj() or x.is_neg():
+        # Programs move bytes, and these say something else than their bytes.
+        x = x.resolve_conj().resolve_neg()
+    return _bound(x, current, target, how or _default)(x, later)
+
+
+def refuse_redistribution(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How, error: ArgumentError
+) -> None:
+    """Tell the ranks that `run_redistribution` with these arguments would meet that this one does not make the call."""
+    if plain := plain_request(current, target):
+        current, target = plain.current, plain.target
+    program = _program(x, current, target, how)
+    if not program.is_identity:
+        (position,) = program.ranks
+        world, _ = _world(program, x, how, current.mesh, target.mesh)
+        refuse(world, program.company(position), program.first_met(position), error)
+
+
+def bind_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> None:
+    """Make ready what `run_redistribution` does with the same specs and a tensor of the same form."""
+    if torch.is_inference_mode_enabled():
+        # As when it runs: what is kept outlives the mode.
+        with torch.inference_mode(False):
+            return bind_redistribution(x, current, target, how)
+    if plain := plain_request(current, target):
+        if between := norms_in_turn(current, target):
+            for one, next_one in pairwise([current, *between, target]):
+                bind_redistribution(x, one, next_one, how)
+                x = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # norms and replicas are of one shape
+            return
+        like = x if plain.before is None else torch.empty_like(x)
+        bind_redistribution(like, plain.current, plain.target, how)
+        return
+    found = _bound(x, current, target, how)
+    assert isinstance(found, Call)
+    found.build(x)
+
+
+def _bound(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How
+) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+    forget_dead_groups()
+    # The meshes themselves as well: those of the same ranks are equal, but their process groups may differ.
+    key = (current, target, id(current.mesh), id(target.mesh), x.shape, x.stride(), x.dtype, x.device, how)
+    found = _calls.get(key)
+    if found is None:
+        found = _bind(x, current, target, how)
+        if len(_calls) >= _KEPT:
+            _calls.pop(next(iter(_calls)))
+        _calls[key] = found
+    return found

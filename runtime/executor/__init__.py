@@ -1,0 +1,1 @@
+"""The executor: a program is lowered to a transport, bound to tensors, and run."""

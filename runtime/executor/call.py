@@ -1,0 +1,202 @@
+"""Programs and batches on real worlds: what has to hold before a call, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
+
+from ...errors import ArgumentError, UnsupportedError, WorldError
+from ...planner import Mesh
+from ..statistics import stats
+from ..transports.hierarchical import MixedWorld
+from ..transports.process_group import CollectiveWorld
+from ..transports.select import AnyWorld, current_worlds, why_not_backend
+from ..transports.streams import order_on
+from ..transports.symmetric import SymmetricWorld
+from .async_work import Joined, Pending, Turn
+from .batch import BoundBatch
+from .bind import BoundProgram
+from .dispatch_modes import below_modes
+
+
+class Call:
+    """A program or a batch bound to its world, ready to be called; None and None where nothing is to be done.
+
+    `company` are the ranks that run it in step, this one included.
+    """
+
+    def __init__(
+        self, bound: BoundProgram | BoundBatch | None, world: AnyWorld | None, company: tuple[int, ...]
+    ) -> None:
+        self.bound, self.world, self.company = bound, world, company
+        self.meets = len(company) > 1
+        self.order = None if bound is None else order_on(bound.device)
+        if self.order is not None:
+            self.order.join()  # binding has uploaded what calls on other streams read
+        if bound is not None and world is not None:
+            self.kind = stats().kind(bound.asked, world.name, bound.summary)
+
+    def build(self, x: torch.Tensor) -> None:
+        """Make ready what the first call with a tensor as aligned as this one would."""
+        if isinstance(self.bound, BoundProgram):
+            self.bound.build(x.data_ptr())
+            if self.order is not None:
+                self.order.join()
+
+    def __call__(self, x: Any, later: bool = False) -> Any:
+        """What the program makes of `x`; with `later`, where its last exchange can be waited for later, an
+        `AsyncCollectiveTensor` that does so when it is first used."""
+        if self.bound is None or self.world is None:
+            return x
+        world, bound = self.world, self.bound
+        while world.pending is not None:
+            world.pending.finish()  # its meetings come before this call's
+        if world.error is not None:
+            # Before anything is pushed: buffers that peers kept ready may have found another use. Where the call that
+            # failed was in a part of this world alone, ranks of the other part have not been told.
+            error = world.error
+            world.fail(error)
+            raise error
+        stats().calls[world.name] += 1
+        self.kind.calls += 1
+        if self.order is not None:
+            self.order.join(self)
+        with Turn(world, self.kind):
+            reply: Any = None
+            try:
+                token = bound.token
+                if self.meets:
+                    token = world.rendezvous.begin(self.company, token, bound.title)
+                run = bound.run(x, token)
+                if later and isinstance(world, SymmetricWorld):
+                    return self._beside(run, x, world)
+                if later:
+                    return self._begun(run, world)
+                if _profiler_enabled():
+                    return self._profiled(run, world)
+                while True:
+                    reply = world.answer(run.send(reply))
+            except StopIteration as end:
+                return end.value
+
+    def _beside(self, run: Any, x: torch.Tensor, world: SymmetricWorld) -> AsyncCollectiveTensor:
+        def call() -> torch.Tensor:
+            try:
+                run.send(None)
+            except StopIteration as end:
+                return end.value
+            raise AssertionError("ranks meet on the device: a run asks nothing of the host")
+
+        with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+            try:
+                out, join = world.side.run(x, call)
+            finally:
+                if self.order is not None:
+                    self.order.went_on(world.side.stream)
+        world.pending = Joined(world, join)
+        return world.pending.as_tensor(out)
+
+    def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
+        with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+            request = run.send(None)
+            while request.output is None:
+                request = run.send(world.answer(request))
+            world.pending = Pending(run, world, world.begin(request), self.kind, request.output)
+        return world.pending.as_tensor(request.output)
+
+    def _profiled(self, run: Any, world: AnyWorld) -> Any:
+        """The same with a named range for each phase, which costs time of its own."""
+        reply: Any = None
+        with record_function("shardweave::redistribute"):
+            while True:
+                with record_function("shardweave::copy"):
+                    request = run.send(reply)
+                with record_function("shardweave::exchange"):
+                    reply = world.answer(request)
+
+
+def refuse(world: AnyWorld, company: tuple[int, ...], first_met: tuple[int, ...], error: ArgumentError) -> None:
+    """Tell the ranks that make a call in step that this one does not, because of an argument; wait for none of them.
+
+    Where all ranks refuse alike, what they call next works.
+
+    Args:
+        first_met: those of `company` that this rank would have met first.
+    """
+    error.peers_know = True
+    with suppress(WorldError):  # peers that are gone need not be told
+        while world.pending is not None:
+            world.pending.finish()  # its meetings come before this call's
+        world.rendezvous.refuse(company, str(error))
+        world.refuse(first_met, company)
+
+
+def refuse_unplanned(
+    error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]
+) -> ArgumentError | UnsupportedError:
+    """Tell the ranks of meshes that this one does not make a call of some of them, unless they know: it refused its
+    arguments before it was known whose call it is. No mesh: all ranks. Returns the error."""
+    if not error.peers_know and dist.is_initialized():
+        error.peers_know = True
+        with below_modes():  # which may take the mesh's own tensor for one of the user's
+            ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
+        current_worlds().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+    return error
+
+
+def check_backend(device: torch.device, mesh_size: int, asked: str | None = None) -> None:
+    """
+    Raises:
+        UnsupportedError: the process group cannot carry programs on the device.
+    """
+    reason = why_not_backend(device, asked)
+    if reason is not None and mesh_size > 1:
+        raise UnsupportedError(f"programs cannot be carried out: {reason}; allowed: gloo or nccl among several ranks")
+
+
+def check_ranks(mesh: Mesh) -> None:
+    """
+    Raises:
+        ArgumentError: the mesh names a rank that there is not.
+    """
+    last, size = int(mesh.rank_array.max()), dist.get_world_size()
+    if last >= size:
+        raise ArgumentError(f"mesh: it names rank {last}, the process group has {size} ranks; allowed: 0..{size - 1}")
+
+
+def world_for(
+    ranks: tuple[int, ...],
+    device: torch.device,
+    asked: str | None,
+    *meshes: DeviceMesh,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> tuple[AnyWorld, str]:
+    """The world of some ranks, in which the program bound next may use process groups and those of meshes; and why it
+    is that one."""
+    world, why = current_worlds().choose(ranks, device, asked)
+    if isinstance(world, CollectiveWorld | MixedWorld):
+        world.knows([*groups, *(group for mesh in meshes for group in _groups_of(mesh))])
+    return world, why
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Process groups that every rank of a mesh has had since the mesh was made: of each dim, and of everyone.
+
+    Never of a flattened mesh: such groups are made later, and some ranks may bind a program before, some after.
+    """
+    everyone = dist.distributed_c10d.GroupMember.WORLD
+    assert everyone is not None
+    if mesh.get_coordinate() is None:
+        return [everyone]
+    try:
+        return [everyone, *(mesh.get_group(m) for m in range(mesh.ndim))]
+    except RuntimeError:  # a mesh that was made without process groups
+        return [everyone]

@@ -1,0 +1,136 @@
+"""Programs carried out in one process on one device, every rank in turn: proved without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, shown
+from ...planner import Batch, Program, check_local_shape
+from ..convert import name_of
+from ..transports.capabilities import BACKENDS
+from ..transports.in_process import InProcessWorld, run_all
+from ..transports.streams import captured
+from .batch import BoundBatch
+from .bind import BoundProgram
+from .lower import Reduction, check_reduction
+
+
+def simulate(
+    program: Program | Batch,
+    locals_: Sequence[Any],
+    *,
+    one_sided: bool = True,
+    backend: str | None = None,
+    reduction: Reduction = "ordered",
+    node_size: int | None = None,
+) -> list[Any]:
+    """Carry out a whole program, or a batch of them, in this process, every rank in turn.
+
+    Args:
+        program: the program of all ranks (`plan(..., rank=None)`), or a batch of such.
+        locals_: one tensor per rank in the order of the program's mesh, each of the shape that layout `src` gives it
+            (`Program.source_shape`), all of the program's dtype and on one device; any strides. Of a batch a list of
+            these for each of its programs.
+        one_sided: ranks push into each other's buffers; False: they pack, send, receive and unpack.
+        backend: with `one_sided=False`, any ranks that meet have a process group of it, "gloo" or "nccl", and steps
+            take the collectives that they take there.
+        reduction: "fast" also lets the backend reduce (here in the order of ranks). Not of batches.
+        node_size: with `one_sided=False`, ranks of a node of so many consecutive ones push all the same.
+
+    Returns:
+        One tensor per rank, of the shape that layout `dst` gives it; of a batch a list of these for each program. The
+        inputs themselves where nothing is to be done. No gradients are recorded.
+
+    Raises:
+        ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
+    """
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ArgumentError(f"backend: {shown(backend)}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
+    if node_size is not None and (type(node_size) is not int or node_size < 1):
+        raise ArgumentError(f"node_size: {shown(node_size)}; allowed: a whole number above 0, or None")
+    reduction, world = check_reduction(reduction), InProcessWorld(one_sided, backend, node_size)
+    if isinstance(program, Batch):
+        return _simulate_batch(program, locals_, world)
+    if not isinstance(program, Program):
+        raise ArgumentError(f"program: {shown(program)}; allowed: a Program or a Batch")
+    _check_locals(program, locals_, "locals_")
+    return bind_in_process(program, locals_, world, reduction)(locals_)
+
+
+def bind_in_process(
+    program: Program, like: Sequence[torch.Tensor], world: InProcessWorld, reduction: Reduction = "ordered"
+) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """The program of all ranks, bound once and called many times, with tensors of the forms of `like`.
+
+    On CUDA a call only allocates and launches: it waits for nothing, and may be captured in a graph.
+    """
+    if program.is_identity:
+        return list
+    bound = [
+        BoundProgram(program, position, x.stride(), world, x.dtype, x.device, reduction)
+        for position, x in enumerate(map(_plain, like))
+    ]
+
+    def call(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if bound[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            captured.update(bound)
+        ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
+        inputs = map(_plain, locals_)
+        outputs = run_all({rank: b.run(x) for rank, b, x in zip(ranks, bound, inputs, strict=True)})
+        return [outputs[rank] for rank in ranks]
+
+    return call
+
+
+def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], world: InProcessWorld) -> list[Any]:
+    if not isinstance(locals_, Sequence) or len(locals_) != len(batch.programs):
+        number = len(locals_) if isinstance(locals_, Sequence) else shown(locals_)
+        raise ArgumentError(
+            f"locals_: {number} for a batch of {len(batch.programs)} programs; allowed: a list for each"
+        )
+    for i, (program, given) in enumerate(zip(batch.programs, locals_, strict=True)):
+        _check_locals(program, given, f"locals_[{i}]")
+    runs = {}
+    for rank in batch.everyone:
+        positions = [batch.position(i, rank) for i in range(len(batch.programs))]
+        # A rank that is not in a program's mesh has nothing of it.
+        xs = [
+            torch.empty(0, dtype=given[0].dtype, device="cpu") if p is None else _plain(given[p])
+            for p, given in zip(positions, locals_, strict=True)
+        ]
+        strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
+        runs[rank] = BoundBatch(batch, rank, strides, world, dtypes, locals_[0][0].device).run(xs)
+    outputs = run_all(runs)
+    found: list[list[torch.Tensor]] = []
+    for i, program in enumerate(batch.programs):
+        found.append([outputs[program.mesh.rank_at(position)][i] for position in range(program.mesh.size)])
+    return found
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """Programs move bytes: lazy views are made what they say first. No gradient is recorded."""
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _check_locals(program: Program, locals_: Sequence[torch.Tensor], name: str) -> None:
+    if not isinstance(locals_, Sequence):
+        raise ArgumentError(f"{name}: a {type(locals_).__name__}; allowed: a list of tensors, one per rank")
+    if program.rank is not None:
+        raise ArgumentError(f"program: it is rank {program.rank}'s alone; allowed: one of all ranks (rank=None)")
+    if len(locals_) != program.mesh.size:
+        raise ArgumentError(
+            f"{name}: {len(locals_)} tensors for a mesh of {program.mesh.size} ranks; allowed: one each"
+        )
+    for position, x in enumerate(locals_):
+        here = f"{name}[{position}]"
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
+            what = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else shown(x)
+            raise ArgumentError(f"{here}: {what}; allowed: a strided tensor with memory")
+        check_local_shape(program, position, x.shape, here)
+        if name_of(x.dtype) != program.dtype:
+            raise ArgumentError(f"{here}: dtype {name_of(x.dtype)}; the program allows {program.dtype}")
+        if x.device != locals_[0].device:
+            raise ArgumentError(f"{here}: device {x.device}; allowed: that of the others, {locals_[0].device}")

@@ -1,0 +1,1 @@
+"""Expert parallelism: token dispatch and combine, and what fits them into models."""

@@ -1,0 +1,99 @@
+"""The activation of gated experts, over the rows that a dispatch brought and not over all that its buffer has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...errors import ArgumentError
+from ...kernels import PAYLOADS, fill_rows
+from ...kernels import silu_and_mul as write_result
+from ...kernels import silu_and_mul_backward as write_gradients
+from .config import fill_of
+from .routed import RoutedTokens
+
+
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:
+    """silu(gate) * up of the rows of a dispatch, in float32 and rounded once: [..., F], contiguous. Differentiable.
+
+    Work is bounded by `routed.num_rows`, which the device reads: rows from there on are not read. Those of the result
+    are zero with `zero_rows=True` and not initialised without, as in `routed.x`: what goes by groups, as
+    `torch._grouped_mm` does, never reads them. The gradients of `gate` and `up` are zero there, whatever the result's
+    own has. Padding rows are computed like others: zeros give zeros. Batched buffers have no rows past the end.
+
+    Args:
+        gate, up: float32, bfloat16 or float16, both alike, of shape [R, F] (batched [S_local, C, F]), R and so on as in
+            `routed.x`. Any stride between rows: halves of one tensor are taken as they are.
+        routed: of the dispatch whose rows these are.
+
+    Raises:
+        ArgumentError: a shape, dtype or device that is not allowed.
+    """
+    if not isinstance(routed, RoutedTokens):
+        raise ArgumentError(f"routed: {type(routed).__name__}; allowed: what a dispatch returned")
+    rows = routed.x.shape[:-1]
+    for name, x in (("gate", gate), ("up", up)):
+        if x.shape[:-1] != rows or x.shape[-1:] != gate.shape[-1:] or x.dtype not in PAYLOADS:
+            raise ArgumentError(
+                f"{name}: {x.dtype} of shape {tuple(x.shape)}; allowed: torch.float32, torch.bfloat16 or torch.float16 "
+                f"of shape {(*rows, 'F')}, F alike for gate and up"
+            )
+        if x.dtype is not gate.dtype:
+            raise ArgumentError(f"{name}: {x.dtype}; allowed: {gate.dtype}, that of gate")
+        if x.device != routed.x.device:
+            raise ArgumentError(f"{name}: on {x.device}; allowed: {routed.x.device}")
+    given = gate.flatten(0, -2), up.flatten(0, -2)
+    out: torch.Tensor = SiluAndMul.apply(*given, routed.num_rows, routed._layout.zero_rows)
+    return out.view(gate.shape)
+
+
+class SiluAndMul(torch.autograd.Function):
+    """(gate [R, F], up [R, F], num_rows int32 [1], zero_rows as of DispatchLayout) to silu(gate) * up. Backward keeps
+    the tensors."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate, up, num_rows)
+        return (forward_op if torch.compiler.is_compiling() else _forward)(gate, up, num_rows, zero_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        backward = backward_op if torch.compiler.is_compiling() else _backward
+        return (*backward(gradient, *ctx.saved_tensors), None, None)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` [R, F] with the elements of a row adjacent."""
+    return x if x.shape[1] <= 1 or not x.numel() or x.stride(1) == 1 else x.contiguous()
+
+
+def _new(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None) -> torch.Tensor:
+    out, rest = _new(gate), fill_of(zero_rows)
+    write_result(_rows(gate), _rows(up), num_rows, out)
+    if rest is not None:
+        fill_rows(out, num_rows, rest)
+    return out
+
+
+def _backward(
+    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_out, up_out = _new(gate), _new(up)
+    write_gradients(_rows(gradient), _rows(gate), _rows(up), num_rows, gate_out, up_out)
+    return gate_out, up_out
+
+
+# For `torch.compile`, which cannot look into launchers. They communicate nothing: one that is not used may go.
+forward_op = torch.library.custom_op("shardweave::silu_and_mul", _forward, mutates_args=())
+backward_op = torch.library.custom_op("shardweave::silu_and_mul_backward", _backward, mutates_args=())
+forward_op.register_fake(lambda gate, up, num_rows, zero_rows: _new(gate))
+backward_op.register_fake(lambda gradient, gate, up, num_rows: (_new(gate), _new(up)))

@@ -1,0 +1,144 @@
+"""Expert parallelism as a ParallelStyle: `parallelize_module` shards a module's experts and sends it its tokens."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ...errors import ArgumentError, UnsupportedError
+from ..convert import unordered_dims
+from .config import DispatchSettings, spelled_out
+from .dispatcher import TokenDispatcher
+from .expert_placement import experts_of_shards
+from .routed import RoutedTokens
+from .shares import share_of_tokens, whole_of_shares
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_OF_MODULE = "num_experts", "expert_map", "layout"
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts over a 1-D mesh, each rank's tokens to the ranks that have their experts and back.
+
+    For a module whose parameters have the experts along dim 0, and whose `forward(x, offsets)` gives [R, H] of x
+    [R, H], rows grouped by expert; offsets int32 [E_local] say where each group ends, as `torch._grouped_mm` takes
+    them, and rows past the last are not initialised, or zero with `zero_rows=True`. Afterwards
+
+    - it is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no keyword
+      arguments, and gives [T, H], each token's sum by its weights;
+    - its parameters are DTensors, `Shard(0)`, so forward reads them by `to_local()`. Their gradients are of all ranks'
+      tokens. E need not divide: ranks have what torch.chunk gives them. `fully_shard` over another mesh dim may follow.
+      Shards go by the order of the process group, as torch scatters and gathers them: ascending ranks, whatever the
+      order in the mesh;
+    - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
+
+    Args:
+        world, settings: as of TokenDispatcher, `top_k`, `hidden` and `max_tokens` at least; not `num_experts`,
+            `expert_map` and `layout`, which the module says. Its forward is within `routed.kept()`.
+        replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with the same tokens. Each dispatches its
+            share, and has all results; `max_tokens` is of the share. Where the experts' mesh is not over these ranks as
+            well, gradients of parameters are of the share's tokens: to be summed over them.
+
+    Raises, by `parallelize_module`:
+        ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
+        UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as of
+            TokenDispatcher. By the constructor: `replicated_over` a mesh whose ranks do not ascend.
+    """
+
+    @spelled_out(*_OF_MODULE)
+    def __init__(
+        self,
+        *,
+        world: str | None = None,
+        replicated_over: DeviceMesh | None = None,
+        **settings: Unpack[DispatchSettings],
+    ) -> None:
+        super().__init__()
+        if replicated_over is not None and not (isinstance(replicated_over, DeviceMesh) and replicated_over.ndim == 1):
+            raise ArgumentError(f"replicated_over: {replicated_over!r}; allowed: a 1-D DeviceMesh, or None")
+        self._replicated_over = replicated_over
+        if replicated_over is not None and unordered_dims(replicated_over):
+            raise UnsupportedError(
+                f"replicated_over: ranks {replicated_over.mesh.tolist()} do not ascend; allowed: ascending ranks"
+            )
+        refused = settings.keys() & set(_OF_MODULE)
+        if refused:
+            raise ArgumentError(f"{', '.join(sorted(refused))}: given; allowed: what the module's parameters say")
+        self._world, self._settings = world, settings
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """
+        Raises:
+            ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
+            UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as of
+                TokenDispatcher.
+        """
+        sizes = {name: p.shape[0] if p.dim() else None for name, p in module.named_parameters()}
+        numbers = set(sizes.values())
+        if len(numbers) != 1 or None in numbers:
+            raise ArgumentError(f"module: parameters of {sizes} experts; allowed: all with the experts along dim 0")
+        (experts,) = numbers
+        assert experts is not None
+        kind, expert_map = device_mesh.device_type, experts_of_shards(experts, device_mesh)
+        settings: DispatchSettings = {**self._settings, "num_experts": experts, "expert_map": expert_map}
+        dispatcher = TokenDispatcher(
+            device_mesh,
+            device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind,
+            world=self._world,
+            **settings,
+        )
+        flow = _Flow(dispatcher, self._replicated_over)
+        module.token_dispatcher = dispatcher  # type: ignore[assignment]
+        # What the hooks return takes the place of what was given, which their annotation there does not say.
+        dispatch: Any = flow.dispatch
+        combine: Any = flow.combine
+        # Before combine, which saves tensors of its own, and also where forward raises.
+        module.register_forward_hook(flow.leave, always_call=True)
+        return distribute_module(module, device_mesh, _shard, dispatch, combine)
+
+
+def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        placed = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        module.register_parameter(key, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+class _Flow:
+    """What goes into one module and comes out of it; between the two, the dispatch that is to be combined."""
+
+    def __init__(self, dispatcher: TokenDispatcher, replicated_over: DeviceMesh | None) -> None:
+        self._dispatcher, self._replicated_over = dispatcher, replicated_over
+        self._tokens = 0
+        self._routed: RoutedTokens | None = None
+        self._kept: AbstractContextManager[Any] = nullcontext()
+
+    def dispatch(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if len(inputs) != 3 or any(isinstance(i, DTensor) for i in inputs):
+            kinds = ", ".join(type(i).__name__ for i in inputs)
+            raise ArgumentError(f"inputs: ({kinds}); allowed: x, topk_ids and topk_weights, local tensors")
+        x, ids, weights = inputs
+        if self._replicated_over is not None:
+            self._tokens = len(x)
+            x, ids, weights = (share_of_tokens(i, self._replicated_over) for i in (x, ids, weights))
+        self._routed = self._dispatcher.dispatch(x, ids, weights)
+        self._kept = self._routed.kept()
+        self._kept.__enter__()
+        return self._routed.x, self._routed.offsets
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        kept, self._kept = self._kept, nullcontext()
+        kept.__exit__(None, None, None)
+
+    def combine(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        routed, self._routed = self._routed, None
+        assert routed is not None
+        y = self._dispatcher.combine(output, routed)
+        return y if self._replicated_over is None else whole_of_shares(y, self._replicated_over, self._tokens)

@@ -1,0 +1,1 @@
+"""Traces: what a program redistributes, recorded while it runs."""

@@ -1,0 +1,1 @@
+"""Transports: where ranks meet, and how bytes get from one to another."""

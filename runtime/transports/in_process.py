@@ -1,0 +1,171 @@
+"""A world of virtual ranks in one process on one device."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from ...errors import DisagreementError
+from .base import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
+from .capabilities import node_of
+
+_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+
+
+class InProcessWorld:
+    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network, except
+    to those of their node if there are nodes; with a `backend` any of them have a process group of it."""
+
+    recycles = False
+    windows = None
+
+    def __init__(self, one_sided: bool = True, backend: str | None = None, node_size: int | None = None) -> None:
+        self.one_sided, self.backend, self.node_size = one_sided, backend or "", node_size
+
+    def node_of(self, rank: int) -> int:
+        return node_of(rank, self.one_sided, self.node_size)
+
+    def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        return tuple(ranks) if self.backend else None
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def addressable(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def address(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+    def open(self, address: torch.Tensor, nbytes: int) -> torch.Tensor:
+        return address.view(-1).view(torch.uint8)
+
+    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Sequence[torch.Tensor | None], object]:
+        return buffers, None
+
+    def offered(self, address: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
+        return address
+
+    def landings(self, ranks: tuple[int, ...]) -> None:
+        return None
+
+    def check(self) -> None:
+        pass
+
+
+def run_all(runs: Mapping[int, Generator[Ask, Any, Any]]) -> dict[int, Any]:
+    """Each rank goes on as soon as its peers have posted what it waits for; their outputs.
+
+    Raises:
+        DisagreementError: ranks meet at different points, expect other sizes than are sent, or wait for each other.
+    """
+    outputs: dict[int, Any] = {}
+    posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from one rank to another
+    waiting: dict[int, Ask] = {}
+
+    def go_on(rank: int, reply: Any) -> None:
+        try:
+            waiting[rank] = runs[rank].send(reply)
+        except StopIteration as end:
+            outputs[rank] = end.value
+            return
+        _post(rank, waiting[rank], posted)
+
+    for rank in runs:
+        go_on(rank, None)
+    while waiting:
+        ready = [r for r, request in waiting.items() if all(posted[peer, r] for peer in _awaited(request, r))]
+        if not ready:
+            raise DisagreementError(f"ranks {sorted(waiting)} wait for peers that post nothing more")
+        for rank in ready:
+            # What a request holds is let go before the rank goes on.
+            go_on(rank, _answered(rank, waiting.pop(rank), posted))
+    return outputs
+
+
+def _awaited(request: Ask, rank: int) -> list[int]:
+    if isinstance(request, Mixed):
+        return _awaited(request.transfer, rank) + _awaited(request.meet, rank)
+    if isinstance(request, Meet):
+        return list(request.peers)
+    if isinstance(request, Collective):
+        return [peer for peer in request.group if peer != rank]  # also those that send nothing
+    return list(dict.fromkeys(peer for peer, _ in request.receives))
+
+
+def _receives(request: Transfer | AllToAll | AllGather) -> Sequence[tuple[int, torch.Tensor]]:
+    if isinstance(request, Transfer):
+        return request.receives
+    if isinstance(request, AllToAll):
+        return list(zip(request.group, request.receives.split(request.receive_sizes), strict=True))
+    return list(zip(request.group, request.receives.chunk(len(request.group)), strict=True))
+
+
+def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]:
+    if isinstance(request, Transfer):
+        return request.sends
+    if isinstance(request, AllGather):
+        return [(peer, request.sends) for peer in request.group]
+    if isinstance(request, AllReduce):
+        return [(peer, request.values) for peer in request.group]
+    if isinstance(request, AllToAll):
+        return list(zip(request.group, request.sends.split(request.send_sizes), strict=True))
+    return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
+
+
+def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> None:
+    if isinstance(request, Mixed):
+        _post(rank, request.transfer, posted)
+        request.push()
+        _post(rank, request.meet, posted)
+        return
+    if isinstance(request, Meet):
+        for peer in request.peers:
+            posted[rank, peer].append((request.token, request.offer))
+        if request.meanwhile is not None:
+            request.meanwhile()
+        return
+    messages: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for peer, buffer in _sends(request):
+        messages[peer].append(buffer.clone())
+    for peer, buffers in messages.items():
+        posted[rank, peer].append((request.token, buffers))
+
+
+def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
+    if isinstance(request, Mixed):
+        _answered(rank, request.transfer, posted)
+        return _answered(rank, request.meet, posted)
+    own = [rank] if isinstance(request, Collective) else []
+    came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
+    for peer, (token, _) in came.items():
+        if token != request.token:
+            raise DisagreementError(f"rank {rank} met rank {peer} at another point of the program")
+    if isinstance(request, Meet):
+        return [came[peer][1] for peer in request.peers]
+    if isinstance(request, ReduceScatter | AllReduce):
+        into = request.receives if isinstance(request, ReduceScatter) else request.values
+        terms = [term for peer in request.group for term in came[peer][1]]
+        if len(terms) != len(request.group) or any(t.shape != into.shape or t.dtype != into.dtype for t in terms):
+            raise DisagreementError(f"rank {rank} expects {into.numel()} values of ranks {request.group} each")
+        into.copy_(reduce(_OPS[request.op], terms))
+        return None
+    for peer, buffer in _receives(request):
+        sent = came[peer][1].pop(0) if isinstance(came[peer][1], list) and came[peer][1] else None
+        if sent is not None and isinstance(request, AllToAll):
+            buffer = buffer[: sent.numel()]  # there may be room for more
+        if sent is None or sent.shape != buffer.shape:
+            raise DisagreementError(
+                f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"
+            )
+        buffer.copy_(sent)
+    return None

@@ -1,0 +1,384 @@
+"""Blocks of memory that peers map, carved out of segments; what is free keeps its pages up to a limit."""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+
+from ...errors import WorldError
+from .memory_pressure import is_short_of_memory
+from .shared_segments import NAMED_FOLDER, Segment
+
+MAX_SEGMENTS = 512
+_SEGMENT_BYTES = 64 << 20
+"""The least that a segment has. Its pages are there once they are in use."""
+_PAGE = mmap.PAGESIZE
+_CHECKED_EVERY = 16 << 20
+"""Bytes of new pages after which the machine's memory is looked at."""
+
+DEFAULT_LIMIT = 96 << 20
+_QUEUE = 8
+"""How many of the pieces that were returned may wait in the queue: the next call takes them from there, which costs
+less than the account of them."""
+_LARGEST_QUEUED = 1 << 20
+"""Bytes of a piece that may wait there, if the limit is large beside the whole queue."""
+
+
+def block_size(nbytes: int) -> int:
+    """Round up to a size class, at most an eighth above from a page on: blocks of a class are interchangeable."""
+    if nbytes <= _PAGE:
+        return max(64, 1 << max(nbytes - 1, 0).bit_length())
+    grain = max(_PAGE, 1 << (nbytes.bit_length() - 4))
+    return -(-nbytes // grain) * grain
+
+
+class Piece:
+    """A place that a block has in a segment.
+
+    Attributes:
+        home: the free pieces of its class, the last one freed at the end.
+        pages: the whole page that it shares with others of its class; None: its pages are its own.
+        taken: on whole pages: the pieces on them that are in use.
+    """
+
+    __slots__ = ("__weakref__", "address", "home", "nbytes", "pages", "taken")
+
+    def __init__(self, address: int, nbytes: int, home: deque[Piece], pages: Piece | None = None) -> None:
+        self.address, self.nbytes, self.home, self.pages, self.taken = address, nbytes, home, pages, 0
+
+
+class Gaps:
+    """Address ranges without pages. Those that touch are one; the smallest that is large enough is used first."""
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[int, int]] = []
+        self._sizes: dict[int, int] = {}  # by start
+        self._starts: dict[int, int] = {}  # by end
+
+    def __len__(self) -> int:
+        return len(self._by_size)
+
+    def add(self, address: int, nbytes: int) -> None:
+        if (before := self._starts.get(address)) is not None:
+            nbytes += self._remove(before)
+            address = before
+        if address + nbytes in self._sizes:
+            nbytes += self._remove(address + nbytes)
+        self._sizes[address] = nbytes
+        self._starts[address + nbytes] = address
+        insort(self._by_size, (nbytes, address))
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of a range of so many bytes, which is no gap any more; None if there is none."""
+        at = bisect_left(self._by_size, (nbytes, 0))
+        if at == len(self._by_size):
+            return None
+        found, address = self._by_size[at]
+        self._remove(address)
+        if found > nbytes:
+            self.add(address + nbytes, found - nbytes)
+        return address
+
+    def has(self, address: int, nbytes: int) -> bool:
+        """Whether exactly this range is a gap."""
+        return self._sizes.get(address) == nbytes
+
+    def drop(self, address: int) -> None:
+        """Forget a gap: its addresses are no longer mapped."""
+        self._remove(address)
+
+    def _remove(self, address: int) -> int:
+        nbytes = self._sizes.pop(address)
+        del self._starts[address + nbytes]
+        del self._by_size[bisect_left(self._by_size, (nbytes, address))]
+        return nbytes
+
+
+class Allocator:
+    """Pieces of growing segments. While it is open, an index and an offset name a place for ever.
+
+    Pages are in one of three states: under pieces in use; under free pieces, of which the least recently used go back
+    where there are more than the limit allows; or not there (`Gaps`). A piece is used again for its own size class, cut
+    where the next larger free one is at most twice as large, and becomes part of a gap, of which any size is made, when
+    its pages go back.
+
+    Pieces come back on any thread, in the middle of anything (`Block.__del__`): they are queued, and who has the lock,
+    or gets it, takes them back. A few small ones stay in the queue, and count as allocated.
+
+    Attributes:
+        allocated: bytes under pieces in use, whole pages.
+        free: bytes of other pages that are kept.
+        ready: bytes of `allocated` under buffers that are kept for peers between calls; the limit counts them as free.
+        limit: bytes of `free` and `ready` together; None: DEFAULT_LIMIT, or of `free` as much as is allocated.
+    """
+
+    def __init__(self, name: str, named: bool, limit: int | None) -> None:
+        self.name, self.named = name, named
+        self.segments: list[Segment] = []
+        self.allocated = self.free = self.ready = 0
+        self.returned: deque[Piece | None] = deque()  # None: the limit is to be looked at
+        self._idle: dict[int, deque[Piece]] = {}
+        self._kept: OrderedDict[Piece, None] = OrderedDict()  # whole pages, the least recently used first
+        self._gaps = Gaps()
+        self._lock = threading.Lock()
+        self._unchecked = 0
+        self._closed = self._frozen = self._missed = False
+        self._bound_by(limit)
+        allocators.add(self)
+
+    def idle(self, size: int) -> deque[Piece]:
+        """The free pieces of a size class, for `take`."""
+        return self._idle.setdefault(size, deque())
+
+    def take(self, idle: deque[Piece], size: int) -> Piece:
+        """A piece of a size class, of which `idle` are those that are free.
+
+        Raises:
+            WorldError: no room for it.
+        """
+        if self.returned:
+            try:
+                last = self.returned.pop()
+            except IndexError:  # another thread was faster
+                last = None
+            if last is not None:
+                if last.home is idle:
+                    return last  # it never was counted as free
+                self.returned.append(last)
+        with self._lock:
+            piece = idle.pop() if idle else self._make(size)
+            pages = piece.pages or piece
+            if not pages.taken:
+                del self._kept[pages]
+                self.free -= pages.nbytes
+                self.allocated += pages.nbytes
+            pages.taken += 1
+        if self._missed:
+            self.settle()
+        return piece
+
+    def give_back(self, piece: Piece) -> None:
+        """Return a piece that was taken. On any thread: a deque's append is atomic."""
+        self.returned.append(piece)
+        if piece.nbytes > self._small or len(self.returned) > _QUEUE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take back what was returned; never waits."""
+        while self.returned:
+            self._missed = True
+            if not self._lock.acquire(False):
+                return  # its holder looks again after it lets go
+            self._missed = False
+            try:
+                self._take_back()
+                if self.free > self._least - self.ready:
+                    self._trim(self._allowed())
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        """Free what is in the queue. The lock is held."""
+        while self.returned:
+            piece = self.returned.popleft()
+            if piece is None:
+                continue
+            piece.home.append(piece)
+            pages = piece.pages or piece
+            pages.taken -= 1
+            if not pages.taken:
+                self._kept[pages] = None
+                self.allocated -= pages.nbytes
+                self.free += pages.nbytes
+
+    def set_limit(self, limit: int | None) -> None:
+        self._bound_by(limit)
+        self.trim()
+
+    def _bound_by(self, limit: int | None) -> None:
+        self.limit, least = limit, DEFAULT_LIMIT if limit is None else limit
+        self._small = _LARGEST_QUEUED if least >= 8 * _LARGEST_QUEUED * _QUEUE else 0
+        self._queued = self._small * _QUEUE  # bytes that may be in the queue
+        self._least = least - self._queued
+
+    def add_ready(self, nbytes: int) -> None:
+        """So many bytes more of what is in use are buffers kept for peers."""
+        self.ready += nbytes
+        if self.free > self._least - self.ready:
+            self.trim()
+
+    def may_be_ready(self, nbytes: int) -> bool:
+        """Whether so many bytes more may be kept for peers: half of the limit is for them."""
+        return self.ready + nbytes <= self._least // 2
+
+    def trim(self, allowed: int | None = None) -> None:
+        """Give back the pages of free pieces beyond so many bytes; None: beyond the limit."""
+        self.settle()
+        with self._lock:
+            self._trim(self._allowed() if allowed is None else allowed)
+        self.settle()
+
+    def freeze(self) -> None:
+        """Leave all pages where they are: a peer may still be writing."""
+        self._frozen = True
+
+    def close(self) -> None:
+        """Give back all that is free, and what becomes free from now on: nobody takes anything any more."""
+        self._closed, self.limit, self._least, self.ready = True, 0, -1, 0
+        self._small = self._queued = 0
+        self.returned.append(None)  # the lock may be taken, even by who is interrupted for this
+        self.settle()
+
+    def _allowed(self) -> int:
+        fixed = self._least - self.ready
+        return max(fixed, self.allocated) if self.limit is None else max(fixed, 0)
+
+    def _make(self, size: int) -> Piece:
+        """A free piece of a class that has none. The lock is held."""
+        home = self._idle[size]
+        if size >= _PAGE:
+            return self._pages(size, home)
+        shared = self._idle.get(_PAGE)
+        page = shared.pop() if shared else self._pages(_PAGE, home)
+        page.home = home
+        for address in range(page.address, page.address + _PAGE, size):
+            home.append(Piece(address, size, home, page))
+        return home.pop()
+
+    def _pages(self, size: int, home: deque[Piece]) -> Piece:
+        """Whole pages that are kept and not taken."""
+        larger = min((n for n, idle in self._idle.items() if size < n <= 2 * size and idle), default=0)
+        if larger:
+            piece = self._idle[larger].pop()
+            del self._kept[piece]
+            self._give_back(piece.address + size, larger - size)
+            self.free -= larger
+            address = piece.address
+        else:
+            address = self._new_pages(size)
+        piece = Piece(address, size, home)
+        self._kept[piece] = None
+        self.free += size
+        return piece
+
+    def _new_pages(self, size: int) -> int:
+        self._unchecked += size
+        if self._unchecked >= _CHECKED_EVERY:
+            self._unchecked = 0
+            if self.free and is_short_of_memory(size):
+                self._trim(0)
+        try:
+            return self._reserved(size)
+        except OSError:
+            self._trim(0)
+        try:
+            return self._reserved(size)
+        except OSError as error:
+            raise WorldError(
+                f"{size} bytes of shared memory in {NAMED_FOLDER}: {error}; tensors of this process have "
+                f"{self.allocated} there"
+            ) from error
+
+    def _reserved(self, size: int) -> int:
+        address = self._gaps.take(size)
+        if address is None:
+            self._grow(size)
+            address = self._gaps.take(size)
+            assert address is not None
+        segment = self._segment_at(address)
+        try:
+            segment.reserve(address - segment.address, size)
+        except OSError:
+            self._gaps.add(address, size)
+            raise
+        return address
+
+    def _grow(self, size: int) -> None:
+        """Map another segment, at least as large as all before, so that there are few whatever sizes are asked for."""
+        if len(self.segments) == MAX_SEGMENTS:
+            raise WorldError(f"shared pool {self.name}: {MAX_SEGMENTS} segments are in use")
+        exact = size + _PAGE
+        mapped = sum(segment.nbytes for segment in self.segments)
+        try:
+            segment = Segment(self.name, max(_SEGMENT_BYTES, mapped, 1 << exact.bit_length()), self.named, False)
+        except WorldError:  # addresses may be limited (ulimit -v)
+            segment = Segment(self.name, exact, self.named, False)
+        self.segments.append(segment)
+        # A page between segments: gaps of one do not touch those of the next.
+        self._gaps.add(segment.address, segment.nbytes - _PAGE)
+
+    def _trim(self, allowed: int) -> None:
+        """Give back the pages of free pieces beyond so many bytes. The lock is held."""
+        self._take_back()
+        if not self._frozen or self._closed:
+            if self._kept and (last := next(reversed(self._kept))).nbytes > allowed:
+                self._drop(last)  # alone more than may be kept: no reason to lose the others
+            while self.free > allowed:
+                self._drop(next(iter(self._kept)))
+        if self._closed:
+            for segment in [s for s in self.segments if self._gaps.has(s.address, s.nbytes - _PAGE)]:
+                self._gaps.drop(segment.address)
+                self.segments.remove(segment)
+
+    def _drop(self, pages: Piece) -> None:
+        """Make a gap of a free piece; of all free pages of a class, where pieces share them."""
+        dropped = [pages]
+        if pages.home and pages.home[0].pages is not None:
+            home, dropped = pages.home, [p for p in self._kept if p.home is pages.home]
+            left = [piece for piece in home if piece.pages is not None and piece.pages.taken]
+            home.clear()
+            home.extend(left)
+        else:
+            pages.home.remove(pages)
+        for each in dropped:
+            del self._kept[each]
+            self.free -= each.nbytes
+            self._give_back(each.address, each.nbytes)
+
+    def _give_back(self, address: int, nbytes: int) -> None:
+        if not self._frozen:
+            segment = self._segment_at(address)
+            segment.give_back(address - segment.address, nbytes)
+        self._gaps.add(address, nbytes)
+
+    def _segment_at(self, address: int) -> Segment:
+        return next(s for s in self.segments if 0 <= address - s.address < s.nbytes)
+
+
+class _OfParent(Allocator):
+    """An allocator as a forked child finds it: what is free, and what goes back, is for the parent to say."""
+
+    def take(self, idle: deque[Piece], size: int) -> Piece:
+        raise WorldError(f"shared pool {self.name} is the parent process's; allowed: a process group of its own")
+
+    def give_back(self, piece: Piece) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def trim(self, allowed: int | None = None) -> None:
+        pass
+
+
+allocators: weakref.WeakSet[Allocator] = weakref.WeakSet()
+"""Of this process, those of ended groups with tensors still on them included."""
+
+
+def _leave_to_parent() -> None:
+    for allocator in allocators:
+        allocator.__class__ = _OfParent
+
+
+def _freeze_all() -> None:
+    for allocator in allocators:
+        allocator.freeze()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+atexit.register(_freeze_all)  # the system takes all pages

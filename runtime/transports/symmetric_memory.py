@@ -1,0 +1,151 @@
+"""Where memory that all ranks of a group can address comes from: torch's symmetric memory on GPUs, shared memory on
+CPUs. All that is used of torch.distributed._symmetric_memory, which is alpha, is used here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
+
+from ...errors import PeerError, WorldError
+from .shared_segments import Segment, bytes_of, open_segment, segment_path, uses_names
+
+
+class Provider(Protocol):
+    """Makes memory, and joins it with that of a group's other ranks."""
+
+    device: torch.device
+
+    def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
+        """Zeros, flat bytes; and what the group's other ranks have to be told to reach them."""
+
+    def join(self, own: torch.Tensor, told: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+        """By rank, ascending, the memory that each of a group made, of equal sizes, this rank's included.
+
+        Collective: every rank of the group calls it, after all have made theirs; `told` has what each says, by rank in
+        ascending order. `name`: alike on all of them, and new.
+        """
+
+
+class SharedSegments:
+    """Memory of processes of one machine."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.device = rank, torch.device("cpu")
+        self._named = uses_names()
+        self._segments: list[Segment] = []  # as long as the world lives: peers address them
+
+    def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
+        segment = Segment("shardweave-window", nbytes, self._named)
+        self._segments.append(segment)
+        return segment.bytes[:nbytes], segment_path(os.getpid(), segment.handle, self._named)
+
+    def join(self, own: torch.Tensor, told: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+        found = {}
+        for rank, path in told.items():
+            if rank == self.rank:
+                found[rank] = own
+                continue
+            try:
+                mapped = open_segment(path)
+            except FileNotFoundError as error:
+                raise PeerError(f"rank {rank} is gone, and its memory with it: {path}") from error
+            except PermissionError as error:
+                raise WorldError(f"rank {self.rank} may not map the memory of rank {rank}: {error}") from error
+            found[rank] = bytes_of(mapped)[: own.numel()]
+        return found
+
+
+class _OwnNumbers(dist.Store):
+    """A store for one rendezvous, whose keys do not depend on how many this process has had.
+
+    torch numbers what ranks exchange ("<prefix>/<number>/<rank>") by a count of the process. Ranks that have been in
+    different groups have different counts, and would wait for each other in vain.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        parts = key.rsplit("/", 2)
+        if len(parts) < 3 or not parts[1].isdecimal():
+            return key
+        number = self._numbers.setdefault(parts[1], len(self._numbers))
+        return f"{parts[0]}/{number}/{parts[2]}"
+
+    def set(self, key: str, value: str) -> None:  # bytes, from torch's C++
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._key(key), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._key(key) for key in keys])
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(self._key(key))
+
+
+class TorchSymmetricMemory:
+    """Memory of GPUs that reach each other.
+
+    Groups are made known to torch by their ranks, each with a store of its own, so that no process group is made.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
+        self.rank, self.device, self._store = rank, device, store
+        self._handles: list[Any] = []  # with them goes the memory
+
+    def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
+        from torch.distributed._symmetric_memory import empty
+
+        own = empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
+        torch.cuda.synchronize(self.device)
+        return own, ""
+
+    def join(self, own: torch.Tensor, told: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        ranks = tuple(told)
+        known: Any = f"shardweave/{name}"  # to torch, for as long as the process lives
+        store = _OwnNumbers(dist.PrefixStore(known, self._store))
+        at = ranks.index(self.rank), len(ranks)
+        _SymmetricMemory.set_group_info(known, *at, store)
+        # Builds of torch differ in where they look a name up.
+        group = dist.ProcessGroup(store, *at)
+        group._set_group_name(known)
+        _register_process_group(known, group)
+        try:
+            handle = _SymmetricMemory.rendezvous(own, known)
+        except RuntimeError as error:
+            raise WorldError(f"symmetric memory among ranks {ranks}: {error}") from error
+        self._handles.append((handle, store))
+        return {
+            rank: own if rank == self.rank else handle.get_buffer(i, (own.numel(),), torch.uint8)
+            for i, rank in enumerate(ranks)
+        }
+
+
+def why_no_symmetric_memory(device: torch.device) -> str | None:
+    """Why torch has no symmetric memory for a device, or None if it has."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"torch's symmetric memory is for CUDA devices; tensors are on {device.type}"
+    try:
+        importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        return f"this build of torch has no symmetric memory: {error}"
+    return None

@@ -1,0 +1,234 @@
+"""The topology that `calibrate` measures: its fit, its ranks, what it refuses, and that plans take it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from warm_python import run_python
+
+import shardweave
+from shardweave import ArgumentError, Layout, Link, Mesh, Topology
+from shardweave.__main__ import main
+from shardweave.bench.harness.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
+from shardweave.bench.harness.link_times import node_size_of, sizes_up_to
+from shardweave.cli.calibrate import predicted_us
+from shardweave.planner.cost import price
+from shardweave.planner.exchange import Change
+
+SHARDWEAVE = [sys.executable, "-m", "shardweave"]
+SIZES = sizes_up_to(1 << 20)
+
+
+LOCAL = Local(35.0, 900.0)
+
+
+def samples(link: Link, local: Local, peers: tuple[int, ...]) -> list[Sample]:
+    """What a link of these figures would take, on ranks that take so long by themselves."""
+    topology = Topology("exact", None, link, link, local.memory_gigabytes_per_s, local.call_us)
+    found = []
+    for count in peers:
+        for size in SIZES:
+            sample = Sample(count, size, size // count + (0 if link.one_sided else 2 * size), 0.0)
+            found.append(Sample(count, size, sample.copied, predicted_us(topology, "node", sample)))
+    return found
+
+
+def figures(link: Link) -> list[float]:
+    return [link.latency_us, link.gigabytes_per_s, link.message_us]
+
+
+LINKS = [
+    Link(20.0, 25.0, False, 3.5),
+    Link(150.0, 0.3, False, 40.0),
+    Link(5.0, 450.0, True),
+    Link(0.5, 2.25, True),
+    Link(40.0, 1.5, True, 120.0),  # more ranks than cores
+]
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("link", LINKS, ids=str)
+def test_figures_come_back_exactly(link: Link) -> None:
+    fit = fit_link(samples(link, LOCAL, (1, 3, 7)), link.one_sided, LOCAL)
+    assert figures(fit.link) == pytest.approx(figures(link), rel=1e-3)
+    assert fit.link.one_sided == link.one_sided and not fit.notes
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("link", LINKS, ids=str)
+def test_one_outlier_anywhere_changes_nothing(link: Link) -> None:
+    exact = samples(link, LOCAL, (1, 3))
+    for place, one in enumerate(exact):
+        bent = [*exact[:place], Sample(one.peers, one.nbytes, one.copied, 10 * one.us), *exact[place + 1 :]]
+        fit = fit_link(bent, link.one_sided, LOCAL)
+        assert figures(fit.link) == pytest.approx(figures(link), rel=1e-3), place
+
+
+@pytest.mark.plan
+def test_what_cannot_be_told_is_noted() -> None:
+    link = LINKS[0]
+    alone = fit_link(samples(link, LOCAL, (1,)), False, LOCAL)
+    assert figures(alone.link) == pytest.approx([23.5, 25.0, 0.0], rel=1e-3)
+    assert alone.notes == ("one number of peers: what a peer costs is part of the latency",)
+    flat = fit_link([Sample(1, size, size, 50.0) for size in SIZES], True, LOCAL)
+    assert flat.link.gigabytes_per_s > 0 and "does not grow with bytes up to 1048576" in flat.notes[1]
+    falling = fit_link([Sample(1, size, 3 * size, 50.0 - i) for i, size in enumerate(SIZES)], False, Local(0.0, 0.01))
+    assert falling.link.gigabytes_per_s > 0 and falling.link.latency_us >= 0 and len(falling.notes) >= 2
+    steep = fit_link(
+        [Sample(n, 64, 0, t) for n, t in ((1, 10.0), (1, 11.0), (3, 40.0), (3, 41.0))], False, Local(0.0, 900.0)
+    )
+    assert steep.link.latency_us == 0 and steep.link.message_us > 0 and "the latency of a step is 0" in steep.notes[-1]
+    assert fit_local([Sample(0, 0, size, 2 + 2 * size / 5e3) for size in SIZES]) == Local(2.0, 5.0)
+    local = fit_local([Sample(0, 0, size, 2.0) for size in SIZES])
+    assert local.call_us == 2.0 and local.memory_gigabytes_per_s > 0 and local.notes
+    assert fit_line([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]) == pytest.approx([2.0, 0.0])
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None) -> None:
+    """The exchange that is timed, [2, 2 n, n k] float32 from S1 to S2, costs what the report says is fitted."""
+    topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0, 11.0)
+    k = 24
+    shape = 2, 2 * ranks, ranks * k
+    swap = Change(Mesh((ranks,)), "float32", Layout.parse("S1"), Layout.parse("S2"), node_size)
+    moved, kept = 16 * k * (ranks - 1), 16 * k
+    kind, copied = ("node", kept) if node_size is None else ("network", kept + 2 * moved)
+    expected = predicted_us(topology, kind, Sample(ranks - 1, moved, copied, 0.0))
+    assert topology.call_us + price(swap, shape, topology).us == pytest.approx(expected)
+
+
+@pytest.mark.plan
+def test_nodes_are_equally_many_consecutive_ranks() -> None:
+    assert node_size_of(["a", "a", "b", "b"], None) == node_size_of(["a", "a", "b", "b"], 2) == 2
+    assert node_size_of(["a"] * 4, None) == 4 and node_size_of(["a"] * 4, 1) == 1
+    assert node_size_of(["a", "b"], None) == 1
+    for machines, text in ((["a", "b", "a", "b"], "1, 1, 1, 1"), (["a", "a", "b"], "2, 1"), (["a", "b", "b"], "1, 2")):
+        with pytest.raises(ArgumentError, match=f"{text} of them share a machine; allowed: nodes of equally many"):
+            node_size_of(machines, None)
+    with pytest.raises(ArgumentError, match="--node-size: 1, and the ranks are on 2 machines with 2 each"):
+        node_size_of(["a", "a", "b", "b"], 1)
+    with pytest.raises(ArgumentError, match="--node-size: 3; allowed: a divisor of 4"):
+        node_size_of(["a"] * 4, 3)
+
+
+@pytest.mark.plan
+def test_links_that_are_not_there_are_stated() -> None:
+    def measured(kind: str, nodes: int, node_size: int, **more: str) -> dict:
+        one_sided = more.get("world") == "shared_memory"
+        found = samples(Link(5.0, 2.0, one_sided), Local(30.0, 9.0), (1, 3))
+        if kind == "local":
+            found = [Sample(0, 0, size, 30 + 2 * size / 9e3) for size in SIZES]
+        return {"kind": kind, "nodes": nodes, "node_size": node_size, "samples": [vars(s) for s in found], **more}
+
+    one = [measured("local", 1, 4), measured("node", 1, 4, world="collective")]
+    topology, notes = topology_of(one, None)
+    assert (topology.call_us, topology.memory_gigabytes_per_s) == (30.0, 9.0)
+    assert topology.node_size is None and topology.node == topology.network and not topology.node.one_sided
+    assert notes == ["No network was measured: all ranks share one node. `network` has the figures as inside the node."]
+    single = [measured("local", 4, 1), measured("network", 4, 1, world="collective")]
+    topology, notes = topology_of(single, "mine")
+    assert topology.name == "mine" and topology.node_size == 1 and topology.node == topology.network
+    assert notes[0].startswith("No link inside a node was measured")
+
+
+def checked(text: str) -> Topology:
+    """The topology in a command's output, after it has gone through JSON and made a plan."""
+    topology = Topology.from_json(text)
+    assert Topology.from_json(topology.to_json()) == topology
+    assert topology.memory_gigabytes_per_s > 0 and topology.call_us > 0
+    for link in (topology.node, topology.network):
+        assert link.gigabytes_per_s > 0 and link.latency_us + link.message_us > 0
+    program = shardweave.plan((2, 2), (64, 64), "float32", "S0 S1", "R R", topology=topology)
+    assert program.cost_us is not None and program.cost_us > 0
+    return topology
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("arguments", "node_size", "one_sided", "text"),
+    [
+        (["--ranks", "4", "--node-size", "2"], 2, True, "network: collective world, every rank"),
+        pytest.param(
+            ["--ranks", "2", "--name", "two of mine"],
+            None,
+            True,
+            "No network was measured: all ranks share one node.",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["--ranks", "4", "--world", "collective"],
+            None,
+            False,
+            "`network` has the figures as inside the node",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_measured_topologies_are_planned_with(
+    arguments: list[str], node_size: int | None, one_sided: bool, text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "topology.json"
+    done = run_python(
+        [*SHARDWEAVE, "calibrate", "--largest", "4096", "--out", str(file), *arguments],
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    topology = checked(done.stdout)
+    assert topology == checked(file.read_text())
+    assert topology.node_size == node_size and topology.node.one_sided == one_sided
+    assert not topology.network.one_sided
+    assert topology.name == "two of mine" or "rank" in topology.name
+    assert text in " ".join(done.stderr.split())
+    plan = [*SHARDWEAVE, "plan", "--mesh", "2,2", "--shape", "64,64", "--topology", str(file), "S0 S1", "R R", "--json"]
+    planned = run_python(plan, timeout=100)
+    assert planned.returncode == 0 and json.loads(planned.stdout)["steps"], planned.stderr
+
+
+@pytest.mark.multi
+@pytest.mark.long
+def test_the_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "topology.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "shardweave", "calibrate", "--largest", "4096", "--out", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checked(done.stdout) == checked(file.read_text())
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("arguments", "environment", "text"),
+    [
+        (["--ranks", "1"], {}, "--ranks: 1; allowed: 2 or more"),
+        (["--ranks", "4", "--node-size", "3"], {}, "--node-size: 3; allowed: a divisor of 4"),
+        (["--largest", "100"], {}, "--largest: 100; allowed: 4096 bytes or more"),
+        (["--out", "/nowhere/at/all.json"], {}, "--out: '/nowhere/at/all.json' cannot be written"),
+        (["--world", "carrier pigeon"], {}, "invalid choice"),
+        ([], {"SHARDWEAVE_WORLD": "pigeon"}, "--world: 'pigeon' is not known; allowed: shared_memory, collective"),
+        ([], {"SHARDWEAVE_TIMEOUT": "soon"}, "SHARDWEAVE_TIMEOUT: 'soon'"),
+        (["--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "inside torchrun with 2"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "--ranks: 1; allowed: 2 or more"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_one_error_and_status_2(
+    arguments: list[str],
+    environment: dict[str, str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardweave.bench.harness.ranks._Child", None)  # no rank is started
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        status: object = main(["calibrate", *arguments])
+    except SystemExit as end:  # argparse's own
+        status = end.code
+    shown = capsys.readouterr()
+    assert status == 2 and shown.out == "" and text in shown.err

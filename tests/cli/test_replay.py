@@ -1,0 +1,281 @@
+"""Scripts recorded unchanged, and traces carried out again by both sides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from warm_python import run_python
+
+from shardweave.bench.workloads.trace_cases import distinct
+from shardweave.cli import replay
+from shardweave.cli.replay import Options, check_device
+from shardweave.errors import ArgumentError
+from shardweave.planner import Mesh
+from shardweave.runtime.tracing.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
+from shardweave.runtime.transports.selection_rule import NAMES
+
+GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[1, 3])
+ENTRIES = {
+    Entry(GRID, None, (8, 130), "float32", "S0 S1", "S1 S0", "a.py:1 f"): Cost(3, 100),
+    Entry(GRID, None, (8, 130), "float32", "S0 S1", "S1 S0", "a.py:9 g, backward"): Cost(2, 100),
+    Entry(GRID, None, (5,), "int8", "P S0", "S0 S0", "a.py:2 f"): Cost(1, 10),
+    Entry(GRID, None, (7, 3), "bfloat16", "Pavg P", "R R", "a.py:3 f"): Cost(1, 9),
+    Entry(GRID, None, (6, 4), "bool", "S0 S0 @ 0:1,0", "R S1", "a.py:4 f"): Cost(1, 8),
+    Entry(GRID, None, (12, 4), "float16", "S0/3 R", "S1 S0", "a.py:5 f"): Cost(1, 7),
+    Entry(PAIR, None, (18,), "float64", "S0", "R", "FSDP gathers x", fsdp=True): Cost(1, 6),
+    Entry(GRID, PAIR, (9, 2), "float64", "S0 S0", "S1", "a.py:7 f"): Cost(1, 5),
+    Entry(GRID, None, (4, 4), "float32", "R R", "P R", "a.py:8 f", traced=True): Cost(1, 0),
+    Entry(GRID, None, (4, 6), "float32", "S0 R", "P S1", "a.py:10 f"): Cost(1, 0),
+}
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    return run_python([sys.executable, "-m", "shardweave", *map(str, arguments)], timeout=300)
+
+
+@pytest.mark.multi
+@pytest.mark.long
+def test_replay_of_every_kind(tmp_path: Path) -> None:
+    trace, out = tmp_path / "trace.json", tmp_path / "out.json"
+    rows = [Mesh((2,), ("tp",), ranks=ranks) for ranks in ([0, 1], [2, 3])]
+    alike = {Entry(mesh, None, (9, 4), "float32", "S0", "S1", "a.py:9 f"): Cost(1, 4) for mesh in rows}
+    trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES | alike, {"symbolic shapes": 2}).to_json())
+    done = command("replay", trace, "--scaled", "--json", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    found = {(one["source"], one["target"]): one for one in report["redistributions"]}
+    assert len(found) == len(ENTRIES) - 1 + 1, "one was asked for in two places, one by two meshes that are alike"
+    assert {one["meshes"] for one in found.values()} == {1, 2} and found["S0", "S1"]["meshes"] == 2
+    both = found["S0 S1", "S1 S0"]
+    # Recorded as it was, and beside it what was replayed and shown: off the diagonal all is new, 4 rows of 8.
+    assert (both["shape"], both["bytes_received"]) == ([8, 130], 100)
+    assert (both["replayed_shape"], both["replayed_bytes_received"]) == ([8, 16], 4 * 8 * 4)
+    assert "float32[8, 16]" in done.stdout and "[8, 130]" not in done.stdout
+    assert "redistributions (sizes an eighth)" in done.stdout
+    assert "of a rank, all calls together (sizes an eighth):" in done.stdout
+    assert both["calls"] == 5 and both["where"] == ["a.py:1 f", "a.py:9 g, backward"]
+    for one in found.values():
+        assert not one["faults"] and one["shardweave_s"] > 0
+        refused = any("torch refuses" in note for note in one["notes"])
+        assert (one["torch_s"] is None) == refused
+    assert found["S0 S0", "S1"]["notes"] == ["torch refuses: another mesh"]
+    # torch cannot read this strided shard: it says something else than an order.
+    assert any("torch is wrong" in note or "torch refuses" in note for note in found["S0/3 R", "S1 S0"]["notes"])
+    assert "What FSDP2 issues itself" in done.stdout
+    assert "a.py:1 f" in done.stdout and "2 calls: symbolic shapes" in done.stdout
+
+
+PLANTED = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from shardweave.cli import replay, replay_ranks
+
+carried_out = replay_ranks.run_redistribution
+
+def planted(x, source, target, how):
+    if source.placements[0].is_partial():  # rank 0's term in the place of each
+        x = x.clone()
+        dist.broadcast(x, 0)
+    out = carried_out(x, source, target, how)
+    return out[[1, 0, *range(2, len(out))]] if target.placements[0].is_shard(1) else out
+
+replay_ranks.run_redistribution = planted
+replay.ROUNDS = 1
+replay.last_level_cache = lambda: 1
+sys.exit(replay.run([Path(sys.argv[1])], replay.Options(json_path=Path(sys.argv[2]))))
+"""
+
+
+@pytest.mark.multi
+def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
+    found = {
+        Entry(pair, None, (8, 8), "float32", "S0", "S1", "a.py:1 rows swapped"): Cost(1, 64),
+        Entry(pair, None, (8, 4), "bfloat16", "P", "S0", "a.py:2 a term twice"): Cost(1, 32),
+        Entry(pair, None, (8, 8), "float32", "S1", "S0", "a.py:3 as it should be"): Cost(1, 16),
+        Entry(pair, None, (8, 8), "float32", "S0", "P", "a.py:4 becomes partial"): Cost(1, 8),
+    }
+    trace.write_text(Trace("2.13.0", 2, (0,), found).to_json())
+    done = run_python([sys.executable, "-c", PLANTED, trace, out], timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = {one["where"][0]: one for one in json.loads(out.read_text())["redistributions"]}
+    partial = report.pop("a.py:4 becomes partial")
+    assert partial["torch_s"] is None and partial["shardweave_s"] > 0 and not partial["faults"]
+    assert partial["notes"][0] == "not checked: what becomes partial may be any terms"
+    assert partial["notes"][1].startswith("torch refuses: RuntimeError: ")
+    faults = {where: one["faults"] for where, one in report.items()}
+    assert len(faults.pop("a.py:1 rows swapped")) == len(faults.pop("a.py:2 a term twice")) == 2, "on both ranks"
+    assert faults == {"a.py:3 as it should be": []}
+    assert "S0 → S1 of [8, 8]: shardweave is wrong: rank 0: " in done.stdout
+
+
+WORLDS = """
+import os
+import sys
+from pathlib import Path
+from shardweave.cli import replay, replay_ranks
+from shardweave.runtime.transports.selection_rule import NAMES
+
+def refused(*_):
+    raise RuntimeError("DTensor is asked")
+
+replay_ranks.stock_redistribute_local_tensor = refused
+replay.ROUNDS = 1
+replay.last_level_cache = lambda: 1
+trace, out = map(Path, sys.argv[1:])
+for world in NAMES:
+    if world == "mixed":
+        os.environ["SHARDWEAVE_NODE_SIZE"] = "2"
+    path = out / f"{world}.json"
+    assert replay.run([trace], replay.Options(world=world, scaled=world == "mixed", json_path=path)) == 0
+"""
+
+
+@pytest.mark.multi
+def test_every_world_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
+    """Both sides are right in each world, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
+    rows = [Mesh((2,), ("dp",), ranks=ranks) for ranks in ([0, 2], [1, 3])]
+    requests = [(mesh, *layouts) for layouts in FSDP_COLLECTIVES for mesh in ([GRID] if " " in layouts[0] else rows)]
+    found = {Entry(mesh, None, (640,), "float32", *of, "FSDP", fsdp=True): Cost(1, 1) for mesh, *of in requests}
+    dtensor = Entry(GRID, None, (640,), "float32", "S0 R", "R S0", "a.py:1 f")
+    trace = tmp_path / "trace.json"
+    trace.write_text(Trace("2.13.0", 4, (0,), {**found, dtensor: Cost(1, 1)}).to_json())
+    done = run_python([sys.executable, "-c", WORLDS, trace, tmp_path], timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for world in NAMES:
+        report = json.loads((tmp_path / f"{world}.json").read_text())["redistributions"]
+        by_layouts = {(one["source"], one["target"]): one for one in report}
+        assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is asked"]
+        assert by_layouts.keys() == FSDP_COLLECTIVES.keys()
+        for layouts, one in by_layouts.items():
+            assert one["torch_s"] > 0 and one["torch_is"] == f"torch.distributed's {FSDP_COLLECTIVES[layouts]}"
+            assert one["shardweave_s"] > 0 and one["cold"] and not one["notes"] and not one["faults"]
+    assert "as FSDP2 does it: by torch.distributed's all_gather, reduce_scatter and all_reduce" in done.stdout
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+x.redistribute(placements=[Shard(1)])
+dist.destroy_process_group()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.multi
+def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
+    script, trace = tmp_path / "script.py", tmp_path / "trace.json"
+    script.write_text(SCRIPT)
+    done = command("record", "-o", trace, script, 3)
+    assert done.returncode == 3, "the script's own status: " + done.stderr
+    written = tmp_path / "trace.rank2.json"
+    assert Trace.read(written).ended == "SystemExit: 3"
+    ((entry, cost),) = Trace.read(written).found.items()
+    assert (entry.source, entry.target, entry.where, cost.calls) == ("S0", "S1", "script.py:10 <module>", 1)
+    # The group is gone by then that knows which ranks a part of a mesh has.
+    assert entry.mesh == Mesh((2,), ("tp",), ranks=[2, 3])
+    done = command("replay", written)
+    assert done.returncode == 0 and "Recorded by rank 2 of 4" in done.stdout
+    assert "what was to come: rank 2: SystemExit: 3" in done.stdout
+
+
+@pytest.mark.plan
+def test_what_was_recorded_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardweave.__main__ import main
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    script, trace = tmp_path / "script.py", tmp_path / "trace.json"
+    arguments = ["record", "-o", str(trace), str(script)]
+    script.write_text("print('as it was')")
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out == "as it was\n"
+    assert said.err == (
+        f"record: {trace}: 0 distinct redistributions: the program asked DTensor for none, or processes that it "
+        f"started did\n"
+    )
+    script.write_text("raise ValueError('no')")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(ValueError, match="no"):
+            main(arguments)
+    assert capsys.readouterr().err == (
+        f"record: {tmp_path / 'trace.rank0.json'}: 0 distinct redistributions of rank 0 of 2: the program ended "
+        f"before: ValueError: no\n"
+    )
+
+
+@pytest.mark.plan
+def test_what_cannot_be_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())
+    rows = len(distinct(Trace.read(trace)))
+    with pytest.raises(ArgumentError, match=f"'nowhere' is in none of the {rows} redistributions of TRACE"):
+        replay.run([trace], Options(only="nowhere"))
+    for left_out, ended, says in (
+        ({}, None, "the program asked DTensor for none, or processes that it started did; allowed"),
+        ({"symbolic shapes": 3}, None, "3 calls are left out: symbolic shapes; allowed"),
+        ({}, "ValueError: no", "the program ended before: rank 0: ValueError: no; allowed"),
+    ):
+        empty = Trace("2.13.0", 4, (0,), {}, left_out, ended=ended).write(tmp_path / "empty.json")
+        with pytest.raises(ArgumentError, match=f"TRACE: it holds no redistribution: {says}"):
+            replay.run([empty], Options())
+    for path in (tmp_path / "no" / "file.json", tmp_path):
+        with pytest.raises(ArgumentError, match=f"--json: '{path}' cannot be written"):
+            replay.run([trace], Options(json_path=path))
+    with pytest.raises(ArgumentError, match="rank 0 more than once"):
+        replay.run([trace, trace], Options())
+
+
+@pytest.mark.plan
+def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
+        check_device("cuda", None, 2)
+    check_device("cpu", "mixed", 16)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda", None, 2)
+    check_device("cuda", "symmetric", 4)
+    with pytest.raises(ArgumentError, match="2 GPUs for 3 ranks; allowed: a GPU for each, or --world symmetric"):
+        check_device("cuda", "collective", 3)
+    for world in ("shared_memory", "mixed"):
+        with pytest.raises(ArgumentError, match=f"'{world}' is for CPUs; allowed with --device cuda: collective, sym"):
+            check_device("cuda", world, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", ["symmetric", "collective"])
+def test_on_gpus(tmp_path: Path, world: str) -> None:
+    """Processes that share a GPU, through symmetric memory; with NCCL a GPU each."""
+    gpus = torch.cuda.device_count()
+    if gpus < (1 if world == "symmetric" else 2):
+        pytest.skip(f"{gpus} GPUs")
+    pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
+    found = {
+        Entry(pair, None, (64, 48), "bfloat16", "S0", "S1", "a.py:1 f"): Cost(1, 64),
+        Entry(pair, None, (640,), "float32", "P", "S0", "FSDP reduces x", fsdp=True): Cost(1, 1),
+    }
+    trace.write_text(Trace("2.13.0", 2, (0,), found).to_json())
+    done = command("replay", trace, "--device", "cuda", "--world", world, "--json", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one in json.loads(out.read_text())["redistributions"]:
+        assert not one["faults"] and one["shardweave_s"] > 0
+        assert world == "symmetric" or one["torch_s"] > 0

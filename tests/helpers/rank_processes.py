@@ -1,0 +1,149 @@
+"""Real rank processes for tests: spawn, run one function on each, collect what it returned or how it ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from interpreter import patch_triton_once
+from rank_preload import rank_context
+from warm_python import run_python
+
+from shardweave import stats
+
+patch_triton_once()  # in ranks too
+
+KNOWN_DELEGATIONS = re.compile(
+    "|".join(
+        [
+            # Who reports collectives, or has no memory to move, is given torch's own.
+            "torch.compile is tracing",
+            r"(CommDebugMode|DebugMode) reports torch's own collectives",
+            r"(FakeTensorMode|FunctionalTensorMode|ProxyTorchDispatchMode|LocalTensorMode) replaces tensors",
+            r"\w+ is a dispatch mode not known",
+            r"\w+ recomputes what torch carried out",
+            r"local tensor is a (FakeTensor|FunctionalTensor|LocalTensor)",
+            # What install() was told.
+            r"a mesh that install\(only=\) leaves out",
+            r"smaller than install\(min_bytes=\)",
+            # What torch refuses, and has to refuse itself.
+            "shard or another op to partial, which torch refuses",
+            # What torch does in two ways, of which the caller has met one.
+            r"shards along mesh dim \d, whose ranks do not ascend: .*",
+            # Where no program can run.
+            "world size 1",
+            r"process group backend '\w+'",
+            # Reductions that programs have not.
+            r"placement P\((band|bor|bxor)\) on mesh dim \d; allowed: .*",
+            "placements .*; allowed: one kind of partial where norms are reduced",
+            "price: .*",
+        ]
+    )
+)
+"""Every kind of delegation that there is: a test in which another one happens fails."""
+
+
+@dataclass
+class Ended:
+    """How a rank ended: its value, or the name and text of its exception; `exit_code` is negative for a signal."""
+
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    exit_code: int | None = None
+
+
+def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port: int, environment: dict, args: tuple):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        backend = os.environ.get("SHARDWEAVE_TEST_BACKEND", "gloo")
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        # Who is early and ends at once must not end while others still connect to it.
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{other}" for other in range(size)])
+        value = function(rank, *args)
+        unlisted = [reason for reason in stats().delegations if not KNOWN_DELEGATIONS.fullmatch(reason)]
+        assert not unlisted, f"left to torch for reasons that are not listed: {unlisted}"
+        pipe.send(Ended(value))
+        dist.destroy_process_group()
+    except BaseException as error:
+        pipe.send(Ended(error=type(error).__name__, message=f"{error}\n{traceback.format_exc()}"))
+        pipe.close()
+        os._exit(1)
+
+
+def end_ranks(
+    function: Callable, size: int, *args: Any, environment: dict[str, str] | None = None, timeout: float = 120
+) -> list[Ended]:
+    """Run `function(rank, *args)` on `size` processes; how each ended."""
+    context = rank_context()
+    # The store lives here: it outlives every rank, however that ends.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(size):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(theirs, function, rank, size, server.port, environment or {}, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    ends = [Ended(error="TimeoutError", message=f"no result within {timeout} s") for _ in range(size)]
+    open_pipes = dict(zip(pipes, range(size), strict=True))
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)  # type: ignore[index]
+            try:
+                ends[rank] = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ends[rank] = Ended(error="Died", message="ended without a word")
+    for process, end in zip(processes, ends, strict=True):
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        end.exit_code = process.exitcode
+    return ends
+
+
+def interpreted(module: str, expression: str) -> str:
+    """What an expression over a module of tests, imported as t, prints where kernels are interpreted: Triton chooses
+    when a kernel is decorated, so that this takes a process tree of its own."""
+    here = Path(__file__).parent
+    ours = (
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+        str(here),
+        *map(str, (here.parent / "runtime").iterdir()),
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, ours))}
+    done = run_python(
+        [sys.executable, "-c", f"import {module} as t; print({expression})"], env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.rstrip("\n").split("\n")[-1]
+
+
+def run_ranks(function: Callable, size: int, *args: Any, **options: Any) -> list[Any]:
+    """Run `function(rank, *args)` on `size` processes; what each returned. Fails the test if any raised."""
+    ends = end_ranks(function, size, *args, **options)
+    wrong = [f"rank {rank}: {end.error}: {end.message}" for rank, end in enumerate(ends) if end.error]
+    assert not wrong, "\n".join(wrong)
+    return [end.value for end in ends]

@@ -1,0 +1,143 @@
+"""Refuses whatever would make the host wait for the device, so that a CPU proves what a GPU needs.
+
+A function mode and a dispatch mode together: the latter alone never sees `.tolist()`, `.cpu()`, `.numpy()` or a `.to()`
+that has nothing to do; the former alone misses what C++ calls by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardweave.runtime.dtensor import local
+
+METHODS = frozenset(
+    """
+    __array__ __bool__ __complex__ __contains__ __float__ __format__ __index__ __int__ __repr__
+    allclose argwhere bincount cpu cuda equal histc is_nonzero item masked_select nonzero
+    numpy repeat_interleave tolist unique unique_consecutive unique_dim
+    """.split()
+)
+"""Tensor methods and functions of torch whose answer, or the size of it, is a value on the device."""
+
+OPERATORS = frozenset(
+    """
+    _local_scalar_dense _unique _unique2 allclose argwhere bincount equal is_nonzero item masked_select nonzero
+    repeat_interleave unique_consecutive unique_dim
+    """.split()
+)
+"""The same, as they reach the dispatcher, without namespace and overload."""
+
+FROM_HOST = frozenset("tensor as_tensor asarray new_tensor scalar_tensor".split())
+"""Functions that put values of the host into a tensor: on a device a copy out of pageable memory, which waits."""
+
+
+class SyncRefused(Exception):
+    """A program asked for a value of the device. Not a RuntimeError: nothing that catches those may hide it."""
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, refused: Callable[[str], None]) -> None:
+        super().__init__()
+        self._refused = refused
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name in METHODS:
+            self._refused(f"{name}()")
+        # Between devices copies wait; on the CPU they are known by what is asked for.
+        if name == "to" and (_names_device(args[1:]) or "device" in kwargs or "other" in kwargs):
+            self._refused("to(device)")
+        if name == "type" and len(args) > 1:
+            self._refused("type(dtype), which may name a device")
+        # They look alike to the dispatcher, which sees only that a tensor was made: so does what maps memory.
+        if name in FROM_HOST:
+            self._refused(f"{name}()")
+        if name in ("__getitem__", "__setitem__") and _lists(args[1]):
+            self._refused("an index by a list")
+        return function(*args, **kwargs)
+
+
+def _names_device(args: Any) -> bool:
+    return any(isinstance(a, torch.device | str | int | torch.Tensor) and not isinstance(a, bool) for a in args[:1])
+
+
+def _lists(index: Any) -> bool:
+    return isinstance(index, list) or (isinstance(index, tuple) and any(isinstance(i, list) for i in index))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, refused: Callable[[str], None], seen: Counter[str]) -> None:
+        super().__init__()
+        self._refused, self._seen = refused, seen
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function._schema.name.split("::")[1]
+        self._seen[name] += 1
+        if name in OPERATORS and (name != "repeat_interleave" or kwargs.get("output_size") is None):
+            self._refused(name)
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(map(_is_mask, args[1])):
+            # One value put where a mask says is a fill, and needs no count.
+            if name == "index" or args[2].numel() != 1:
+                self._refused(f"{name} by a mask")
+        if name == "_to_copy" and kwargs.get("device") is not None:
+            self._refused("to(device)")
+        if name == "copy_" and args[0].device != args[1].device:
+            self._refused("copy_ between devices")
+        return function(*args, **kwargs)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+class SyncGuard:
+    """Within it every call that would wait for the device raises `SyncRefused`.
+
+    What raised is kept too, and raised again at the end, so that no handler between can hide it.
+
+    Attributes:
+        seen: how often each operator came by: that of a guard which nothing passed through proves nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self._first: SyncRefused | None = None
+        self._lifted = False
+        self._modes = _Functions(self._refuse), _Operators(self._refuse, self.seen)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """In this block everything passes: what a CPU does there a GPU does in a kernel."""
+        before, self._lifted = self._lifted, True
+        try:
+            yield
+        finally:
+            self._lifted = before
+
+    def _refuse(self, what: str) -> None:
+        if self._lifted:
+            return
+        error = SyncRefused(what)
+        self._first = self._first or error
+        raise error
+
+    def __enter__(self) -> SyncGuard:
+        # What a redistribution does is not one operator to this mode.
+        self._count, local._active_modes = local._active_modes, lambda: 0
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(kind, error, trace)
+        local._active_modes = self._count
+        if self._first is not None and error is None:
+            raise self._first

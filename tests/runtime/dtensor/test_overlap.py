@@ -1,0 +1,48 @@
+"""Whether a strided tensor has two elements in one place, against all of its offsets."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+
+from shardweave.runtime.dtensor.overlap import overlaps_itself
+
+pytestmark = pytest.mark.plan
+
+
+def by_offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    offsets = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*map(range, sizes))]
+    return len(set(offsets)) < len(offsets)
+
+
+def made(sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(0).set_(torch.empty(100_000).untyped_storage(), 0, sizes, strides)
+
+
+def test_every_small_tensor() -> None:
+    found = {True: 0, False: 0}
+    for sizes in product((1, 2, 3, 4), repeat=2):
+        for strides in product(range(8), repeat=2):
+            assert overlaps_itself(made(sizes, strides)) == by_offsets(sizes, strides), (sizes, strides)
+    random = Random(0)
+    for _ in range(4000):
+        ndim = random.randint(0, 5)
+        sizes = tuple(random.choice((0, 1, 2, 2, 3, 4, 5)) for _ in range(ndim))
+        most = random.choice((4, 12, 60))
+        strides = tuple(random.choice((1, 2, 3)) * random.randint(0, most) for _ in range(ndim))
+        wanted = by_offsets(sizes, strides)
+        assert overlaps_itself(made(sizes, strides)) == wanted, (sizes, strides)
+        found[wanted] += 1
+    assert min(found.values()) > 400
+
+
+def test_views_and_expanded_tensors() -> None:
+    x = torch.empty(1 << 10, 1 << 10, 4)
+    for whole in (x, x.permute(2, 0, 1), x[::3, 5:900:7].transpose(0, 2), x[:0], x[0, 0, 0]):
+        assert not overlaps_itself(whole)
+    for shared in (x[:1].expand(3, -1, -1), x.unfold(1, 5, 3), torch.empty(12).as_strided((4, 4), (2, 1))):
+        assert overlaps_itself(shared)
+    assert not overlaps_itself(torch.empty(100).unfold(0, 5, 5))

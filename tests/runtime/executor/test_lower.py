@@ -1,0 +1,259 @@
+"""By what means steps are carried out: chosen alike by all who meet, with the reason, in few kernels."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from test_simulate import integers, oracle, poison, prove  # noqa: F401
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import shardweave
+from shardweave.__main__ import main
+from shardweave.errors import ArgumentError, DisagreementError
+from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
+from shardweave.runtime.executor import copies
+from shardweave.runtime.executor import lower
+from shardweave.runtime.executor.lower import AssumedWorld, explain_on, lower
+from shardweave.runtime.transports.capabilities import BACKENDS
+
+SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
+MESH = Mesh((2, 2))
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "one_sided", "how", "why"),
+    [
+        ("S0 S1", "S1 S0", (8, 6), True, "push", "ranks write into each other's memory"),
+        ("S0 S1", "S1 S0", (8, 6), False, "send and receive", "along several mesh dims a rank has few of the group"),
+        ("S0 R", "S1 R", (8, 6), False, "all-to-all", "shards of 96 B at most"),
+        ("S0 R", "S1 R", (1024, 1024), False, "send and receive", "shards of 2 MiB are not copied into one buffer"),
+        ("R R", "S0 S1", (8, 6), True, "local", "no rank receives anything"),
+        ("R R", "S0 S1", (8, 6), False, "local", "no rank receives anything"),
+    ],
+)
+def test_the_means_and_why(
+    source: str, target: str, shape: tuple[int, ...], one_sided: bool, how: str, why: str
+) -> None:
+    program = shardweave.plan(MESH, shape, "float32", source, target)
+    found = lower(program, program.steps[0], 0, AssumedWorld(MESH, one_sided))
+    assert found.how == how and why in found.why
+    assert f"     by {found.how}: {found.why}" in explain_on(program, AssumedWorld(MESH, one_sided))
+
+
+@pytest.mark.plan
+def test_a_subset_of_mesh_dims_has_no_group() -> None:
+    mesh = Mesh((2, 2, 2))
+    program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
+    found = lower(program, program.steps[0], 0, AssumedWorld(mesh, False))
+    assert found.how == "send and receive" and "no process group of a mesh dim, or of all" in found.why
+    crossing = shardweave.plan(MESH, (8, 8), "float32", "S0 S1", "S0", target_mesh=Mesh((4,)))
+    found = lower(crossing, crossing.steps[0], 0, AssumedWorld(MESH, False))
+    assert found.how == "send and receive" and "between two meshes" in found.why
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "backend", "reduction", "how"),
+    [
+        ("S0 R", "R R", (8, 6), "gloo", "fast", "all-to-all"),
+        ("S0 R", "R R", (8, 6), "nccl", "ordered", "all-gather"),
+        ("S1 R", "R R", (8, 6), "nccl", "ordered", "all-gather"),
+        ("S0 S0", "R R", (8, 6), "nccl", "ordered", "all-gather"),
+        ("S0 S1", "R R", (8, 6), "nccl", "ordered", "all-gather"),
+        ("S0 R", "R R", (7, 6), "nccl", "ordered", "send and receive"),  # uneven
+        ("S0 R", "S1 R", (8, 6), "nccl", "ordered", "send and receive"),  # its all-to-all is messages
+        ("S0 S0", "R S0", (8, 6), "nccl", "ordered", "send and receive"),  # each rank needs something else
+        ("P R", "S0 R", (8, 6), "nccl", "ordered", "send and receive"),
+        ("P R", "S0 R", (8, 6), "nccl", "fast", "reduce-scatter"),
+        ("P R", "S1 R", (8, 6), "gloo", "fast", "reduce-scatter"),
+        ("P Pavg", "S1 S0", (8, 6), "gloo", "fast", "reduce-scatter"),
+        ("P R", "S0 R", (7, 6), "gloo", "fast", "all-to-all"),  # uneven
+        ("P S0", "S0 S0", (8, 6), "gloo", "fast", "send and receive"),  # not all of the group have terms of it
+        ("P R", "R R", (1, 1), "gloo", "fast", "all-reduce"),
+        ("P R", "R R", (1, 1), "gloo", "ordered", "all-to-all"),
+    ],
+)
+def test_the_collectives_of_a_backend(
+    source: str, target: str, shape: tuple[int, ...], backend: str, reduction: Any, how: str
+) -> None:
+    topology = None if shape != (1, 1) else shardweave.NVLINK_NODE  # on which one step is cheaper than two
+    program = shardweave.plan(MESH, shape, "float32", source, target, topology=topology)
+    found = [lower(program, program.steps[0], r, AssumedWorld(MESH, False, backend), reduction) for r in range(4)]
+    assert {lowering.how for lowering in found} == {how}, (program.explain(), found[0])
+    exact = shape == (1, 1) or "P" not in source
+    contributed = integers(oracle.contribution_shape((2, 2), shape, source), source + target)
+    for dtype in (torch.float32, torch.int64) if exact or "avg" not in source else (torch.float32,):
+        prove((2, 2), shape, dtype, source, target, contributed, False, topology, backend, reduction)
+
+
+@pytest.mark.plan
+def test_what_backends_do_not_reduce_is_reduced_here() -> None:
+    for dtype in ("bool", "complex64"):
+        program = shardweave.plan(MESH, (8, 6), dtype, "P R", "S0 R")
+        assert lower(program, program.steps[0], 0, AssumedWorld(MESH, False), "fast").how == "all-to-all"
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("case", [case for case in oracle.SAMPLED if len(case.shape)], ids=str)
+def test_all_who_meet_choose_alike(case: Any) -> None:
+    mesh = Mesh(case.mesh_shape)
+    # Shards of odd sizes around the limit.
+    shape = (*case.shape[:-1], int(BACKENDS["gloo"].all_to_all) // 4 // 10)
+    for source, target in case.pairs()[::9]:
+        program = shardweave.plan(mesh, shape, "float32", source, target)
+        for step in program.steps:
+            for position in range(mesh.size):
+                members = program.members(step, position)
+                found = [lower(program, step, p, AssumedWorld(mesh, False)) for p in members]
+                assert all(other == found[0] for other in found)
+                here = len(members) == 1 or 0 in (program.shape_before(step, members[0]))
+                allowed = ("all-to-all", "send and receive", *(["local"] if here else []))
+                assert not isinstance(step, Exchange) or found[0].how in allowed
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("backend", [None, "gloo", "nccl"])
+def test_steps_that_copy_take_one_kernel_more_than_exchanges(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[int] = []
+    call = copies.Copies.__call__
+
+    def counted(self: copies.Copies, *args: Any) -> None:
+        launches.append(0 if self.empty else 1)
+        call(self, *args)
+
+    monkeypatch.setattr(copies.Copies, "__call__", counted)
+    longest = 0
+    for mesh, shape, node_size in (((2, 4), (16, 8), 4), ((4, 2), (16, 8), 2), ((2, 2, 2), (16, 32), 4)):
+        topology = replace(NVLINK_INFINIBAND, node_size=node_size, network=SLOW)
+        texts = list(oracle.layout_texts(len(mesh), ("R", "S0", "S1")))
+        for source in texts[::3]:
+            for target in texts[1::4]:
+                program = shardweave.plan(mesh, shape, torch.float32, source, target, topology=topology)
+                launches.clear()
+                contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target)
+                prove(mesh, shape, torch.float32, source, target, contributed, False, topology, backend)
+                assert sum(launches) <= (program.exchanges + 1) * program.mesh.size, program.explain()
+                longest = max(longest, program.exchanges)
+    assert longest >= 3
+
+
+def explained(rank: int, world: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    assert shardweave.explain(x, [Shard(0), Shard(1)], world=world).endswith(
+        "nothing to do: the output is the input\n  received 0 B (bound 0 B, met exactly), peak 24 B"
+    )
+    return shardweave.explain(x, [Replicate(), Shard(1)], world=world)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("world", "means"),
+    [
+        ("shared_memory", "push: ranks write into each other's memory"),
+        ("collective", "all-to-all: shards of 48 B at most cost less in one call"),
+    ],
+)
+def test_explain_tells_the_world_and_its_means(world: str, means: str) -> None:
+    for rank, text in enumerate(run_ranks(explained, 4, world)):
+        assert text.splitlines() == [
+            f"S0 S1 → R S1   float32[4, 6] on 2×2, rank {rank}",
+            "  1. exchange S0 S1 → R S1   along 0",
+            "     3 boxes, receives at most 24 B",
+            f"     by {means}",
+            "  received 24 B (bound 24 B, met exactly), peak 72 B",
+            f"  on world {world}: asked for",
+        ]
+
+
+COLLECTIVES = (
+    ("all-reduce", (), ([Partial(), Replicate()], [Replicate(), Replicate()]), "bfloat16"),
+    ("reduce-scatter", (8, 6), ([Partial("avg"), Shard(1)], [Shard(0), Shard(1)]), "float32"),
+    ("reduce-scatter", (8, 6), ([Shard(0), Partial("product")], [Shard(0), Shard(1)]), "int64"),
+    # Backends do not promise to keep NaN, and no order is slow.
+    ("all-to-all|send and receive", (8, 6), ([Shard(0), Partial("max")], [Shard(0), Shard(1)]), "int64"),
+    ("reduce-scatter", (8, 6), ([Partial(), Partial()], [Shard(1), Shard(0)]), "float16"),
+    ("all-gather", (8, 6), ([Shard(0), Shard(1)], [Shard(0), Replicate()]), "bool"),
+    ("all-gather", (8, 6), ([Shard(0), Shard(0)], [Replicate(), Replicate()]), "float8_e4m3fn"),
+    ("all-gather", (8, 6), ([Shard(1), Shard(0)], [Replicate(), Replicate()]), "complex64"),
+)
+
+
+def carry_out_by_collectives(rank: int) -> None:
+    lower.BACKENDS["gloo"] = lower.BACKENDS["nccl"]
+    mesh = init_device_mesh("cpu", (2, 2))
+    for how, shape, (source, target), dtype in COLLECTIVES:
+        terms = torch.arange(4 * math.prod(shape)).view(4, *shape) % 7  # whole numbers: exact in any order
+        partial = [isinstance(p, Partial) for p in source]
+        op = next((p.reduce_op for p in source if isinstance(p, Partial)), "sum")
+        term = (rank // 2) * partial[0] * 2 + (rank % 2) * partial[1]
+        mine = terms[term].to(getattr(torch, dtype))
+        known = [terms[i * 2 * partial[0] + j * partial[1]] for i in (0, 1) for j in (0, 1)]
+        known = known if all(partial) else known[:: 2 if partial[0] else 1][:2] if any(partial) else known[:1]
+        stacked = torch.stack(known).double()
+        whole = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "product": stacked.prod(0)}[op]
+        whole = whole.to(mine.dtype)
+        held = [Replicate() if isinstance(p, Partial) else p for p in source]
+        local = distribute_tensor(mine.view(torch.uint8) if dtype == "float8_e4m3fn" else mine, mesh, held,
+                                  src_data_rank=None).to_local().view(mine.dtype)  # fmt: skip
+        x = DTensor.from_local(local, mesh, source, run_check=False, shape=mine.shape, stride=mine.stride())
+        assert re.search(f"by ({how}): ", shardweave.explain(x, target, world="collective", reduction="fast"))
+        got = shardweave.redistribute(x, target, world="collective", reduction="fast").full_tensor()
+        assert got.view(torch.uint8).equal(whole.view(torch.uint8)) if shape else got.equal(whole), how
+
+
+def asked_differently(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(DisagreementError, match="asked for different things"):
+        shardweave.redistribute(x, [Shard(0)], world="collective", reduction="fast" if rank else "ordered")
+
+
+@pytest.mark.multi
+def test_collectives_of_real_ranks_are_exact() -> None:
+    run_ranks(carry_out_by_collectives, 4)
+
+
+@pytest.mark.multi
+def test_ranks_agree_on_who_reduces() -> None:
+    run_ranks(asked_differently, 2)
+
+
+@pytest.mark.plan
+def test_an_unknown_reduction_is_refused() -> None:
+    for call in (lambda: shardweave.install(reduction="quick"), lambda: shardweave.simulate(None, [], reduction=3)):
+        with pytest.raises(ArgumentError, match=r"reduction: .*; allowed: 'ordered', 'fast'"):
+            call()
+    assert not shardweave.is_installed()
+
+
+@pytest.mark.plan
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--mesh", "2,2", "--shape", "8,6", "--world", "collective"]
+    assert main([*asked, "S0 R", "S1 R"]) == 0
+    assert "     by all-to-all: shards of 96 B at most" in capsys.readouterr().out
+    assert main([*asked, "--backend", "nccl", "--reduction", "fast", "P S1", "R S1"]) == 0
+    shown = capsys.readouterr().out
+    assert '     by reduce-scatter: reduction="fast" leaves the order of terms to nccl' in shown
+    assert "     by all-gather: every rank ends with 96 B, an equal part from each" in shown
+    assert main([*asked[:-2], "--backend", "nccl", "S0 S1", "S1 S0"]) == 2
+    assert "error: --backend: without --world collective it says nothing" in capsys.readouterr().err
+    assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("S0 S1 on 2×2 of ranks 0..3 → S0 on 2 of ranks 3..4   float32[8, 6]\n")
+    assert "     by send and receive: between two meshes" in shown
+    assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0 S0"]) == 2
+    assert "error: dst: S0 S0 has 2 placements, the mesh (2,) has 1 dims" in capsys.readouterr().err
+    for wrong in ("2,2@", "2@x", "2,x"):
+        with pytest.raises(SystemExit):
+            main([*asked, "--target-mesh", wrong, "S0 S1", "S0"])

@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import brute_force_oracle as oracle
+import pytest
+import torch
+
+import shardweave
+from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.planner import Mesh, Program, Topology
+
+pytestmark = pytest.mark.plan
+
+
+CASES = pytest.mark.parametrize("case", oracle.EXHAUSTIVE + oracle.SAMPLED, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory from torch.empty begins as NaN or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def integers(shape: Sequence[int], seed: str, low: int = -8, high: int = 8, times: int = 36) -> torch.Tensor:
+    """Whole numbers whose sums, and divisions by 2, 3, 4, 6 and 8, are exact in float32; kept in float64."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return torch.randint(low, high + 1, tuple(shape), generator=generator).double() * times
+
+
+def may_alias(source: str, target: str) -> bool:
+    """Where torch aliases too: nothing to do, or replicated values that become contributions unchanged."""
+    pairs = zip(oracle.read(source).tokens, oracle.read(target).tokens, strict=True)
+    return source == target or all(a == b or (a == "R" and b in ("Pavg", "Pmax", "Pmin")) for a, b in pairs)
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.numel() > 0 and b.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def carried_out(
+    program: Program,
+    locals_: list[torch.Tensor],
+    source: str,
+    target: str,
+    one_sided: bool = True,
+    backend: str | None = None,
+    reduction: str = "ordered",
+) -> list[torch.Tensor]:
+    """The outputs, with all that holds for every call checked: shapes, new contiguous memory, inputs only read."""
+    before = [x.clone() for x in locals_]
+    outs = shardweave.simulate(program, locals_, one_sided=one_sided, backend=backend, reduction=reduction)
+    assert len(outs) == program.mesh.size
+    for rank, (out, x) in enumerate(zip(outs, locals_, strict=True)):
+        assert out.dtype == x.dtype
+        assert tuple(out.shape) == program.local_shape(program.dst, rank)
+        if not (program.is_identity or may_alias(source, target)):
+            assert out.is_contiguous(), program.explain()
+            assert not any(shares_memory(out, given) for given in locals_), program.explain()
+            assert not any(shares_memory(out, other) for other in outs[:rank]), program.explain()
+    for x, kept in zip(locals_, before, strict=True):
+        assert x.view(torch.uint8).equal(kept.view(torch.uint8)) if x.dim() else x.equal(kept)
+    return outs
+
+
+def prove(
+    mesh: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, source: str, target: str,
+    contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None, backend: str | None = None,
+    reduction: str = "ordered",
+) -> None:  # fmt: skip
+    """Carry out a pair on exact contributions (in a wide dtype) and compare every element with the sliced whole."""
+    program = shardweave.plan(mesh, shape, dtype, source, target, topology=topology)
+    locals_ = [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
+    whole = oracle.whole_of(mesh, source, contributed)
+    outs = [
+        x.to(contributed.dtype) for x in carried_out(program, locals_, source, target, one_sided, backend, reduction)
+    ]
+    expected = oracle.local_shards(mesh, shape, target, whole.reshape(*(1 for _ in mesh), *shape))
+    for rank, (got, want) in enumerate(zip(oracle.assembled(mesh, target, outs), expected, strict=True)):
+        assert got.equal(want), f"{program.explain()}\nrank {rank}: {got} instead of {want}"
+
+
+@CASES
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in (1, 2))])
+def test_simulate_equals_slicing_the_whole(case: oracle.Case, first: int) -> None:  # type: ignore[name-defined]
+    for source, target in case.pairs()[first::3]:
+        contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
+        prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed)
+
+
+@CASES
+@pytest.mark.parametrize(
+    ("backend", "reduction"),
+    [
+        ("gloo", "ordered"),
+        ("nccl", "fast"),
+        *(
+            pytest.param(*of, marks=pytest.mark.long)
+            for of in ((None, "ordered"), ("nccl", "ordered"), ("gloo", "fast"))
+        ),
+    ],
+)
+def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, backend: str | None, reduction: str) -> None:  # type: ignore[name-defined]
+    offset = [None, "gloo", "nccl"].index(backend) + 3 * (reduction == "fast")
+    for source, target in case.pairs()[offset::7]:
+        contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
+        prove(
+            case.mesh_shape, case.shape, torch.float32, source, target, contributed,
+            one_sided=False, backend=backend, reduction=reduction,
+        )  # fmt: skip
+
+
+@CASES
+@pytest.mark.parametrize("node_size", [2, 4])
+def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(case: oracle.Case, node_size: int) -> None:  # type: ignore[name-defined]
+    slow = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
+    topology = replace(shardweave.NVLINK_INFINIBAND, node_size=node_size, network=slow)
+    for source, target in case.pairs()[::11]:
+        contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
+        prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, topology=topology)
+
+
+# Ops
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize("op", ["avg", "max", "min", "prod"])
+@pytest.mark.parametrize(("mesh", "shape"), [((2, 2), (5, 6)), ((2, 4), (7, 3)), ((3, 2), (5,))], ids=str)
+def test_simulate_reduces_by_every_op(mesh: tuple[int, ...], shape: tuple[int, ...], op: str, one_sided: bool) -> None:
+    texts = list(oracle.layout_texts(2, ("R", f"P{op}", *(f"S{d}" for d in range(len(shape))))))
+    pairs = [(source, target) for source in texts for target in texts]
+    # Every pair on 2×2; on other meshes and between two sides a few.
+    for source, target in pairs[:: 1 if one_sided and mesh == (2, 2) else 7]:
+        size = oracle.contribution_shape(mesh, shape, source)
+        seed = source + target + op
+        contributed = integers(size, seed, -2, 2, 1) if op == "prod" else integers(size, seed)
+        tokens = zip(oracle.read(source).tokens, oracle.read(target).tokens, strict=True)
+        if any(b == "Pprod" and a != b for a, b in tokens):
+            with pytest.raises(UnsupportedError, match="becomes a partial product"):
+                shardweave.plan(mesh, shape, torch.float32, source, target)
+        else:
+            prove(mesh, shape, torch.float32, source, target, contributed, one_sided)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)], ids=str)
+def test_simulate_mixes_sum_with_avg(mesh: tuple[int, ...]) -> None:
+    for source in oracle.layout_texts(2, ("R", "P", "Pavg", "S0")):
+        for target in oracle.layout_texts(2, ("R", "P", "Pavg", "S0")):
+            contributed = integers(oracle.contribution_shape(mesh, (7, 2), source), source + target)
+            prove(mesh, (7, 2), torch.float32, source, target, contributed)
+
+
+@pytest.mark.parametrize("target_op", ["", "avg", "max", "min"])
+@pytest.mark.parametrize("source_op", ["", "avg", "max", "min", "prod"])
+def test_simulate_turns_one_partial_into_another(source_op: str, target_op: str) -> None:
+    for source, target in ((f"P{source_op} R", f"P{target_op} R"), (f"P{source_op} S0", f"S0 P{target_op}")):
+        size = oracle.contribution_shape((2, 2), (5, 4), source)
+        values = integers(size, source + target, -2, 2, 1) if source_op == "prod" else integers(size, source + target)
+        prove((2, 2), (5, 4), torch.float32, source, target, values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "values"),
+    [
+        (torch.float32, "", (3, 3)),
+        (torch.bfloat16, "", (3, 3)),
+        (torch.complex64, "", (3, 3)),
+        (torch.int64, "", (6, 0)),
+        (torch.uint8, "", (6, 0)),
+        (torch.bool, "", (1, 0)),
+        (torch.float32, "avg", (6, 6)),
+        (torch.float32, "max", (6, 6)),
+        (torch.int64, "min", (6, 6)),
+        (torch.bool, "max", (1, 1)),
+    ],
+    ids=str,
+)
+def test_simulate_splits_replicated_values(dtype: torch.dtype, op: str, values: tuple[int, int]) -> None:
+    program = shardweave.plan((2,), (5,), dtype, "R", f"P{op}")
+    outs = shardweave.simulate(program, [torch.full((5,), 6).to(dtype)] * 2)
+    assert all(out.equal(torch.full((5,), value).to(dtype)) for out, value in zip(outs, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "own", "other"),
+    [
+        (torch.float32, "", 6, 0),
+        (torch.float32, "avg", 12, 0),
+        (torch.float32, "max", 6, -math.inf),
+        (torch.float16, "min", 6, math.inf),
+        (torch.float8_e4m3fn, "max", 6, -448),
+        (torch.int8, "", 6, 0),
+        (torch.int8, "max", 6, -128),
+        (torch.int64, "max", 6, -(2**63)),
+        (torch.int64, "min", 6, 2**63 - 1),
+        (torch.uint8, "min", 6, 255),
+        (torch.bool, "", 1, 0),
+        (torch.bool, "min", 1, 1),
+        (torch.complex64, "", 6, 0),
+        (torch.complex64, "avg", 12, 0),
+    ],
+    ids=str,
+)
+def test_simulate_gives_others_the_identity(dtype: torch.dtype, op: str, own: float, other: float) -> None:
+    program = shardweave.plan((2,), (5,), dtype, "S0", f"P{op}")
+    assert program.bytes_received == [0, 0]
+    outs = shardweave.simulate(program, [torch.full((n,), 6).to(dtype) for n in (3, 2)])
+    first, second = (torch.full((n,), own).to(dtype) for n in (3, 2))
+    rest = [torch.full((n,), other, dtype=dtype) for n in (2, 3)]
+    assert outs[0].equal(torch.cat([first, rest[0]])) and outs[1].equal(torch.cat([rest[1], second]))
+
+
+@pytest.mark.parametrize("op", ["", "avg", "max", "min", "prod"])
+@pytest.mark.parametrize("target", ["R R", "S0 S1", "R S0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_simulate_propagates_nan(op: str, target: str, dtype: torch.dtype) -> None:
+    mesh, shape, source = (2, 4), (6, 8), f"S0 P{op}"
+    contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target, -1, 1, 1)
+    lost = torch.zeros(shape, dtype=torch.bool)
+    for contributor in range(4):
+        contributed[0, contributor, contributor + 1, 2 * contributor] = math.nan
+        lost[contributor + 1, 2 * contributor] = True
+    program = shardweave.plan(mesh, shape, dtype, source, target)
+    outs = shardweave.simulate(program, [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)])
+    expected = oracle.local_shards(mesh, shape, target, lost.view(1, 1, *shape))
+    assert all(out.float().isnan().equal(want) for out, want in zip(outs, expected, strict=True))
+
+
+def test_simulate_keeps_infinities_under_max_and_min() -> None:
+    x = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
+    for op, source in (("max", "S0"), ("min", "S0"), ("max", "R"), ("min", "R")):
+        program = shardweave.plan((2,), (4,), torch.float32, source, f"P{op}")
+        outs = shardweave.simulate(program, list(x.chunk(2)) if source == "S0" else [x, x])
+        assert oracle.assembled((2,), f"P{op}", outs)[0].equal(x)
+
+
+# Arithmetic
+
+
+def random_pairs() -> list[tuple[tuple[int, ...], tuple[int, ...], str, str]]:
+    """Half of the exhaustive pairs with a partial source and a target without, on uneven shapes: sums need no more."""
+    found = []
+    for case in oracle.EXHAUSTIVE:
+        if case.shape in ((7,), (7, 5), (5, 7, 3)):
+            pairs = [(a, b) for a, b in case.pairs(partial=True) if "P" in a and "P" not in b]
+            found += [(case.mesh_shape, case.shape, *pair) for pair in pairs[::2]]
+    return found
+
+
+def contributors_of(mesh: tuple[int, ...], source: str, contributed: torch.Tensor) -> list[torch.Tensor]:
+    """The contributions in row-major order of their coordinates."""
+    return list(contributed.reshape(-1, *contributed.shape[len(mesh) :]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one_sided"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False)],
+    ids=str,
+)
+def test_simulate_sums_floats_in_one_order_on_every_rank(dtype: torch.dtype, one_sided: bool) -> None:
+    # Contributors in ascending order, in float32, rounded once: so replicas, worlds and routes agree to the bit.
+    generator = torch.Generator().manual_seed(7)
+    for mesh, shape, source, target in random_pairs()[:: 1 if dtype is torch.float32 and one_sided else 3]:
+        size = oracle.contribution_shape(mesh, shape, source)
+        contributed = torch.randn(size, generator=generator).to(dtype)
+        program = shardweave.plan(mesh, shape, dtype, source, target)
+        outs = carried_out(program, oracle.local_shards(mesh, shape, source, contributed), source, target, one_sided)
+        parts = contributors_of(mesh, source, contributed)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        expected = oracle.local_shards(mesh, shape, target, total.to(dtype).view(*(1 for _ in mesh), *shape))
+        for out, want in zip(outs, expected, strict=True):
+            assert out.view(torch.uint8).equal(want.view(torch.uint8)), program.explain()
+
+
+@pytest.mark.parametrize("op", ["", "avg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_simulate_is_as_near_to_float64_as_its_arithmetic(dtype: torch.dtype, op: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    single = torch.finfo(torch.float32).eps
+    for mesh, shape, source, target in random_pairs()[::7]:
+        source = " ".join(f"P{op}" if token == "P" else token for token in source.split(" "))
+        contributed = (
+            torch.randn(oracle.contribution_shape(mesh, shape, source), generator=generator).to(dtype).double()
+        )
+        program = shardweave.plan(mesh, shape, dtype, source, target)
+        outs = shardweave.simulate(
+            program, [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
+        )
+        lead = tuple(1 for _ in mesh)
+        whole = oracle.whole_of(mesh, source, contributed).view(*lead, *shape)
+        sizes = oracle.whole_of(mesh, source, contributed.abs()).view(*lead, *shape)
+        terms = len(contributors_of(mesh, source, contributed))
+        for out, want, size in zip(
+            outs,
+            oracle.local_shards(mesh, shape, target, whole),
+            oracle.local_shards(mesh, shape, target, sizes),
+            strict=True,
+        ):
+            allowed = terms * single * size + torch.finfo(dtype).eps / 2 * (want.abs() + terms * single * size)
+            assert ((out.double() - want).abs() <= allowed).all(), program.explain()
+
+
+@pytest.mark.parametrize("op", ["", "avg"])
+def test_simulate_sums_small_floats_in_float32(op: str) -> None:
+    # 1 + 2^-9 four times over: bfloat16 sums lose every small part, float32 sums keep them.
+    locals_ = [torch.full((4,), v, dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0, 2.0)]
+    outs = shardweave.simulate(shardweave.plan((4,), (4,), torch.bfloat16, f"P{op}", "R"), locals_)
+    expected = torch.full((4,), 260.0 / (4 if op else 1), dtype=torch.bfloat16)
+    assert all(out.equal(expected) for out in outs)
+
+
+# Dtypes
+
+
+DTYPES = [
+    *((torch.float32, torch.float64), (torch.bfloat16, torch.float64), (torch.float16, torch.float64)),
+    *((torch.float64, torch.float64), (torch.float8_e4m3fn, torch.float64), (torch.float8_e5m2, torch.float64)),
+    *((torch.int64, torch.int64), (torch.int8, torch.int64), (torch.uint8, torch.int64), (torch.bool, torch.bool)),
+    *((torch.complex64, torch.complex128), (torch.int32, torch.int64)),
+]
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize(("dtype", "wide"), DTYPES, ids=str)
+def test_simulate_takes_every_dtype(dtype: torch.dtype, wide: torch.dtype, one_sided: bool) -> None:
+    for mesh, shape in (((2, 2), (7, 5)), ((2, 4), (9, 6)), ((4,), (13,))):
+        texts = list(oracle.layout_texts(len(mesh), ("R", "P", "S0", "S1")[: 2 + len(shape)]))
+        pairs = [(a, b) for a in texts for b in texts]
+        # Strides that share no factor with the number of layouts reach every target.
+        every = 1 if mesh == (4,) or (dtype in (torch.int64, torch.bool) and mesh == (2, 2) and one_sided) else 13
+        for source, target in pairs[:: every if one_sided else 29 if len(mesh) > 1 else 2]:
+            low = 0 if dtype in (torch.uint8, torch.bool) else -2
+            size = oracle.contribution_shape(mesh, shape, source)
+            values = integers(size, source + target, low, 1 if dtype is torch.bool else 2, 1)
+            if dtype.is_complex:
+                values = torch.complex(values, integers(size, target + source, -2, 2, 1))
+            # Eight bits hold few numbers: a float8_e5m2 total beyond 8 need not be exact.
+            if dtype is torch.float8_e5m2:
+                values = values.clamp(-1, 1)
+            prove(mesh, shape, dtype, source, target, values.to(wide), one_sided)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_simulate_orders_every_dtype(dtype: torch.dtype, op: str) -> None:
+    wide = torch.bool if dtype is torch.bool else torch.int64 if not dtype.is_floating_point else torch.float64
+    for source, target in (
+        (f"P{op} R", "R S0"),
+        (f"P{op} P{op}", "S0 S1"),
+        ("S0 R", f"P{op} S1"),
+        ("R S1", f"S0 P{op}"),
+    ):
+        if op == "prod" and f"P{op}" in target:
+            continue
+        low = 0 if dtype is torch.bool else -1
+        values = integers(oracle.contribution_shape((2, 4), (5, 6), source), source + target, low, 1, 1)
+        prove((2, 4), (5, 6), dtype, source, target, values.to(wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_simulate_moves_unsigned_integers(dtype: torch.dtype) -> None:
+    for source, target in (("S0 S1", "S1 S0"), ("R S0", "S0 R"), ("S0 S0", "S0 S0 @ 0:1,0"), ("S0 R", "P R")):
+        size = oracle.contribution_shape((2, 2), (5, 7), source)
+        contributed = integers(size, source + target, 0, 50, 1).long()
+        program = shardweave.plan((2, 2), (5, 7), dtype, source, target)
+        outs = shardweave.simulate(
+            program, [x.to(dtype) for x in oracle.local_shards((2, 2), (5, 7), source, contributed)]
+        )
+        got = oracle.assembled((2, 2), target, [out.long() for out in outs])
+        want = oracle.local_shards((2, 2), (5, 7), target, contributed)
+        assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+
+
+# Memory
+
+
+def rearranged(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values in other memory."""
+    if how == "transposed":
+        return x.mT.contiguous().mT
+    if how == "spread":
+        wide = torch.full((2 * x.shape[0] + 1, 3 * x.shape[1] + 2), 99, dtype=x.dtype)
+        view = wide[1::2, 2::3]
+        return view.copy_(x)
+    if how == "offset":
+        return torch.cat([torch.full((3,), 99, dtype=x.dtype), x.reshape(-1)])[3:].view(x.shape)
+    raise AssertionError(how)
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize("how", ["transposed", "spread", "offset"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_simulate_reads_inputs_of_any_strides(dtype: torch.dtype, how: str, one_sided: bool) -> None:
+    mesh, shape = (2, 2), (7, 6)
+    texts = list(oracle.layout_texts(2, ("R", "P", "S0", "S1")))
+    for source, target in [(a, b) for a in texts for b in texts][::7]:
+        contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target, -4, 4, 4)
+        program = shardweave.plan(mesh, shape, dtype, source, target)
+        locals_ = [rearranged(x.to(dtype), how) for x in oracle.local_shards(mesh, shape, source, contributed)]
+        # Ranks need not agree on strides.
+        locals_[0] = locals_[0].contiguous()
+        outs = shardweave.simulate(program, locals_, one_sided=one_sided)
+        whole = oracle.whole_of(mesh, source, contributed)
+        got = oracle.assembled(mesh, target, [out.double() for out in outs])
+        want = oracle.local_shards(mesh, shape, target, whole.view(1, 1, *shape))
+        assert all(a.equal(b) for a, b in zip(got, want, strict=True)), program.explain()
+        if not program.is_identity:
+            assert not any(shares_memory(out, x) for out in outs for x in locals_)
+
+
+def test_simulate_reads_expanded_inputs() -> None:
+    program = shardweave.plan((2, 2), (6, 4), torch.float32, "P S0", "S0 S1")
+    outs = shardweave.simulate(program, [torch.tensor(float(r)).expand(3, 4) for r in range(4)])
+    top, bottom = torch.full((3, 2), 2.0), torch.full((3, 2), 4.0)
+    assert all(out.equal(want) for out, want in zip(outs, (top, top, bottom, bottom), strict=True))
+
+
+@pytest.mark.parametrize(("source", "target"), [("S0 R", "S0 R"), ("P P", "P P"), ("R R", "R R"), ("S0 S0", "S0 S0")])
+def test_simulate_returns_the_inputs_of_an_identity(source: str, target: str) -> None:
+    program = shardweave.plan((2, 2), (8, 3), torch.float32, source, target)
+    locals_ = oracle.local_shards((2, 2), (8, 3), source, integers(
+        oracle.contribution_shape((2, 2), (8, 3), source), source).float())  # fmt: skip
+    assert program.is_identity
+    assert all(out is x for out, x in zip(shardweave.simulate(program, locals_), locals_, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("R R", "S0 R"), ("R R", "P R"), ("S0 R", "P R"), ("S0 S1", "S0 R"), ("P R", "R R")]
+)
+def test_simulate_returns_new_memory_even_without_exchange(source: str, target: str) -> None:
+    # Row slices of a contiguous tensor would do as views; they would also keep the whole of it alive.
+    locals_ = oracle.local_shards((2, 2), (8, 4), source, integers(
+        oracle.contribution_shape((2, 2), (8, 4), source), source).float())  # fmt: skip
+    outs = shardweave.simulate(shardweave.plan((2, 2), (8, 4), torch.float32, source, target), locals_)
+    assert not any(shares_memory(out, x) for out in outs for x in locals_)
+    assert all(out.untyped_storage().nbytes() == out.nbytes for out in outs)
+
+
+# Meshes and arguments
+
+
+def test_simulate_is_in_mesh_row_major_order_whatever_the_ranks() -> None:
+    x = torch.arange(24.0).view(4, 6)
+    mesh = Mesh((2, 2), ranks=(9, 4, 6, 1))
+    locals_ = [x[:2, :3], x[:2, 3:], x[2:, :3], x[2:, 3:]]
+    for one_sided in (True, False):
+        outs = shardweave.simulate(
+            shardweave.plan(mesh, (4, 6), "float32", "S0 S1", "S1 S0"), locals_, one_sided=one_sided
+        )
+        assert all(
+            out.equal(x[2 * j : 2 * j + 2, 3 * i : 3 * i + 3])
+            for (i, j), out in zip(oracle.coordinates((2, 2)), outs, strict=True)
+        )
+
+
+def test_simulate_may_be_called_again() -> None:
+    program = shardweave.plan((2, 2), (5, 6), torch.float32, "P S0", "S0 S1")
+    for seed in ("one", "two"):
+        contributed = integers((2, 1, 5, 6), seed).float()
+        outs = shardweave.simulate(program, oracle.local_shards((2, 2), (5, 6), "P S0", contributed))
+        want = oracle.local_shards((2, 2), (5, 6), "S0 S1", contributed.sum(0, keepdim=True))
+        assert all(a.equal(b) for a, b in zip(outs, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("locals_", "parts"),
+    [
+        ([torch.zeros(4, 3)], ["locals_", "1 tensors", "2 ranks"]),
+        ([torch.zeros(4, 3)] * 3, ["locals_", "3 tensors", "2 ranks"]),
+        ([torch.zeros(4, 3), torch.zeros(4, 3)], ["locals_[1]", "position 1", "(4, 3)", "S0", "(7, 3)", "only (3, 3)"]),
+        ([torch.zeros(4, 3), torch.zeros(9)], ["locals_[1]", "(9,)", "only (3, 3)"]),
+        ([torch.zeros(4, 3), torch.zeros(3, 3).half()], ["locals_[1]", "float16", "float32"]),
+        ([torch.zeros(4, 3), torch.zeros(3, 3, device="meta")], ["locals_[1]", "meta", "memory"]),
+        ([torch.zeros(4, 3), 5], ["locals_[1]", "5", "strided tensor"]),
+        (None, ["locals_", "NoneType", "list of tensors"]),
+    ],
+    ids=range(8),
+)
+def test_simulate_refuses(locals_: Any, parts: list[str]) -> None:
+    program = shardweave.plan((2,), (7, 3), torch.float32, "S0", "S1")
+    with pytest.raises(ArgumentError) as error:
+        shardweave.simulate(program, locals_)
+    assert [part for part in parts if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize(("source", "target"), [("R", "S0"), ("P", "R"), ("S0", "R"), ("P", "S0"), ("R", "P")])
+def test_simulate_takes_lazy_views_and_leaves_of_a_graph(source: str, target: str, one_sided: bool) -> None:
+    program = shardweave.plan((2,), (4, 3), torch.complex64, source, target)
+    shape = program.local_shape(program.src, 0)
+    plain = [torch.randn(shape, dtype=torch.complex64) for _ in range(2)]
+    expected = shardweave.simulate(program, [x.conj().resolve_conj() for x in plain], one_sided=one_sided)
+    for given in ([x.conj() for x in plain], [x.conj().resolve_conj().requires_grad_() for x in plain]):
+        found = shardweave.simulate(program, given, one_sided=one_sided)
+        assert all(a.equal(b) and not a.requires_grad for a, b in zip(found, expected, strict=True))
+
+
+def test_simulate_refuses_the_program_of_one_rank() -> None:
+    program = shardweave.plan((2,), (4,), torch.float32, "S0", "R", rank=1)
+    with pytest.raises(ArgumentError, match=r"program: it is rank 1's alone; allowed: one of all ranks"):
+        shardweave.simulate(program, [torch.zeros(2)])

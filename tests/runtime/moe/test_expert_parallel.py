@@ -1,0 +1,246 @@
+"""parallelize_module with ExpertParallel, alone and under FSDP, against a dense mixture in float64."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_reference import assert_near, dense, expert, matrices_of, tokens_of
+from rank_processes import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.runtime.moe.parallel_style import ExpertParallel
+from shardweave.runtime.moe.redispatch import RowsAgain
+from shardweave.runtime.moe.routed import RoutedTokens
+from shardweave.runtime.moe.shares import share_of_tokens, whole_of_shares
+from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
+
+HIDDEN = 8
+
+
+class Experts(nn.Module):
+    """Those of the reference; NaN wherever there is no token, so that nobody may read it."""
+
+    def __init__(self, matrices: torch.Tensor) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(matrices.clone())
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        matrices = self.matrices.to_local()
+        sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+        *groups, rest = x.split([*sizes, len(x) - sum(sizes)])
+        assert len(groups) == len(matrices)
+        done = [expert(g, m) for g, m in zip(groups, matrices, strict=True)]
+        return torch.cat([*done, torch.full_like(rest, float("nan"))])
+
+
+def style(k: int, **more) -> ExpertParallel:
+    return ExpertParallel(**{"top_k": k, "hidden": HIDDEN, "max_tokens": 9, "dtype": torch.float32, **more})
+
+
+def passes(experts: nn.Module, t) -> dict[str, torch.Tensor]:
+    x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+    y = experts(x, t.ids, weights)
+    y.backward(t.gradient)
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad}
+
+
+def check(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    for name, got in found.items():
+        assert_near(got, want[name], torch.float32, f"{name} of {what}")
+
+
+def two_layers(rank: int, mesh, experts: int, align: int, save: str):
+    """One style for two modules, by a pattern; a different number of tokens on each rank."""
+    matrices = [matrices_of(experts, HIDDEN, torch.float32) * scale for scale in (1.0, -0.7)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(Experts(m) for m in matrices)})
+    parallelize_module(model, mesh, {"layers.*": style(2, align=align, save=save)})
+    counts = [9, 0, 3, 7]
+    for layer, (module, whole) in enumerate(zip(model["layers"], matrices, strict=True)):
+        tokens = [tokens_of(r, counts[r], 2, experts, HIDDEN, torch.float32, "holes", seed=layer) for r in range(4)]
+        check(passes(module, tokens[rank]), dense(tokens[rank], whole), f"layer {layer}")
+        total = sum(dense(t, whole)["matrices"] for t in tokens)
+        mine = distribute_tensor(total, mesh, [Shard(0)]).to_local()
+        gradient = module.matrices.grad
+        if len(mine):  # a rank without experts has run backward, in which its matrices have no part
+            assert module.matrices.placements == gradient.placements == (Shard(0),)
+            assert_near(gradient.to_local(), mine, torch.float32, f"matrices of layer {layer}")
+        module.token_dispatcher.check()
+    return len(mine)
+
+
+CASES = [
+    (8, 1, "lease", [2, 2, 2, 2]),
+    (10, 4, "copy", [3, 3, 3, 1]),
+    (3, 1, "redispatch", [1, 1, 1, 0]),
+]
+
+
+def each_case(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    asked, view = [], RowsAgain.view
+    RowsAgain.view = lambda *args: asked.append(1) or view(*args)  # type: ignore[method-assign]
+    for experts, align, save, held in CASES:
+        asked.clear()
+        assert two_layers(rank, mesh, experts, align, save) == held[rank]
+        # What experts of two layers saved of x, and had again.
+        assert bool(asked) == (save == "redispatch" and held[rank] > 0)
+
+
+@pytest.mark.multi
+def test_experts_and_their_tokens():
+    run_ranks(each_case, 4)
+
+
+def on_a_mesh_in_another_order(rank: int) -> None:
+    """torch scatters and gathers shards by the order of the process group, and so are experts placed."""
+    mesh, pair = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [1, 0])
+    assert two_layers(rank, mesh, 8, 1, "lease") == 2
+    matrices = matrices_of(8, HIDDEN, torch.float32)
+    module = parallelize_module(Experts(matrices), mesh, style(2))
+    assert torch.equal(module.matrices.full_tensor(), matrices)
+    assert torch.equal(module.matrices.to_local(), matrices[2 * rank : 2 * rank + 2])
+    for experts in (10, 3):
+        module = Experts(matrices_of(experts, HIDDEN, torch.float32))
+        with pytest.raises(UnsupportedError, match=rf"{experts} experts on ranks \[2, 0, 3, 1\].*a multiple of 4"):
+            parallelize_module(module, mesh, style(2))
+        assert not isinstance(module.matrices, DTensor)
+        seam = TorchtitanDispatcher.Config(num_experts=experts, top_k=1, hidden_dim=8, num_max_tokens_per_rank=4)
+        with pytest.raises(UnsupportedError, match=rf"{experts} experts on ranks \[2, 0, 3, 1\]"):
+            seam.build().wire_meshes(ep_mesh=mesh)
+    if rank < 2:
+        with pytest.raises(UnsupportedError, match=r"replicated_over: ranks \[1, 0\] do not ascend"):
+            style(2, replicated_over=pair)
+
+
+@pytest.mark.multi
+def test_experts_on_a_mesh_whose_ranks_do_not_ascend():
+    run_ranks(on_a_mesh_in_another_order, 4)
+
+
+class Failing(Experts):
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no experts today")
+
+
+def forward_that_raises(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    module = parallelize_module(Failing(matrices_of(4, HIDDEN, torch.float32)), mesh, style(2, save="redispatch"))
+    seen = []
+
+    @contextmanager
+    def kept(self):
+        seen.append("entered")
+        try:
+            yield
+        finally:
+            seen.append("left")
+
+    RoutedTokens.kept = kept  # type: ignore[method-assign,assignment]
+    t = tokens_of(rank, 5, 2, 4, HIDDEN, torch.float32, "uniform")
+    with pytest.raises(ValueError, match="no experts today"):
+        module(t.x, t.ids, t.weights)
+    assert seen == ["entered", "left"]
+
+
+@pytest.mark.multi
+def test_a_forward_that_raises_leaves_nothing_behind():
+    run_ranks(forward_that_raises, 2)
+
+
+def under_fsdp(rank: int):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    matrices = matrices_of(8, HIDDEN, torch.float32)
+    module = parallelize_module(Experts(matrices), mesh["ep"], style(3))
+    fully_shard(module, mesh=mesh["fsdp"])
+    spelt = str(module.matrices.placements)
+    tokens = [tokens_of(r, 5 + r, 3, 8, HIDDEN, torch.float32, "zipf") for r in range(4)]
+    check(passes(module, tokens[rank]), dense(tokens[rank], matrices), "this rank")
+    # FSDP takes the mean over its mesh dim; over ep the sum is there already.
+    total = sum(dense(t, matrices)["matrices"] for t in tokens) / 2
+    gradient = module.matrices.grad
+    assert isinstance(gradient, DTensor)
+    assert_near(gradient.full_tensor(), total, torch.float32, "matrices")
+    assert module.matrices.to_local().shape[0] == 2
+    return spelt
+
+
+@pytest.mark.multi
+def test_with_fully_shard_over_another_mesh_dim():
+    (spelt,) = set(run_ranks(under_fsdp, 4))
+    assert "_StridedShard" in spelt and spelt.endswith("Shard(dim=0))"), spelt
+
+
+def beside_tensor_parallelism(rank: int) -> list[int]:
+    """Pairs of ranks hold the same tokens, an odd number, one, or none; each token is dispatched once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    matrices, sent = matrices_of(6, HIDDEN, torch.float32), []
+    for over in (everyone, mesh["ep"]):
+        for counts in ((7, 4), (1, 0), (0, 0)):
+            module = parallelize_module(
+                Experts(matrices), over, style(2, replicated_over=mesh["tp"], slab_capacity=1.0, overflow="raise")
+            )
+            tokens = [tokens_of(r, n, 2, 6, HIDDEN, torch.float32, "uniform") for r, n in enumerate(counts)]
+            mine = tokens[rank // 2]
+            check(passes(module, mine), dense(mine, matrices), f"{counts} tokens")
+            total = sum(dense(t, matrices)["matrices"] for t in tokens)
+            gradient = module.matrices.grad
+            # The last ranks' experts may have had no token.
+            local = torch.zeros_like(module.matrices.to_local()) if gradient is None else gradient.to_local()
+            if over is not everyone:
+                dist.all_reduce(local, group=mesh.get_group("tp"))
+            assert_near(local, distribute_tensor(total, over, [Shard(0)]).to_local(), torch.float32, "matrices")
+            seen = module.token_dispatcher.dispatch(*[
+                share_of_tokens(x, mesh["tp"]) for x in (mine.x, mine.ids, mine.weights)
+            ])  # fmt: skip
+            sent.append(int(seen.load().per_slot.sum()))
+            module.token_dispatcher.check()
+    with pytest.raises(ArgumentError, match=r"y: 9 rows; allowed: [32], this rank's share of 5 tokens"):
+        whole_of_shares(torch.zeros(9, 1), mesh["tp"], 5)
+    with pytest.raises(ArgumentError, match="mesh: 2 dims; allowed: 1"):
+        share_of_tokens(torch.zeros(9, 1), mesh)
+    with pytest.raises(ArgumentError, match="replicated_over: 3; allowed: a 1-D DeviceMesh, or None"):
+        style(2, replicated_over=3)
+    return sent
+
+
+@pytest.mark.multi
+def test_tokens_that_ranks_hold_alike_are_dispatched_once():
+    for rank, sent in enumerate(run_ranks(beside_tensor_parallelism, 4)):
+        # Among all ranks every entry of both pairs' tokens; among those of one tp coordinate, their shares'.
+        assert sent[:3] == [2 * 11, 2, 0]
+        assert sent[3:] == [2 * (4 + 2) if rank % 2 == 0 else 2 * (3 + 2), 2 if rank % 2 == 0 else 0, 0]
+
+
+def refused(rank: int):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    uneven = nn.Linear(4, 3)
+    uneven.bias = nn.Parameter(torch.zeros(5))
+    texts = []
+    for module in (uneven, nn.Identity()):
+        with pytest.raises(ArgumentError) as raised:
+            parallelize_module(module, mesh, style(1))
+        texts.append(str(raised.value))
+    experts = parallelize_module(Experts(matrices_of(4, HIDDEN, torch.float32)), mesh, style(1))
+    x = torch.zeros(2, HIDDEN)
+    for given in ((x,), (distribute_tensor(x, mesh, [Shard(0)]), torch.zeros(2, 1), torch.zeros(2, 1))):
+        with pytest.raises(ArgumentError) as raised:
+            experts(*given)
+        texts.append(str(raised.value))
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.multi
+def test_what_is_refused():
+    for texts in run_ranks(refused, 2):
+        assert "{'weight': 3, 'bias': 5} experts" in texts[0] and "{} experts" in texts[1]
+        assert "inputs: (Tensor); allowed" in texts[2] and "inputs: (DTensor, Tensor, Tensor)" in texts[3]

@@ -1,0 +1,205 @@
+"""Gated experts with silu_and_mul between dispatch and combine: against float64, with NaN past the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_reference import Tokens, assert_near, tokens_of
+
+from shardweave.errors import ArgumentError
+from shardweave.runtime.moe.activation import backward_op, forward_op, silu_and_mul
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.transports.in_process import InProcessWorld
+
+RANKS, K, E, H, F = 3, 2, 5, 16, 8
+COUNTS = (6, 0, 4)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the world and the activation allocate is NaN until it is written."""
+    torch._dynamo.reset()
+
+    def empty(self, shape, dtype, device):
+        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
+
+    def new(x):
+        return torch.full(x.shape, float("nan"), dtype=x.dtype, device=x.device)
+
+    monkeypatch.setattr(InProcessWorld, "empty", empty)
+    monkeypatch.setattr("shardweave.runtime.moe.activation._new", new)
+
+
+def virtual(dtype: torch.dtype = torch.float32, **given) -> VirtualTokenDispatcher:
+    settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 6, "dtype": dtype, "align": 8}
+    return VirtualTokenDispatcher(RANKS, **{**settings, **given})
+
+
+def parameters(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each expert gate and up together, [E, H, 2F], and down, [E, F, H]."""
+    g = torch.Generator().manual_seed(5)
+    given = (torch.randn(E, H, 2 * F, generator=g) / H**0.5, torch.randn(E, F, H, generator=g) / F**0.5)
+    return tuple(w.to(dtype).requires_grad_() for w in given)
+
+
+def dense(t: Tokens, both: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """[T, H] in float64."""
+    y = torch.zeros(t.x.shape, dtype=torch.float64)
+    for e in range(E):
+        gate, up = (t.x @ both[e]).chunk(2, -1)
+        share = (t.weights * (t.ids == e)).sum(1, keepdim=True)
+        y = y + share * ((torch.nn.functional.silu(gate) * up) @ down[e])
+    return y
+
+
+class Poison(torch.autograd.Function):
+    """NaN from row `number` on, in what is given and in its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, number):
+        ctx.number = number
+        return Poison.poisoned(x, number)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Poison.poisoned(gradient, ctx.number), None
+
+    @staticmethod
+    def poisoned(x, number):
+        return x.detach().clone().index_fill_(0, torch.arange(number, len(x)), float("nan"))
+
+
+def grouped(x: torch.Tensor, w: torch.Tensor, routed) -> torch.Tensor:
+    """As torch._grouped_mm: rows past the last group's end are never read, nor are they written."""
+    ends = [0, *routed.offsets.tolist()]
+    parts = [x[a:b] @ w[i] for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))]
+    return torch.cat([*parts, x.new_full((len(x) - ends[-1], w.shape[-1]), float("nan"))])
+
+
+@pytest.mark.parametrize("layout", ["grouped", "batched"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gated_experts(dtype, layout):
+    d = virtual(dtype, layout=layout)
+    tokens = [tokens_of(r, n, K, E, H, dtype, "holes") for r, n in enumerate(COUNTS)]
+    xs = [t.x.clone().requires_grad_() for t in tokens]
+    both, down = parameters(dtype)
+    routed = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])
+    outputs = []
+    for rank, r in enumerate(routed):
+        low, high, number = *d.layout.bounds[rank : rank + 2], int(r.num_rows)
+        x = r.x.flatten(0, -2)
+        assert layout == "batched" or len(x) > number
+        # In what follows, and backward, no NaN is past the end that experts or dispatch would read.
+        hidden = grouped(x, both[low:high], r).view(*r.x.shape[:-1], 2 * F)
+        gate, up = hidden.chunk(2, -1)
+        y = silu_and_mul(gate, up, r)
+        assert y.shape == gate.shape and y.is_contiguous()
+        flat = y.flatten(0, -2)
+        assert flat[:number].isfinite().all() and flat[number:].isnan().all()
+        outputs.append(grouped(Poison.apply(flat, number), down[low:high], r).view(r.x.shape))
+    ys = d.combine(outputs, routed)
+    torch.autograd.backward(ys, [t.gradient for t in tokens])
+
+    exact = [w.detach().double().requires_grad_() for w in (both, down)]
+    x64s = [t.x.double().requires_grad_() for t in tokens]
+    for t, x, y, x64 in zip(tokens, xs, ys, x64s, strict=True):
+        want = dense(Tokens(x64, t.ids, t.weights, t.gradient), *exact)
+        want.backward(t.gradient.double())
+        assert_near(y.detach(), want.detach(), dtype, "y")
+        assert_near(x.grad, x64.grad, dtype, "dx")
+    for got, want in zip((both, down), exact, strict=True):
+        assert_near(got.grad, want.grad, dtype, "dparameters")
+
+
+def test_between_torch_grouped_gemms():
+    d = virtual(torch.bfloat16)
+    tokens = [tokens_of(r, n, K, E, H, torch.bfloat16, "holes") for r, n in enumerate(COUNTS)]
+    both, down = parameters(torch.bfloat16)
+    routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+    outputs = []
+    for rank, r in enumerate(routed):
+        low, high = d.layout.bounds[rank : rank + 2]
+        gate, up = torch._grouped_mm(r.x, both[low:high], offs=r.offsets).chunk(2, -1)
+        outputs.append(torch._grouped_mm(silu_and_mul(gate, up, r), down[low:high], offs=r.offsets))
+    ys = d.combine(outputs, routed)
+    torch.autograd.backward(ys, [t.gradient for t in tokens])
+    exact = [w.detach().double().requires_grad_() for w in (both, down)]
+    for t, y in zip(tokens, ys, strict=True):
+        want = dense(Tokens(t.x.double(), t.ids, t.weights, t.gradient), *exact)
+        want.backward(t.gradient.double())
+        assert_near(y.detach(), want.detach(), torch.bfloat16, "y")
+    for got, want in zip((both, down), exact, strict=True):
+        assert_near(got.grad, want.grad, torch.bfloat16, "dparameters")
+
+
+def test_gradients_past_the_end_are_zero():
+    """Whatever that of the result has there; also of a gradient whose rows are not adjacent."""
+    d = virtual()
+    tokens = [tokens_of(r, n, K, E, H, torch.float32, "uniform") for r, n in enumerate(COUNTS)]
+    r = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])[0]
+    number = int(r.num_rows)
+    assert 0 < number < len(r.x)
+    given = torch.randn(2, len(r.x), F)
+    given[:, number:] = float("nan")
+    gate, up = (x.requires_grad_() for x in given)
+    gradient = torch.randn(F, len(r.x)).t()
+    gradient[number:] = float("nan")
+    found = torch.autograd.grad(silu_and_mul(gate, up, r), (gate, up), gradient)
+    g, u = (x.detach()[:number].double().requires_grad_() for x in (gate, up))
+    want = torch.autograd.grad(torch.nn.functional.silu(g) * u, (g, u), gradient[:number].double())
+    for a, b in zip(found, want, strict=True):
+        assert_near(a[:number], b, torch.float32, "gradient")
+        assert (a[number:] == 0).all()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        y = silu_and_mul(gate, up, r)
+        (first,) = torch.autograd.grad(y, gate, gradient.clone().requires_grad_(), create_graph=True)
+        first.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled():
+    """The same bits, in one graph."""
+    d = virtual()
+    tokens = [tokens_of(r, n, K, E, H, torch.float32, "holes") for r, n in enumerate(COUNTS)]
+
+    def layer(*xs):
+        routed = d.dispatch(list(xs), [t.ids for t in tokens], [t.weights for t in tokens])
+        return d.combine([silu_and_mul(r.x, r.x * 2, r) for r in routed], routed)
+
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        xs = [t.x.clone().requires_grad_() for t in tokens]
+        ys = run(*xs)
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        found.append([*[y.detach() for y in ys], *[x.grad for x in xs]])
+    assert all(x.isfinite().all() for x in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_operators_are_what_they_declare():
+    g = torch.Generator().manual_seed(1)
+    gate, up, gradient = torch.randn(3, 4, F, generator=g)
+    num_rows = torch.tensor([4], dtype=torch.int32)
+    for operator, given in ((forward_op, (gate, up, num_rows, True)), (backward_op, (gradient, gate, up, num_rows))):
+        assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda g, u, r: (g, u, None), "routed: NoneType; allowed: what a dispatch returned"),
+        (lambda g, u, r: (g[1:], u, r), r"gate: torch.float32 of shape \(\d+, 8\)"),
+        (lambda g, u, r: (g, u[:, :4], r), r"up: torch.float32 of shape \(\d+, 4\); .* F alike"),
+        (lambda g, u, r: (g.double(), u.double(), r), "gate: torch.float64"),
+        (lambda g, u, r: (g, u.half(), r), "up: torch.float16; allowed: torch.float32"),
+        (lambda g, u, r: (g, u.to("meta"), r), "up: on meta; allowed: cpu"),
+        (lambda g, u, r: (g[0, 0], u, r), r"gate: torch.float32 of shape \(\)"),
+    ],
+)
+def test_what_is_refused(change, text):
+    d = virtual()
+    tokens = [tokens_of(r, n, K, E, H, torch.float32, "uniform") for r, n in enumerate(COUNTS)]
+    r = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])[0]
+    given = torch.zeros(2, len(r.x), F)
+    with pytest.raises(ArgumentError, match=text):
+        silu_and_mul(*change(*given, r))

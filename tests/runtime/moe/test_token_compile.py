@@ -1,0 +1,281 @@
+"""TokenDispatcher under torch.compile: the same bits as eager, and no call dropped, merged or out of order."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+
+import pytest
+import torch
+from moe_reference import tokens_of
+from rank_processes import run_ranks
+
+from shardweave.errors import ArgumentError, CapacityError
+from shardweave.runtime.moe import ops
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.ops import by_rank, routing_length
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.transports.in_process import InProcessWorld
+
+T, K, E, H = 5, 2, 3, 8
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What earlier tests compiled does not count as a recompilation of this one."""
+    torch._dynamo.reset()
+
+
+def virtual(**given) -> VirtualTokenDispatcher:
+    settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 16, "dtype": torch.float32, "align": 4}
+    return VirtualTokenDispatcher(2, **{**settings, **given})
+
+
+def leaves(count: int, routing: str = "holes", dtype: torch.dtype = torch.float32):
+    """x and weights of two ranks, which need gradients, their ids, and what comes back."""
+    tokens = [tokens_of(r, count + r, K, E, H, dtype, routing) for r in range(2)]
+    xs = [t.x.clone().requires_grad_() for t in tokens]
+    weights = [t.weights.clone().requires_grad_() for t in tokens]
+    return xs, weights, [t.ids for t in tokens], [t.gradient for t in tokens]
+
+
+class Runs:
+    """How often a dispatcher's ranks have gone to meet."""
+
+    def __init__(self, dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number, run = 0, dispatcher.run
+
+        def counted(what, runs):
+            self.number += 1
+            return run(what, runs)
+
+        monkeypatch.setattr(dispatcher, "run", counted)
+
+
+needs_a_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor on CPUs needs a C++ compiler"
+)
+# Inductor goes through all that aot_eager does.
+BACKENDS = [pytest.param("aot_eager", marks=pytest.mark.long), pytest.param("inductor", marks=needs_a_compiler)]
+
+
+def compiled(function, backend="aot_eager"):
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def same(got, want) -> bool:
+    return all(torch.equal(a.detach(), b.detach()) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "one_sided, weighted, given, backend",
+    [
+        (True, True, {}, "aot_eager"),
+        pytest.param(False, True, {}, "aot_eager", marks=pytest.mark.long),
+        pytest.param(False, True, {"slab_capacity": 3, "overflow": "drop"}, "aot_eager", marks=pytest.mark.long),
+        (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}, "aot_eager"),
+        pytest.param(True, True, {}, "inductor", marks=[needs_a_compiler, pytest.mark.long]),
+        pytest.param(False, True, {"slab_capacity": 3, "overflow": "drop"}, "inductor", marks=needs_a_compiler),
+    ],
+    ids=str,
+)
+def test_compiled_is_eager_bit_for_bit_for_any_number_of_tokens(one_sided, weighted, given, backend, monkeypatch):
+    """What the experts do is exact in any order of operations, so Inductor's code gives the same bits."""
+    d = virtual(one_sided=one_sided, **given)
+
+    def layer(xs, weights, ids, adds):
+        routed = d.dispatch(xs, ids, weights)
+        outputs = [r.x.clamp(min=-0.5) * (1.0 if weighted else r.weights.unsqueeze(-1)) for r in routed]
+        return d.combine(outputs, routed, add=adds, weighted=weighted), [(r.offsets, r.dropped) for r in routed]
+
+    runs, fast = Runs(d, monkeypatch), compiled(layer, backend)
+    for count in (5, 9, 3, 0):
+        found = []
+        for function in (layer, fast):
+            xs, weights, ids, gradients = leaves(count)
+            adds = [torch.ones_like(x).requires_grad_() for x in xs]
+            runs.number = 0
+            ys, ends = function(xs, weights, ids, adds)
+            assert runs.number == 2
+            torch.autograd.backward(ys, gradients)
+            assert runs.number == 4
+            found.append([*ys, *[x.grad for x in (*xs, *weights, *adds)], *[x for pair in ends for x in pair]])
+        assert same(*found)
+        assert any(y.any() for y in found[0][:2]) and (not given or found[0][-1] > 0 or count < 5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_call_is_dropped_or_merged(backend, monkeypatch):
+    """One dispatch that nothing uses; two equal ones, each with its combine, and their backward."""
+    d = virtual()
+
+    def unused(xs, weights, ids):
+        d.dispatch(xs, ids, weights)
+        return xs[0] + 1
+
+    def twice(xs, weights, ids):
+        first, second = d.dispatch(xs, ids, weights), d.dispatch(xs, ids, weights)
+        ys = d.combine([r.x for r in first], first)
+        return [a + b for a, b in zip(ys, d.combine([r.x for r in second], second), strict=True)]
+
+    runs = Runs(d, monkeypatch)
+    xs, weights, ids, gradients = leaves(5)
+    fast = compiled(unused, backend)
+    with torch.no_grad():
+        fast(xs, weights, ids)
+        assert runs.number == 1
+        fast(xs, weights, ids)
+        assert runs.number == 2
+    found = []
+    for function in (twice, compiled(twice, backend)):
+        xs, weights, ids, gradients = leaves(5)
+        runs.number = 0
+        ys = function(xs, weights, ids)
+        assert runs.number == 4
+        torch.autograd.backward(ys, gradients)
+        assert runs.number == 8
+        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*found)
+
+
+def test_what_is_lost_is_raised_by_compiled_code_and_results_are_fresh(monkeypatch):
+    d = virtual()
+    dispatched = []
+    send = type(d.parts[0])._empty
+
+    def empty(self, shape, dtype):
+        dispatched.append(send(self, shape, dtype))
+        return dispatched[-1]
+
+    monkeypatch.setattr(type(d.parts[0]), "_empty", empty)
+
+    def layer(xs, weights, ids, out):
+        routed = d.dispatch(xs, ids, weights)
+        return d.combine([r.x for r in routed], routed, out=out), [r.x for r in routed]
+
+    fast = compiled(layer)
+    with torch.no_grad():
+        xs, weights, ids, _ = leaves(5)
+        out = [torch.full_like(x, float("nan")) for x in xs]
+        ys, rows = fast(xs, weights, ids, out)
+        assert all(y is o for y, o in zip(ys, out, strict=True))
+        assert same(ys, layer(xs, weights, ids, None)[0])
+        world = {x.untyped_storage().data_ptr() for x in dispatched}
+        assert len(world) > 2 and not world & {x.untyped_storage().data_ptr() for x in rows}
+        ids[0][0, 0] = E
+        fast(xs, weights, ids, out)
+        with pytest.raises(CapacityError, match="dispatch 2: 0 rows had no room .* and 1 ids"):
+            d.check()
+
+
+def arguments_of_operators(**given_settings):
+    """Each operator with arguments of a dispatch and its combine."""
+    d = virtual(**given_settings)
+    xs, weights, ids, gradients = [[x.detach() for x in given] for given in leaves(4)]
+    n, each = 2, 2 + routing_length(d)
+    found = ops.dispatch(d, xs, ids, weights)
+    values, numbers = [r[0] for r in by_rank(found, each)], [r[1] for r in by_rank(found, each)]
+    routing = [x for r in by_rank(found, each) for x in r[2:]]
+    for x in values:
+        x.nan_to_num_(0.0)  # rows past the end
+    for operator, new, given in (
+        (ops.dispatch_op, ops.new_dispatched, (xs, ids, weights)),
+        (ops.combine_op, ops.new_combined, (values, routing, weights, [None] * n)),
+        (ops.dispatch_backward_op, ops.new_dispatched_backward, (values, numbers, routing)),
+        (ops.combine_backward_op, ops.new_combined_backward, (gradients, values, numbers, routing)),
+    ):
+        outs = new(d, *given[:2]) if operator is ops.combine_op else new(d, *given)
+        yield d, operator, (d.state, [torch.zeros_like(x) for x in outs], d.handle, *given)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        pytest.param({"one_sided": False}, marks=pytest.mark.long),
+        {"one_sided": False, "slab_capacity": 3.0},
+    ],
+    ids=str,
+)
+def test_operators_are_what_they_declare(way, monkeypatch):
+    """No row past the end is compared: what the world allocates is zero here."""
+
+    def zeros(self, shape, dtype, device):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+    monkeypatch.setattr(InProcessWorld, "empty", zeros)
+    # `d` lives as long as its operators run.
+    for _d, operator, given in arguments_of_operators(**way):
+        assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
+
+
+def test_rows_cannot_be_dispatched_again_by_compiled_code():
+    d = virtual(save="redispatch")
+    xs, weights, ids, _ = leaves(2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="redispatch"):
+        compiled(lambda: d.dispatch(xs, ids, weights)[0].x)()
+
+
+@pytest.mark.plan
+def test_operators_stay_out_of_cuda_graphs_that_inductor_makes():
+    for name in ("dispatch_tokens", "combine_tokens", "dispatch_tokens_backward", "combine_tokens_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardweave, name).default.tags
+
+
+def test_an_operator_without_its_dispatcher_says_so():
+    d = virtual()
+    xs, weights, ids, _ = leaves(2)
+    ys = [r.x for r in d.dispatch(xs, ids, weights)]
+    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])  # eager code keeps it
+    state, handle = d.state, d.handle
+    del d, ys
+    gc.collect()
+    with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: gone"):
+        ops.dispatch_op(state, [], handle, xs, ids, weights)
+
+
+def as_one_rank(rank: int, backend: str | None) -> list:
+    """Two layers of one dispatcher and T of its own; results and gradients."""
+    d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
+
+    def layer(x, weights, ids):
+        for _ in range(2):
+            routed = d.dispatch(x, ids, weights)
+            x = d.combine(routed.x.clamp(min=-0.5) * 2, routed, add=x)
+        return x
+
+    t = tokens_of(rank, 5 + rank, K, E, H, torch.float32, "holes")
+    x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+    y = (compiled(layer, backend) if backend else layer)(x, weights, t.ids)
+    y.backward(t.gradient)
+    d.check()
+    return [y.tolist(), x.grad.tolist(), weights.grad.tolist()]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_processes_that_compile(backend):
+    assert run_ranks(as_one_rank, 2, backend) == run_ranks(as_one_rank, 2, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_compiled_is_eager_on_a_gpu(one_sided, backend):
+    """What the experts do is exact in any order of operations: results are equal bit for bit with Inductor as well."""
+    d = virtual(one_sided=one_sided, device="cuda")
+
+    def layer(xs, weights, ids):
+        routed = d.dispatch(xs, ids, weights)
+        return d.combine([r.x * 2 for r in routed], routed)
+
+    found = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        xs, weights, ids, gradients = leaves(5)
+        xs, weights = [[x.detach().cuda().requires_grad_() for x in given] for given in (xs, weights)]
+        ys = function(xs, weights, [i.cuda() for i in ids])
+        torch.autograd.backward(ys, [g.cuda() for g in gradients])
+        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*found) and all(y.any() for y in found[0])
+    d.check()

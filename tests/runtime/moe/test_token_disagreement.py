@@ -1,0 +1,130 @@
+"""Ranks that do not dispatch alike, on every world: told so, by name, before anybody takes a row for another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+
+from shardweave.errors import ArgumentError, WorldError
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
+
+RANKS, E, K, H = 4, 6, 2, 8
+WORLDS = ("shared_memory", "collective", "mixed", "symmetric")
+
+
+def dispatcher(world: str, **given) -> TokenDispatcher:
+    settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 4, "dtype": torch.float32}
+    return TokenDispatcher(**{**settings, **given}, world=world)
+
+
+def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return torch.full((3, H), 1.0 + rank), torch.randint(0, E, (3, K), generator=g), torch.ones(3, K)
+
+
+def fits(d: TokenDispatcher, rank: int) -> None:
+    """A dispatch and its combine, that come to what they have to."""
+    routed = d.dispatch(*tokens(rank))
+    assert (d.combine(routed.x, routed) == K * (1.0 + rank)).all()
+
+
+def other_order(rank: int, world: str) -> None:
+    """Two dispatchers of equal settings."""
+    first, second = dispatcher(world), dispatcher(world)
+    fits(first, rank)
+    fits(second, rank)
+    for d in (second, first) if rank == RANKS - 1 else (first, second):
+        d.dispatch(*tokens(rank))
+
+
+def other_call(rank: int, world: str) -> None:
+    d = dispatcher(world)
+    fits(d, rank)
+    routed = d.dispatch(*tokens(rank))
+    if rank == RANKS - 1:
+        d.combine(routed.x, routed)
+    else:
+        d.dispatch(*tokens(rank))
+
+
+def other_max_tokens(rank: int, world: str) -> None:
+    dispatcher(world, max_tokens=4 + (rank == 1)).dispatch(*tokens(rank))
+
+
+def other_expert_capacity(rank: int, world: str) -> None:
+    """Which makes slabs of other sizes than their receivers expect."""
+    d = dispatcher(world, expert_capacity=1 if rank == 1 else 3, overflow="drop")
+    d.dispatch(*tokens(rank))
+
+
+def refused_once(rank: int, world: str) -> None:
+    d = dispatcher(world)
+    fits(d, rank)
+    x, ids, weights = tokens(rank)
+    d.dispatch(x[:, :7] if rank == 1 else x, ids, weights)
+
+
+def refused_and_went_on(rank: int, world: str) -> None:
+    """The refusing rank catches the error, and calls the same again."""
+    d = dispatcher(world)
+    fits(d, rank)
+    x, ids, weights = tokens(rank)
+    if rank == 1:
+        with pytest.raises(ArgumentError):
+            d.dispatch(x[:, :7], ids, weights)
+    for _ in range(2):
+        fits(d, rank)
+
+
+def refused_by_all(rank: int, world: str) -> str:
+    """Their world lives on."""
+    d = dispatcher(world)
+    for _ in range(3):
+        for call in (lambda: d.dispatch(torch.zeros(9, H), *tokens(rank)[1:]), lambda: d.combine(torch.zeros(1), None)):
+            with pytest.raises(ArgumentError):
+                call()
+        fits(d, rank)
+    return "went on"
+
+
+TOLD = {"DisagreementError", "PeerError", "WorldError"}  # whoever ends first closes its connections
+CASES: dict[Callable, Callable[[list[str]], bool]] = {
+    other_order: lambda said: set(said) <= TOLD and "DisagreementError" in said,
+    other_call: lambda said: set(said) <= TOLD and "DisagreementError" in said,
+    other_max_tokens: lambda said: set(said) <= TOLD and "DisagreementError" in said,
+    other_expert_capacity: lambda said: set(said) <= TOLD and "DisagreementError" in said,
+    refused_once: lambda said: said.pop(1) == "ArgumentError" and set(said) <= TOLD and "DisagreementError" in said,
+    refused_and_went_on: lambda said: set(said) <= TOLD and "DisagreementError" in said,
+    refused_by_all: lambda said: said == ["went on"] * RANKS,
+}
+
+
+def every_case(rank: int, world: str) -> list[str]:
+    """What each came to; a world that failed goes with its process group."""
+    store, found = dist.distributed_c10d._get_default_store(), []
+    for i, case in enumerate(CASES):
+        dist.destroy_process_group()
+        options = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"case/{i}", store), **options)
+        try:
+            found.append(case(rank, world) or "nothing")
+        except (ArgumentError, WorldError) as error:
+            found.append(type(error).__name__)
+        # All ranks have ended before any goes on: connections that close are the case's, not the next one's.
+        store.set(f"ended/{i}/{rank}", "")
+        store.wait([f"ended/{i}/{other}" for other in range(RANKS)])
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_that_disagree_are_told(world):
+    environment = {"SHARDWEAVE_TIMEOUT": "40"} | ({"SHARDWEAVE_NODE_SIZE": "2"} if world == "mixed" else {})
+    by_rank = run_ranks(every_case, RANKS, world, environment=environment)
+    for case, said in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
+        assert CASES[case](said.copy()), f"{case.__name__}: {said}"

@@ -1,0 +1,482 @@
+"""TokenDispatcher against a dense mixture of experts in float64: results, gradients, what is dropped and refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from moe_reference import Tokens, assert_near, dense, matrices_of, run_experts, tokens_of
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+from shardweave.errors import CapacityError
+from shardweave.runtime.moe.ops import register
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.moe.transfer_fixed import slab_rank
+from shardweave.runtime.statistics import stats
+from shardweave.runtime.transports.in_process import InProcessWorld
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the world allocates is NaN until it is written."""
+
+    def empty(self, shape, dtype, device):
+        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
+
+    monkeypatch.setattr(InProcessWorld, "empty", empty)
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def virtual_moe(dispatcher: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True):
+    """y, dx, dweights of each rank and dmatrices [E, H, H], summed over the copies of an expert."""
+    experts = leaf(matrices)
+    xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+    adds = [None if t.add is None else leaf(t.add) for t in tokens]
+    routed = dispatcher.dispatch(xs, [t.ids for t in tokens], weights)
+    outputs = [run_experts(r, [experts[e] for e in held(dispatcher, rank)], weighted) for rank, r in enumerate(routed)]
+    ys = dispatcher.combine(outputs, routed, add=adds, weighted=weighted)
+    torch.autograd.backward(ys, [t.gradient for t in tokens])
+    for t, add in zip(tokens, adds, strict=True):
+        assert add is None or torch.equal(add.grad, t.gradient)
+    return [y.detach() for y in ys], [x.grad for x in xs], [w.grad for w in weights], experts.grad, routed
+
+
+def held(dispatcher, rank: int) -> list[int]:
+    """The experts of a rank, slot by slot."""
+    layout = dispatcher.layout
+    slots = range(*layout.bounds[rank : rank + 2])
+    if not layout.slot_of:
+        return list(slots)
+    return [next(e for table in layout.slot_of for e, s in enumerate(table) if s == slot) for slot in slots]
+
+
+def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
+    ys, dxs, dws, dm, routed = virtual_moe(dispatcher, tokens, matrices, weighted)
+    total = torch.zeros_like(matrices, dtype=torch.float64)
+    for rank, t in enumerate(tokens):
+        want = dense(t, matrices, None if kept is None else kept[rank])
+        total += want["matrices"]
+        assert_near(ys[rank], want["y"], dtype, f"y of rank {rank}")
+        assert_near(dxs[rank], want["x"], dtype, f"dx of rank {rank}")
+        assert_near(dws[rank], want["weights"], dtype, f"dweights of rank {rank}")
+    assert_near(dm, total, dtype, "dmatrices")
+    return routed
+
+
+def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
+    """Ranks that send and receive find the same, bit for bit."""
+    found = virtual_moe(d, tokens, matrices, weighted)
+    world, ranks = InProcessWorld(one_sided=False), tuple(range(d.layout.ranks))
+    # With room for all of a rank's rows in each slab the host reads nothing.
+    for slab_capacity, reads in ((None, 1), (d.layout.max_tokens * d.layout.top_k, 0)):
+        other = copy.copy(d)
+        other.layout = dataclasses.replace(d.layout, slab_capacity=slab_capacity)
+        part = slab_rank(other.layout)
+        other.parts = [part(other.layout, world, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
+        other.handle = register(other)
+        before = stats().host_reads["counts of a token dispatch"]
+        for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], found, strict=False):
+            assert [raw(x) for x in got] == [raw(x) for x in want]
+        assert stats().host_reads["counts of a token dispatch"] - before == reads * len(ranks)
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+GRID = [
+    # ranks, tokens of each rank, K, E, H, align, dtype, routing
+    (1, [5], 1, 1, 4, 1, torch.float32, "uniform"),
+    (2, [6, 0], 2, 3, 8, 4, torch.float32, "holes"),
+    (3, [4, 7, 1], 3, 8, 5, 8, torch.float32, "zipf"),
+    (4, [9, 9, 9, 9], 8, 6, 16, 16, torch.bfloat16, "uniform"),
+    (4, [3, 0, 8, 2], 5, 60, 8, 1, torch.float16, "uniform"),
+    (4, [5, 5, 5, 5], 2, 8, 8, 32, torch.float32, "hot"),
+    (4, [7, 0, 9, 5], 3, 16, 24, 8, torch.float32, "hot rank"),
+    (2, [6, 5], 2, 5, 200, 4, torch.bfloat16, "zipf"),
+    (2, [6, 5], 2, 5, 257, 1, torch.float32, "hot rank"),
+    (4, [5, 5, 5, 5], 2, 8, 8, 8, torch.float32, "none"),
+    (5, [0, 0, 0, 0, 0], 4, 7, 8, 8, torch.float32, "uniform"),
+    (5, [4, 3, 2, 1, 0], 3, 3, 8, 1, torch.bfloat16, "zipf"),  # fewer experts than ranks
+    (8, [4] * 8, 6, 256, 8, 128, torch.float32, "uniform"),
+]
+
+
+@pytest.mark.parametrize("ranks, counts, k, experts, hidden, align, dtype, routing", GRID, ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_mixture_of_experts(ranks, counts, k, experts, hidden, align, dtype, routing, weighted):
+    d = VirtualTokenDispatcher(
+        ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=max(counts), dtype=dtype, align=align
+    )
+    tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
+    tokens[0].add = torch.ones_like(tokens[0].x)
+    routed = check(d, tokens, matrices_of(experts, hidden, dtype), dtype, weighted)
+    same_by_slabs(d, tokens, matrices_of(experts, hidden, dtype), weighted)
+    load = routed[0].load()
+    want = torch.stack([torch.cat([t.ids.flatten() for t in tokens]) == e for e in range(experts)]).sum(1)
+    assert torch.equal(load.per_slot, want) and torch.equal(load.per_expert, want)
+    assert load.per_rank.tolist() == [int(want[a:b].sum()) for a, b in itertools.pairwise(d.layout.bounds)]
+    d.check()
+
+
+@pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.long)])
+def test_many_ranks(ranks):
+    d = VirtualTokenDispatcher(ranks, num_experts=100, top_k=3, hidden=4, max_tokens=3, dtype=torch.float32, align=2)
+    tokens = [tokens_of(r, r % 4, 3, 100, 4, torch.float32, "holes") for r in range(ranks)]
+    check(d, tokens, matrices_of(100, 4, torch.float32), torch.float32)
+
+
+def test_replicated_experts():
+    """Expert 1 is everywhere, in different places; the copies' gradients add up."""
+    d = VirtualTokenDispatcher(
+        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4,
+        expert_map=[[1, 0], [3, 1], [2, 1, 2, 0]],
+    )  # fmt: skip
+    assert d.layout.bounds == (0, 2, 4, 8)
+    # Its own copy (the first), else copy r mod n.
+    assert d.layout.slot_of == ((1, 0, 4, 2), (7, 3, 6, 2), (7, 5, 4, 2))
+    tokens = [tokens_of(r, 9, 2, 4, 8, torch.float32, "holes") for r in range(3)]
+    experts_of = [[1, 0], [3, 1], [2, 1, 2, 0]]
+    matrices = matrices_of(4, 8, torch.float32)
+    leafs = leaf(matrices)
+    xs = [leaf(t.x) for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])
+    outputs = [run_experts(r, [leafs[e] for e in own], True) for r, own in zip(routed, experts_of, strict=True)]
+    torch.autograd.backward(d.combine(outputs, routed), [t.gradient for t in tokens])
+    want = [dense(t, matrices) for t in tokens]
+    assert_near(leafs.grad, sum(w["matrices"] for w in want), torch.float32, "dmatrices")
+    for x, w in zip(xs, want, strict=True):
+        assert_near(x.grad, w["x"], torch.float32, "dx")
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_load_of_replicated_experts(capacity):
+    """Copies add up; the second copy of expert 2 on the last rank has none. Ids of no expert are not counted."""
+    experts_of = [[1, 0], [3, 1], [2, 1, 0, 2]]
+    d = VirtualTokenDispatcher(
+        3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, expert_map=experts_of,
+        expert_capacity=capacity, overflow="drop",
+    )  # fmt: skip
+    tokens = [tokens_of(r, 9 - 4 * r, 2, 4, 8, torch.float32, "holes") for r in range(3)]
+    tokens[0].ids[0, 0] = 7
+    per_slot, per_expert = [0] * 8, [0] * 4
+    for rank, t in enumerate(tokens):
+        for e in t.ids.flatten().tolist():
+            if 0 <= e < 4:
+                per_expert[e] += 1
+                per_slot[d.layout.slot_of[rank][e]] += 1
+    assert d.layout.expert_of == (1, 0, 3, 1, 2, 1, 0, 2) and min(per_expert) > 0
+    with torch.inference_mode():
+        loads = [r.load() for r in d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))]
+    for load in loads:
+        assert load.per_slot.tolist() == per_slot and load.per_expert.tolist() == per_expert
+        assert load.per_expert.dtype is torch.int64
+        per_rank = [sum(per_slot[a:b]) for a, b in itertools.pairwise(d.layout.bounds)]
+        assert load.per_rank.tolist() == per_rank
+        assert load.imbalance.item() == pytest.approx(3 * max(per_rank) / sum(per_rank))
+
+
+@pytest.mark.parametrize(
+    "ranks, experts, most, capacity", [(2, 4, 6, 13), (2, 5, 6, 13), (3, 2, 6, 16), (3, 2, 6, 0), (2, 3, 0, None)]
+)
+def test_batched(ranks, experts, most, capacity):
+    """Also of ranks without experts, of no room, and of no tokens."""
+    d = VirtualTokenDispatcher(
+        ranks, num_experts=experts, top_k=2, hidden=8, max_tokens=most, dtype=torch.float32, expert_capacity=capacity,
+        align=8, layout="batched", overflow="drop",
+    )  # fmt: skip
+    tokens = [tokens_of(r, most, 2, experts, 8, torch.float32, "uniform") for r in range(ranks)]
+    matrices = matrices_of(experts, 8, torch.float32)
+    kept = first_of_each_slot(tokens, experts, 0 if capacity is None else capacity)
+    routed = check(d, tokens, matrices, torch.float32, kept=kept)
+    same_by_slabs(d, tokens, matrices)
+    each = 16 if capacity else 0
+    assert [r.x.shape for r in routed] == [(len(held(d, rank)), each, 8) for rank in range(ranks)]
+    assert routed[0].padded_counts.tolist() == [each] * len(held(d, 0))
+
+
+def first_of_each_slot(tokens: list[Tokens], experts: int, most: int) -> list[torch.Tensor]:
+    """Which entries are among the first `most` of their expert, in order of source rank, token, k."""
+    seen, found = [0] * experts, []
+    for t in tokens:
+        kept = torch.zeros(t.ids.shape, dtype=torch.bool)
+        for i, j in itertools.product(range(t.ids.shape[0]), range(t.ids.shape[1])):
+            e = int(t.ids[i, j])
+            if e >= 0:
+                kept[i, j] = seen[e] < most
+                seen[e] += 1
+        found.append(kept)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["grouped", "batched"])
+@pytest.mark.parametrize("routing", ["zipf", "hot", "holes"])
+def test_beyond_the_capacity_of_an_expert_rows_are_dropped(routing, layout):
+    d = VirtualTokenDispatcher(
+        3, num_experts=4, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, expert_capacity=6, overflow="drop",
+        layout=layout,
+    )  # fmt: skip
+    tokens = [tokens_of(r, 7 - 2 * r, 3, 4, 8, torch.float32, routing) for r in range(3)]
+    kept = first_of_each_slot(tokens, 4, 6)
+    routed = check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32, kept=kept)
+    same_by_slabs(d, tokens, matrices_of(4, 8, torch.float32))
+    lost = sum(int(((t.ids >= 0) & ~k).sum()) for t, k in zip(tokens, kept, strict=True))
+    assert lost > 0 and [int(r.dropped) for r in routed] == [lost] * 3
+    d.check()
+
+
+def test_beyond_the_buffer_rows_are_dropped():
+    """One expert a rank: what a buffer of 8 rows takes of it."""
+    d = VirtualTokenDispatcher(
+        2, num_experts=2, top_k=1, hidden=8, max_tokens=20, dtype=torch.float32, capacity=0.35, align=4,
+        overflow="drop",
+    )  # fmt: skip
+    assert d.layout.rows == 8
+    tokens = [tokens_of(r, 20, 1, 2, 8, torch.float32, "uniform") for r in range(2)]
+    routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_slot(tokens, 2, 8))
+    assert int(routed[0].dropped) == 24 and int(routed[0].offsets[-1]) == 8
+
+
+def with_room_in_slabs(tokens: list[Tokens], owner_of: list[int], most: int) -> list[torch.Tensor]:
+    """Which entries are among the first `most` of their rank for each owner, in order of expert, token, k."""
+    found = []
+    for t in tokens:
+        kept = torch.zeros(t.ids.shape, dtype=torch.bool)
+        seen: Counter[int] = Counter()
+        for e, owner in enumerate(owner_of):
+            for i, j in (t.ids == e).nonzero().tolist():
+                kept[i, j] = seen[owner] < most
+                seen[owner] += 1
+        found.append(kept)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["grouped", "batched"])
+@pytest.mark.parametrize("routing", ["zipf", "hot rank", "holes"])
+@pytest.mark.parametrize("most, expert_capacity", [(0, None), (3, None), (4, 5), (100, 4)])
+def test_beyond_the_room_in_a_slab_rows_are_dropped(most, expert_capacity, routing, layout):
+    experts, owner_of = 5, [0, 0, 1, 1, 2]
+    d = VirtualTokenDispatcher(
+        3, num_experts=experts, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, overflow="drop", align=4,
+        layout=layout, expert_capacity=expert_capacity, one_sided=False, slab_capacity=most,
+    )  # fmt: skip
+    assert d.layout.slab_capacity == min(most, 21) and d.layout.bounds == (0, 2, 4, 5)
+    tokens = [tokens_of(r, 7 - 2 * r, 3, experts, 8, torch.float32, routing) for r in range(3)]
+    there = with_room_in_slabs(tokens, owner_of, most)
+    rest = [dataclasses.replace(t, ids=torch.where(k, t.ids, -1)) for t, k in zip(tokens, there, strict=True)]
+    room = 99 if expert_capacity is None else expert_capacity
+    limit = first_of_each_slot(rest, experts, -(-room // 4) * 4 if layout == "batched" else room)
+    kept = [a & b for a, b in zip(there, limit, strict=True)]
+    before = stats().host_reads.total()
+    routed = check(d, tokens, matrices_of(experts, 8, torch.float32), torch.float32, kept=kept)
+    lost = sum(int(((t.ids >= 0) & ~k).sum()) for t, k in zip(tokens, kept, strict=True))
+    assert [int(r.dropped) for r in routed] == [lost] * 3 and stats().host_reads.total() == before
+    assert lost > 0 or most == 100
+
+
+def test_what_has_no_room_in_a_slab_is_raised():
+    d = VirtualTokenDispatcher(
+        2, num_experts=2, top_k=1, hidden=8, max_tokens=8, dtype=torch.float32, one_sided=False, slab_capacity=0.5
+    )
+    assert d.layout.slab_capacity == 2
+    t = tokens_of(0, 8, 1, 2, 8, torch.float32, "hot")
+    d.dispatch([t.x] * 2, [t.ids] * 2, [t.weights] * 2)
+    with pytest.raises(CapacityError, match="dispatch 0: 12 rows had no room .*slab_capacity: 2"):
+        d.check()
+    text = d.explain()
+    assert "one slab of one size for each pair of ranks; the host reads nothing (slab_capacity=2)" in text
+    assert "one slab of exact size for each pair of ranks; the host reads the counts once" in text
+
+
+def test_no_room_at_all():
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, capacity=0, overflow="drop"
+    )
+    tokens = [tokens_of(r, 3, 2, 3, 4, torch.float32, "uniform") for r in range(2)]
+    nothing = [torch.zeros(3, 2, dtype=torch.bool)] * 2
+    check(d, tokens, matrices_of(3, 4, torch.float32), torch.float32, kept=nothing)
+
+
+def lossy() -> tuple[VirtualTokenDispatcher, tuple]:
+    d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32)
+    ids = torch.tensor([[0, 4], [-2, 1], [3, -1]])
+    x, w = torch.randn(3, 4), torch.rand(3, 2)
+    return d, ([x, x], [ids, ids.clamp(-1, 3)], [w, w])
+
+
+def test_dropped_tokens_are_not_kept_for_anyone():
+    d = VirtualTokenDispatcher(
+        2, num_experts=4, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, overflow="drop", expert_capacity=1
+    )
+    for _ in range(3):
+        assert int(d.dispatch(*lossy()[1])[0].dropped) > 0
+    assert not d._losses._waiting
+    d.check()
+
+
+def test_bad_ids_are_raised_when_checked_and_once():
+    d, given = lossy()
+    routed = d.dispatch(*given)
+    assert [int(r.bad_ids) for r in routed] == [2, 2]
+    with pytest.raises(CapacityError, match="dispatch 0: 0 rows had no room .* and 2 ids were not in -1 to 3"):
+        d.check()
+    d.check()
+
+
+def test_bad_ids_are_raised_by_the_second_dispatch_after():
+    d, given = lossy()
+    good = given[0], [given[1][1]] * 2, given[2]
+    d.dispatch(*given)
+    d.dispatch(*good)
+    with pytest.raises(CapacityError, match="dispatch 0"):
+        d.dispatch(*good)
+    d.dispatch(*good)
+    d.check()
+
+
+def test_bad_ids_act_as_none():
+    d, (xs, ids, ws) = lossy()
+    routed = d.dispatch(xs, ids, ws)
+    ys = d.combine([r.x for r in routed], routed)
+    share = (ws[0] * ((ids[0] >= 0) & (ids[0] < 4))).sum(1, keepdim=True)
+    torch.testing.assert_close(ys[0], xs[0] * share)
+
+
+def test_several_dispatches_in_flight():
+    """Two microbatches of different T, combined and differentiated out of order."""
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    batches = [
+        [tokens_of(r, n + r, 2, 3, 8, torch.float32, "holes", seed) for r in range(2)] for seed, n in ((1, 8), (2, 3))
+    ]
+    matrices = matrices_of(3, 8, torch.float32)
+    xs = [[leaf(t.x) for t in tokens] for tokens in batches]
+    routed = [d.dispatch(x, [t.ids for t in b], [t.weights for t in b]) for x, b in zip(xs, batches, strict=True)]
+    ys: list = [None, None]
+    for i in (1, 0):
+        outputs = [run_experts(r, [matrices[e] for e in held(d, rank)], True) for rank, r in enumerate(routed[i])]
+        ys[i] = d.combine(outputs, routed[i])
+    for i in (0, 1):
+        torch.autograd.backward(ys[i], [t.gradient for t in batches[i]])
+        for x, y, t in zip(xs[i], ys[i], batches[i], strict=True):
+            want = dense(t, matrices)
+            assert_near(y.detach(), want["y"], torch.float32, "y")
+            assert_near(x.grad, want["x"], torch.float32, "dx")
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_a_result_is_a_pytree_and_combines_more_than_once(one_sided):
+    d = VirtualTokenDispatcher(
+        2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, one_sided=one_sided
+    )
+    tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "uniform") for r in range(2)]
+    routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+    again = _pytree.tree_map(lambda x: x.clone(), routed)
+    first = d.combine([r.x for r in routed], routed)
+    out = [torch.full_like(y, 7.0) for y in first]
+    d.combine([r.x for r in again], again, out=out)
+    assert all(torch.equal(a, b) for a, b in zip(first, out, strict=True))
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_training_after_inference(one_sided):
+    """What the dispatcher keeps is made by the first dispatch, whatever the mode that is in."""
+    tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "uniform") for r in range(2)]
+    matrices = matrices_of(3, 8, torch.float32)
+    settings = {"num_experts": 3, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
+    with torch.inference_mode():
+        d = VirtualTokenDispatcher(2, **settings, one_sided=one_sided)
+        routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+        out = [torch.full((5, 8), float("nan")) for _ in tokens]
+        d.combine([r.x for r in routed], routed, out=out)
+    for t, y in zip(tokens, out, strict=True):
+        assert_near(y.clone(), t.x.double() * t.weights.double().sum(1, keepdim=True), torch.float32, "y")
+    check(d, tokens, matrices, torch.float32)
+
+
+def test_gradients_cannot_be_differentiated():
+    d = VirtualTokenDispatcher(1, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
+    t = tokens_of(0, 5, 2, 3, 8, torch.float32, "uniform")
+    x = leaf(t.x)
+    (routed,) = d.dispatch([x], [t.ids], [t.weights])
+    (y,) = d.combine([routed.x * routed.x], [routed])
+    (gradient,) = torch.autograd.grad(y, x, t.gradient, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_rows_of_nobody_masked_as_the_docs_say():
+    """Elementwise work by all rows, whose parameter gets a gradient of all of them."""
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
+    tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "holes") for r in range(2)]
+    scale = torch.tensor(1.5, requires_grad=True)
+    xs = [leaf(t.x) for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])
+    outputs = []
+    for r in routed:
+        there = torch.arange(len(r.x))[:, None] < r.num_rows
+        assert r.x[~there[:, 0]].isnan().all() and not there.all()
+        outputs.append(torch.where(there, torch.where(there, r.x, 0) * scale, 0))
+    torch.autograd.backward(d.combine(outputs, routed), [t.gradient for t in tokens])
+    total = 0.0
+    for t, x in zip(tokens, xs, strict=True):
+        share = (t.weights.double() * (t.ids >= 0)).sum(1, keepdim=True)
+        total += float((t.gradient.double() * t.x * share).sum())
+        assert_near(x.grad, 1.5 * share * t.gradient, torch.float32, "dx")
+    assert_near(scale.grad.view(1), torch.tensor([total]).double(), torch.float32, "dscale")
+
+
+def test_under_activation_checkpointing():
+    """Forward runs again in backward, dispatch and combine with it; gradients are the same."""
+    d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, align=4)
+    tokens = [tokens_of(r, 5 - r, 2, 3, 8, torch.float32, "holes") for r in range(2)]
+
+    def layer(x0, x1, w0, w1, experts):
+        routed = d.dispatch([x0, x1], [t.ids for t in tokens], [w0, w1])
+        outputs = [run_experts(r, [experts[e] for e in held(d, rank)], True) for rank, r in enumerate(routed)]
+        return tuple(d.combine(outputs, routed))
+
+    found = []
+    for kept in (True, False):
+        given = [*[leaf(t.x) for t in tokens], *[leaf(t.weights) for t in tokens]]
+        given.append(leaf(matrices_of(3, 8, torch.float32)))
+        ys = layer(*given) if kept else checkpoint(layer, *given, use_reentrant=False)
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        found.append([raw(x.grad) for x in given])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("align", [1, 8, 16, 32, 128])
+def test_offsets_fit_grouped_mm(align):
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no _grouped_mm")
+    d = VirtualTokenDispatcher(2, num_experts=5, top_k=2, hidden=16, max_tokens=9, align=align)
+    tokens = [tokens_of(r, 9, 2, 5, 16, torch.bfloat16, "uniform") for r in range(2)]
+    matrices = matrices_of(5, 16, torch.bfloat16)
+    for rank, r in enumerate(d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))):
+        n = int(r.num_rows)
+        own = matrices[d.layout.bounds[rank] : d.layout.bounds[rank + 1]]
+        assert all(end % align == 0 for end in r.offsets.tolist())
+        got = torch._grouped_mm(r.x[:n], own.transpose(1, 2).contiguous().transpose(1, 2), offs=r.offsets)
+        at = 0
+        for matrix, count, padded in zip(own, r.counts.tolist(), r.padded_counts.tolist(), strict=True):
+            torch.testing.assert_close(got[at : at + count], r.x[at : at + count] @ matrix)
+            assert (got[at + count : at + padded] == 0).all()
+            at += padded
+
+
+def test_views_of_memory_that_come_in():
+    """x with any strides, ids that are int32 or strided, weights of another dtype."""
+    d = VirtualTokenDispatcher(1, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
+    t = tokens_of(0, 5, 2, 3, 8, torch.float32, "uniform")
+    x, ids = t.x.t().contiguous().t(), t.ids.int().t().contiguous().t()
+    (routed,) = d.dispatch([x], [ids], [t.weights.bfloat16()])
+    (y,) = d.combine([routed.x], [routed])
+    torch.testing.assert_close(y, t.x * t.weights.bfloat16().float().sum(1, keepdim=True))

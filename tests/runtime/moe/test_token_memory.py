@@ -1,0 +1,150 @@
+"""What backward keeps of a dispatch: the same gradients, from other memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from moe_reference import matrices_of, run_experts, tokens_of
+from rank_processes import run_ranks
+from torch.utils.checkpoint import checkpoint
+
+from shardweave.errors import UnsupportedError
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.transports.in_process import InProcessWorld
+
+K, E, H = 2, 3, 8
+SAVES = ["lease", "redispatch", "copy"]
+
+
+class Allocated:
+    """What the world has allocated and somebody holds; NaN until it is written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._refs: list = []
+
+        def empty(world, shape, dtype, device):
+            x = torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
+            self._refs.append((x.untyped_storage()._weak_ref(), tuple(shape)))
+            return x
+
+        monkeypatch.setattr(InProcessWorld, "empty", empty)
+
+    def alive(self, shape: tuple[int, ...]) -> int:
+        """How many of a shape."""
+        gc.collect()
+        return sum(s == shape and not torch.UntypedStorage._expired(ref) for ref, s in self._refs)
+
+
+def settings(save: str, **given) -> dict:
+    return {
+        "num_experts": E, "top_k": K, "hidden": H, "max_tokens": 9, "dtype": torch.float32, "align": 4, "save": save,
+        **given,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("given", [{}, {"layout": "batched", "expert_capacity": 7, "overflow": "drop"}], ids=str)
+def test_gradients_are_the_same_whatever_is_kept(one_sided, weighted, given, monkeypatch):
+    allocated = Allocated(monkeypatch)
+    tokens = [tokens_of(r, 9 - 2 * r, K, E, H, torch.float32, "holes") for r in range(2)]
+    found, held, runs = [], [], []
+    for save in SAVES:
+        d = VirtualTokenDispatcher(2, **settings(save, **given), one_sided=one_sided)
+        run = d.run
+        runs.append(0)
+
+        def counted(what, given, run=run):
+            runs[-1] += 1
+            return run(what, given)
+
+        d.run = counted
+        xs, ws = [t.x.clone().requires_grad_() for t in tokens], [t.weights.clone().requires_grad_() for t in tokens]
+        experts = matrices_of(E, H, torch.float32).requires_grad_()
+
+        def layer(xs, ws, d=d, experts=experts):
+            routed = d.dispatch(xs, [t.ids for t in tokens], ws)
+            outputs = []
+            for rank, r in enumerate(routed):
+                own = range(*d.layout.bounds[rank : rank + 2])
+                with r.kept():
+                    outputs.append(run_experts(r, [experts[e] for e in own], weighted))
+            return d.combine(outputs, routed, weighted=weighted)
+
+        ys = layer(xs, ws)
+        held.append(allocated.alive((d.layout.rows, H)))
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        assert allocated.alive((d.layout.rows, H)) == 0
+        found.append([*ys, *[x.grad for x in (*xs, *ws)], experts.grad])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert all(x.isfinite().all() and x.any() for x in found[0])
+    assert held == [2, 0, 0]  # a buffer for each rank, or none
+    assert runs == [4, 5, 4]
+
+
+def test_redispatch_in_flight_twice_and_under_checkpointing(monkeypatch):
+    Allocated(monkeypatch)
+    d = VirtualTokenDispatcher(2, **settings("redispatch"))
+    tokens = [tokens_of(r, 5, K, E, H, torch.float32, "holes") for r in range(2)]
+
+    def layer(x0, x1):
+        routed = d.dispatch([x0, x1], [t.ids for t in tokens], [t.weights for t in tokens])
+        outputs = []
+        for r in routed:
+            with r.kept():
+                outputs.append(r.x * r.x)
+        return tuple(d.combine(outputs, routed))
+
+    wanted = None
+    for way in (layer, lambda *xs: checkpoint(layer, *xs, use_reentrant=False)):
+        xs = [t.x.clone().requires_grad_() for t in tokens]
+        first, second = way(*xs), way(*xs)
+        total = sum(y.sum() for y in (*first, *second))
+        total.backward(retain_graph=True)
+        total.backward()
+        want = [
+            8 * t.x * torch.where(t.ids >= 0, t.weights, 0.0).sum(1, keepdim=True) for t in tokens
+        ]  # d(x^2), two layers, two backwards
+        for x, w in zip(xs, want, strict=True):
+            torch.testing.assert_close(x.grad, w)
+        wanted = wanted or [x.grad for x in xs]
+        assert all(torch.equal(x.grad, w) for x, w in zip(xs, wanted, strict=True))
+
+
+def test_backward_past_combine_is_refused():
+    d = VirtualTokenDispatcher(1, **settings("redispatch"))
+    t = tokens_of(0, 5, K, E, H, torch.float32, "uniform")
+    (routed,) = d.dispatch([t.x.clone().requires_grad_()], [t.ids], [t.weights])
+    with routed.kept():
+        output = routed.x * routed.x
+    with pytest.raises(UnsupportedError, match="backward from what combine returned"):
+        output.sum().backward()
+
+
+def each_world(rank: int) -> list:
+    """Results and gradients, by world and by what is kept."""
+    return [[as_one_rank(rank, save, world) for save in SAVES] for world in ("shared_memory", "collective")]
+
+
+def as_one_rank(rank: int, save: str, world: str) -> list:
+    d = TokenDispatcher(**settings(save), world=world)
+    t = tokens_of(rank, 9 - 4 * rank, K, E, H, torch.float32, "holes")
+    x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+    routed = d.dispatch(x, t.ids, weights)
+    with routed.kept():
+        output = routed.x * routed.x
+    y = d.combine(output, routed)
+    del routed, output
+    y.backward(t.gradient)
+    return [y.tolist(), x.grad.tolist(), weights.grad.tolist()]
+
+
+@pytest.mark.multi
+def test_processes_find_the_same_whatever_is_kept():
+    for of_worlds in run_ranks(each_world, 2):
+        (first, *others), over_messages = of_worlds
+        assert all(other == first for other in (*others, *over_messages))

@@ -1,0 +1,171 @@
+"""TokenDispatcher among real ranks: what virtual ones find, bit for bit, in every world; one start for many cases."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_reference import matrices_of, run_experts, tokens_of
+from rank_processes import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardweave.errors import CapacityError
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.transports.shared_memory import SharedMemoryWorld
+from shardweave.runtime.transports.shared_segments import Segment, bytes_of, open_segment
+
+WORLDS = ("shared_memory", "collective", "mixed", "symmetric")
+E, K, H, ROUNDS = 5, 3, 24, 3
+SETTINGS = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 12, "dtype": torch.bfloat16, "align": 4}
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def given(rank: int, i: int):
+    """T differs from rank to rank and from round to round, and may be 0."""
+    return tokens_of(rank, (5 * rank + 3 * i) % 13, K, E, H, torch.bfloat16, "holes", i)
+
+
+def to(tokens, device: str):
+    """`tokens`, without what is added, on a device."""
+    moved = (getattr(tokens, name).to(device) for name in ("x", "ids", "weights", "gradient"))
+    return type(tokens)(*moved)
+
+
+def poisoned() -> None:
+    """What shared memory has is NaN until it is written."""
+    allocate = SharedMemoryWorld.empty
+
+    def empty(self, shape, dtype, device):
+        return allocate(self, shape, dtype, device).fill_(float("nan") if dtype.is_floating_point else -7)
+
+    SharedMemoryWorld.empty = empty  # type: ignore[method-assign]
+
+
+def rounds_of(rank: int, world: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
+    """A rank's results and gradients, after a first dispatch that was inference."""
+    with torch.inference_mode():
+        dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, world=world)
+    low, high = dispatcher.layout.bounds[rank : rank + 2]
+    with torch.inference_mode():
+        t = to(given(rank, 0), device)
+        routed = dispatcher.dispatch(t.x, t.ids, t.weights)
+        found = [raw(dispatcher.combine(routed.x.clone(), routed))]
+    for i in range(rounds):
+        t = to(given(rank, i), device)
+        matrices = matrices_of(E, H, torch.bfloat16)[low:high].to(device)
+        x, weights, experts = leaf(t.x), leaf(t.weights), leaf(matrices)
+        routed = dispatcher.dispatch(x, t.ids, weights)
+        y = dispatcher.combine(run_experts(routed, list(experts), True), routed)
+        y.backward(t.gradient)
+        experts_grad = torch.zeros_like(experts) if experts.grad is None else experts.grad
+        found += [raw(y), raw(x.grad), raw(weights.grad), raw(experts_grad)]
+    dispatcher.check()
+    return found
+
+
+def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list[list[bytes]]:
+    """The same of all ranks."""
+    d = VirtualTokenDispatcher(size, **SETTINGS, device=device)
+    found: list[list[bytes]] = [[] for _ in range(size)]
+    for i in (None, *range(rounds)):
+        tokens = [to(given(rank, i or 0), device) for rank in range(size)]
+        xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+        matrices = matrices_of(E, H, torch.bfloat16).to(device)
+        experts = [leaf(matrices[a:b]) for a, b in pairwise(d.layout.bounds)]
+        routed = d.dispatch(xs, [t.ids for t in tokens], weights)
+        if i is None:
+            for of_rank, y in zip(found, d.combine([r.x for r in routed], routed), strict=True):
+                of_rank.append(raw(y))
+            continue
+        ys = d.combine([run_experts(r, list(m), True) for r, m in zip(routed, experts, strict=True)], routed)
+        torch.autograd.backward(ys, [t.gradient for t in tokens])
+        for of_rank, y, x, w, m in zip(found, ys, xs, weights, experts, strict=True):
+            of_rank += [raw(y), raw(x.grad), raw(w.grad), raw(torch.zeros_like(m) if m.grad is None else m.grad)]
+    return found
+
+
+def beside_another_group(rank: int, world: str) -> bytes:
+    """Four ranks, expert-parallel by twos that are not neighbours; the other two dispatch at the same time."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    d = TokenDispatcher(mesh["ep"], **SETTINGS, world=world)
+    t = tokens_of(rank // 2, 7, K, E, H, torch.bfloat16, "zipf", rank % 2)
+    routed = d.dispatch(t.x, t.ids, t.weights)
+    return raw(d.combine(routed.x, routed))
+
+
+def virtual_twos() -> list[bytes]:
+    ys = []
+    for dp in (0, 1):
+        d = VirtualTokenDispatcher(2, **SETTINGS)
+        tokens = [tokens_of(r, 7, K, E, H, torch.bfloat16, "zipf", dp) for r in range(2)]
+        routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
+        ys.append([raw(y) for y in d.combine([r.x for r in routed], routed)])
+    return [ys[rank % 2][rank // 2] for rank in range(4)]
+
+
+def more_ranks_than_experts(world: str) -> list:
+    """What the last ranks combine does not depend on what they were sent: they have no expert."""
+    d = TokenDispatcher(num_experts=2, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, world=world)
+    x = torch.full((4, 8), 1.0 + dist.get_rank(), requires_grad=True)
+    routed = d.dispatch(x, torch.tensor([[0], [1], [-1], [0]]), torch.ones(4, 1))
+    output = torch.zeros_like(routed.x) if dist.get_rank() >= 2 else 3 * routed.x
+    d.combine(output, routed).sum().backward()
+    return x.grad.tolist()
+
+
+def lost_on_one(rank: int, world: str) -> str:
+    d = TokenDispatcher(
+        num_experts=4, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, capacity=2, world=world
+    )  # fmt: skip
+    d.dispatch(torch.zeros(4, 8), torch.full((4, 1), 0 if rank == 1 else -1), torch.ones(4, 1))
+    with pytest.raises(CapacityError) as raised:
+        d.check()
+    return str(raised.value)
+
+
+def each_world(rank: int) -> list[list]:
+    poisoned()
+    found: list[list] = []
+    for world in WORLDS:
+        found.append([rounds_of(rank, world)])
+        # In slabs of one size, with room for all of a rank's rows; not used in shared memory.
+        assert rounds_of(rank, world, slab_capacity=12 * K) == found[-1][0], world
+        if dist.get_world_size() == 4:
+            found[-1] += [beside_another_group(rank, world), more_ranks_than_experts(world), lost_on_one(rank, world)]
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
+    torch.set_num_threads(1)
+    by_rank, want = run_ranks(each_world, size), virtual_rounds(size)
+    twos = virtual_twos()
+    for rank, of_worlds in enumerate(by_rank):
+        for world, (rounds, *more) in zip(WORLDS, of_worlds, strict=True):
+            assert rounds == want[rank], f"rank {rank}, {world}"
+            if more:
+                beside, gradient, text = more
+                assert beside == twos[rank]
+                assert gradient == [[3.0] * 8, [3.0] * 8, [0.0] * 8, [3.0] * 8]
+                assert text == by_rank[0][0][3] and "2 rows had no room" in text
+
+
+def test_memory_that_is_kept_may_be_written_after_inference():
+    with torch.inference_mode():
+        segment = Segment("test", 4096, False)
+        mapped = bytes_of(open_segment(segment.path))
+    mapped[:4] = 7
+    assert segment.bytes[:5].tolist() == [7, 7, 7, 7, 0]
+    segment.bytes[0] = 1
+    assert int(mapped[0]) == 1

@@ -1,0 +1,394 @@
+"""Token dispatch among ranks that meet on the device, through windows: by the references, by the kernels in the
+interpreter, and on a GPU that several processes share. What it has in common with other worlds is tested with them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import pytest
+import test_no_sync
+import torch
+import torch.distributed as dist
+from moe_reference import tokens_of
+from rank_processes import end_ranks, interpreted, run_ranks
+from sync_guard import SyncGuard
+from test_symmetric import OVERLAPPING, gpu, world_of  # noqa: F401
+from test_token_processes import SETTINGS, E, H, K, given, leaf, raw, rounds_of, virtual_rounds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import shardweave
+from shardweave.kernels import pointers
+from shardweave.kernels.signal import signal_kernel
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.transfer_window import window_nbytes
+from shardweave.runtime.statistics import stats
+from shardweave.runtime.transports.symmetric_window import window_size
+
+pytestmark = pytest.mark.multi
+
+
+def digest(parts: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def in_the_interpreter(rank: int) -> str:
+    assert pointers.interpreted(signal_kernel)
+    found = digest(rounds_of(rank, "symmetric", rounds=1))
+    layer_under_the_guard(rank)
+    return found
+
+
+def layer_under_the_guard(rank: int) -> None:
+    """A layer and its backward, which read no value on the host; but for what ranks meet by, which a GPU's kernels
+    read."""
+    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    t = given(rank, 1)
+    x, weights = leaf(t.x), leaf(t.weights)
+    with SyncGuard() as guard, test_no_sync.control_words_of(guard):
+        routed = d.dispatch(x, t.ids, weights)
+        y = d.combine(routed.x * 2, routed, add=x)
+        y.backward(t.gradient)
+    assert guard.seen["clone"] and guard.seen["empty"], guard.seen
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
+    """The bits are those of virtual ranks."""
+    virtual = f"[t.digest(rounds) for rounds in t.virtual_rounds({size}, rounds=1)]"
+    assert interpreted("test_token_windows", f"t.run_ranks(t.in_the_interpreter, {size}) == {virtual}") == "True"
+
+
+def among_others(rank: int) -> list[bytes]:
+    """Two dispatchers and a redistribution that take turns with one window; only making them makes any."""
+    world = world_of("cpu")
+    first, second = (TokenDispatcher(**SETTINGS, save=save, world="symmetric") for save in ("lease", "copy"))
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
+    shardweave.redistribute(x, [Replicate()], world="symmetric")
+    made, found = len(world._all), []
+    for i in range(3):
+        t = given(rank, i)
+        ones, twos = first.dispatch(t.x, t.ids, t.weights), second.dispatch(-t.x, t.ids, t.weights)
+        whole = shardweave.redistribute(x, [Replicate()], world="symmetric").to_local()
+        assert torch.equal(whole, torch.arange(28.0).view(7, 4))
+        out = torch.full((len(t.x), 2 * H), float("nan"), dtype=t.x.dtype)
+        first.combine(ones.x, ones, out=out[:, :H])
+        assert out[:, H:].isnan().all()
+        negative = second.combine(twos.x, twos)
+        assert torch.equal(negative, -out[:, :H])
+        found.append(raw(out[:, :H]))
+    assert len(world._all) == made
+    return found
+
+
+def combined(rank: int, world: str, name: str) -> list[bytes]:
+    d = TokenDispatcher(**SETTINGS, world=world)
+    assert d.name == name
+    found = []
+    for i in range(3):
+        t = given(rank, i)
+        routed = d.dispatch(t.x, t.ids, t.weights)
+        found.append(raw(d.combine(routed.x, routed)))
+    return found
+
+
+def test_what_shares_a_window_takes_turns() -> None:
+    assert run_ranks(among_others, 4) == run_ranks(combined, 4, "shared_memory", "shared_memory")
+
+
+def test_ranks_of_several_nodes_send_slabs() -> None:
+    nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
+    found = run_ranks(combined, 4, "symmetric", "mixed symmetric", environment=nodes)
+    assert found == run_ranks(combined, 4, "shared_memory", "shared_memory")
+
+
+def many_at_once(rank: int, leases: int) -> int:
+    """Dispatches whose rows are held for as long as each rank likes, and written by their experts; how many copied."""
+    d = TokenDispatcher(**SETTINGS, leases=leases, world="symmetric")
+    draw, held, want = random.Random(rank), {}, {}
+    before = stats().copies.total()
+    for i in range(24):
+        t = given(rank, i)
+        held[i] = d.dispatch(t.x, t.ids, t.weights)
+        kept = held[i].x[: int(held[i].num_rows)]
+        kept.neg_()
+        want[i] = kept.clone()
+        if i % 5 == 4:  # what a view holds is not free
+            held[i] = kept[1:]
+            want[i] = want[i][1:]
+        for j in draw.sample(sorted(held), draw.randrange(2)):
+            del held[j], want[j]
+        for j, of in held.items():
+            assert torch.equal(of if isinstance(of, torch.Tensor) else of.x[: len(want[j])], want[j]), (i, j)
+    return stats().copies.total() - before
+
+
+def lent_again(rank: int) -> None:
+    """Dispatch after dispatch, each result let go with the next: nothing is copied, and the same two places serve."""
+    settings = {**SETTINGS, "leases": 2}
+    d = TokenDispatcher(**settings, world="symmetric")
+    smaller = TokenDispatcher(**{**settings, "max_tokens": 11}, world="symmetric")
+    before, seen = stats().copies.total(), set()
+    for i in range(8):
+        t = given(rank, 2 * i)
+        small = (5 * np.arange(3) + 6 * i) % 13 < 12  # on all ranks alike
+        routed = (smaller if small.all() else d).dispatch(t.x, t.ids, t.weights)
+        seen.add(routed.x.data_ptr())
+    assert len(seen) == 2 and stats().copies.total() == before
+    routed = None
+    lent = world_of("cpu")._lent
+    assert [len(of_group) for of_group in lent.values()] == [1]
+    TokenDispatcher(**SETTINGS, leases=0, world="symmetric").dispatch(t.x, t.ids, t.weights)
+    TokenDispatcher(**SETTINGS, save="copy", world="symmetric").dispatch(t.x, t.ids, t.weights)
+    assert [len(of_group) for of_group in lent.values()] == [1] and stats().copies.total() == before
+
+
+def test_rows_stay_where_peers_wrote_them() -> None:
+    run_ranks(lent_again, 3)
+    few = run_ranks(many_at_once, 3, 2)
+    assert all(0 < copied < 24 for copied in few), few
+    assert run_ranks(many_at_once, 3, 24) == [0, 0, 0]
+
+
+def leases_of_a_rank(rank: int) -> None:
+    TokenDispatcher(**SETTINGS, leases=1 + rank, world="symmetric")
+
+
+def test_ranks_that_lend_unlike_are_told() -> None:
+    ends = end_ranks(leases_of_a_rank, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
+    assert any(end.error == "DisagreementError" and "`leases`" in end.message for end in ends), ends
+
+
+MAP = [[0, 1, 2], [3], [4, 0]]
+ODD: dict[str, dict] = {
+    "batched": {"layout": "batched", "expert_capacity": 6, "overflow": "drop"},
+    "few slots": {
+        "layout": "batched",
+        "expert_capacity": 5,
+        "overflow": "drop",
+        "expert_map": [[], [0, 1, 2, 3, 4], []],
+    },
+    "replicated": {"expert_map": MAP, "save": "redispatch"},
+    "no room": {"capacity": 8, "overflow": "drop", "dtype": torch.float16, "hidden": 7, "save": "copy"},
+    "nothing": {"max_tokens": 0, "dtype": torch.float32},
+    "one": {"top_k": 1, "hidden": 1, "align": 128, "dtype": torch.float32},
+}
+
+
+def odd_tokens(settings: dict, rank: int, i: int):
+    count = min((5 * rank + 3 * i) % 13, settings["max_tokens"])
+    return tokens_of(rank, count, settings["top_k"], E, settings["hidden"], settings["dtype"], "holes", i)
+
+
+def trained(d, settings: dict, tokens: list) -> list[list[bytes]]:
+    """A layer of tokens added to its own input, its gradients and its counts, of the ranks of a dispatcher; `d` takes
+    lists."""
+    xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
+    routed = d.dispatch(xs, [t.ids for t in tokens], weights)
+    outputs = []
+    for r in routed:
+        with r.kept():
+            # As many strides as there are: rows of what experts made need not be adjacent.
+            outputs.append(torch.tanh(r.x).transpose(0, -1).contiguous().transpose(0, -1))
+    ys = d.combine(outputs, routed, add=xs)
+    torch.autograd.backward(ys, [t.gradient for t in tokens])
+    of_all = zip(ys, xs, weights, routed, strict=True)
+    return [
+        [raw(v) for v in (y, x.grad, w.grad, r.offsets, r.counts, r.num_rows, r.dropped, r.bad_ids)]
+        for y, x, w, r in of_all
+    ]
+
+
+class Listed:
+    """A dispatcher of one rank behind lists."""
+
+    def __init__(self, d: TokenDispatcher) -> None:
+        self.d = d
+
+    def dispatch(self, xs, ids, weights):
+        return [self.d.dispatch(xs[0], ids[0], weights[0])]
+
+    def combine(self, outputs, routed, add):
+        return [self.d.combine(outputs[0], routed[0], add=add[0])]
+
+
+def odd_settings(rank: int) -> list[list[bytes]]:
+    found = []
+    for given_here in ODD.values():
+        settings = {**SETTINGS, **given_here}
+        d = TokenDispatcher(**settings, world="symmetric")
+        for i in range(3):
+            found += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
+        d.check()
+    return found
+
+
+def test_odd_settings_give_what_virtual_ranks_give() -> None:
+    torch.set_num_threads(1)
+    want: list[list] = [[], [], []]
+    for given_here in ODD.values():
+        settings = {**SETTINGS, **given_here}
+        d = shardweave.VirtualTokenDispatcher(3, **settings)
+        for i in range(3):
+            by_rank = trained(d, settings, [odd_tokens(settings, rank, i) for rank in range(3)])
+            for of_rank, got in zip(want, by_rank, strict=True):
+                of_rank.append(got)
+    assert run_ranks(odd_settings, 3) == want
+
+
+def again_in_backward(rank: int, how: str) -> list[bytes]:
+    """Two layers, by the operators or run once more."""
+    d = TokenDispatcher(**SETTINGS, world="symmetric")
+
+    def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            routed = d.dispatch(x, ids, weights)
+            x = d.combine(torch.tanh(routed.x), routed, add=x)
+        return x
+
+    run = torch.compile(layers, backend="aot_eager", fullgraph=True) if how == "compiled" else layers
+    found = []
+    for i in range(2):
+        t = given(rank, i)
+        x, weights = leaf(t.x), leaf(t.weights)
+        if how == "checkpointed":
+            y = checkpoint(layers, x, t.ids, weights, use_reentrant=False)
+        else:
+            y = run(x, t.ids, weights)
+        y.backward(t.gradient)
+        found += [raw(y), raw(x.grad), raw(weights.grad)]
+    d.check()
+    return found
+
+
+def test_compiled_and_checkpointed_are_eager() -> None:
+    want = run_ranks(again_in_backward, 3, "eager")
+    for how in ("compiled", "checkpointed"):
+        assert run_ranks(again_in_backward, 3, how) == want
+
+
+def dispatches_late(rank: int, disagrees: bool) -> None:
+    """After a redistribution has left floats where counts will be."""
+    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    other = TokenDispatcher(**{**SETTINGS, "num_experts": 40}, world="symmetric")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(-torch.ones(9, 400), mesh, [Shard(0)])
+    shardweave.redistribute(x, [Shard(1)], world="symmetric")
+    t = given(rank, 1)
+    if rank != 1:
+        d.dispatch(t.x, t.ids, t.weights)
+    elif disagrees:
+        other.dispatch(t.x, t.ids, t.weights)
+
+
+@pytest.mark.parametrize("disagrees", [False, True])
+def test_what_is_left_in_a_window_is_not_taken_for_counts(disagrees: bool) -> None:
+    """Where ranks did not meet, places that follow from it would be anywhere in memory."""
+    ends = end_ranks(dispatches_late, 3, disagrees, environment={"SHARDWEAVE_TIMEOUT": "2"})
+    errors = [end.error for end in ends]
+    assert set(errors) <= {"MeetingTimeoutError", "DisagreementError", "PeerError", None} and errors.count(None) < 2, (
+        ends
+    )
+    # Who sees it first tells the others that it failed; a process that has ended is noticed before the time is up.
+    assert {"DisagreementError"} & set(errors) if disagrees else {"MeetingTimeoutError", "PeerError"} & set(errors)
+
+
+def late_in_the_interpreter() -> str:
+    ends = end_ranks(dispatches_late, 2, False, environment={"SHARDWEAVE_TIMEOUT": "2"})
+    return str([ends[rank].error for rank in range(2)])
+
+
+def test_kernels_do_not_take_it_for_counts_either() -> None:
+    assert interpreted("test_token_windows", "t.late_in_the_interpreter()") in (
+        "['MeetingTimeoutError', None]",
+        "['PeerError', None]",
+    )
+
+
+def never_combines(rank: int) -> None:
+    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    t = given(rank, 1)
+    routed = d.dispatch(t.x, t.ids, t.weights)
+    if rank != 1:
+        out = torch.zeros(len(t.x), H, dtype=t.x.dtype)
+        try:
+            d.combine(routed.x, routed, out=out)
+        finally:
+            assert out.isnan().all()
+
+
+def test_a_rank_that_does_not_come_is_named_and_what_was_made_is_overwritten() -> None:
+    ends = end_ranks(never_combines, 3, environment={"SHARDWEAVE_TIMEOUT": "3"})
+    assert ends[1].error is None
+    for rank in (0, 2):
+        assert ends[rank].error in ("MeetingTimeoutError", "PeerError"), ends[rank]
+        assert "outputs since then are overwritten" in ends[rank].message
+    said = ("rank 1 did not come within 3 s", "rank 1 is gone")
+    assert any(text in ends[rank].message for text in said for rank in (0, 2))
+
+
+def explained(rank: int) -> str:
+    text = TokenDispatcher(**SETTINGS, world="symmetric").explain()
+    dist.barrier()  # who is gone cannot be joined
+    return text
+
+
+def test_explain_counts_the_window() -> None:
+    d = shardweave.VirtualTokenDispatcher(2, **SETTINGS)
+    (text, _) = run_ranks(explained, 2)
+    # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
+    rows = d.layout.rows
+    want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
+    assert window_nbytes(d.layout) == want
+    assert "symmetric" in text and f"{window_size(want):,}  window" in text, text
+    assert f"{rows * H * 2:,}  rows received that stay where they came, leases=1" in text, text
+
+
+def on_a_gpu(rank: int) -> str:
+    return digest(rounds_of(rank, "symmetric", device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
+    found = run_ranks(on_a_gpu, size, environment=OVERLAPPING, timeout=300)
+    # Of the same device: torch's own sums in gradients and experts have other orders on CPUs.
+    assert found == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
+
+
+def captured_on_a_gpu(rank: int) -> bool:
+    """Dispatch and combine in one graph, replayed with other tokens."""
+    torch.cuda.set_device(0)
+    d = TokenDispatcher(**SETTINGS, device="cuda", world="symmetric")
+    tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
+    x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(3):
+            routed = d.dispatch(x, ids, weights)
+            d.combine(routed.x, routed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
+        routed = d.dispatch(x, ids, weights)
+        y = d.combine(routed.x, routed)
+    for t in (*tokens, *tokens):
+        for name, into in (("x", x), ("ids", ids), ("weights", weights)):
+            into.copy_(getattr(t, name))
+        graph.replay()
+        got = y.clone()
+        with torch.no_grad():
+            routed = d.dispatch(x, ids, weights)
+            want = d.combine(routed.x, routed)
+        if not torch.equal(got, want):
+            return False
+    return True
+
+
+@pytest.mark.gpu
+def test_a_layer_in_a_graph(gpu: None) -> None:  # noqa: F811
+    assert run_ranks(captured_on_a_gpu, 2, environment=OVERLAPPING, timeout=300) == [True, True]

@@ -1,0 +1,479 @@
+"""Ranks that do not do alike: told by name and in words, on every transport; no value is ever another call's."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import end_ranks, run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardweave
+from shardweave.errors import ArgumentError, WorldError
+
+pytestmark = pytest.mark.multi
+
+TRANSPORTS = ("shared_memory", "collective", "mixed", "symmetric")
+
+
+def environment_of(transport: str, **more: str) -> dict[str, str]:
+    pretended = {"SHARDWEAVE_NODE_SIZE": "2"} if transport == "mixed" else {}
+    return {"SHARDWEAVE_TIMEOUT": "40", **pretended, **more}
+
+
+def sharded(
+    mesh: DeviceMesh, rows: int, columns: int, dtype: torch.dtype, add: int = 0
+) -> tuple[DTensor, torch.Tensor]:
+    """A matrix cut by rows along a 1-D mesh, and all of it."""
+    whole = (torch.arange(rows * columns).view(rows, columns) + add).to(dtype)
+    coordinate = mesh.get_coordinate()
+    chunks = whole.chunk(mesh.size())
+    mine = chunks[coordinate[0]] if coordinate and coordinate[0] < len(chunks) else whole[:0]
+    shape, stride = whole.shape, whole.stride()
+    return DTensor.from_local(mine.clone(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride), whole
+
+
+def misfit(x: DTensor) -> DTensor:
+    """The same spec with a local tensor that is too large."""
+    local = torch.zeros(x._local_tensor.shape[0] + 1, x.shape[1], dtype=x.dtype)
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def outcome(call: Callable[[], bool]) -> str:
+    """What a call came to: "right", "wrong" or the name and text of its error."""
+    try:
+        return "right" if call() else "wrong"
+    except (ArgumentError, WorldError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def lives(function: Callable[..., list[str]], cases: list[tuple], rank: int) -> list[list[str]]:
+    """`function(rank, *case)` for each case, each in a process group of its own."""
+    store, found = dist.distributed_c10d._get_default_store(), []
+    size = dist.get_world_size()
+    for i, case in enumerate(cases):
+        dist.destroy_process_group()
+        prefixed = dist.PrefixStore(f"life/{i}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        found.append(function(rank, *case))
+        # All ranks have ended before any goes on: connections that close are this life's, not the next one's.
+        store.set(f"ended/{i}/{rank}", "")
+        store.wait([f"ended/{i}/{other}" for other in range(size)])
+    return found
+
+
+def refuse_and_go_on(rank: int, transport: str, refusing: int, shape: tuple[int, int]) -> list[str]:
+    """One rank refuses a call that it and its peers have made before, catches the error, and goes on."""
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    found = []
+    for step in range(4):
+        x, whole = sharded(mesh, *shape, torch.float32, add=100 * step)
+        given = misfit(x) if rank == refusing and step == 1 else x
+
+        def call(given: DTensor = given, whole: torch.Tensor = whole) -> bool:
+            return shardweave.redistribute(given, [Replicate()], world=transport).to_local().equal(whole)
+
+        found.append(outcome(call))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_redistribute_refused_by_one_rank_that_goes_on(transport: str, ranks: int) -> None:
+    cases = [(transport, refusing, shape) for refusing in (0, ranks - 1) for shape in ((8, 6), (7, 1))]
+    by_rank = run_ranks(_lives_of_refusals, ranks, cases, environment=environment_of(transport))
+    for i, (_, refusing, _) in enumerate(cases):
+        said = [found[i] for found in by_rank]
+        assert all(steps[0] == "right" for steps in said), said
+        assert said[refusing][1].startswith("ArgumentError: "), said
+        assert not any("wrong" in steps for steps in said), said
+        others = [steps[1:] for rank, steps in enumerate(said) if rank != refusing]
+        assert any(step.startswith("DisagreementError: ") for steps in others for step in steps), said
+        named = [s for steps in others for s in steps if s.startswith("DisagreementError: ")]
+        assert any(f"rank {refusing} refused its arguments in call 2" in text for text in named), said
+        # Nobody has a value of the third call for the second: who needs the refusing rank raises from there on.
+        assert all("Error: " in steps[0] for steps in others), said
+
+
+def _lives_of_refusals(rank: int, cases: list[tuple]) -> list[list[str]]:
+    return lives(refuse_and_go_on, cases, rank)
+
+
+def all_refuse(rank: int, transport: str) -> list[str]:
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    found = []
+    for step in range(6):
+        x, whole = sharded(mesh, 8, 6, torch.float32, add=step)
+        given = misfit(x) if step in (0, 2, 3) else x
+        found.append(outcome(lambda g=given, w=whole: _gathered(g, transport).equal(w)).split(":")[0])
+    return found
+
+
+def _gathered(x: DTensor, transport: str) -> torch.Tensor:
+    return shardweave.redistribute(x, [Replicate()], world=transport).to_local()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_redistribute_refused_by_all_ranks_alike(transport: str) -> None:
+    wrong = "ArgumentError"
+    for said in run_ranks(all_refuse, 3, transport, environment=environment_of(transport)):
+        assert said == [wrong, "right", wrong, wrong, "right", "right"]
+
+
+def swapped(rank: int, transport: str, known: bool) -> list[str]:
+    """Two requests of equal bytes, that one rank makes in another order."""
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    requests = [sharded(mesh, 8, 6, torch.float32), sharded(mesh, 8, 6, torch.int32, add=1000)]
+    found = []
+    for step in range(2 if known else 1):
+        if step == known and rank == 0:
+            requests.reverse()
+        for x, whole in requests:
+            found.append(outcome(lambda x=x, w=whole: _gathered(x, transport).equal(w)))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("known", [True, False])
+def test_calls_in_another_order_are_told_in_words(transport: str, known: bool) -> None:
+    for ranks in (2, 4):
+        said = run_ranks(swapped, ranks, transport, known, environment=environment_of(transport))
+        assert not any("wrong" in steps for steps in said), said
+        assert all(steps[:2] == ["right"] * 2 for steps in said) or not known, said
+        texts = [s for steps in said for s in steps if s.startswith("DisagreementError: ")]
+        assert texts, said
+        for text in texts:
+            assert "float32[8, 6]" in text and "int32[8, 6]" in text, text
+            assert f"call {3 if known else 1} of ranks {tuple(range(ranks))}: S0 → R" in text, text
+
+
+def groups_in_another_order(rank: int, transport: str) -> list[str]:
+    """One call of a pair and one of everyone; rank 0 makes the pair's first."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])]
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            assert _gathered(sharded(mesh, 6, 2, torch.float32)[0], transport) is not None
+    found = []
+    for mesh in meshes if rank == 0 else reversed(meshes):
+        if mesh.get_coordinate() is not None:
+            x, whole = sharded(mesh, 6, 2, torch.float32)
+            found.append(outcome(lambda x=x, w=whole: _gathered(x, transport).equal(w)))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "collective", "symmetric"])
+def test_calls_of_overlapping_groups_in_another_order(transport: str) -> None:
+    start = time.monotonic()
+    said = run_ranks(groups_in_another_order, 3, transport, environment=environment_of(transport))
+    assert not any("wrong" in steps for steps in said), said
+    if transport != "symmetric":  # where it is the device that waits
+        assert any(s.startswith("DisagreementError: ") for steps in said for s in steps), said
+        assert time.monotonic() - start < 35, said
+
+
+def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
+    """As of two pipeline stages with a shared embedding: tensors along pairs, and one of the pair in the middle."""
+    grid = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
+    middle, last = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [0, 3])
+    for step in range(3):
+        whole = torch.arange(48.0).view(8, 6) + step
+        here = grid.get_coordinate()
+        local = whole.chunk(2)[here[1]].clone() if here else whole[:0]
+        a = DTensor.from_local(local, grid, [Replicate(), Shard(0)], run_check=False, shape=whole.shape, stride=(6, 1))
+        b, of_b = sharded(middle, 5, 3, torch.int32, add=step)
+        c, of_c = sharded(last, 4, 2, torch.float32, add=7 * step)
+        targets = [[Replicate(), Replicate()], [Replicate()], [Shard(1)]]
+        # Ranks 4 and on are in none of the meshes, and call all the same.
+        x, y, z = (t.to_local() for t in shardweave.redistribute_batch([a, b, c], targets, world=transport))
+        assert rank > 3 or x.equal(whole), (rank, x)
+        assert rank not in (1, 2) or y.equal(of_b), (rank, y)
+        if rank in (0, 3):
+            assert z.equal(of_c[:, :1] if rank == 0 else of_c[:, 1:]), (rank, z)
+        if rank > 3:
+            assert x is not None and not x.numel() and not y.numel() and not z.numel()
+    everyone, whole = sharded(DeviceMesh("cpu", list(range(ranks))), 10, 2, torch.float32)
+    return _gathered(everyone, transport).equal(whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [4, 5, 6])
+def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int) -> None:
+    assert all(run_ranks(overlapping_batch, ranks, transport, ranks, environment=environment_of(transport)))
+
+
+def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int], way: str) -> list[str]:
+    """Some ranks refuse a call before it is planned, so that nobody can say whose call it is, and go on."""
+    everyone = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    pair = DeviceMesh("cpu", [0, 1])
+    found = []
+    for step in range(4):
+        x, whole = sharded(everyone, 6, 5, torch.float32, add=100 * step)
+        placements, more = [Replicate()], {}
+        if rank in refusing and step == 1:
+            placements, more = {
+                "placements": ([Shard(7)], {}),
+                "dtype": ([Replicate()], {"forward_dtype": "float16"}),
+                "order": ([Replicate()], {"shard_order": {0: (0,)}}),
+                "batch": ([Shard(7)], {}),
+                "not a DTensor": ([Replicate()], {}),
+            }[way]
+            if way == "not a DTensor":
+                x = x.to_local()
+
+        def call(x: Any = x, placements: Any = placements, more: Any = more, whole: Any = whole) -> bool:
+            if way == "batch":
+                return shardweave.redistribute_batch([x], [placements], world=transport)[0].to_local().equal(whole)
+            return shardweave.redistribute(x, placements, world=transport, **more).to_local().equal(whole)
+
+        found.append(outcome(call))
+        if rank < 2 and all(each == "right" or each.startswith("ArgumentError") for each in found):
+            y, all_of_it = sharded(pair, 3, 2, torch.int32, add=step)  # a group within the mesh
+            found.append(outcome(lambda y=y, all_of_it=all_of_it: _gathered(y, transport).equal(all_of_it)))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("way", ["placements", "dtype", "order", "batch", "not a DTensor"])
+def test_refusal_before_planning_by_one_rank_that_goes_on(transport: str, way: str) -> None:
+    by_rank = run_ranks(refuse_unplanned_and_go_on, 3, transport, [0], way, environment=environment_of(transport))
+    for rank, said in enumerate(by_rank):
+        steps = [said[i] for i in range(len(said)) if rank == 2 or i % 2 == 0]
+        assert steps[0] == "right" and "wrong" not in said, by_rank
+        if rank == 0:
+            assert steps[1].startswith("ArgumentError"), by_rank
+            assert "right" not in steps[2:], by_rank
+        else:
+            assert steps[1].startswith(("DisagreementError", "PeerError")), by_rank
+    told = "rank 0 refused its arguments in a call of ranks of (0, 1, 2)"
+    assert any(told in text for said in by_rank[1:] for text in said), by_rank
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_refusal_before_planning_by_all_ranks(transport: str) -> None:
+    for way in ("placements", "batch"):
+        by_rank = run_ranks(
+            refuse_unplanned_and_go_on, 3, transport, [0, 1, 2], way, environment=environment_of(transport)
+        )
+        for said in by_rank:
+            assert [text[:13] for text in said if text != "right"] == ["ArgumentError"], by_rank
+
+
+def batch_on_two_devices(rank: int, transport: str) -> list[str]:
+    """Rank 0 gives tensors of two devices, catches the error, and goes on."""
+    mesh, found = DeviceMesh("cpu", list(range(dist.get_world_size()))), []
+    for step in range(3):
+        x, whole = sharded(mesh, 7, 2, torch.float32, add=step)
+        y, _ = sharded(mesh, 5, 3, torch.int32, add=step)
+        if rank == 0 and step == 1:
+            shape, stride = y.shape, y.stride()
+            local = y._local_tensor.to("meta")
+            y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+        def call(x: DTensor = x, y: DTensor = y, whole: torch.Tensor = whole) -> bool:
+            found, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, world=transport)
+            return found.to_local().equal(whole)
+
+        found.append(outcome(call))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_batch_of_two_devices_is_refused_and_peers_are_told(transport: str) -> None:
+    first, *others = run_ranks(batch_on_two_devices, 3, transport, environment=environment_of(transport))
+    assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
+    assert "right" not in first[2:] and "wrong" not in first, first
+    for said in others:
+        assert said[0] == "right" and said[1].startswith("DisagreementError"), said
+        assert "refused its arguments" in said[1] and "right" not in said[2:], said
+
+
+def skewed(rank: int, transport: str) -> bool:
+    """Rank 0 waits for rank 2, which is late, while rank 1 has had all that it needs and waits in the next call."""
+    pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
+    for step in range(3):
+        if rank == 2 and step == 1:
+            time.sleep(2.5)
+        given = [sharded(mesh, 6, 2, torch.float32, add=step) for mesh in pairs]
+        ys = shardweave.redistribute_batch([x for x, _ in given], [[Replicate()]] * 2, world=transport)
+        for y, (x, whole) in zip(ys, given, strict=True):
+            assert x.device_mesh.get_coordinate() is None or y.to_local().equal(whole)
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rank_that_is_ahead_of_a_late_one_is_not_taken_for_another_call(transport: str) -> None:
+    assert all(run_ranks(skewed, 3, transport, environment=environment_of(transport)))
+
+
+def dispatcher_refuses_while_pending(rank: int, transport: str) -> bool:
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    d = shardweave.TokenDispatcher(
+        None, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, world=transport
+    )
+    ids = torch.tensor([[0, 3], [1, 2]])
+    for step in range(3):
+        x, whole = sharded(mesh, 8, 6, torch.float32, add=step)
+        later = shardweave.redistribute(x, [Replicate()], async_op=True, world=transport)
+        with pytest.raises(ArgumentError, match="x: "):
+            d.dispatch(torch.zeros(2, 7), ids, torch.ones(2, 2))
+        routed = d.dispatch(torch.full((2, 8), 1.0 + rank), ids, torch.ones(2, 2))
+        assert (d.combine(routed.x, routed) == 2 * (1.0 + rank)).all()
+        assert later.to_local().equal(whole)
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_dispatcher_refuses_while_an_async_redistribution_is_pending(transport: str) -> None:
+    assert all(run_ranks(dispatcher_refuses_while_pending, 3, transport, environment=environment_of(transport)))
+
+
+def used_twice(rank: int, transport: str) -> list[str]:
+    mesh = DeviceMesh("cpu", [0, 1])
+    x, whole = sharded(mesh, 8, 6, torch.float32)
+    assert _gathered(x, transport).equal(whole)
+    if rank == 1:
+        # Not the same request: the exchange that rank 0 has begun never ends well.
+        other, _ = sharded(mesh, 10, 6, torch.float32)
+        return [outcome(lambda: _gathered(other, transport) is None)]
+    found = []
+    try:
+        later = shardweave.redistribute(x, [Replicate()], async_op=True, world=transport)
+    except WorldError as error:
+        return [f"{type(error).__name__}"] * 3
+    for _ in range(3):
+        found.append(outcome(lambda: (later.to_local() + 0).equal(whole)))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "collective", "mixed"])
+def test_async_result_whose_first_use_raised_raises_again(transport: str) -> None:
+    more = {"SHARDWEAVE_NODE_SIZE": "1"} if transport == "mixed" else {}
+    said = run_ranks(used_twice, 2, transport, environment={**environment_of(transport), **more})
+    assert all("Error" in text for text in said[0]) and len(said[0]) == 3, said
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def drop_async(rank: int, transport: str) -> int:
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    for step in range(3):
+        x, _ = sharded(mesh, 200, 300, torch.float32, add=step)
+        shardweave.redistribute(x, [Replicate()], async_op=True, world=transport)
+    return 0
+
+
+def drop_in_each_life(rank: int, transport: str) -> list[int]:
+    store, counts = dist.distributed_c10d._get_default_store(), []
+    size = dist.get_world_size()
+    for i in range(6):
+        dist.destroy_process_group()
+        prefixed = dist.PrefixStore(f"life/{i}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        drop_async(rank, transport)
+        store.set(f"ended/{i}/{rank}", "")
+        store.wait([f"ended/{i}/{other}" for other in range(size)])
+        gc.collect()
+        counts.append(descriptors())
+    return counts
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_dropped_async_results_keep_no_process_group_alive(transport: str) -> None:
+    for counts in run_ranks(drop_in_each_life, 2, transport, environment=environment_of(transport)):
+        assert max(counts[3:]) <= counts[2] + 2, counts  # a life that leaked would leave 4 at least
+
+
+def set_up(rank: int, what: str) -> str:
+    mesh = DeviceMesh("cpu", [0, 1])
+    x, whole = sharded(mesh, 8, 6, torch.float32)
+    odd = rank == 1
+    if what == "SHARDWEAVE_WORLD":
+        if odd:
+            os.environ["SHARDWEAVE_WORLD"] = "collective"
+        return outcome(lambda: _gathered(x, None).equal(whole))
+    options: dict[str, Any] = {
+        "min_bytes": {"min_bytes": 100 if odd else 0},
+        "topology": {"topology": shardweave.NVLINK_NODE if odd else None},
+        "reduction": {"reduction": "fast" if odd else "ordered"},
+        "costs": {"costs": odd},
+        "install": {},
+    }[what]
+    if what == "install" and odd:
+        return outcome(lambda: shardweave.redistribute(x, [Replicate()]).to_local().equal(whole))
+    with shardweave.installed(**options):
+        return outcome(lambda: x.redistribute(placements=[Replicate()]).to_local().equal(whole))
+
+
+@pytest.mark.parametrize(
+    ("what", "named", "values"),
+    [
+        ("SHARDWEAVE_WORLD", "SHARDWEAVE_WORLD: ", ("not set", "collective")),
+        ("min_bytes", "install(min_bytes=): ", ("0", "100")),
+        ("topology", "install(topology=): ", ("none", "nvlink")),
+        ("reduction", "install(reduction=): ", ("ordered", "fast")),
+        ("costs", "install(costs=): ", ("off", "on")),
+        ("install", "install(): ", ("called", "not called")),
+    ],
+)
+def test_settings_that_differ_are_named_when_ranks_first_meet(what: str, named: str, values: tuple[str, str]) -> None:
+    for text in run_ranks(set_up, 2, what, environment=environment_of("shared_memory")):
+        assert text.startswith("DisagreementError: " + named) and "rank 0" in text and "rank 1" in text, text
+        assert all(value in text.lower() for value in values), text
+
+
+def not_installed(rank: int) -> list[str]:
+    """Rank 1 has not installed: its redistribution is torch's, and rank 0 waits."""
+    from shardweave.runtime.transports import rendezvous
+
+    rendezvous.WARN_AFTER = 1.0
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("shardweave").addHandler(Kept())
+    mesh = DeviceMesh("cpu", [0, 1])
+    x, _ = sharded(mesh, 8, 6, torch.float32)
+    with shardweave.installed() if rank == 0 else contextlib.nullcontext():
+        found = outcome(lambda: x.redistribute(placements=[Replicate()]) is None) if rank == 0 else "stock"
+        if rank == 1:
+            time.sleep(5)
+    return [found, *said]
+
+
+def test_long_wait_asks_whether_all_ranks_have_installed() -> None:
+    waiting, other = run_ranks(not_installed, 2, environment={"SHARDWEAVE_TIMEOUT": "4"})
+    assert waiting[0].startswith("MeetingTimeoutError: rank 1 did not come within 4 s") and other == ["stock"]
+    (said,) = waiting[1:]
+    assert "rank 0 has waited" in said and "for ranks [1]" in said and "shardweave.install()" in said
+    assert "rank 1 has not used shardweave in this process group" in said
+
+
+def die_first(rank: int, transport: str | None) -> None:
+    if rank == 1:
+        os._exit(3)
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())), _init_backend=False)
+    shardweave.redistribute(sharded(mesh, 8, 6, torch.float32)[0], [Replicate()], world=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rank_that_dies_before_the_first_meeting_is_named(transport: str) -> None:
+    start = time.monotonic()
+    ends = end_ranks(die_first, 3, transport, environment=environment_of(transport), timeout=60)
+    assert time.monotonic() - start < 30  # not the timeout, 40 s
+    others = [end for rank, end in enumerate(ends) if rank != 1]
+    assert all(end.error in ("PeerError", "RuntimeError") for end in others), ends
+    assert any("rank 1 is gone" in end.message for end in others), ends

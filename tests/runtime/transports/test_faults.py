@@ -1,0 +1,215 @@
+"""What goes wrong between ranks is told, named, and ends in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from rank_processes import end_ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardweave
+
+pytestmark = pytest.mark.multi
+
+
+def disagree(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    rows = 8 if rank != 2 else 12
+    d = DTensor.from_local(torch.full((rows // 4, 4), float(rank)), mesh, [Shard(0)], run_check=False)
+    shardweave.redistribute(d, [Shard(1)], world=world)
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_ranks_that_ask_for_different_things_are_told(world: str) -> None:
+    ends = end_ranks(disagree, 4, world, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
+    assert ends[2].error == "DisagreementError"
+    assert "asked for different things" in ends[2].message and "rank 2" in ends[2].message
+    assert all(end.error is not None for end in ends)
+    told = [end for end in ends if end.error == "DisagreementError"]
+    assert all("no tensor of yours was written" in end.message for end in told)
+    if world == "shared_memory":
+        assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
+def misfit_on_one(rank: int, world: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    # Ranks that have met can read what one said even after it has ended.
+    shardweave.redistribute(distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)]), [Shard(1)], world=world)
+    rows = 3 if rank == 2 else 2
+    d = DTensor.from_local(
+        torch.zeros(rows, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
+    )
+    shardweave.redistribute(d, [Replicate()], world=world)
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_a_rank_whose_tensor_does_not_fit_tells_its_peers(world: str) -> None:
+    start = time.monotonic()
+    ends = end_ranks(misfit_on_one, 4, world, timeout=60)
+    assert time.monotonic() - start < 45
+    assert ends[2].error == "ArgumentError" and "gave shape (3, 4)" in ends[2].message
+    others = [end for rank, end in enumerate(ends) if rank != 2]
+    assert any(end.error == "DisagreementError" and "rank 2" in end.message for end in others)
+    assert {end.error for end in others} <= {"DisagreementError", "PeerError"}
+
+
+def one_rank_alone(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(24.0).view(4, 6)
+    if rank == 3:
+        d = DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=False)
+        assert torch.equal(shardweave.redistribute(d, [Shard(0), Shard(1)]).to_local(), whole[2:, 3:])
+
+
+def test_a_rank_that_exchanges_nothing_waits_for_nobody() -> None:
+    run_ranks(one_rank_alone, 4, environment={"SHARDWEAVE_TIMEOUT": "5"})
+
+
+def die_or_wait(rank: int, how: str, world: str = "shared_memory") -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    d = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])
+    for call in range(50):
+        if rank == 1 and call == 30:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(0)
+            time.sleep(5)
+        shardweave.redistribute(d, [Shard(1)], world=world)
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+@pytest.mark.parametrize("how", ["killed", "exit"])
+def test_a_dead_rank_is_named(how: str, world: str) -> None:
+    start = time.monotonic()
+    ends = end_ranks(die_or_wait, 4, how, world, timeout=60)
+    # Far below the group's timeout of 60 s: the death itself was noticed.
+    assert time.monotonic() - start < 45
+    named = [end.message for r, end in enumerate(ends) if r != 1 and "rank 1" in end.message]
+    assert named and all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
+
+
+@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+def test_a_stalled_rank_ends_the_wait(world: str) -> None:
+    ends = end_ranks(die_or_wait, 4, "stall", world, environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
+    errors = [end for r, end in enumerate(ends) if r != 1]
+    assert any(end.error == "MeetingTimeoutError" and "rank 1" in end.message for end in errors)
+    assert {end.error for end in errors} <= {"MeetingTimeoutError", "PeerError"}
+
+
+def bad_arguments(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    d = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0), Shard(1)])
+
+    def refused(kind: type[Exception], *parts: str):
+        return pytest.raises(kind, match="(?s)" + ".*".join(parts))
+
+    with refused(shardweave.ArgumentError, "placements", "mesh dim 1", "tensor dim 2", "allowed: -2..1"):
+        shardweave.redistribute(d, [Shard(0), Shard(2)])
+    with refused(shardweave.ArgumentError, "placements", "1 given", "mesh of 2"):
+        shardweave.redistribute(d, [Shard(0)])
+    with refused(shardweave.ArgumentError, "shard_order", "tensor dim 0", r"\(0, 0\)", "allowed", r"\(0, 1\)"):
+        shardweave.redistribute(d, [Shard(0), Shard(0)], shard_order={0: (0, 0)})
+    with refused(shardweave.ArgumentError, "world", "smoke", "shared_memory"):
+        shardweave.redistribute(d, [Shard(1), Shard(0)], world="smoke")
+    misfit = DTensor.from_local(
+        torch.zeros(3, 3), mesh, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
+    )
+    with refused(shardweave.ArgumentError, "local tensor", r"\(3, 3\)", r"allows only \(2, 3\)"):
+        shardweave.redistribute(misfit, [Replicate(), Replicate()])
+    # None of it left the ranks apart.
+    assert torch.equal(shardweave.redistribute(d, [Replicate(), Replicate()]).to_local(), torch.arange(24.0).view(4, 6))
+
+
+def test_bad_arguments_are_refused_before_anything_is_communicated() -> None:
+    run_ranks(bad_arguments, 4)
+
+
+def fail_alone(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
+    shardweave.redistribute(d, [Replicate()])
+    if rank == 1:
+        from shardweave.runtime.transports.shared_tensors import SharedPool
+
+        def full(*arguments: object) -> torch.Tensor:
+            raise shardweave.WorldError("no room")
+
+        SharedPool.empty = full  # type: ignore[method-assign]
+        with pytest.raises(shardweave.WorldError, match="no room"):
+            shardweave.redistribute(d, [Replicate()])
+        time.sleep(3)
+    shardweave.redistribute(d, [Replicate()])
+
+
+def test_a_rank_that_fails_between_meetings_tells_its_peers() -> None:
+    start = time.monotonic()
+    ends = end_ranks(fail_alone, 2, environment={"SHARDWEAVE_TIMEOUT": "40"}, timeout=60)
+    assert ends[0].error == "PeerError" and "rank 1" in ends[0].message and "failed" in ends[0].message
+    assert ends[1].error == "WorldError" and "no room" in ends[1].message
+    assert time.monotonic() - start < 30
+
+
+def two_threads(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
+    shardweave.redistribute(d, [Replicate()])
+    ends: list[str] = []
+
+    def many() -> None:
+        try:
+            for _ in range(2000):
+                shardweave.redistribute(d, [Replicate()])
+        except shardweave.WorldError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=many) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def test_two_threads_at_once_are_told() -> None:
+    ends = run_ranks(two_threads, 2, environment={"SHARDWEAVE_TIMEOUT": "20"})
+    assert all(ends) and any("two threads" in text for rank in ends for text in rank)
+
+
+@pytest.mark.parametrize("kind", ["anonymous", "named"])
+def test_no_shared_memory_segment_is_left_behind(kind: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    ends = end_ranks(die_or_wait, 4, "killed", environment={"SHARDWEAVE_SEGMENTS": kind}, timeout=60)
+    assert all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def use_named_segments(rank: int) -> int:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(3e6).view(1500, 2000)
+    kept = [shardweave.redistribute(distribute_tensor(whole, mesh, [Shard(0)] * 2), [Shard(1), Replicate()])]
+    kept.append(shardweave.redistribute(kept[0], [Replicate(), Replicate()]))
+    assert torch.equal(kept[1].to_local(), whole)
+    return sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm"))
+
+
+def test_named_segments_carry_the_same_and_go_at_exit() -> None:
+    before = set(os.listdir("/dev/shm"))
+    assert all(named >= 2 for named in run_ranks(use_named_segments, 4, environment={"SHARDWEAVE_SEGMENTS": "named"}))
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def ask_for_unknown_segments(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(shardweave.ArgumentError, match="SHARDWEAVE_SEGMENTS: 'wooden'; allowed: anonymous, named"):
+        shardweave.redistribute(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), [Replicate()])
+
+
+def test_unknown_segments_are_refused() -> None:
+    run_ranks(ask_for_unknown_segments, 2, environment={"SHARDWEAVE_SEGMENTS": "wooden"})

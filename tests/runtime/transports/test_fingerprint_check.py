@@ -1,0 +1,123 @@
+"""Agreement by words beside messages, as on backends without tags: here gloo, whose tags are not used for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+from test_agreement import misfit, outcome, sharded
+from test_process_group_on_devices import pairs
+from test_token_disagreement import dispatcher, fits, tokens
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+import shardweave
+from shardweave.runtime.transports import select
+from shardweave.runtime.transports.fingerprint_check import _merged
+from shardweave.runtime.transports.process_group import CollectiveWorld
+
+pytestmark = pytest.mark.multi
+
+
+def by_words() -> CollectiveWorld:
+    """The world of this process, without tags."""
+    world = select.current_worlds()._collective("cpu")
+    world.has_tags = False
+    return world
+
+
+def random_requests_by_words(rank: int, size: int, number: int, reduction: str) -> bool:
+    by_words()
+    pairs(rank, "cpu", size, number, reduction)
+    return True
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_requests_are_right(size: int, reduction: str) -> None:
+    assert all(run_ranks(random_requests_by_words, size, size, 12, reduction))
+
+
+def swapped(rank: int) -> list[Any]:
+    """Two requests of equal bytes, known to all, which rank 0 makes in another order."""
+    world = by_words()
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    requests = [sharded(mesh, 9, 6, torch.float32), sharded(mesh, 9, 6, torch.int32, add=1000)]
+    for x, whole in requests:
+        assert _gathered(x).equal(whole)
+    if rank == 0:
+        requests.reverse()
+    x, whole = requests[0]
+    # The host learns of it later: what came is overwritten, this rank's own part is not.
+    got = _gathered(x)
+    others = [r for r in range(3) if r != rank]
+    rows = torch.cat([got[3 * r : 3 * r + 3] for r in others])
+    mine = got[3 * rank : 3 * rank + 3].equal(whole[3 * rank : 3 * rank + 3])
+    poisoned = [bool((got[3 * r : 3 * r + 3].view(torch.uint8) == 255).all()) for r in others]
+    right = [got[3 * r : 3 * r + 3].equal(whole[3 * r : 3 * r + 3]) for r in others]
+    assert rows.shape == (6, 6)
+    error = outcome(lambda: _gathered(requests[1][0]) is None)
+    return [mine, [p or (r and 0 not in (rank, o)) for p, r, o in zip(poisoned, right, others, strict=True)],
+            any(poisoned), error, type(world.error).__name__]  # fmt: skip
+
+
+def _gathered(x: Any) -> torch.Tensor:
+    return shardweave.redistribute(x, [Replicate()], world="collective").to_local()
+
+
+def test_calls_in_another_order_overwrite_what_came_and_raise_in_the_next() -> None:
+    for mine, others, some, error, of_world in run_ranks(swapped, 3, environment={"SHARDWEAVE_TIMEOUT": "20"}):
+        assert mine and all(others) and some
+        assert error.startswith("DisagreementError: ") and of_world == "DisagreementError", error
+
+
+def refused(rank: int) -> list[str]:
+    by_words()
+    mesh = DeviceMesh("cpu", [0, 1])
+    found = []
+    for step in range(4):
+        x, whole = sharded(mesh, 8, 6, torch.float32, add=100 * step)
+        given = misfit(x) if rank == 0 and step == 1 else x
+
+        def call(given: Any = given, whole: torch.Tensor = whole) -> bool:
+            got = _gathered(given)
+            return got.equal(whole) or bool((got[4 - 4 * rank : 8 - 4 * rank].view(torch.uint8) == 255).all())
+
+        found.append(outcome(call))
+        if step == 1 and rank == 0:
+            # Peers wait for this rank's message of another call: it comes, and is not believed.
+            continue
+    return found
+
+
+def test_redistribute_refused_by_one_rank_that_goes_on() -> None:
+    said = run_ranks(refused, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
+    assert not any("wrong" in steps for steps in said), said
+    assert said[0][1].startswith("ArgumentError") and any(s.startswith("DisagreementError") for s in said[1]), said
+
+
+def dispatched(rank: int) -> bool:
+    by_words()
+    for slab_capacity in (None, 8):
+        d = dispatcher("collective", slab_capacity=slab_capacity)
+        for _ in range(3):
+            fits(d, rank)
+        x, ids, weights = tokens(rank)
+        x.requires_grad_()
+        routed = d.dispatch(x, ids, weights)
+        d.combine(routed.x, routed).sum().backward()
+        assert x.grad is not None and bool((x.grad == 2).all())
+    return True
+
+
+def test_token_dispatch_is_right() -> None:
+    assert all(run_ranks(dispatched, 4))
+
+
+def test_received_buffers_that_follow_each_other_are_overwritten_together() -> None:
+    room, other = torch.zeros(30, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    found = _merged([room[10:20], other, room[0:0], room[4:10], room[25:30]])
+    assert sorted(x.numel() for x in found) == [4, 5, 16] and dist.is_available()

@@ -1,0 +1,485 @@
+"""Programs that push inside a node and send across nodes: pretended nodes of real processes, and of virtual ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import end_ranks, run_ranks
+from test_drop_in import refused_meanwhile, waited_for_later
+from test_faults import die_or_wait, disagree, misfit_on_one
+from test_fsdp import collectives_alone
+from test_fuzz import ascending, check_on_a_rank, drawn, many_on_ranks, placements_of, same, spec_of, with_strides
+from test_redistribute_meshes import batches, on_nodes, one_disagrees, to_other_meshes
+from test_simulate import oracle, poison  # noqa: F401
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import shardweave
+from shardweave.__main__ import main
+from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
+from shardweave.planner import Mesh, Topology
+from shardweave.runtime.executor.lower import AssumedWorld, explain_on, lower
+from shardweave.runtime.transports.base import HEADER, AllToAll, Transfer
+from shardweave.runtime.transports.process_group import CollectiveWorld
+
+SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
+NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
+PRETENDED = {"SHARDWEAVE_NODE_SIZE": "2"}
+SOON = {**PRETENDED, "SHARDWEAVE_TIMEOUT": "20"}
+
+
+def raw(x: torch.Tensor) -> bytes:
+    x = x.cpu()
+    return torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8).numpy().tobytes()
+
+
+# Of virtual ranks
+
+
+def check_bits(seeds: range, node_size: int, device: str, backends: tuple[str | None, ...]) -> None:
+    """Sums that round, of every kind of program: as one-sided ranks give them, and as those that only send do."""
+    for seed in seeds:
+        case = drawn(seed)
+        dtype = getattr(torch, case.dtype)
+        given = case.whole()
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            given = given * torch.rand(given.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        program = shardweave.plan(case.mesh, case.shape, dtype, case.source, case.target, topology=case.topology)
+        random = Random(seed)
+        shards = oracle.local_shards(case.mesh, case.shape, case.source, given)
+        locals_ = [with_strides(x.to(dtype), random) for x in shards]
+        wanted = shardweave.simulate(program, locals_)
+        there = [x.to(device) for x in locals_]
+        for backend in backends:
+            got = shardweave.simulate(program, there, one_sided=False, backend=backend, node_size=node_size)
+            for rank, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                assert a.shape == b.shape and raw(a) == raw(b), (
+                    f"{case}\n{program.explain()}\nrank {rank}: {a}, not {b}"
+                )
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("node_size", [2, 3])
+def test_every_part_of_a_node_gives_the_same_bits(node_size: int, poison: Any) -> None:  # noqa: F811
+    check_bits(range(60), node_size, "cpu", (None, "gloo", "nccl"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_virtual_ranks_of_a_gpu_give_the_same_bits() -> None:
+    check_bits(range(60), 2, "cuda", (None, "nccl"))
+
+
+@pytest.mark.plan
+def test_all_who_meet_choose_alike_by_their_nodes() -> None:
+    found = Counter[str]()
+    for mesh, node_size in ((Mesh((2, 2)), 2), (Mesh((2, 3)), 2), (Mesh((2, 2, 2)), 4), (Mesh((5,)), 2)):
+        for source in ("S0", "P", "R"):
+            for target in ("S0", "S1", "R"):
+                texts = [" ".join([x] + ["S1"] * (mesh.ndim - 1)) for x in (source, target)]
+                program = shardweave.plan(
+                    mesh, (12, 60), "float32", *texts, topology=replace(NODES, node_size=node_size)
+                )
+                world = AssumedWorld(mesh, False, node_size=node_size)
+                for step in program.steps:
+                    for position in range(mesh.size):
+                        members = program.members(step, position)
+                        how = {lower(program, step, p, world).how for p in members}
+                        assert len(how) == 1, (program.explain(), how)
+                        nodes = {p // node_size for p in members}
+                        if len(members) > 1:
+                            wanted = "push" if len(nodes) == 1 else "push and send"
+                            assert (how == {wanted}) == (len(nodes) < len(members)), (program.explain(), members, how)
+                        found.update(how)
+    assert min(found["push"], found["push and send"], found["send and receive"] + found["all-to-all"]) > 3, found
+
+
+@pytest.mark.plan
+def test_simulate_refuses_a_node_size() -> None:
+    program = shardweave.plan((2,), (4,), "float32", "S0", "R")
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(ArgumentError, match="node_size: .*; allowed: a whole number above 0, or None"):
+            shardweave.simulate(program, [torch.zeros(2)] * 2, one_sided=False, node_size=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.plan
+def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    nodes = tmp_path / "nodes.json"
+    nodes.write_text(NODES.to_json())
+    asked = ["plan", "--mesh", "2,2", "--shape", "64,64", "--world", "mixed", "S0 S0", "R R"]
+    assert main([*asked, "--topology", str(nodes)]) == 0
+    shown = capsys.readouterr().out
+    program = shardweave.plan((2, 2), (64, 64), "float32", "S0 S0", "R R", topology=NODES)
+    assert shown == explain_on(program, AssumedWorld(program.mesh, False, node_size=2)) + "\n"
+    assert "     by push: ranks of one node write into each other's memory" in shown
+    for topology in ([], ["--topology", "nvlink"]):
+        assert main([*asked, *topology]) == 2
+        assert "error: --world mixed: of what nodes is not said; allowed: with a --topology of nodes" in (
+            capsys.readouterr().err
+        )
+
+
+# Of real processes
+
+REAL = {3: [(3,), (1, 3)], 4: [(4,), (2, 2), (2, 1, 2)], 5: [(5,)]}
+
+
+def digests(rank: int, ranks: int, world: str, first: int, count: int) -> list[str]:
+    """Of outputs, from values that do not add up exactly; each first checked against slices with values that do."""
+    random, meshes = Random(first), []
+    for shape in REAL[ranks]:
+        order = ascending(random, range(ranks), shape)
+        meshes += [(shape, order, DeviceMesh("cpu", torch.tensor(order).view(shape)))]
+    found = []
+    for seed in range(first, first + count):
+        shape, order, mesh = meshes[seed % len(meshes)]
+        case, position = drawn(seed, shape), order.index(rank)
+        check_on_a_rank(case, mesh, position, world)
+        dtype = getattr(torch, case.dtype)
+        values = case.whole() * (0.1 if dtype.is_floating_point and dtype.itemsize > 1 else 1)
+        mine = oracle.local_shards(case.mesh, case.shape, case.source, values)[position].to(dtype)
+        x = DTensor(mine, spec_of(case, mesh, case.source, dtype), requires_grad=False)
+        orders = dict(oracle.read(case.target).orders)
+        for _ in range(2):  # the second with buffers that are kept ready
+            y = shardweave.redistribute(x, placements_of(case.target), shard_order=orders, world=world,
+                                        topology=case.topology)  # fmt: skip
+            found.append(hashlib.blake2b(raw(y._local_tensor)).hexdigest())
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("ranks", "count"), [(4, 24), (3, 16), (5, 12)])
+def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int) -> None:
+    mixed = run_ranks(digests, ranks, ranks, "mixed", 100 * ranks, count, environment=PRETENDED)
+    assert mixed == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
+
+
+class Counted:
+    """Bytes that go to each rank through torch.distributed, which must not be of this rank's node."""
+
+    def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages, self.sent, self.received = 0, 0, 0
+
+        def begin(world: CollectiveWorld, request: Any) -> Any:
+            if isinstance(request, AllToAll):
+                nodes = [r // 2 for r in request.group]
+                assert len(set(nodes)) == len(nodes)
+                self.sent += sum(nbytes - HEADER for nbytes in request.send_sizes if nbytes)
+                request.receives.fill_(0xA5)  # the last byte of no value that is sent
+                done = stock(world, request)
+
+                def count() -> None:
+                    done()
+                    for room in request.receives.split(request.receive_sizes):
+                        written = (room[HEADER:] != 0xA5).nonzero()
+                        self.received += int(written.max()) + 1 if len(written) else 0
+
+                return count
+            assert isinstance(request, Transfer)
+            for peer, buffer in (*request.sends, *request.receives):
+                assert peer // 2 != rank // 2, f"rank {rank} and rank {peer} share a node"
+                assert buffer.dtype is torch.uint8
+                self.messages += 1
+            self.sent += sum(buffer.numel() for _, buffer in request.sends)
+            self.received += sum(buffer.numel() for _, buffer in request.receives)
+            return stock(world, request)
+
+        stock = CollectiveWorld.begin
+        monkeypatch.setattr(CollectiveWorld, "begin", begin)
+
+
+def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[str], int]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.arange(96, dtype=torch.float32).reshape(12, 8)
+    options = (Replicate(), Shard(0), Shard(1))
+    crossing, means, within = [], set(), 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted = Counted(rank, monkeypatch)
+        for i, (a, b, c, d) in enumerate((a, b, c, d) for a in (*options, Partial()) for b in options for c in options
+                                         for d in options):  # fmt: skip
+            if i % 2 or (a, b) == (c, d):
+                continue
+            held = [Replicate() if p.is_partial() else p for p in (a, b)]
+            local = distribute_tensor(x, mesh, held, src_data_rank=None).to_local()
+            given = DTensor.from_local(local, mesh, (a, b), run_check=False, shape=x.shape, stride=x.stride())
+            counted.sent = counted.received = 0
+            y = shardweave.redistribute(given, (c, d), topology=topology)
+            times = 2 if a.is_partial() else 1
+            assert y.to_local().equal(times * distribute_tensor(x, mesh, (c, d), src_data_rank=None).to_local())
+            program = shardweave.plan(mesh, x.shape, x.dtype, (a, b), (c, d), topology=topology)
+            traffic = [replaced_traffic(program, step, rank) for step in program.steps]
+            # Nothing across nodes but what the plan says; so what stays inside does not pass through torch.
+            assert counted.received == 4 * sum(t.received_far for t in traffic), program.explain()
+            assert counted.sent == 4 * sum(t.sent_far for t in traffic), program.explain()
+            within += sum(t.received_near for t in traffic)
+            crossing.append(counted.received)
+            text = shardweave.explain(given, (c, d), topology=topology)
+            means |= {line.strip() for line in text.splitlines() if line.startswith("     by ")}
+            where = "on world mixed: 4 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=2"
+            assert text.endswith(where) or not program.exchanges
+    assert shardweave.stats().worlds[0, 1, 2, 3].startswith("mixed: 4 ranks are on 2 machines")
+    assert shardweave.stats().calls["mixed"] > 20 and not shardweave.stats().delegations
+    return crossing, means, within
+
+
+def replaced_traffic(program: shardweave.Program, step: Any, position: int) -> Any:
+    """What a rank exchanges inside and across nodes of two, whatever the program was planned for."""
+    return replace(program, topology=NODES).traffic(step, position)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("topology", [None, NODES])
+def test_bytes_inside_a_node_do_not_pass_through_torch(topology: Topology | None) -> None:
+    found = run_ranks(count_bytes, 4, topology, environment=PRETENDED)
+    for crossing, means, within in found:
+        assert any(crossing) and not all(crossing) and within > 0
+        assert "by push: ranks of one node write into each other's memory" in means
+        assert any(text.startswith("by push and send: ranks of a node write into each") for text in means)
+
+
+def count_bytes_of_a_batch(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    options = ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(1)])
+    pairs = [(a, b) for a in options for b in options]
+    xs = [torch.arange(35.0 + 7 * i).reshape(-1, 7).bfloat16() for i in range(len(pairs))]
+    given = [distribute_tensor(x, mesh, a, src_data_rank=None) for x, (a, _) in zip(xs, pairs, strict=True)]
+    requests = [(mesh, x.shape, x.dtype, a, b) for x, (a, b) in zip(xs, pairs, strict=True)]
+    programs = shardweave.plan_batch(requests).programs
+    far = sum(replaced_traffic(p, step, rank).received_far for p in programs for step in p.steps)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted = Counted(rank, monkeypatch)
+        for _ in range(3):
+            counted.messages = counted.received = 0
+            outs = shardweave.redistribute_batch(given, [b for _, b in pairs])
+            for x, y, (_, b) in zip(xs, outs, pairs, strict=True):
+                assert y.to_local().equal(distribute_tensor(x, mesh, b, src_data_rank=None).to_local())
+            # One message at most to and from each of the other node; each tensor's part at a multiple of 16 bytes.
+            assert counted.messages <= 4
+            assert 0 < 2 * far <= counted.received < 2 * far + 2 * 16 * len(pairs)
+
+
+@pytest.mark.multi
+def test_a_batch_mixes_as_well() -> None:
+    run_ranks(count_bytes_of_a_batch, 4, environment=PRETENDED)
+
+
+@pytest.mark.multi
+def test_other_meshes_topologies_and_batches() -> None:
+    assert min(run_ranks(to_other_meshes, 4, "mixed", environment=PRETENDED)) == 200
+    assert run_ranks(on_nodes, 4, "mixed", environment={**PRETENDED, "SHARDWEAVE_WORLD": "mixed"}) == [144] * 4
+    assert run_ranks(batches, 4, "mixed", environment=PRETENDED) == [270] * 4
+
+
+@pytest.mark.multi
+def test_what_is_begun_is_waited_for_when_it_is_used() -> None:
+    run_ranks(waited_for_later, 4, "mixed", environment={**PRETENDED, "SHARDWEAVE_WORLD": "mixed"})
+    run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_NODE_SIZE": "1", "SHARDWEAVE_WORLD": "mixed"})
+
+
+def several_worlds_at_once(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+    x = torch.arange(64.0).reshape(8, 8)
+    whole, across, inside = (distribute_tensor(x, m, [Shard(0)] * m.ndim, src_data_rank=None)
+                             for m in (mesh, mesh["across"], mesh["inside"]))  # fmt: skip
+    for _ in range(3):
+        begun = []
+        for given, world in ((whole, "mixed"), (inside, "shared_memory"), (across, "collective"), (whole, "mixed")):
+            y = shardweave.redistribute(given, [Shard(1)] * given.device_mesh.ndim, async_op=True)
+            assert shardweave.stats().worlds[tuple(given.device_mesh.mesh.flatten().tolist())].startswith(world)
+            begun.append(y)
+        # On two parts of a mixed world at once, then on it as a whole, and the other way round.
+        for y in begun if rank % 2 else reversed(begun):
+            assert y.full_tensor().equal(x)
+
+
+@pytest.mark.multi
+def test_a_mixed_world_takes_turns_with_its_parts() -> None:
+    run_ranks(several_worlds_at_once, 4, environment=PRETENDED)
+
+
+def installed(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.arange(48.0).reshape(8, 6)
+    with shardweave.installed():
+        d = distribute_tensor(x, mesh, [Shard(0), Shard(1)], src_data_rank=None).requires_grad_()
+        y = d.redistribute(placements=[Shard(1), Shard(0)])
+        product = (y @ y.T).full_tensor()
+        product.sum().backward()
+    assert product.equal(x @ x.T)
+    assert d.grad.full_tensor().allclose(2 * x.sum(0).expand(8, 6))
+    assert shardweave.stats().calls["mixed"] > 3 and not shardweave.stats().delegations
+
+
+@pytest.mark.multi
+def test_the_drop_in_mixes() -> None:
+    run_ranks(installed, 4, environment=PRETENDED)
+
+
+@pytest.mark.multi
+def test_fsdps_own_collectives_mix() -> None:
+    run_ranks(collectives_alone, 4, "mixed", environment={**PRETENDED, "SHARDWEAVE_WORLD": "mixed"})
+
+
+def chosen(rank: int) -> None:
+    meshes = {ranks: DeviceMesh("cpu", list(ranks)) for ranks in ((0, 1), (0, 2), (1, 2, 3))}
+    there = "machine, by SHARDWEAVE_NODE_SIZE=2"
+    worlds = (
+        f"shared_memory: all ranks are on this {there}",
+        f"collective: each rank is on another {there}",
+        f"mixed: 3 ranks are on 2 {there.replace('machine', 'machines')}",
+    )
+    for ranks, world in zip(meshes, worlds, strict=True):
+        if rank not in ranks:
+            continue
+        x = distribute_tensor(torch.arange(12.0), meshes[ranks], [Shard(0)], src_data_rank=None)
+        assert shardweave.redistribute(x, [Replicate()]).to_local().equal(torch.arange(12.0))
+        assert shardweave.stats().worlds[ranks] == world
+        # Any ranks may be asked to mix.
+        assert shardweave.redistribute(x, [Replicate()], world="mixed").to_local().equal(torch.arange(12.0))
+        assert shardweave.stats().worlds[ranks] == "mixed: asked for"
+        if ranks != (0, 1):
+            allowed = world.partition(":")[0]
+            with pytest.raises(UnsupportedError, match=f"cannot carry ranks .* on another {there}; allowed: {allowed}"):
+                shardweave.redistribute(x, [Replicate()], world="shared_memory")
+
+
+@pytest.mark.multi
+def test_the_world_follows_from_the_nodes() -> None:
+    run_ranks(chosen, 4, environment=SOON)
+
+
+def refuse_node_sizes(rank: int) -> None:
+    import os
+
+    for wrong in ("0", "-1", "two", "1.5", "²"):
+        os.environ["SHARDWEAVE_NODE_SIZE"] = wrong
+        with pytest.raises(ArgumentError, match=f"SHARDWEAVE_NODE_SIZE: '{wrong}'; allowed: a whole number of ranks"):
+            move_something()
+    if rank:
+        os.environ["SHARDWEAVE_NODE_SIZE"] = "2"
+    else:
+        del os.environ["SHARDWEAVE_NODE_SIZE"]
+    with pytest.raises(
+        ArgumentError, match=r"SHARDWEAVE_NODE_SIZE: (2|not set) on rank \d, (2|not set) on rank \d; al"
+    ):
+        move_something()
+
+
+def move_something() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shardweave.redistribute(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), [Replicate()])
+
+
+@pytest.mark.multi
+def test_node_sizes_are_whole_and_alike() -> None:
+    run_ranks(refuse_node_sizes, 2)
+
+
+@pytest.mark.long
+@pytest.mark.multi
+@pytest.mark.parametrize("node_size", ["2", "3", "5"])
+def test_random_redistributions_of_eight_ranks_at_length(node_size: str) -> None:
+    environment = {"SHARDWEAVE_NODE_SIZE": node_size}
+    assert run_ranks(many_on_ranks, 8, 8, "mixed", 3000, 150, environment=environment, timeout=500) == [150] * 8
+
+
+# What goes wrong
+
+
+@pytest.mark.multi
+def test_a_dead_rank_is_named() -> None:
+    ends = end_ranks(die_or_wait, 4, "killed", "mixed", environment=PRETENDED, timeout=50)
+    others = [end for r, end in enumerate(ends) if r != 1]
+    # Not by the group's timeout, of 60 s: the death itself was noticed.
+    assert all(end.error == "PeerError" for end in others) and any("rank 1" in end.message for end in others)
+
+
+def stall(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2))
+    store = dist.distributed_c10d._get_default_store()
+    x = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    shardweave.redistribute(x, [Replicate(), Replicate()])
+    if rank == 1:
+        store.wait([f"told/{other}" for other in (0, 2, 3)])
+        return ""
+    with pytest.raises((MeetingTimeoutError, PeerError)) as told:
+        shardweave.redistribute(x, [Replicate(), Replicate()])
+    store.set(f"told/{rank}", "")
+    return f"{told.typename}: {told.value}"
+
+
+@pytest.mark.multi
+def test_a_stalled_rank_ends_the_wait() -> None:
+    found = run_ranks(stall, 4, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "2"})
+    assert any(text.startswith("MeetingTimeoutError: ") and "rank 1" in text for text in found), found
+
+
+@pytest.mark.multi
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    ends = end_ranks(disagree, 4, "mixed", environment=SOON, timeout=40)
+    assert ends[2].error == "DisagreementError" and "asked for different things" in ends[2].message
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+    found = run_ranks(one_disagrees, 4, "mixed", environment=SOON)
+    assert "nothing" not in found and "DisagreementError" in found
+
+
+@pytest.mark.multi
+def test_a_rank_whose_tensor_does_not_fit_tells_its_peers() -> None:
+    ends = end_ranks(misfit_on_one, 4, "mixed", environment=SOON, timeout=40)
+    assert ends[2].error == "ArgumentError" and "gave shape (3, 4)" in ends[2].message
+    others = [end for rank, end in enumerate(ends) if rank != 2]
+    assert any(end.error == "DisagreementError" and "rank 2" in end.message for end in others)
+    assert {end.error for end in others} <= {"DisagreementError", "PeerError"}
+
+
+def fail_alone(rank: int, topology: Topology | None, where: str) -> str:
+    """Rank 1 fails in a call, and lives on: who waits for it, or for who waits for it, is told all the same."""
+    store = dist.distributed_c10d._get_default_store()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+    x = distribute_tensor(torch.arange(256.0).reshape(16, 16), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    inside = distribute_tensor(torch.arange(4.0), mesh["inside"], [Shard(0)], src_data_rank=None)
+
+    def call(given: DTensor = x) -> None:
+        shardweave.redistribute(given, [Replicate()] * given.device_mesh.ndim, topology=topology)
+
+    call()
+    call(inside)
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+
+            def no_room(*arguments: object) -> torch.Tensor:
+                raise shardweave.WorldError("no room")
+
+            monkeypatch.setattr("shardweave.runtime.transports.shared_tensors.SharedPool.empty", no_room)
+            with pytest.raises(shardweave.WorldError, match="no room"):
+                call(inside if where == "inside" else x)
+    with pytest.raises(shardweave.WorldError) as told:
+        call(inside if rank == 0 and where == "inside" else x)
+    with pytest.raises(shardweave.WorldError):
+        call()
+    store.set(f"told/{rank}", "")
+    # Nobody is told by anyone's end.
+    store.wait([f"told/{other}" for other in range(4)])
+    assert rank == 1 or isinstance(told.value, PeerError), told.value
+    return str(told.value)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("topology", "where"), [(None, "everywhere"), (NODES, "everywhere"), (None, "inside")])
+def test_a_failure_reaches_those_who_wait_in_the_other_transport(topology: Topology | None, where: str) -> None:
+    found = run_ranks(fail_alone, 4, topology, where, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "50"}, timeout=90)
+    assert "rank 1" in found[0] and "failed" in found[0] and "no room" in found[1]
+    assert all("failed" in text and "rank" in text for text in found[2:]), found
+    assert any("rank 1 failed: no room" in text or "rank 0 failed: " in text for text in found[2:]), found
+
+
+def test_values_differ() -> None:
+    """What the comparisons above rest on."""
+    assert not same(torch.ones(2), torch.zeros(2)) and raw(torch.ones(2)) != raw(torch.zeros(2))

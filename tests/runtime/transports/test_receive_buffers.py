@@ -1,0 +1,115 @@
+"""Buffers kept ready between calls: results never share memory, whatever was kept, let go or asked for in between."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from itertools import product
+
+import pytest
+import torch
+from rank_processes import end_ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import shardweave
+from shardweave.runtime.transports import receive_buffers
+from shardweave.runtime.transports.receive_buffers import Landings
+from shardweave.runtime.transports.shared_allocator import Allocator
+
+
+@pytest.mark.plan
+def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive_buffers, "MOST_KEPT", 100)
+    allocator = Allocator("shardweave-test", False, 2000)
+    kept, buffer = Landings(allocator), torch.empty(0)
+    for token in (1, 2, 3):
+        kept.keep(token, buffer, token, [token], 30, 40)
+    assert allocator.ready == 2 * 30
+    assert kept.take(1) is None
+    assert kept.take(3) == (buffer, 3, [3], 30, 40) and kept.take(3) is None
+    assert allocator.ready == 2 * 30
+    kept.let_go(30, 40)
+    kept.keep(4, buffer, 4, [4], 30, 60)
+    assert kept.take(2) == (buffer, 2, [2], 30, 40)
+    kept.keep(2, buffer, 2, [2], 30, 40, counted=True)
+    assert allocator.ready == 2 * 30
+    kept.keep(5, buffer, 5, [5], 30, 1)  # the longest unused is now 4
+    assert kept.take(4) is None and kept.take(2) is not None and kept.take(5) is not None
+    kept.let_go(30, 40)
+    kept.let_go(30, 1)
+    kept.keep(6, buffer, 6, [6], 30, 101)
+    assert kept.take(6) is None
+    assert allocator.ready == 0 and kept.have_room(1000) and not kept.have_room(1001)
+
+
+def many_calls(rank: int, most_kept: int | None) -> int:
+    """Requests of several groups and sizes in a random sequence, again and again, each with values of its own."""
+    if most_kept is not None:
+        receive_buffers.MOST_KEPT = most_kept
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    coordinate = mesh.get_coordinate()
+    row = mesh["b"]
+    generator = random.Random(7)
+    tokens = (Replicate(), Shard(0), Shard(1))
+    pairs = [pair for pair in product(product(tokens, tokens), repeat=2) if pair[0] != pair[1]]
+    requests = [(shape, *pair) for shape in ((6, 5), (129, 3)) for pair in generator.sample(pairs, 12)]
+    requests += [((7, 3), (Partial(), Shard(0)), target) for target in product(tokens, tokens)]
+    kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=5)
+    done = 0
+
+    def remember(y: DTensor, want: DTensor) -> None:
+        nonlocal done
+        kept.append((y.to_local(), want.to_local()))
+        # Those made some calls ago too: a later call that wrote into them would show.
+        assert all(torch.equal(mine, theirs) for mine, theirs in kept), done
+        done += 1
+
+    for call in range(300):
+        shape, source, target = generator.choice(requests)
+        whole = torch.arange(float(shape[0] * shape[1])).view(shape) + 1000 * call
+        replicated = DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=False)
+        x = distribute_tensor(whole, mesh, [p if p.is_shard() else Replicate() for p in source], src_data_rank=None)
+        if source[0].is_partial():
+            parts = x.to_local() * (1.0 if coordinate[0] == 0 else 0.0)
+            x = DTensor.from_local(parts, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
+        # Sources are read in place through their strides: the same request bound anew.
+        if call % 5 == 0 and x.to_local().ndim == 2:
+            strided = x.to_local().t().contiguous().t()
+            x = DTensor.from_local(strided, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
+        remember(shardweave.redistribute(x, target), replicated.redistribute(mesh, target))
+        if call % 7 == 0:
+            mine = whole + coordinate[0]
+            z = distribute_tensor(mine, row, [Shard(0)], src_data_rank=None)
+            whole_row = DTensor.from_local(mine, row, [Replicate()], run_check=False)
+            remember(shardweave.redistribute(z, [Shard(1)]), whole_row.redistribute(row, [Shard(1)]))
+    return done
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("most_kept", [None, 2000, 0])
+def test_results_stay_what_they_are(most_kept: int | None) -> None:
+    assert run_ranks(many_calls, 4, most_kept) == [343] * 4
+
+
+def disagree_later(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)], src_data_rank=None)
+    outputs = [shardweave.redistribute(x, [Shard(1)]) for _ in range(5)]
+    before = [y.to_local().clone() for y in outputs]
+    try:
+        shardweave.redistribute(x, [Replicate() if rank == 2 else Shard(1)])
+    except shardweave.DisagreementError:
+        # Peers look at what this rank asked for before it is gone.
+        time.sleep(0.5)
+        assert all(torch.equal(y.to_local(), want) for y, want in zip(outputs, before, strict=True))
+        raise
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.multi
+def test_a_request_that_differs_after_many_alike_is_told() -> None:
+    ends = end_ranks(disagree_later, 4, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}, ends
+    assert ends[2].error == "DisagreementError" and "no tensor of yours was written" in ends[2].message

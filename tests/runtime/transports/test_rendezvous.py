@@ -1,0 +1,218 @@
+"""What ranks tell each other through the store: who has come, with which settings, and what each waits in."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from shardweave.errors import DisagreementError, MeetingTimeoutError, PeerError
+from shardweave.runtime.transports import rendezvous
+from shardweave.runtime.transports.rendezvous import LongWait, Rendezvous
+
+pytestmark = pytest.mark.plan
+
+
+def at(store: dist.Store, rank: int, timeout: float = 20, gone: tuple[int, ...] = ()) -> Rendezvous:
+    return Rendezvous(store, rank, timeout, lambda rank: rank in gone)
+
+
+def meet(store: dist.Store, rank: int, ranks: tuple[int, ...], timeout: float) -> str:
+    return at(store, rank, timeout).meet(ranks)
+
+
+def agreed(store: dist.Store, ranks: tuple[int, ...], first: int = 0) -> list[str]:
+    """`first`: how many of the ranks are there before the others."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        asked = [pool.submit(meet, store, r, ranks, 20) for r in ranks[:first]]
+        for future in asked:
+            with pytest.raises(TimeoutError):
+                future.result(0.05)
+        asked += [pool.submit(meet, store, r, ranks, 20) for r in ranks[first:]]
+        return [future.result() for future in asked]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (3, 5, 9), tuple(range(8))], ids=len)
+def test_ranks_agree_on_a_new_name_whatever_the_store_holds(ranks: tuple[int, ...]) -> None:
+    store, seen = dist.HashStore(), set()
+    for life in range(6):
+        # Of earlier lives there is a whole session in the store, which none of the ranks may take for this one's.
+        names = agreed(store, ranks, first=life % len(ranks))
+        assert len(set(names)) == 1 and names[0] not in seen
+        seen.add(names[0])
+
+
+def test_a_rank_that_was_there_in_an_earlier_life_only_did_not_come() -> None:
+    store = dist.HashStore()
+    agreed(store, (0, 1))
+    with pytest.raises(MeetingTimeoutError, match="rank 1 did not come within 0.2 s; rank 0 was waiting for it"):
+        meet(store, 0, (0, 1), 0.2)
+    with pytest.raises(MeetingTimeoutError, match="rank 7 did not come within 0.2 s"):
+        meet(store, 0, (0, 7), 0.2)
+
+
+def met(*, gone: tuple[int, ...] = ()) -> tuple[Rendezvous, Rendezvous]:
+    store = dist.HashStore()
+    both = at(store, 0, gone=gone), at(store, 1, gone=gone)
+    with ThreadPoolExecutor(2) as pool:
+        names = list(pool.map(lambda one: one.meet((0, 1)), both))
+    assert names[0] == names[1]
+    return both
+
+
+def test_settings_that_differ_are_named_with_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter(("seven", "eight", "seven", "eight"))
+    store = dist.HashStore()
+    both = at(store, 0), at(store, 1)
+    monkeypatch.setitem(rendezvous.settings, "install(size=)", lambda: next(values))
+
+    def error_of(one: Rendezvous) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            one.meet((0, 1))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for rank, text in enumerate(pool.map(error_of, both)):
+            assert text.startswith("install(size=): ") and "seven" in text and "eight" in text, text
+            assert f"on rank {rank}, " in text and text.endswith("allowed: the same on all ranks")
+
+
+def looked(wait: LongWait, *peers: int) -> None:
+    wait._next = 0.0  # it is time
+    wait.look(peers)
+
+
+def test_wait_ends_where_a_peer_waits_in_another_request_of_the_same_number() -> None:
+    one, other = met()
+    one.begin((0, 1), 5, "S0 to R")
+    other.begin((0, 1), 6, "S0 to S1")
+    mine, theirs = LongWait(one), LongWait(other)
+    looked(theirs, 0)
+    with pytest.raises(DisagreementError) as caught:
+        looked(mine, 1)
+    assert "rank 0 is in call 1 of ranks (0, 1): S0 to R; rank 1 is in call 1 of ranks (0, 1): S0 to S1" in str(
+        caught.value
+    )
+    with pytest.raises(DisagreementError, match="asked for different things"):
+        looked(theirs, 0)
+
+
+def test_wait_goes_on_where_a_peer_waits_in_an_earlier_call() -> None:
+    one, other = met()
+    one.begin((0, 1), 5, "a")
+    other.begin((0, 1), 5, "a")
+    one.begin((0, 1), 6, "b")
+    mine, theirs = LongWait(one), LongWait(other)
+    for _ in range(4):
+        looked(theirs, 2)
+        looked(mine, 1)
+
+
+def test_wait_goes_on_where_a_peer_is_ahead_in_a_later_call() -> None:
+    one, other = met()
+    for _ in range(2):
+        other.begin((0, 1), 5, "a")  # its part of the first call is done
+    one.begin((0, 1), 5, "a")
+    mine, theirs = LongWait(one), LongWait(other)
+    for _ in range(4):
+        looked(theirs, 2)
+        looked(mine, 1)
+
+
+def test_refusals_are_told_to_a_peer_that_is_behind() -> None:
+    one, other = met()
+    one.begin((0, 1), 5, "a")
+    other.begin((0, 1), 5, "a")
+    other.refuse((0, 1), "a first reason")
+    other.refuse((0, 1), "another reason")
+    looked(LongWait(one), 1)  # call 1 was not refused
+    for reason in ("a first reason", "another reason"):
+        one.begin((0, 1), 5, "a")
+        with pytest.raises(DisagreementError, match=reason):
+            looked(LongWait(one), 1)
+
+
+def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
+    one, other = met()
+    one.begin((0, 1), 5, "pair")
+    other._sequence((0, 1, 2)).name = "met"
+    other.begin((0, 1, 2), 6, "all")
+    mine, theirs = LongWait(one), LongWait(other)
+    looked(theirs, 2)
+    looked(mine, 1)
+    looked(theirs, 2)
+    with pytest.raises(DisagreementError, match="all"):
+        looked(mine, 1)
+
+
+def test_wait_goes_on_where_a_peer_waits_in_another_group_s_call_made_before() -> None:
+    one, other = met()
+    for each in (one, other):
+        each._sequence((0, 1, 2)).name = "met"
+        each.begin((0, 1, 2), 6, "all")
+    one.begin((0, 1), 5, "pair")
+    mine, theirs = LongWait(one), LongWait(other)
+    for _ in range(4):
+        looked(theirs, 2)
+        looked(mine, 1)
+
+
+def test_refusal_ends_a_wait_for_the_refused_call_alone() -> None:
+    one, other = met()
+    one.begin((0, 1), 5, "a")
+    looked(LongWait(one), 1)
+    other.refuse((0, 1), "x: too large")
+    with pytest.raises(DisagreementError, match="rank 1 refused its arguments in call 1 .*x: too large"):
+        looked(LongWait(one), 1)
+    one.begin((0, 1), 5, "a")
+    looked(LongWait(one), 1)
+
+
+def test_words_of_an_earlier_process_group_are_not_believed() -> None:
+    store = dist.HashStore()
+    early = at(store, 0), at(store, 1)
+    early[1].refuse((0, 1), "too large")
+    early[1].write_waiting(1)
+    kept = {key: store.get(key) for key in ("refused/1", "waiting/1")}
+    both = at(store, 0), at(store, 1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.meet((0, 1)), both))
+    for key, value in kept.items():
+        store.set(key, value.decode())
+    both[0].begin((0, 1), 5, "a")
+    for _ in range(3):
+        looked(wait := LongWait(both[0]), 1)
+    assert both[0].waits_in(1) is None and wait is not None
+
+
+@pytest.mark.parametrize("how", ["failed", "gone"])
+def test_wait_ends_where_a_peer_failed_or_ended(how: str) -> None:
+    one, other = met(gone=(1,) if how == "gone" else ())
+    if how == "failed":
+        other.fail("rank 1 failed: no room")
+    one.begin((0, 1), 5, "a")
+    with pytest.raises(PeerError, match="no room" if how == "failed" else "rank 1 is gone"):
+        looked(LongWait(one), 1)
+
+
+def test_long_wait_warns_once_and_says_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "WARN_AFTER", 0.0)
+    one, other = met()
+    one.begin((0, 1), 5, "S0 to R")
+    wait = LongWait(one)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            looked(wait, 1)
+        other.begin((0, 1), 5, "S0 to R")
+        looked(LongWait(other), 0)
+        looked(LongWait(one), 1)
+        looked(LongWait(one), 7)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank 0")]
+    assert len(said) == 3 and all("in call 1 of ranks (0, 1): S0 to R. " in text for text in said)
+    assert "rank 1 has the same settings and waits nowhere" in said[0]
+    assert "rank 1 waits in call 1 of ranks (0, 1): S0 to R" in said[1]
+    assert "rank 7 has not used shardweave in this process group" in said[2] and "shardweave.install()" in said[2]

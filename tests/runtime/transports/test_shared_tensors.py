@@ -1,0 +1,341 @@
+"""The shared pool in one process: what is taken, kept and given back, measured in pages, against simple models."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+import shardweave
+from shardweave.errors import ArgumentError, WorldError
+from shardweave.runtime.transports import memory_pressure, pool_limit
+from shardweave.runtime.transports import shared_allocator as allocators
+from shardweave.runtime.transports.shared_allocator import DEFAULT_LIMIT, Gaps, block_size
+from shardweave.runtime.transports.shared_tensors import SharedPool
+
+pytestmark = pytest.mark.plan
+
+MIB = 1 << 20
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+@pytest.fixture(autouse=True)
+def limit_as_before() -> Iterator[None]:
+    yield
+    pool_limit._asked = None
+
+
+def made(limit: int | None = None, named: bool = False) -> SharedPool:
+    pool_limit._asked = limit
+    return SharedPool("shardweave-test", named)
+
+
+def pages(pool: SharedPool) -> int:
+    """Bytes that the system has given to the pool's segments."""
+    return sum(os.fstat(segment._descriptor).st_blocks * 512 for segment in pool.segments)
+
+
+def mapped(pool: SharedPool) -> int:
+    return sum(segment.nbytes for segment in pool.segments)
+
+
+def whole_pages(tensor: torch.Tensor) -> int:
+    return max(PAGE, block_size(tensor.nbytes))
+
+
+def check_apart(live: list[torch.Tensor]) -> None:
+    """No two tensors share a byte, and each begins where its size wants it to."""
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in live if t.nbytes)
+    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(t.data_ptr() % (PAGE if t.nbytes > PAGE else 64) == 0 for t in live if t.nbytes)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["anonymous", "named"])
+@pytest.mark.parametrize("limit", [0, 100_000, MIB, None])
+def test_random_sizes_stay_apart_and_within_the_limit(limit: int | None, named: bool) -> None:
+    pool, generator = made(limit, named), random.Random(f"{limit} {named}")
+    live: list[tuple[torch.Tensor, int]] = []
+    most_alive = 0
+    for step in range(500):
+        size = generator.choice([0, 1, 63, 100, 2048, 4096, 4097, 70_000, 300_000, MIB])
+        size += generator.randrange(size // 2 + 1)
+        tensor = pool.empty((size,), torch.uint8).fill_(step % 251)
+        live.append((tensor, step % 251))
+        while sum(t.nbytes for t, _ in live) > 3 * MIB or (live and generator.random() < 0.45):
+            gone, _ = live.pop(generator.randrange(len(live)))
+            gone.fill_(252)  # who still reads there sees it
+            del gone
+        alive = sum(whole_pages(t) for t, _ in live)
+        del tensor
+        most_alive = max(most_alive, alive)
+        share = max(DEFAULT_LIMIT, alive) if limit is None else limit
+        assert pages(pool) <= alive + share, step
+        if step % 25 == 0:
+            check_apart([t for t, _ in live])
+            assert all(bool((t == value).all()) for t, value in live), step
+            said = shardweave.pool_memory()
+            assert said.allocated <= alive and pages(pool) <= said.reserved
+            assert all(pool.place(t)[0] < len(pool.segments) and pool.holds(t) for t, _ in live if t.nbytes)
+    assert mapped(pool) <= 4 * (most_alive + (DEFAULT_LIMIT if limit is None else limit)) + 64 * MIB
+    live.clear()
+    pool.allocator.trim(0)
+    assert pages(pool) == 0 == pool.allocator.allocated == pool.allocator.free
+    # All of it is one piece again.
+    assert len(pool.allocator._gaps) == len(pool.segments)
+
+
+def test_gaps_are_what_a_set_of_bytes_says() -> None:
+    generator, gaps, model, out = random.Random(3), Gaps(), set(range(1000)), {}
+    gaps.add(0, 1000)
+    for _ in range(3000):
+        if out and generator.random() < 0.5:
+            start = generator.choice(list(out))
+            nbytes = out.pop(start)
+            gaps.add(start, nbytes)
+            model |= set(range(start, start + nbytes))
+        else:
+            nbytes = generator.randrange(1, 90)
+            runs = "".join("x" if i in model else " " for i in range(1000)).split()
+            start = gaps.take(nbytes)
+            fitting = [len(run) for run in runs if len(run) >= nbytes]
+            assert (start is None) == (not fitting)
+            if start is not None:
+                assert set(range(start, start + nbytes)) <= model
+                model -= set(range(start, start + nbytes))
+                out[start] = nbytes
+    for start, nbytes in out.items():
+        gaps.add(start, nbytes)
+    assert len(gaps) == 1 and gaps.has(0, 1000) and not gaps.has(0, 999)
+
+
+def test_growing_sizes_need_few_segments() -> None:
+    pool = made(0)
+    for size in range(60 * MIB, 400 * MIB, MIB):
+        tensor = pool.empty((size,), torch.uint8)
+        tensor[0] = 1
+        del tensor
+    assert len(pool.segments) <= 5 and mapped(pool) <= 4 * 512 * MIB and pages(pool) == 0
+
+
+def test_repeats_within_the_limit_keep_their_pages() -> None:
+    pool = made(8 * MIB)
+    first = pool.empty((4 * MIB,), torch.uint8).fill_(1)
+    where = first.data_ptr()
+    del first
+    for _ in range(20):
+        again = pool.empty((MIB,), torch.float32)
+        assert again.data_ptr() == where
+        assert bool((again.view(torch.uint8) == 1).all()), "the pages went and came back"
+        del again
+    assert pages(pool) == 4 * MIB
+
+
+def test_by_default_as_much_is_kept_as_is_under_tensors() -> None:
+    pool = made()
+    a, b, c = (pool.empty((100 * MIB,), torch.uint8) for _ in range(3))
+    for tensor in (a, b, c):
+        tensor[::PAGE].fill_(1)
+    del tensor
+    size = pages(pool) // 3
+    del a
+    assert pages(pool) == 3 * size and shardweave.pool_memory().free >= size
+    del b  # 200 MiB are free, 100 in use
+    assert pages(pool) == 2 * size
+    del c  # one alone is more than the limit
+    assert pages(pool) == 0
+
+
+def test_a_free_block_serves_smaller_sizes() -> None:
+    pool = made(8 * MIB)
+    large = pool.empty((4 * MIB,), torch.uint8).fill_(7)
+    where = large.data_ptr()
+    del large
+    smaller = pool.empty((3 * MIB,), torch.uint8)
+    assert smaller.data_ptr() == where and bool((smaller == 7).all())
+    assert pages(pool) == 3 * MIB, "what is cut off goes back"
+    tiny = pool.empty((10,), torch.uint8).fill_(1)
+    assert not where <= tiny.data_ptr() < where + 3 * MIB and pages(pool) == 3 * MIB + PAGE
+
+
+def test_small_blocks_count() -> None:
+    pool = made(64 * 1024)
+    live = [pool.empty((64,), torch.uint8).fill_(i % 250) for i in range(20_000)]
+    most = pages(pool)
+    assert most == 20_000 * 64 // PAGE * PAGE + PAGE
+    kept = live[::640]  # on pages of their own
+    del live
+    assert pages(pool) <= len(kept) * PAGE + 64 * 1024
+    assert all(bool((t == i * 640 % 250).all()) for i, t in enumerate(kept))
+    del kept
+    assert pages(pool) <= 64 * 1024
+
+
+def test_limits_that_are_set_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = made()
+    pool.empty((4 * MIB,), torch.uint8).fill_(1)
+    pool.empty((MIB,), torch.uint8).fill_(1)
+    held = pool.empty((2 * MIB,), torch.uint8).fill_(3)
+    shardweave.set_pool_limit(2 * MIB)
+    assert pages(pool) <= 4 * MIB and shardweave.pool_memory().limit == 2 * MIB
+    shardweave.set_pool_limit(0)
+    assert pages(pool) == 2 * MIB
+    monkeypatch.setenv("SHARDWEAVE_POOL_LIMIT", "5M")
+    shardweave.set_pool_limit(None)
+    assert shardweave.pool_memory().limit == 5 * MIB == SharedPool("shardweave-test", False).allocator.limit
+    pool.empty((5 * MIB,), torch.uint8).fill_(1)
+    assert pages(pool) == 7 * MIB
+    shardweave.empty_cache()
+    assert pages(pool) == 2 * MIB and bool((held == 3).all())
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5G", "lots", "1 M", "5m", "٣"])
+def test_wrong_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWEAVE_POOL_LIMIT", text)
+    with pytest.raises(ArgumentError, match=f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed"):
+        made()
+    with pytest.raises(ArgumentError, match="SHARDWEAVE_POOL_LIMIT"):
+        shardweave.set_pool_limit(None)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1.5, "1", True])
+def test_wrong_arguments_are_refused(nbytes: object) -> None:
+    with pytest.raises(ArgumentError, match="nbytes: .*; allowed: a whole number of bytes, or None"):
+        shardweave.set_pool_limit(nbytes)  # type: ignore[arg-type]
+
+
+def test_other_threads_and_garbage_let_go_in_the_middle_of_anything() -> None:
+    pool, errors = made(MIB), []
+    generator = random.Random(5)
+    handed: list[torch.Tensor] = []
+    done = threading.Event()
+
+    def let_go() -> None:
+        while not done.is_set() or handed:
+            with suppress(IndexError):
+                tensor = handed.pop()
+                value = int(tensor[0]) if len(tensor) else 0
+                if not bool((tensor == value).all()):
+                    errors.append(value)
+                tensor.fill_(255)
+
+    threads = [threading.Thread(target=let_go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(1500):
+        tensor = pool.empty((generator.choice([10, 5000, 200_000]),), torch.uint8).fill_(step % 250)
+        if step % 3:
+            handed.append(tensor)
+        else:
+            cycle: list[object] = [tensor]
+            cycle.append(cycle)  # goes when the collector finds it, within some later call
+            del cycle
+        del tensor
+    done.set()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not errors
+    assert pool.allocator.allocated == 0 and not pool.allocator.returned and pages(pool) <= MIB
+
+
+def test_a_pool_that_is_gone_leaves_what_lives() -> None:
+    pool = made()
+    kept = pool.empty((MIB,), torch.uint8).fill_(9)
+    others = [pool.empty((40 * MIB,), torch.uint8) for _ in range(3)]
+    segments = list(pool.segments)
+    assert len(segments) > 1
+    allocator = pool.allocator
+    del pool
+    assert allocator.segments == segments
+    del others
+    assert allocator.segments == segments[:1]
+    assert os.fstat(segments[0]._descriptor).st_blocks * 512 == MIB and bool((kept == 9).all())
+    del kept
+    assert not allocator.segments and allocator.allocated == 0
+
+
+def test_nothing_goes_back_after_a_failure() -> None:
+    pool = made(0)
+    tensor = pool.empty((MIB,), torch.uint8).fill_(9)
+    view = pool.segments[0].bytes[pool.place(tensor)[1] :][:MIB]  # as a peer has it that has not noticed
+    pool.freeze()
+    del tensor
+    assert pages(pool) == MIB and bool((view == 9).all())
+
+
+def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
+    pool = made(0)
+    tensors = [pool.empty((MIB,), torch.uint8).fill_(i) for i in range(4)]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            tensors.clear()
+            shardweave.empty_cache()
+            try:
+                pool.empty((MIB,), torch.uint8)
+            except WorldError:
+                del pool
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pages(pool) == 4 * MIB and all(bool((t == i).all()) for i, t in enumerate(tensors))
+
+
+def test_pages_go_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = made(64 * MIB)
+    pool.empty((32 * MIB,), torch.uint8).fill_(1)
+    monkeypatch.setattr(allocators, "is_short_of_memory", lambda nbytes: False)
+    held = [pool.empty((48 * MIB,), torch.uint8)]
+    assert pages(pool) == 32 * MIB
+    monkeypatch.setattr(allocators, "is_short_of_memory", lambda nbytes: nbytes == 56 * MIB)
+    held.append(pool.empty((56 * MIB,), torch.uint8))
+    assert pages(pool) == 0
+
+
+def test_no_room_for_a_name_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = made(64 * MIB, named=True)
+    pool.empty((MIB,), torch.uint8).fill_(1)
+    reserve, room = os.posix_fallocate, 2 * MIB
+
+    def limited(descriptor: int, offset: int, nbytes: int) -> None:
+        if os.fstat(descriptor).st_blocks * 512 + nbytes > room:
+            raise OSError(28, "No space left on device")
+        reserve(descriptor, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    held = pool.empty((2 * MIB,), torch.uint8)  # for which what is free goes back
+    assert pages(pool) == 2 * MIB
+    with pytest.raises(WorldError, match=r"1048576 bytes of shared memory in /dev/shm: .*No space left"):
+        pool.empty((MIB,), torch.uint8)
+    del held
+    assert pool.empty((MIB,), torch.uint8).fill_(1).numel() == MIB
+
+
+def test_shortage_is_read_of_the_machine_and_its_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1600 kB\nMemFree: 3 kB\nMemAvailable: 500 kB\n")
+    monkeypatch.setattr(memory_pressure, "_MEMINFO", str(meminfo))
+    monkeypatch.setattr(memory_pressure, "_CGROUPS", str(tmp_path))
+    short = memory_pressure.is_short_of_memory
+    assert short(401 << 10) and not short(400 << 10)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert not short(400 << 10)
+    (tmp_path / "memory.max").write_text(f"{320 << 10}\n")
+    (tmp_path / "memory.current").write_text(f"{300 << 10}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {100 << 10}\n")
+    assert short(101 << 10) and not short(100 << 10)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{1 << 62}\n")  # none
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(f"{1 << 61}\n")
+    (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 0\n")
+    assert short(101 << 10) and not short(100 << 10)
+    monkeypatch.setattr(memory_pressure, "_MEMINFO", str(tmp_path / "missing"))
+    assert short(101 << 10) and not short(100 << 10)

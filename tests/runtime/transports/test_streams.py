@@ -1,0 +1,135 @@
+"""What orders calls on streams, with stand-ins for CUDA's: which waits for which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardweave.runtime.executor.async_work import Pending
+from shardweave.runtime.executor.call import Call
+from shardweave.runtime.transports.streams import StreamOrder, captured, order_on, own_stream
+
+pytestmark = pytest.mark.plan
+
+
+class Cuda:
+    """Streams by name; what was asked of them, in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.current, self.capturing = "a", False
+        self.names: dict[str, int] = {}
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(self, self.current))
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda index: Stream(self, self.current).raw, raising=False
+        )
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+        self.raw = self.cuda_stream = cuda.names.setdefault(name, len(cuda.names))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.name == self.name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.said.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.cuda.said.append(f"event on {self.name}")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.cuda.said.append(f"{self.name} waits for {event}")
+
+
+def test_calls_of_other_streams_wait_for_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, order = Cuda(monkeypatch), StreamOrder(torch.device("cuda", 0))
+    for cuda.current in "aabbca":
+        order.join()
+    assert cuda.said == ["b waits for a", "c waits for b", "a waits for c"]
+    cuda.current, cuda.capturing = "captured", True
+    order.join(owner := object())
+    cuda.current, cuda.capturing = "a", False
+    order.join(object())
+    assert len(cuda.said) == 3 and owner in captured
+    captured.discard(owner)
+    # What ran beside is the last, wherever it was asked for.
+    order.went_on(Stream(cuda, "side"))
+    order.join()
+    assert cuda.said[3:] == ["a waits for side"]
+
+
+def test_cpus_have_no_streams() -> None:
+    assert order_on(torch.device("cpu")) is None and own_stream(torch.device("cpu")) is None
+
+
+class Output:
+    """A tensor on a device that is not there."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.device, self.cuda = torch.device("cuda", 0), cuda
+
+    def record_stream(self, stream: Stream) -> None:
+        self.cuda.said.append(f"output is used on {stream.name}")
+
+
+def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+
+    def run() -> Iterator[None]:
+        yield
+        cuda.said.append(f"unpacked on {cuda.current}")
+
+    started = run()
+    started.send(None)
+    world: Any = SimpleNamespace(
+        busy=False, pending=None, fail=None, answer=None, rendezvous=SimpleNamespace(call=None)
+    )
+    kind: Any = SimpleNamespace(milliseconds=0.0)
+    output: Any = Output(cuda)
+    pending = Pending(started, world, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
+    cuda.current = "b"  # of the world's next call
+    pending.finish()
+    pending.finish()
+    assert cuda.said == ["waited on a", "unpacked on a", "event on a"]
+    cuda.current, cuda.said = "c", []  # of who uses the tensor
+    pending.finish()
+    pending.join()
+    assert cuda.said == ["c waits for event of a", "output is used on c"]
+    cuda.current, cuda.said = "a", []
+    pending.join()
+    assert cuda.said == []
+
+
+def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+
+    def run(x: object) -> Iterator[None]:
+        return
+        yield
+
+    bound: Any = SimpleNamespace(device=torch.device("cuda", 0), token=1, run=run, summary=lambda: ("what", 0, 0))
+    world: Any = SimpleNamespace(
+        name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,
+        rendezvous=SimpleNamespace(begin=lambda *call: None),
+    )  # fmt: skip
+    call = Call(bound, world, (0, 1))
+    for cuda.capturing in (False, True):
+        call(torch.ones(1))
+        assert (call in captured) == cuda.capturing
+    captured.discard(call)

@@ -1,0 +1,743 @@
+"""Ranks that meet on the device, through windows of their group: real processes, by the references, by the kernels in
+the interpreter, and on a GPU that several processes share."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import pytest
+import test_redistribute
+import test_redistribute_meshes
+import torch
+import torch.distributed as dist
+from rank_processes import end_ranks, interpreted, run_ranks
+from test_redistribute import equal, held_by, orders_of, whole_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardweave
+from shardweave.kernels.signal import polls_within
+from shardweave.runtime.transports.capabilities import Rates
+from shardweave.runtime.transports.select import current_worlds
+from shardweave.runtime.transports.streams import SideStream
+from shardweave.runtime.transports.symmetric import SymmetricWorld
+from shardweave.runtime.transports.symmetric_window import pad_bytes, window_size
+
+pytestmark = pytest.mark.multi
+DIRECTIONS = ["push", "pull"]
+MESHES = {2: (2,), 3: (3,), 4: (2, 2)}
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "avg": lambda x: x.mean(0),
+}
+
+
+def world_of(device: str) -> SymmetricWorld:
+    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    world, _ = current_worlds().choose(tuple(range(torch.distributed.get_world_size())), here, "symmetric")
+    assert isinstance(world, SymmetricWorld)
+    return world
+
+
+def directed(rank: int, direction: str, function: Callable, *args: Any) -> Any:
+    """`function(rank, "symmetric", ...)` in a world that pushes, pulls or chooses."""
+    world = world_of("cpu")
+    world.windows.direction = direction  # type: ignore[assignment]
+    value = function(rank, "symmetric", *args)
+    assert world.error is None
+    return value
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sampled_pairs_equal_slicing(direction: str) -> None:
+    dtype = {"push": torch.bool, "pull": torch.float8_e4m3fn}[direction]
+    run_ranks(directed, 4, direction, test_redistribute.every_sampled_pair, dtype, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "direction"),
+    [
+        pytest.param(function, direction, marks=() if direction in quick else pytest.mark.long)
+        for function, quick in (
+            (test_redistribute.partial_pairs, ["push"]),
+            (test_redistribute.lazy_views, DIRECTIONS),
+            (test_redistribute.unequal_speeds, ["push"]),
+            (test_redistribute.modes, ["pull"]),
+            (test_redistribute_meshes.to_other_meshes, ["pull"]),
+        )
+        for direction in DIRECTIONS
+    ],
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
+)
+def test_what_holds_in_other_worlds_holds_here(function: Callable, direction: str) -> None:
+    run_ranks(directed, 4, direction, function)
+
+
+def made(whole: torch.Tensor, mesh: DeviceMesh, placements, order, device: str) -> DTensor:
+    local = held_by(whole, placements, mesh, order).contiguous().to(device)
+    spelled = list(placements)
+    if order:
+        spelled[0] = _StridedShard(placements[0].dim, split_factor=mesh.size(1))
+    return DTensor.from_local(local, mesh, spelled, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def random_requests(seed: int, mesh: tuple[int, ...], number: int) -> list[tuple]:
+    """Sizes below the mesh's, none, uneven and even; sources with partials."""
+    generator = random.Random(seed)
+    found = []
+    while len(found) < number:
+        shape = generator.choice([(7, 5), (1, 4), (2, 3), (8, 8), (5,), (9, 2, 3), (4, 0)])
+        cuts = [Shard(d) for d in range(len(shape))]
+        dst = tuple(generator.choices([Replicate(), *cuts], k=len(mesh)))
+        partial = Partial(generator.choice(list(OPS)))
+        src = tuple(generator.choices([Replicate(), partial, *cuts], k=len(mesh)))
+        src_order, dst_order = generator.choice(orders_of(src)), generator.choice(orders_of(dst))
+        if src != dst or src_order != dst_order:
+            found.append((shape, src, src_order, dst, dst_order, generator.choice(list(DTYPES_OF))))
+    return found
+
+
+DTYPES_OF = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def random_pairs(rank: int, device: str, direction: str, seed: int, number: int, other: str | None) -> int:
+    """Against reducing and slicing the whole; and, of numbers that sums round, bitwise as in another world."""
+    world = world_of(device)
+    world.windows.direction = direction  # type: ignore[assignment]
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device, MESHES[size])
+    kept = []
+    for shape, src, src_order, dst, dst_order, dtype in random_requests(seed, MESHES[size], number):
+        dims = [m for m, p in enumerate(src) if p.is_partial()]
+        terms = [whole_tensor(shape, dtype) + 2 * i for i in range(math.prod(mesh.size(m) for m in dims))]
+        coordinate, mine = mesh.get_coordinate(), 0
+        for m in dims:
+            mine = mine * mesh.size(m) + coordinate[m]
+        x = made(terms[mine], mesh, src, src_order, device)
+        y = shardweave.redistribute(x, dst, shard_order=dst_order or None, world="symmetric")
+        op = src[dims[0]].reduce_op if dims else "sum"
+        reduced = OPS[op](torch.stack(terms).double()).to(dtype)
+        kept.append((y.to_local(), held_by(reduced, dst, mesh, dst_order), (shape, src, src_order, dst, dst_order)))
+        if other is not None:
+            generator = torch.Generator().manual_seed(rank)
+            local = torch.randn(x.to_local().shape, generator=generator).to(dtype)
+            r = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+            results = [shardweave.redistribute(r, dst, world=name).to_local() for name in ("symmetric", other)]
+            kept.append((*results, ("random numbers", shape, src, dst)))
+    # Looked at in the end: a result that a later call overwrote would show.
+    for got, want, what in kept:
+        assert equal(got.cpu(), want), (what, got, want)
+    assert world.error is None
+    return len(kept)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", MESHES)
+def test_random_pairs_equal_the_whole_and_another_world(size: int, direction: str) -> None:
+    ends = run_ranks(random_pairs, size, "cpu", direction, size, 60, "shared_memory")
+    assert ends == [120] * size
+
+
+def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
+    """Data that differs from round to round, ranks that are late now and then, nothing kept that was read."""
+    world_of(device).windows.direction = direction  # type: ignore[assignment]
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device, (size,))
+    generator = random.Random(rank)
+    whole = torch.arange(63, dtype=torch.float32).view(7, 9)
+    outs = []
+    for n in range(rounds):
+        x = made(whole + 100 * n, mesh, [Shard(0)], {}, device)
+        p = DTensor.from_local((whole + n + rank).to(device), mesh, [Partial()], run_check=False)
+        if generator.random() < 0.05:
+            time.sleep(0.005)
+        turned = shardweave.redistribute(x, [Shard(1)], world="symmetric")
+        outs.append((turned, shardweave.redistribute(p, [Replicate()], world="symmetric")))
+    for n, (turned, summed) in enumerate(outs):
+        assert equal(turned.to_local().cpu(), held_by(whole + 100 * n, [Shard(1)], mesh, {}).contiguous()), n
+        assert torch.equal(summed.to_local().cpu(), size * (whole + n) + sum(range(size))), n
+    assert world_of(device).error is None
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", MESHES)
+def test_rounds_do_not_disturb_each_other(size: int, direction: str) -> None:
+    run_ranks(many_rounds, size, "cpu", direction, 150)
+
+
+def batches(rank: int) -> None:
+    mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    pairs = [
+        (mesh, (7, 5), (Shard(0), Shard(1)), (Shard(1), Replicate())),
+        (other, (9,), (Shard(0),), (Replicate(),)),
+        (mesh, (3, 4), (Partial(), Shard(0)), (Shard(1), Shard(0))),
+        (other, (6, 6), (Replicate(),), (Replicate(),)),
+    ]
+    for _ in range(3):
+        wholes = [whole_tensor(shape, torch.float32) for _, shape, _, _ in pairs]
+        xs = [made(w, m, src, {}, "cpu") for w, (m, _, src, _) in zip(wholes, pairs, strict=True)]
+        ys = shardweave.redistribute_batch(xs, [dst for *_, dst in pairs], world="symmetric")
+        for y, whole, (m, _, src, dst) in zip(ys, wholes, pairs, strict=True):
+            want = whole * (2 if src[0].is_partial() else 1)
+            assert equal(y.to_local(), held_by(want, dst, m, {})), (src, dst)
+
+
+def test_a_batch_goes_through_windows_too() -> None:
+    run_ranks(batches, 4)
+
+
+def signals_of_a_batch(rank: int) -> None:
+    mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    given = [made(torch.arange(35.0 + 7 * i).view(-1, 7), other, [Shard(0)], {}, "cpu") for i in range(6)]
+    given += [made(torch.arange(12.0).view(3, 4), mesh, [Shard(0), Replicate()], {}, "cpu") for _ in range(3)]
+    targets = [[Shard(1)]] * 6 + [[Shard(1), Replicate()]] * 3
+    world, counted = world_of("cpu"), Counter[str]()
+    signal = world.signal
+
+    def counting(window: Any, use: str, *args: Any, **options: Any) -> None:
+        counted[use] += 1
+        signal(window, use, *args, **options)  # type: ignore[arg-type]
+
+    world.signal = counting  # type: ignore[method-assign]
+    outs = shardweave.redistribute_batch(given, targets, world="symmetric")
+    for x, y, target in zip(given, outs, targets, strict=True):
+        assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
+    # Two groups of ranks meet once each; a tensor more costs what would overwrite its output.
+    assert counted == {"enter": 2, "meet": 2, "leave": 2, "spoil": 7}, counted
+
+
+def test_tensors_of_a_batch_meet_together() -> None:
+    run_ranks(signals_of_a_batch, 4)
+
+
+def fails_in_a_batch(rank: int) -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    given = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
+    world, outputs = world_of("cpu"), []
+    shardweave.redistribute_batch(given, [[Replicate()]] * 3, world="symmetric")
+    if rank == 1:
+        time.sleep(3)
+        return 0
+    empty = world.empty
+
+    def recorded(*args: Any) -> torch.Tensor:
+        outputs.append(empty(*args))
+        return outputs[-1]
+
+    world.empty = recorded  # type: ignore[method-assign]
+    with pytest.raises(shardweave.MeetingTimeoutError):
+        shardweave.redistribute_batch(given, [[Replicate()]] * 3, world="symmetric")
+    return sum(bool(out.isnan().all()) for out in outputs)
+
+
+def test_all_outputs_of_a_batch_that_failed_are_overwritten() -> None:
+    assert run_ranks(fails_in_a_batch, 2, environment={"SHARDWEAVE_TIMEOUT": "1"})[0] == 3
+
+
+class Streams:
+    """In place of a device's module: what is asked of its streams, in turn."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.inside = "main"
+
+    def Stream(self, *args: Any) -> Any:
+        return FakeStream(self, "side")
+
+    def current_stream(self) -> Any:
+        return FakeStream(self, self.inside)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before, self.inside = self.inside, stream.name
+        yield
+        self.inside = before
+
+
+class FakeStream:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other: Any) -> None:
+        self.streams.said.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.streams.said.append(f"event on {self.name}")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.streams.said.append(f"{self.name} waits for {event}")
+
+
+def test_calls_beside_others_are_ordered_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    side = SideStream(torch.device("cpu"))
+    out, join = side.run(torch.ones(2), lambda: streams.said.append(f"called on {streams.inside}") or torch.zeros(2))
+    assert streams.said == ["side waits for main", "called on side", "event on side"] and streams.inside == "main"
+    join()
+    assert streams.said[-1] == "main waits for event" and out.equal(torch.zeros(2))
+
+
+def asynchronous(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(63.0).view(7, 9)
+    x = made(whole, mesh, [Shard(0)], {}, "cpu")
+    for turn in range(4):
+        begun = [shardweave.redistribute(x, [p], async_op=True, world="symmetric") for p in (Shard(1), Replicate())]
+        assert all(type(y._local_tensor) is AsyncCollectiveTensor for y in begun)
+        for y in begun if turn % 2 else reversed(begun):
+            assert equal(y.to_local(), held_by(whole, y.placements, mesh, {}))
+    assert world_of("cpu").pending is None
+
+
+def test_calls_may_be_waited_for_later() -> None:
+    run_ranks(asynchronous, 4)
+
+
+def measured(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    shardweave.prepare(mesh, 1 << 16, world="symmetric")
+    policy = world_of("cpu").windows
+    mine = [(0, 1, 2, 3), tuple(sorted({rank, rank ^ 1})), tuple(sorted({rank, rank ^ 2}))]
+    assert sorted(policy.rates) == sorted(mine) and all(min(rates) > 1e6 for rates in policy.rates.values())
+    rates = repr(policy.rates[0, 1, 2, 3])
+    x = made(torch.arange(400.0).view(20, 20), mesh, [Shard(0), Shard(1)], {}, "cpu")
+    text = shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    assert re.search(
+        r"by pu..: windows of 400 B, 400 B for pu..; [\d.e+-]+ µs, [\d.e+-]+ for pu.., by measured", text
+    ), text
+    policy.rates[0, 1, 2, 3] = Rates(push=1e9, pull=4e9, local=1e12)
+    assert "by pull: windows of 400 B" in shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    policy.rates[0, 1, 2, 3] = Rates(push=4e9, pull=1e9, local=1e12)
+    # Sixteen times the bytes of a pull's windows, and all the same.
+    assert "by push" in shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    return [rates]
+
+
+def test_ranks_push_or_pull_by_what_was_measured() -> None:
+    found = run_ranks(measured, 4)
+    assert all(each == found[0] for each in found), found
+
+
+def other_ways(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    world_of("cpu").windows.direction = "push" if rank else "pull"
+    shardweave.redistribute(made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu"), [Replicate()], world="symmetric")
+
+
+def other_ways_in_a_batch(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    world_of("cpu").windows.direction = "push" if rank else "pull"
+    xs = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
+    shardweave.redistribute_batch(xs, [[Replicate()]] * 3, world="symmetric")
+
+
+@pytest.mark.parametrize("function", [other_ways, other_ways_in_a_batch])
+def test_ranks_that_go_other_ways_are_told(function: Callable) -> None:
+    ends = end_ranks(function, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
+    assert "DisagreementError" in {end.error for end in ends}
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
+def prepared_in_between(rank: int) -> None:
+    """In inference mode, behind a call that is waited for later; what was bound before is bound anew on all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(24.0).view(4, 6)
+    x = made(whole, mesh, [Shard(0)], {}, "cpu")
+    later = shardweave.redistribute(x, [Shard(1)], async_op=True, world="symmetric")
+    with torch.inference_mode():
+        shardweave.prepare(mesh, 1 << 12, world="symmetric")
+    world = world_of("cpu")
+    world.windows.rates[0, 1] = Rates(push=1e9, pull=4e9, local=1e12)
+    # The same request with other strides on one rank, which it has not bound yet.
+    local = x.to_local() if rank else x.to_local().mT.contiguous().mT
+    y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+    for got in (later, shardweave.redistribute(y, [Shard(1)], world="symmetric")):
+        assert equal(got.to_local(), held_by(whole, [Shard(1)], mesh, {}))
+    dist.barrier()  # a rank that fails takes back what it told peers that have not read it yet
+    world.fail(shardweave.WorldError("done"))
+    with pytest.raises(shardweave.WorldError, match="done"):
+        shardweave.prepare(mesh, 1 << 12, world="symmetric")
+
+
+def test_what_is_prepared_is_prepared_for_all_that_comes() -> None:
+    run_ranks(prepared_in_between, 2)
+
+
+def later_and_backward(rank: int, direction: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    world_of("cpu").windows.direction = direction  # type: ignore[assignment]
+    whole = torch.arange(63.0).view(7, 9)
+    x = made(whole, mesh, (Shard(0), Shard(1)), {}, "cpu").requires_grad_()
+    y = shardweave.redistribute(x, (Shard(1), Replicate()), async_op=True, world="symmetric")
+    assert equal(y.detach().to_local(), held_by(whole, (Shard(1), Replicate()), mesh, {}))
+    (y * y).sum().backward()
+    assert x.grad is not None and equal(x.grad.to_local(), held_by(2 * whole, (Shard(0), Shard(1)), mesh, {}))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_async_calls_and_gradients(direction: str) -> None:
+    run_ranks(later_and_backward, 4, direction)
+
+
+def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
+    """Windows are made when a program is bound, in sizes that follow from it, and never again."""
+    mesh = init_device_mesh("cpu", (4,))
+    world = world_of("cpu")
+    x = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(x, [Shard(1)], world="symmetric")
+    provider, made_before = world.provider, len(world._all)
+
+    def refuse(nbytes: int) -> None:
+        raise AssertionError(f"{nbytes} bytes are allocated in a later call")
+
+    provider.make = refuse  # type: ignore[method-assign]
+    for target in ([Shard(1)], [Replicate()], [Shard(1)]):
+        shardweave.redistribute(x, target, world="symmetric")
+    assert len(world._all) == made_before
+    return made_before, [(w.ranks, w.nbytes) for w in world._all]
+
+
+def test_windows_are_shared_by_steps_of_a_group() -> None:
+    assert run_ranks(bound_once, 4) == [(1, [((0, 1, 2, 3), 1 << 16)])] * 4
+
+
+def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
+    """Nothing is made, and nobody met on the host, after `prepare`."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    with pytest.raises(shardweave.ArgumentError, match="max_bytes: 0; allowed"):
+        shardweave.prepare(mesh, 0)
+    shardweave.prepare(mesh, 70000, world="symmetric")
+    world = world_of("cpu")
+    found = [(w.ranks, w.nbytes) for w in world._all]
+    world._memory = None  # type: ignore[method-assign,assignment]
+    whole = torch.arange(63.0).view(7, 9)
+    for src, dst in product(product([Replicate(), Shard(0), Shard(1)], repeat=2), repeat=2):
+        y = shardweave.redistribute(made(whole, mesh, src, {}, "cpu"), dst, world="symmetric")
+        assert equal(y.to_local(), held_by(whole, dst, mesh, {}))
+    shardweave.prepare(mesh, 1 << 17, world="symmetric")
+    shardweave.prepare(mesh, 1, world="symmetric")
+    shardweave.prepare(mesh, 1 << 30)  # shared memory needs none
+    return found
+
+
+def test_prepare_makes_the_windows_of_all_groups_of_a_mesh() -> None:
+    ends = run_ranks(prepared, 4)
+    assert ends[2] == [((0, 2), 1 << 17), ((2, 3), 1 << 17), ((0, 1, 2, 3), 1 << 17)]
+    assert ends[1] == [((1, 3), 1 << 17), ((0, 1), 1 << 17), ((0, 1, 2, 3), 1 << 17)]
+
+
+def growing(rank: int) -> list[int]:
+    """Larger requests make larger windows; what smaller ones take does not change by it."""
+    mesh = init_device_mesh("cpu", (2,))
+    world, sizes = world_of("cpu"), []
+    for n in (12, 50000, 30000, 12, 200000, 50000):
+        x = made(torch.arange(float(n)), mesh, [Shard(0)], {}, "cpu")
+        assert torch.equal(
+            shardweave.redistribute(x, [Replicate()], world="symmetric").to_local(), torch.arange(float(n))
+        )
+        sizes.append([w.nbytes >> 16 for w in world._all])
+    return sizes
+
+
+def test_a_groups_windows_only_grow() -> None:
+    assert run_ranks(growing, 2) == [[[1], [1, 2], [1, 2], [1, 2], [1, 2, 8], [1, 2, 8]]] * 2
+
+
+@pytest.mark.plan
+def test_window_sizes() -> None:
+    assert [window_size(n) for n in (0, 1, 1 << 16, (1 << 16) + 1, 3 << 20)] == [1 << 16] * 3 + [1 << 17, 4 << 20]
+    assert [pad_bytes(n) for n in (2, 4, 5, 8, 9)] == [256, 256, 256, 512, 512]
+
+
+def chosen(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (4,))
+    gathered = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
+    text = shardweave.explain(gathered, [Replicate()], world="symmetric")
+    assert "by pull: windows of 40 B, 160 B for push" in text and "on world symmetric: asked for" in text, text
+    summed = DTensor.from_local(torch.ones(8, 5), mesh, [Partial()], run_check=False)
+    text = shardweave.explain(summed, [Shard(0)], world="symmetric")
+    assert "by push: windows of 120 B, 160 B for pull" in text, text
+    return os.environ["SHARDWEAVE_WORLD"]
+
+
+def test_explain_says_which_way_and_why() -> None:
+    run_ranks(chosen, 4, environment={"SHARDWEAVE_WORLD": "symmetric"})
+
+
+def late(rank: int, direction: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    world_of("cpu").windows.direction = direction  # type: ignore[assignment]
+    for n in range(4):
+        if rank == n:
+            time.sleep(0.7)
+        x = made(torch.arange(12.0) + n, mesh, [Shard(0)], {}, "cpu")
+        y = shardweave.redistribute(x, [Replicate()], world="symmetric")
+        assert torch.equal(y.to_local(), torch.arange(12.0) + n)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_late_rank_is_waited_for(direction: str) -> None:
+    run_ranks(late, 3, direction)
+
+
+def stays_away(rank: int, direction: str) -> list[str]:
+    """Rank 1 comes no more after some calls; what the others are told, twice, and what became of their outputs."""
+    mesh = init_device_mesh("cpu", (3,))
+    world = world_of("cpu")
+    world.windows.direction = direction  # type: ignore[assignment]
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    whole = made(torch.arange(12), mesh, [Shard(0)], {}, "cpu")
+    for _ in range(3):
+        for y in (x, whole):
+            shardweave.redistribute(y, [Replicate()], world="symmetric")
+    if rank == 1:
+        time.sleep(6)
+        return []
+    outputs = []
+    empty = world.empty
+
+    def recorded(*args: Any) -> torch.Tensor:
+        outputs.append(empty(*args))
+        return outputs[-1]
+
+    world.empty = recorded  # type: ignore[method-assign]
+    texts = []
+    for y in (x, whole):
+        with pytest.raises(shardweave.WorldError) as told:
+            shardweave.redistribute(y, [Replicate()], world="symmetric")
+        texts.append(f"{told.type.__name__}: {told.value}")
+    assert len(outputs) == 1 and outputs[0].isnan().all()
+    return texts
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_rank_that_never_comes_is_named_and_the_world_is_dead(direction: str) -> None:
+    ends = run_ranks(stays_away, 3, direction, environment={"SHARDWEAVE_TIMEOUT": "1"})
+    for rank in (0, 2):
+        first, second = ends[rank]
+        assert first == second and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
+        # Rank 2 may hear of it from rank 0 before it has waited as long itself, or the other way round.
+        assert "MeetingTimeoutError: rank 1 did not come within 1 s" in first or "PeerError: rank" in first
+    assert any(text.startswith("MeetingTimeoutError: rank 1") for text in (ends[0][0], ends[2][0]))
+
+
+def asks_for_more(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(x, [Replicate()], world="symmetric")
+    y = made(torch.arange(15.0), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(y if rank == 2 else x, [Replicate()], world="symmetric")
+
+
+def needs_another_window(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0 if rank < 2 else 120000.0), mesh, [Shard(0)], {}, "cpu")
+    shardweave.redistribute(x, [Replicate()], world="symmetric")
+
+
+@pytest.mark.parametrize("function", [asks_for_more, needs_another_window])
+def test_ranks_that_ask_for_different_things_are_told(function: Callable) -> None:
+    ends = end_ranks(function, 3, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
+    told = [end for end in ends if end.error == "DisagreementError"]
+    assert told and any("rank 2" in end.message and "asked for different things" in end.message for end in told)
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
+
+
+def dies(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    for call in range(20):
+        if rank == 1 and call == 10:
+            world_of("cpu").empty = None  # type: ignore[method-assign,assignment]
+        shardweave.redistribute(x, [Replicate()], world="symmetric")
+
+
+def test_a_rank_that_fails_tells_its_peers_at_once() -> None:
+    # The timeout is longer than the test waits.
+    ends = end_ranks(dies, 3, environment={"SHARDWEAVE_TIMEOUT": "300"}, timeout=60)
+    assert ends[1].error == "TypeError"
+    assert all(end.error == "PeerError" and "failed" in end.message for end in (ends[0], ends[2]))
+
+
+def misfit(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
+    bad = DTensor.from_local(torch.zeros(9), mesh, [Shard(0)], run_check=False, shape=(12,), stride=(1,))
+    for _ in range(2):
+        assert torch.equal(shardweave.redistribute(x, [Replicate()], world="symmetric").to_local(), torch.arange(12.0))
+        with pytest.raises(shardweave.ArgumentError, match="local tensor"):
+            shardweave.redistribute(bad, [Replicate()], world="symmetric")
+
+
+def test_ranks_that_refuse_alike_go_on() -> None:
+    run_ranks(misfit, 3)
+
+
+def no_windows_on_meta(rank: int) -> None:
+    with pytest.raises(shardweave.UnsupportedError, match="world: symmetric cannot carry ranks .* allowed: collective"):
+        current_worlds().choose((0, 1), torch.device("meta"), "symmetric")
+
+
+def test_devices_without_symmetric_memory_are_refused() -> None:
+    run_ranks(no_windows_on_meta, 2)
+
+
+def in_the_interpreter(rank: int, direction: str, size: int) -> int:
+    from shardweave.kernels import pointers
+    from shardweave.kernels.signal import signal_kernel
+
+    assert pointers.interpreted(signal_kernel)
+    many_rounds(rank, "cpu", direction, 6)
+    return random_pairs(rank, "cpu", direction, size, 12, None)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
+def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
+    runs = f"t.run_ranks(t.in_the_interpreter, {size}, d, {size}) for d in t.DIRECTIONS"
+    assert interpreted("test_symmetric", f"*[{runs}]") == " ".join([str([12] * size)] * 2)
+
+
+OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", MESHES)
+def test_random_pairs_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
+    ends = run_ranks(random_pairs, size, "cuda", direction, size, 20, None, environment=OVERLAPPING, timeout=300)
+    assert ends == [20] * size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_hundred_rounds_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
+    run_ranks(many_rounds, size, "cuda", direction, 200, environment=OVERLAPPING, timeout=300)
+
+
+def replayed(rank: int, direction: str) -> None:
+    """Graphs of one, two and three redistributions, each captured as the very first calls of their request, replayed
+    with other data, with calls in between; and a call behind work that the device has not done."""
+    size = torch.distributed.get_world_size()
+    world_of("cuda").windows.direction = direction  # type: ignore[assignment]
+    mesh = init_device_mesh("cuda", (size,))
+    shardweave.prepare(mesh, 1 << 16, world="symmetric")
+
+    def carry(y: DTensor, number: int) -> list[torch.Tensor]:
+        return [shardweave.redistribute(y, [Shard(1)], world="symmetric").to_local() for _ in range(number)]
+
+    for uses in (1, 2, 3):
+        whole = torch.arange(63.0 + 9 * uses).view(-1, 9)
+        x = made(whole, mesh, [Shard(0)], {}, "cuda")
+        local = x.to_local()
+        shardweave.bind(x, [Shard(1)], world="symmetric")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = carry(x, uses)
+        for n in range(1, 6):
+            now = whole + 100 * n
+            local.copy_(held_by(now, [Shard(0)], mesh, {}).to("cuda"))
+            for out in outs:
+                out.fill_(float("nan"))
+            graph.replay()
+            want = held_by(now, [Shard(1)], mesh, {})
+            assert all(torch.equal(out.cpu(), want) for out in outs), (uses, n)
+            if n % 3 == 0:
+                assert torch.equal(carry(x, 1)[0].cpu(), want), (uses, n)
+    calls_while_the_device_is_busy(mesh)
+    assert world_of("cuda").error is None
+
+
+def calls_while_the_device_is_busy(mesh: DeviceMesh) -> None:
+    whole = torch.arange(7.0 * 9).view(7, 9)
+    x = made(whole, mesh, [Shard(0)], {}, "cuda")
+    p = DTensor.from_local(whole.to("cuda"), mesh, [Partial()], run_check=False)
+    given = [(x, Shard(1), whole), (x, Replicate(), whole), (p, Replicate(), whole * mesh.size())]
+
+    def call() -> list[DTensor]:
+        return [shardweave.redistribute(y, [target], world="symmetric") for y, target, _ in given]
+
+    call()  # the allocator's first blocks of these sizes, and what is bound without `bind`
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(int(4e8))  # some 200 ms
+    done.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = call()
+        pending = not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pending, "a call waited for the device"
+    for y, (_, target, want) in zip(outs, given, strict=True):
+        assert torch.equal(y.to_local().cpu(), held_by(want, [target], mesh, {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_first_calls_are_captured_and_no_call_waits_for_the_device(gpu: None, size: int, direction: str) -> None:
+    run_ranks(replayed, size, direction, environment=OVERLAPPING, timeout=300)
+
+
+def never_comes_to_the_gpu(rank: int) -> str:
+    mesh = init_device_mesh("cuda", (2,))
+    x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cuda")
+    y = made(torch.arange(12), mesh, [Shard(0)], {}, "cuda")
+    for _ in range(3):
+        shardweave.redistribute(x, [Replicate()], world="symmetric")
+        shardweave.redistribute(y, [Replicate()], world="symmetric")
+    torch.cuda.synchronize()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 was told"], timedelta(seconds=100))
+        return ""
+    world_of("cuda").polls = polls_within(0.2, torch.device("cuda"))  # both have come until here
+    out = shardweave.redistribute(x, [Replicate()], world="symmetric").to_local()
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(shardweave.MeetingTimeoutError) as told:
+        shardweave.redistribute(y, [Replicate()], world="symmetric")
+    store.set("rank 0 was told", "")
+    return str(told.value)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_never_comes_to_the_gpu_is_named(gpu: None) -> None:
+    environment = {**OVERLAPPING, "SHARDWEAVE_TIMEOUT": "30"}
+    first, _ = run_ranks(never_comes_to_the_gpu, 2, environment=environment, timeout=120)
+    assert "rank 1 did not come within 30 s; rank 0 was waiting for it" in first
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_gpu_for_each_rank(direction: str) -> None:
+    size = min(torch.cuda.device_count(), 4)
+    if size < 2:
+        pytest.skip(f"{size} GPUs; 2 are needed")
+    size = 2 if size == 3 else size
+    run_ranks(random_pairs, size, "cuda", direction, size, 20, None, timeout=300)
+    run_ranks(many_rounds, size, "cuda", direction, 200, timeout=300)

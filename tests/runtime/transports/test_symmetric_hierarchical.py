@@ -1,0 +1,187 @@
+"""Ranks that meet on the device inside a node and send across nodes: pretended nodes of real processes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import end_ranks, run_ranks
+from test_faults import die_or_wait, disagree
+from test_hierarchical import NODES, PRETENDED, SOON, Counted, digests, installed
+from test_redistribute_meshes import batches, on_nodes, to_other_meshes
+from test_symmetric import DIRECTIONS, OVERLAPPING, made, many_rounds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import shardweave
+from shardweave.runtime.transports.hierarchical import MixedWorld
+from shardweave.runtime.transports.select import current_worlds
+from shardweave.runtime.transports.symmetric import SymmetricWorld
+
+pytestmark = pytest.mark.multi
+SYMMETRIC = {**PRETENDED, "SHARDWEAVE_WORLD": "symmetric"}
+
+
+def directed(rank: int, direction: str, function: Any, *args: Any) -> Any:
+    """In a world whose ranks of one node push, or pull."""
+    world, _ = current_worlds().choose((0, 1), torch.device("cpu"), "symmetric")
+    assert isinstance(world, SymmetricWorld)
+    world.windows.direction = direction  # type: ignore[assignment]
+    value = function(rank, *args)
+    assert world.error is None
+    return value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "direction"),
+    [
+        (4, 24, "push"),
+        (5, 12, "pull"),
+        *(
+            pytest.param(*of, marks=pytest.mark.long)
+            for of in ((4, 24, "pull"), (5, 12, "push"), (3, 16, "push"), (3, 16, "pull"))
+        ),
+    ],
+)
+def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int, direction: str) -> None:
+    asked = ranks, "symmetric", 100 * ranks, count
+    found = run_ranks(directed, ranks, direction, digests, *asked, environment=SYMMETRIC)
+    assert found == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
+
+
+def test_other_meshes_topologies_and_batches() -> None:
+    assert min(run_ranks(to_other_meshes, 4, "symmetric", environment=SYMMETRIC)) == 200
+    assert run_ranks(on_nodes, 4, "symmetric", environment=SYMMETRIC) == [144] * 4
+    assert run_ranks(batches, 4, "symmetric", environment=SYMMETRIC) == [270] * 4
+
+
+def crossing(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(63.0).view(7, 9)
+    options = (Replicate(), Shard(0), Shard(1), Partial())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted = Counted(rank, monkeypatch)
+        for a, b, c in ((a, b, c) for a in options for b in options[:3] for c in options[:3]):
+            x = made(whole, mesh, [Replicate() if a.is_partial() else a, b], {}, "cpu")
+            x = type(x).from_local(x.to_local(), mesh, [a, b], run_check=False, shape=x.shape, stride=x.stride())
+            y = shardweave.redistribute(x, [c, Shard(0)], topology=NODES)
+            times = 2 if a.is_partial() else 1
+            wanted = made(times * whole, mesh, [c, Shard(0)], {}, "cpu")
+            assert y.to_local().equal(wanted.to_local()), (a, b, c)
+        # What stays inside a node does not pass through torch (`Counted` looks at the ranks).
+        assert counted.received > 0
+    text = shardweave.explain(made(whole, mesh, [Shard(0), Shard(1)], {}, "cpu"), [Shard(1), Shard(0)])
+    assert text.endswith("on world mixed symmetric: asked for") and "by push and send: ranks of a node write" in text
+    assert shardweave.stats().worlds[0, 1, 2, 3] == "mixed symmetric: asked for"
+
+
+def test_bytes_inside_a_node_do_not_pass_through_torch() -> None:
+    run_ranks(crossing, 4, environment=SYMMETRIC)
+
+
+def test_the_drop_in_mixes() -> None:
+    run_ranks(installed_symmetric, 4, environment=SYMMETRIC)
+
+
+def installed_symmetric(rank: int) -> None:
+    # It counts calls of the world called "mixed".
+    shardweave.stats().calls["mixed"] = 4
+    installed(rank)
+    assert shardweave.stats().calls["mixed symmetric"] > 3
+
+
+def chosen(rank: int) -> None:
+    for ranks, kind in (((0, 1), SymmetricWorld), ((1, 2, 3), MixedWorld), ((0, 2), MixedWorld)):
+        if rank in ranks:
+            assert isinstance(current_worlds().choose(ranks, torch.device("cpu"), "symmetric")[0], kind)
+
+
+def test_the_world_follows_from_the_nodes() -> None:
+    run_ranks(chosen, 4, environment=PRETENDED)
+
+
+def prepared(rank: int, world: str | None) -> None:
+    """After `prepare` and `bind` a first call makes nothing but tensors, and meets nobody but to exchange."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(63.0).view(7, 9)
+    pairs = [
+        (made(whole, mesh, [Shard(0), Shard(1)], {}, "cpu"), [Shard(1), Shard(0)]),
+        (made(whole, mesh, [Replicate(), Shard(1)], {}, "cpu"), [Shard(0), Replicate()]),
+    ]
+    shardweave.prepare(mesh, 1 << 12, world=world)
+    shardweave.prepare(mesh, 1 << 12, world=world)
+    for x, placements in pairs:
+        shardweave.bind(x, placements, world=world)
+        shardweave.bind(x, placements, forward_dtype=torch.bfloat16, world=world)
+    with pytest.raises(shardweave.ArgumentError, match="forward_dtype: 'half'; allowed: a torch.dtype, or None"):
+        shardweave.bind(*pairs[0], forward_dtype="half")  # type: ignore[arg-type]
+    with pytest.raises(shardweave.ArgumentError, match="dtensor: Tensor; allowed: a DTensor"):
+        shardweave.bind(whole, [Shard(0)])  # type: ignore[arg-type]
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("something is made in the first call")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("shardweave.runtime.dtensor.local._bind", refuse)
+        monkeypatch.setattr("shardweave.runtime.transports.symmetric.SymmetricWorld._memory", refuse)
+        for x, placements in pairs:
+            for dtype in (None, torch.bfloat16):
+                y = shardweave.redistribute(x, placements, forward_dtype=dtype, world=world)
+                assert y.to_local().equal(made(whole.to(dtype), mesh, placements, {}, "cpu").to_local())
+
+
+@pytest.mark.parametrize("world", [None, "collective", "symmetric"])
+@pytest.mark.parametrize("nodes", [{}, PRETENDED])
+def test_what_is_prepared_and_bound_is_not_made_in_the_first_call(nodes: dict[str, str], world: str | None) -> None:
+    run_ranks(prepared, 4, world, environment=nodes)
+
+
+def begun_and_waited_for(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+    inside = mesh["inside"]
+    whole = torch.arange(63.0).view(7, 9)
+    x, near = made(whole, mesh, [Shard(0), Shard(1)], {}, "cpu"), made(whole, inside, [Shard(0)], {}, "cpu")
+    for turn in range(6):
+        begun = [
+            (shardweave.redistribute(x, [Shard(1), Replicate()], async_op=True), mesh, [Shard(1), Replicate()]),
+            (shardweave.redistribute(near, [Shard(1)], async_op=True), inside, [Shard(1)]),
+            (shardweave.redistribute(x, [Replicate(), Shard(0)], async_op=True), mesh, [Replicate(), Shard(0)]),
+        ]
+        for y, where, placements in begun if turn % 2 else reversed(begun):
+            assert y.to_local().equal(made(whole, where, placements, {}, "cpu").to_local())
+
+
+def test_what_is_begun_is_waited_for_when_it_is_used() -> None:
+    run_ranks(begun_and_waited_for, 4, environment=SYMMETRIC)
+
+
+def test_a_dead_rank_is_named() -> None:
+    environment = {**SYMMETRIC, "SHARDWEAVE_TIMEOUT": "3"}
+    ends = end_ranks(die_or_wait, 4, "killed", "symmetric", environment=environment, timeout=50)
+    others = [end for r, end in enumerate(ends) if r != 1]
+    assert {end.error for end in others} <= {"PeerError", "MeetingTimeoutError"}
+    assert any("rank 1" in end.message for end in others)
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    ends = end_ranks(disagree, 4, "symmetric", environment={**SOON, **SYMMETRIC}, timeout=60)
+    assert "DisagreementError" in {end.error for end in ends}, ends
+    assert {end.error for end in ends} <= {"DisagreementError", "PeerError", "MeetingTimeoutError"}, ends
+
+
+def rounds_on_the_gpu(rank: int, direction: str) -> None:
+    many_rounds(rank, "cuda", direction, 40)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason=f"{torch.cuda.device_count()} GPUs; 4 are needed")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_gpu_for_each_rank_of_two_nodes(direction: str) -> None:
+    run_ranks(rounds_on_the_gpu, 4, direction, environment={**SYMMETRIC, **OVERLAPPING}, timeout=300)
+
+
+def test_nodes_are_pretended() -> None:
+    """What all of the above rests on."""
+    assert SYMMETRIC["SHARDWEAVE_NODE_SIZE"] == "2" and "SHARDWEAVE_NODE_SIZE" not in os.environ

@@ -1,0 +1,77 @@
+"""What stands before symmetric memory is there: torch's rendezvous of any groups."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
+
+from shardweave.runtime.transports.symmetric_memory import TorchSymmetricMemory, _OwnNumbers
+
+pytestmark = pytest.mark.plan
+
+
+class Counting:
+    """As torch exchanges what ranks say at a rendezvous: under keys numbered by a count of the process."""
+
+    def __init__(self, had: int) -> None:
+        self.number = had
+
+    def all_gather(self, store: dist.Store, rank: int, size: int, value: str) -> list[str]:
+        keys = [f"CUDASymmetricMemory/{self.number}/{r}" for r in range(size)]
+        self.number += 1
+        store.set(keys[rank], value)
+        store.wait(keys)
+        return [store.get(key).decode() for key in keys]
+
+
+def test_ranks_with_other_counts_of_rendezvous_meet() -> None:
+    memory = dist.HashStore()
+    exchanges = [Counting(had) for had in (0, 3, 40)]
+
+    def rendezvous(rank: int) -> list[list[str]]:
+        # As torch's C++ calls it.
+        own = _OwnNumbers(dist.PrefixStore("one", memory))
+        store = dist.PrefixStore("torch", own)
+        return [exchanges[rank].all_gather(store, rank, 3, f"{rank} says {what}") for what in ("a", "b")]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(rendezvous, range(3)))
+    assert found == [[[f"{r} says {what}" for r in range(3)] for what in ("a", "b")]] * 3
+
+
+def test_other_keys_are_as_they_are() -> None:
+    inner = dist.HashStore()
+    store = _OwnNumbers(inner)
+    for key in ("plain", "two/parts", "a/b/c"):
+        store.set(key, "1")
+        assert inner.get(key) == store.get(key) == b"1" and store.check([key])
+    assert store.add("n/7/x", 2) == 2 and store.add("n/7/x", 2) == inner.add("n/0/x", 0) == 4
+    assert store.delete_key("n/7/x") and not inner.check(["n/0/x"])
+
+
+def test_torch_is_told_of_a_group_in_both_ways_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    own = torch.zeros(16, dtype=torch.uint8)
+
+    class Handle:
+        def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
+            return peer, shape
+
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        group = _resolve_process_group(name)
+        told.append((group.rank(), group.size(), name))
+        return Handle()
+
+    fake = SimpleNamespace(set_group_info=_SymmetricMemory.set_group_info, rendezvous=rendezvous)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
+    provider = TorchSymmetricMemory(dist.HashStore(), 5, torch.device("cuda", 0))
+    for name in ("one", "two"):
+        found = provider.join(own, {2: "", 5: "", 6: ""}, name)
+        assert list(found) == [2, 5, 6] and found[5] is own and found[6] == (2, (16,))
+    assert told == [(1, 3, "shardweave/one"), (1, 3, "shardweave/two")]
