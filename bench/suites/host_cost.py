@@ -43,7 +43,7 @@ from shardweave.bench.suites.host_transports import (
 )
 from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.dtensor.local import How, run_redistribution
-from shardweave.runtime.executor import call
+from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.executor.copies import Copies, Reduction, is_plain_memory
 from shardweave.runtime.executor.step_put import OneSidedStep
 from shardweave.runtime.transports.base import Meet
@@ -227,8 +227,8 @@ def prepare(device: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    call.current_worlds = NullWorlds  # type: ignore[assignment]
-    for module in (calls, drop_in):
+    call_module.current_worlds = NullWorlds  # type: ignore[assignment]
+    for module in (call_module, drop_in):
         module.why_not_backend = lambda *arguments: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
 

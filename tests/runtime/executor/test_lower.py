@@ -19,7 +19,7 @@ from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime.executor import copies
-from shardweave.runtime.executor import lower
+from shardweave.runtime.executor import lower as lower_module
 from shardweave.runtime.executor.lower import AssumedWorld, explain_on, lower
 from shardweave.runtime.transports.capabilities import BACKENDS
 
@@ -190,7 +190,7 @@ COLLECTIVES = (
 
 
 def carry_out_by_collectives(rank: int) -> None:
-    lower.BACKENDS["gloo"] = lower.BACKENDS["nccl"]
+    lower_module.BACKENDS["gloo"] = lower_module.BACKENDS["nccl"]
     mesh = init_device_mesh("cpu", (2, 2))
     for how, shape, (source, target), dtype in COLLECTIVES:
         terms = torch.arange(4 * math.prod(shape)).view(4, *shape) % 7  # whole numbers: exact in any order
