@@ -12,8 +12,8 @@ from shardweave.errors import (
     MeetingTimeoutError,
     PeerError,
     ShardweaveError,
+    TransportError,
     UnsupportedError,
-    WorldError,
 )
 from shardweave.planner import (
     NVLINK_INFINIBAND,
@@ -104,7 +104,7 @@ __all__ = [
     "TorchtitanDispatcher",
     "UnsupportedError",
     "VirtualTokenDispatcher",
-    "WorldError",
+    "TransportError",
     "adapt_fsdp",
     "bind",
     "draw",

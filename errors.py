@@ -45,19 +45,19 @@ class CapacityError(ShardweaveError, RuntimeError):
     """Tokens were dropped, or had ids of no expert; raised on all ranks alike. The text says how many."""
 
 
-class WorldError(ShardweaveError, RuntimeError):
-    """The ranks could not meet. After one of these the world is dead: later calls raise it again."""
+class TransportError(ShardweaveError, RuntimeError):
+    """The ranks could not meet. After one of these the transport is dead: later calls raise it again."""
 
 
-class DisagreementError(WorldError):
+class DisagreementError(TransportError):
     """Ranks of one meeting asked for different things; no tensor that a caller holds was written."""
 
 
-class PeerError(WorldError):
+class PeerError(TransportError):
     """A peer died or failed; the text names it."""
 
 
-class MeetingTimeoutError(WorldError, TimeoutError):
+class MeetingTimeoutError(TransportError, TimeoutError):
     """A peer did not come within the timeout; the text names it."""
 
 

@@ -36,7 +36,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 def run(
     ranks: int | None,
     node_size: int | None,
-    world: str | None,
+    transport: str | None,
     out: Path | None,
     name: str | None,
     largest: int = LARGEST,
@@ -46,7 +46,7 @@ def run(
     Args:
         ranks: local ranks to start; None: those of `torchrun`, or 4.
         node_size: ranks of a node, pretended where they are all on one machine; None: those that share a machine.
-        world: what ranks of a node meet in; None: as `redistribute` chooses (`SHARDWEAVE_WORLD`).
+        transport: what ranks of a node meet in; None: as `redistribute` chooses (`SHARDWEAVE_TRANSPORT`).
         out: a file for the JSON, besides stdout.
         name: the topology's.
         largest: bytes that a rank sends at most.
@@ -60,15 +60,15 @@ def run(
         raise ArgumentError(f"--ranks: {ranks}, inside torchrun with {size}; allowed: none there")
     if size < 2:
         raise ArgumentError(f"--ranks: {size}; allowed: 2 or more, a link has two ends")
-    world = world or os.environ.get("SHARDWEAVE_WORLD") or None
-    if world is not None and world not in NAMES:
-        raise ArgumentError(f"--world: {world!r} is not known; allowed: {', '.join(NAMES)}")
-    if world == "mixed":
-        world = None  # which is of several nodes; the ranks of one choose by what they share
+    transport = transport or os.environ.get("SHARDWEAVE_TRANSPORT") or None
+    if transport is not None and transport not in NAMES:
+        raise ArgumentError(f"--transport: {transport!r} is not known; allowed: {', '.join(NAMES)}")
+    if transport == "hierarchical":
+        transport = None  # which is of several nodes; the ranks of one choose by what they share
     if largest < _LEAST_LARGEST:
         raise ArgumentError(f"--largest: {largest}; allowed: {_LEAST_LARGEST} bytes or more")
     check_writable("--out", out)
-    config = {"device": "cpu", "world": world, "node_size": node_size, "largest": largest}
+    config = {"device": "cpu", "transport": transport, "node_size": node_size, "largest": largest}
     return (_run_here if given else _run_local)(size, config, out, name)
 
 
@@ -134,7 +134,7 @@ def _report(console: Console, found: Sequence[dict[str, Any]], out: Path | None,
     for measured in found:
         kind, title = measured["kind"], "local: a copy inside each rank, all at once"
         if kind != "local":
-            title = f"{kind}: {measured['world']} world, every rank with every other of its group at once"
+            title = f"{kind}: {measured['transport']} transport, every rank with every other of its group at once"
         console.print(_table(title, topology, kind, samples_of(measured)))
     console.print(f"Times are medians of {ROUNDS} rounds of the slowest rank; sizes from {SMALLEST} bytes.")
     console.print("Fitted: a call + latency + peers + bytes / bandwidth + what is copied inside a rank.\n")

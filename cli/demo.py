@@ -44,14 +44,14 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     """
     console = console_of_tables()
     # On nodes that SHARDWEAVE_NODE_SIZE pretends no memory reaches all ranks.
-    worlds = ("mixed" if pretended_node_size() else "shared_memory", "collective")
+    transports = ("hierarchical" if pretended_node_size() else "shared_memory", "process_group")
     cases = _check_cases(ranks, only)
     check_writable("--json", json_path)
     timeout_seconds()
     console.print(_heading(ranks))
     progress = progress_on(console)
-    task = progress.add_task("starting", total=len(worlds) * cases)
-    results: dict[str, list[Result]] = {world: [] for world in worlds}
+    task = progress.add_task("starting", total=len(transports) * cases)
+    results: dict[str, list[Result]] = {transport: [] for transport in transports}
     skipped: dict[str, str] = {}
 
     def together(case: str, by_rank: list[dict[str, Any]]) -> None:
@@ -59,11 +59,11 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
         if "unsuitable" in first:
             skipped[first["name"]] = first["unsuitable"]
         else:
-            results[first["world"]].append(result_of(by_rank))
+            results[first["transport"]].append(result_of(by_rank))
         progress.update(task, advance=1, description=case)
 
     try:
-        run_ranks(rank_main, ranks, {"worlds": worlds, "only": only}, together, progress=progress)
+        run_ranks(rank_main, ranks, {"transports": transports, "only": only}, together, progress=progress)
     except RanksFailed as failure:
         print(f"error: the demo ends: {failure}", file=sys.stderr)
         return 1
@@ -91,30 +91,30 @@ def _check_cases(ranks: int, only: str) -> int:
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """Every workload through every named world of shardweave."""
+    """Every workload through every named transport of shardweave."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    for world in config["worlds"]:
+    for transport in config["transports"]:
         for workload in load_workloads():
             if config["only"] not in workload.name:
                 continue
             names = workload.mesh_names
             if names not in meshes:
                 meshes[names] = init_device_mesh("cpu", mesh_for(size), mesh_dim_names=names)
-            about = {"case": f"{world}: {workload.name}", "world": world, "name": workload.name}
+            about = {"case": f"{transport}: {workload.name}", "transport": transport, "name": workload.name}
             try:
-                send({**about, **_compared(Case(workload, meshes[names]), meshes[names], world)})
+                send({**about, **_compared(Case(workload, meshes[names]), meshes[names], transport)})
             except Unsuitable as reason:
                 send({**about, "unsuitable": str(reason)})
 
 
-def _compared(case: Case, mesh: DeviceMesh, world: str) -> dict[str, Any]:
+def _compared(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
     dtype = str(case.dtype).removeprefix("torch.")
     program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text)
     source, target = (torch.full((max(program.bytes_received),), n, dtype=torch.uint8) for n in (1, 0))
     sides: dict[str, Callable[[], Any]] = {
         "stock": lambda: case.source.redistribute(placements=case.placements),
-        "ours": lambda: shardweave.redistribute(case.source, case.placements, world=world),
+        "ours": lambda: shardweave.redistribute(case.source, case.placements, transport=transport),
         "copy": lambda: target.copy_(source),  # of the bytes that have to move
     }
     with CommDebugMode() as issued:
@@ -236,9 +236,9 @@ def _collectives(counts: dict[str, int]) -> str:
 def _show(
     console: Console, ranks: int, results: dict[str, list[Result]], skipped: dict[str, str], json_path: Path | None
 ) -> int:
-    (world, shared), (_, collective) = results.items()
+    (transport, shared), (_, collective) = results.items()
     how = "shared memory"
-    if world == "mixed":
+    if transport == "hierarchical":
         how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
     about = provenance()
     console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
@@ -252,8 +252,8 @@ def _show(
         console.print(table(title, texts, figures, list(map(_cells, found))))
         console.print(f"\n[bold]{summary_line(found)}[/bold]\n{said}")
         said = ""
-    for name, of_world in results.items():
-        for one in of_world:
+    for name, of_transport in results.items():
+        for one in of_transport:
             for fault in one["faults"]:
                 who = "torch is wrong" if fault.startswith("torch, ") else "shardweave is wrong"
                 console.print(f"{who} ({name}) {one['name']}, {fault.removeprefix('torch, ')}", markup=False)
@@ -265,8 +265,8 @@ def _show(
     if json_path is not None:
         report = {
             **about, "ranks": ranks, "mesh": mesh_for(ranks), "rounds": ROUNDS, "kept_calls": KEPT,
-            "timeout_s": timeout_seconds(), **summary(shared), "world": world, "cases": shared,
-            "collective": summary(collective), "collective_cases": collective, "skipped": skipped,
+            "timeout_s": timeout_seconds(), **summary(shared), "transport": transport, "cases": shared,
+            "process_group": summary(collective), "collective_cases": collective, "skipped": skipped,
         }  # fmt: skip
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(failed)

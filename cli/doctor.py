@@ -1,4 +1,5 @@
-"""`python -m shardweave doctor`: what this machine has, which worlds ranks would meet in and why, whether they work.
+"""`python -m shardweave doctor`: what this machine has, which transports ranks would meet in and why, whether they
+work.
 
 What is off comes with what to do about it.
 """
@@ -30,7 +31,7 @@ from ..planner.render.explain import format_bytes
 from ..runtime.environment import poison_asked_for, pool_limit_asked_for, pretended_node_size, timeout_asked_for
 from ..runtime.transports import shared_segments
 from ..runtime.transports.select import why_no_memory
-from ..runtime.transports.selection_rule import check_name, choose_world
+from ..runtime.transports.selection_rule import check_name, choose_transport
 from ..runtime.transports.shared_memory import why_not_here
 from .self_test import self_test
 
@@ -83,7 +84,7 @@ def settings() -> Iterator[Finding]:
 
     checks: dict[str, Callable[[], object]] = {
         "SHARDWEAVE_TIMEOUT": timeout_asked_for,
-        "SHARDWEAVE_WORLD": lambda: check_name(os.environ["SHARDWEAVE_WORLD"]),
+        "SHARDWEAVE_TRANSPORT": lambda: check_name(os.environ["SHARDWEAVE_TRANSPORT"]),
         "SHARDWEAVE_SEGMENTS": shared_segments.uses_names,
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
         "SHARDWEAVE_POISON_ROWS": poison_asked_for,
@@ -133,9 +134,9 @@ def gpus() -> Iterator[Finding]:
 
 def _without_peers(i: int, j: int) -> str:
     return (
-        f"GPUs {i} and {j} do not reach each other, so world symmetric cannot join them: name GPUs that do in "
-        "CUDA_VISIBLE_DEVICES (`nvidia-smi topo -p2p r` shows them), or leave SHARDWEAVE_WORLD unset: they exchange by "
-        "NCCL then"
+        f"GPUs {i} and {j} do not reach each other, so transport symmetric_memory cannot join them: name GPUs that do in "
+        "CUDA_VISIBLE_DEVICES (`nvidia-smi topo -p2p r` shows them), or leave SHARDWEAVE_TRANSPORT unset: they exchange "
+        "by NCCL then"
     )
 
 
@@ -186,16 +187,16 @@ def _named_folder(named: bool) -> Iterator[Finding]:
     yield Finding("ranks on this machine", what, found, off if space.free < LEAST_SHM else None)
 
 
-def worlds() -> Iterator[Finding]:
+def transports() -> Iterator[Finding]:
     """Where ranks would meet, by the rule that they go by themselves."""
     gloo = dist.is_available() and dist.is_gloo_available()
     needed = "CPU ranks have no process group to start from: a torch with gloo is needed"
-    yield Finding("worlds", "gloo", "in this torch" if gloo else "missing", None if gloo else needed)
-    asked = os.environ.get("SHARDWEAVE_WORLD") or None
+    yield Finding("transports", "gloo", "in this torch" if gloo else "missing", None if gloo else needed)
+    asked = os.environ.get("SHARDWEAVE_TRANSPORT") or None
     try:
         node_size = pretended_node_size()
     except ArgumentError:  # which settings() tells, and any rank
-        yield Finding("worlds", "ranks", "nowhere: SHARDWEAVE_NODE_SIZE is not allowed")
+        yield Finding("transports", "ranks", "nowhere: SHARDWEAVE_NODE_SIZE is not allowed")
         return
     devices = [("CPU", torch.device("cpu"), "gloo", gloo)]
     if torch.cuda.is_available():
@@ -207,7 +208,7 @@ def worlds() -> Iterator[Finding]:
             found, off = meeting(ranks, of_machine, asked, node_size, device, backend, has_backend)
             # What this machine cannot do is off; what ranks elsewhere could not is said.
             told = off if kind == "CPU" and machines == 1 else None
-            yield Finding("worlds", f"{len(ranks)} {kind} ranks {where}", found, told)
+            yield Finding("transports", f"{len(ranks)} {kind} ranks {where}", found, told)
 
 
 def meeting(
@@ -219,7 +220,7 @@ def meeting(
     backend: str,
     has_backend: bool,
 ) -> tuple[str, str | None]:
-    """The world of ranks with why, and what is off about it.
+    """The transport of ranks with why, and what is off about it.
 
     Args:
         of_machine: consecutive ranks that are on one machine.
@@ -232,17 +233,17 @@ def meeting(
     if not has_backend and device.type == "cpu":  # they have nothing to start from, whatever they would meet in
         return f"nowhere: no {backend}", None
     try:
-        name, why = choose_world(
+        name, why = choose_transport(
             asked, ranks, ranks[0], node_of, no_memory=why_no_memory(device, asked),
             no_messages=None if has_backend else f"no {backend}", node_size=node_size,
         )  # fmt: skip
     except (ArgumentError, UnsupportedError) as error:
-        return f"refused: {error}", "name another in SHARDWEAVE_WORLD, or unset it: they raise this error"
-    if not has_backend and name == "collective":
+        return f"refused: {error}", "name another in SHARDWEAVE_TRANSPORT, or unset it: they raise this error"
+    if not has_backend and name == "process_group":
         return f"nowhere: no {backend}", None
-    if name == "collective":
+    if name == "process_group":
         return f"collective on {backend}: {why}", None
-    return (f"{name}, {backend} between machines: {why}" if name.startswith("mixed") else f"{name}: {why}"), None
+    return (f"{name}, {backend} between machines: {why}" if name.startswith("hierarchical") else f"{name}: {why}"), None
 
 
 def _tested(outcomes: list[tuple[str, float, str | None]]) -> Iterator[Finding]:
@@ -250,7 +251,7 @@ def _tested(outcomes: list[tuple[str, float, str | None]]) -> Iterator[Finding]:
     for name, seconds, error in outcomes:
         found = "wrong, or not at all" if error else f"right, {seconds:.1f} s"
         fix = (
-            f"have ranks meet elsewhere: SHARDWEAVE_WORLD={' or '.join(right)}"
+            f"have ranks meet elsewhere: SHARDWEAVE_TRANSPORT={' or '.join(right)}"
             if right
             else "no two ranks met: mend what else is off first, gloo and the settings before all"
         )
@@ -260,7 +261,7 @@ def _tested(outcomes: list[tuple[str, float, str | None]]) -> Iterator[Finding]:
 def examine() -> list[Finding]:
     """Everything that the doctor looks at. Forks ranks: call it before this process starts threads or CUDA."""
     tested = list(_tested(self_test()))
-    return [*software(), *settings(), *memory(), *tested, *gpus(), *worlds()]
+    return [*software(), *settings(), *memory(), *tested, *gpus(), *transports()]
 
 
 def run(as_json: Path | None = None) -> int:

@@ -42,14 +42,14 @@ class Options:
     """What the command was given.
 
     Attributes:
-        device, world: None: not given.
+        device, transport: None: not given.
         topology: to price on; None: run, where the program does not have too many ranks.
         only: which redistributions.
         most: how many of those are run, the ones that move most bytes; all are priced, and the table has so many.
     """
 
     device: str | None = None
-    world: str | None = None
+    transport: str | None = None
     topology: Topology | None = None
     scaled: bool = False
     only: str = ""
@@ -103,7 +103,7 @@ def _left_out(options: Options, every: int, asked: int, kept: int) -> str:
 
 
 def _price(trace: Trace, cases: Sequence[Case], left_out: str, options: Options, console: Console) -> dict[str, Any]:
-    for name in ("device", "world", "scaled"):
+    for name in ("device", "transport", "scaled"):
         if getattr(options, name):
             why = "--topology is given" if options.topology else f"TRACE is of {trace.world_size} ranks"
             raise ArgumentError(
@@ -132,10 +132,10 @@ def _run(
         RanksFailed: a rank died.
     """
     device, size = options.device or "cpu", trace.world_size
-    check_device(device, options.world, size)
+    check_device(device, options.transport, size)
     if options.scaled:
         cases = [case.scaled() for case in cases]
-    setting = Setting(cases, device, options.world, ROUNDS, last_level_cache())
+    setting = Setting(cases, device, options.transport, ROUNDS, last_level_cache())
     if device == "cpu":
         check_memory(cases, setting.cache_bytes)
     replayed: list[Replayed] = []
@@ -159,22 +159,24 @@ def _run(
     return report, any(one.faults for one in replayed)
 
 
-def check_device(device: str, world: str | None, ranks: int) -> None:
+def check_device(device: str, transport: str | None, ranks: int) -> None:
     """
     Raises:
-        ArgumentError: there is no such device here, or too few, or the world is not for them.
+        ArgumentError: there is no such device here, or too few, or the transport is not for them.
     """
     if device == "cpu":
         return
     there = torch.cuda.device_count()  # without using CUDA in this process, from which ranks are forked
     if not there:
         raise ArgumentError("--device: 'cuda', and torch sees no GPU; allowed: cpu")
-    if world not in (None, "collective", "symmetric"):
-        raise ArgumentError(f"--world: {world!r} is for CPUs; allowed with --device cuda: collective, symmetric")
-    if there < ranks and world != "symmetric":
+    if transport not in (None, "process_group", "symmetric_memory"):
         raise ArgumentError(
-            f"--device: 'cuda', {there} GPUs for {ranks} ranks; allowed: a GPU for each, or --world symmetric, where "
-            f"ranks share GPUs and times say little"
+            f"--transport: {transport!r} is for CPUs; allowed with --device cuda: process_group, symmetric_memory"
+        )
+    if there < ranks and transport != "symmetric_memory":
+        raise ArgumentError(
+            f"--device: 'cuda', {there} GPUs for {ranks} ranks; allowed: a GPU for each, or --transport symmetric_memory, "
+            f"where ranks share GPUs and times say little"
         )
 
 

@@ -36,14 +36,14 @@ class Setting:
 
     Attributes:
         device: "cpu" or "cuda".
-        world: asked for by name; None: as the library chooses.
+        transport: asked for by name; None: as the library chooses.
         rounds: of timing.
         cache_bytes: of the last level that ranks on CPUs share; a GPU says its own.
     """
 
     cases: Sequence[Case]
     device: str
-    world: str | None
+    transport: str | None
     rounds: int
     cache_bytes: int
 
@@ -72,7 +72,7 @@ def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: S
     """What this rank found: faults, notes, and seconds of each side by round."""
     source, target = _specs(case, entry, meshes)
     at, ends_at = source.mesh.get_coordinate(), target.mesh.get_coordinate()
-    how = How(world=setting.world)
+    how = How(transport=setting.transport)
 
     def carried_out(x: torch.Tensor) -> torch.Tensor:
         return run_redistribution(x, source, target, how)

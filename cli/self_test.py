@@ -1,4 +1,4 @@
-"""A few redistributions on two ranks of this machine, on each world, checked: does it work here?"""
+"""A few redistributions on two ranks of this machine, on each transport, checked: does it work here?"""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.dtensor.redistribute import redistribute
 from ..runtime.environment import pretended_node_size, timeout_asked_for
 from ..runtime.transports.select import why_no_memory
-from ..runtime.transports.selection_rule import NAMES, choose_world
+from ..runtime.transports.selection_rule import NAMES, choose_transport
 
 _SIZE = 2
-_TIMEOUT = 15.0  # seconds that one world may take, on machines that are busy with something else
+_TIMEOUT = 15.0  # seconds that one transport may take, on machines that are busy with something else
 _ALL = 30.0  # seconds that all may take
 _CASES = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Partial(), Shard(0))]
 
 
 def self_test() -> list[tuple[str, float, str | None]]:
-    """What was tried, the seconds it took and what went wrong, if anything: two forked ranks on each world that they
-    may ask for on this machine. Those that hang are ended, after half a minute in all."""
+    """What was tried, the seconds it took and what went wrong, if anything: two forked ranks on each transport that
+    they may ask for on this machine. Those that hang are ended, after half a minute in all."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return [("two ranks", 0.0, "no gloo to start them with")]
     try:
         pretended_node_size()
         timeout_asked_for()
-    except ArgumentError as unset:  # no world starts then
+    except ArgumentError as unset:  # no transport starts then
         return [("two ranks", 0.0, str(unset))]
     outcomes: list[tuple[str, float, str | None]] = []
     left = _ALL
-    for world in NAMES:
-        if not _allowed(world):
+    for transport in NAMES:
+        if not _allowed(transport):
             continue
         start = time.perf_counter()
-        error = _try(world, min(left, _TIMEOUT)) if left > 0 else f"not tried: the others took {_ALL:.0f} s"
+        error = _try(transport, min(left, _TIMEOUT)) if left > 0 else f"not tried: the others took {_ALL:.0f} s"
         took = time.perf_counter() - start
         left -= took
-        outcomes.append((f"two ranks on {world}", took, error))
+        outcomes.append((f"two ranks on {transport}", took, error))
     return outcomes
 
 
-def _allowed(world: str) -> bool:
+def _allowed(transport: str) -> bool:
     """Whether two ranks of this machine that ask for it are not refused."""
-    node_size, memory = pretended_node_size(), why_no_memory(torch.device("cpu"), world)
+    node_size, memory = pretended_node_size(), why_no_memory(torch.device("cpu"), transport)
     try:
-        choose_world(
-            world, range(_SIZE), 0, lambda rank: rank // node_size if node_size else 0,
+        choose_transport(
+            transport, range(_SIZE), 0, lambda rank: rank // node_size if node_size else 0,
             no_memory=memory, no_messages=None, node_size=node_size,
         )  # fmt: skip
     except UnsupportedError:
@@ -59,11 +59,11 @@ def _allowed(world: str) -> bool:
     return True
 
 
-def _try(world: str, seconds: float) -> str | None:
+def _try(transport: str, seconds: float) -> str | None:
     said: list[str] = []
     wrong: list[str] = []
     try:
-        with Ranks(_rank, _SIZE, {"world": world}, seconds) as ranks:
+        with Ranks(_rank, _SIZE, {"transport": transport}, seconds) as ranks:
             ranks.supervise(
                 lambda rank, message: wrong.extend(message["wrong"]),
                 lambda rank, line: said.append(line),
@@ -84,8 +84,8 @@ def _rank(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     for source, target in _CASES:
         # Of a partial every rank holds a half.
         given = distribute_tensor(whole, mesh, [source], src_data_rank=None)
-        moved = redistribute(given, [target], world=config["world"])
+        moved = redistribute(given, [target], transport=config["transport"])
         wanted = distribute_tensor(whole, mesh, [target], src_data_rank=None)
         if not moved.to_local().equal(wanted.to_local()):
-            wrong.append(f"rank {rank}: {source} to {target} is wrong on {config['world']}")
+            wrong.append(f"rank {rank}: {source} to {target} is wrong on {config['transport']}")
     send({"wrong": wrong})

@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Memory": ("empty_cache", "pool_memory", "PoolMemory", "set_pool_limit"),
     "Measuring": ("stats", "Statistics", "Redistribution", "record", "Recording"),
     "Errors": (
-        "ShardweaveError", "ArgumentError", "LayoutSyntaxError", "UnsupportedError", "CapacityError", "WorldError",
+        "ShardweaveError", "ArgumentError", "LayoutSyntaxError", "UnsupportedError", "CapacityError", "TransportError",
         "DisagreementError", "PeerError", "MeetingTimeoutError",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Carries programs out: worlds, the executor, the DTensor drop-in."""
+"""Carries programs out: transports, the executor, the DTensor drop-in."""
 
 from .dtensor.batch import redistribute_batch
 from .dtensor.checkpoint import LoadPlanner, SavePlanner
@@ -20,14 +20,14 @@ from .moe.simulate import VirtualTokenDispatcher
 from .moe.torchtitan import TorchtitanDispatcher
 from .statistics import Statistics, stats
 from .tracing.record import record
-from .transports.in_process import InProcessWorld
+from .transports.in_process import InProcessTransport
 from .transports.pool_limit import PoolMemory, empty_cache, pool_memory, set_pool_limit
 
 __all__ = [
     "ExpertParallel",
     "FSDPAllGather",
     "FSDPReduceScatter",
-    "InProcessWorld",
+    "InProcessTransport",
     "LoadPlanner",
     "PoolMemory",
     "RoutedTokens",

@@ -12,9 +12,9 @@ _SEGMENTS = ("anonymous", "named")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
-def world_asked_for() -> str | None:
-    """The name that SHARDWEAVE_WORLD gives, not checked; None where it is not set."""
-    return os.environ.get("SHARDWEAVE_WORLD") or None
+def transport_asked_for() -> str | None:
+    """The name that SHARDWEAVE_TRANSPORT gives, not checked; None where it is not set."""
+    return os.environ.get("SHARDWEAVE_TRANSPORT") or None
 
 
 def timeout_asked_for() -> float | None:

@@ -39,12 +39,12 @@ class Statistics:
     """Since the process started, or since `reset`.
 
     Attributes:
-        calls: programs carried out, by world.
+        calls: programs carried out, by transport.
         delegations: calls left to torch's own redistribution, by reason.
         ignored: arguments of torch's that say nothing here, by name.
         host_reads: waits of the host for a device, by what it read.
         copies: calls that copied what else stays where peers wrote it, by what, and why.
-        worlds: by the ranks of a mesh, the world they use and why; `reset` keeps it.
+        transports: by the ranks of a mesh, the transport they use and why; `reset` keeps it.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Statistics:
     ignored: Counter[str] = field(default_factory=Counter)
     host_reads: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
-    worlds: dict[tuple[int, ...], str] = field(default_factory=dict)
+    transports: dict[tuple[int, ...], str] = field(default_factory=dict)
     _kinds: dict[tuple[Hashable, str], Redistribution] = field(default_factory=dict, repr=False)
     _summaries: dict[tuple[Hashable, str], Callable[[], Summary]] = field(default_factory=dict, repr=False)
     """Of kinds that nobody has read yet."""
@@ -60,7 +60,7 @@ class Statistics:
 
     @property
     def redistributions(self) -> dict[tuple[str, str], Redistribution]:
-        """By what was asked for, as text, and the world; what took longest first."""
+        """By what was asked for, as text, and the transport; what took longest first."""
         found: dict[tuple[str, str], Redistribution] = {}
         for key, kind in list(self._kinds.items()):
             if not kind.calls:
@@ -73,14 +73,14 @@ class Statistics:
             found[named] = kind
         return dict(sorted(found.items(), key=lambda item: -item[1].milliseconds))
 
-    def kind(self, what: Hashable, world: str, summary: Callable[[], Summary]) -> Redistribution:
+    def kind(self, what: Hashable, transport: str, summary: Callable[[], Summary]) -> Redistribution:
         """The counters of one redistribution; of very many distinct ones the last share theirs.
 
         Args:
             what: equal for what reads alike.
             summary: called when the counters are read, once.
         """
-        key = (what, world)
+        key = (what, transport)
         if key not in self._kinds:
             if len(self._kinds) >= _MOST_KINDS:
                 key, summary = _OTHERS, _of_others

@@ -205,7 +205,7 @@ def _account(columns: Sequence[Column]) -> tuple[bool, list[str]]:
     delegations: Counter[str] = sum((column.delegations for column in columns), Counter())
     errors = sorted({error for column in columns for error in column.errors})
     lines = [f"| shardweave, in {sum(column.processes for column in columns)} processes | calls |", "|---|---|"]
-    lines += [f"| carried out on {world} | {count} |" for world, count in calls.most_common()]
+    lines += [f"| carried out on {transport} | {count} |" for transport, count in calls.most_common()]
     lines += [f"| left to torch: {reason.replace('|', '¦')} | {count} |" for reason, count in delegations.most_common()]
     lines += ["", *(f"not installed: {error}" for error in errors)] if errors else []
     called = bool(calls or delegations)

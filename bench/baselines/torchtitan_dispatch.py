@@ -41,9 +41,15 @@ def torchtitan_layer(mesh: DeviceMesh) -> Layer:
     return by_torchtitan
 
 
-def shardweave_layer(mesh: DeviceMesh, hidden: int, tokens: int, world: str | None = None) -> Layer:
+def shardweave_layer(mesh: DeviceMesh, hidden: int, tokens: int, transport: str | None = None) -> Layer:
     ours = TokenDispatcher(
-        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=tokens, dtype=torch.float32, world=world
+        mesh,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden=hidden,
+        max_tokens=tokens,
+        dtype=torch.float32,
+        transport=transport,
     )
 
     def by_shardweave(

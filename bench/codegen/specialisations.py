@@ -22,7 +22,7 @@ from shardweave.planner import Program, plan
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.transports.capabilities import Direction, WindowPolicy
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 from shardweave.runtime.transports.symmetric_window import Window, pad_bytes, window_size
 
 KERNELS = {
@@ -41,9 +41,9 @@ DTYPES = (torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torc
           torch.int64, torch.bool, torch.complex64)  # fmt: skip
 
 
-class WindowsNowhere(InProcessWorld):
-    """Programs are bound as in a symmetric world: through windows, here without memory. With nodes of `node_size` ranks
-    through those of a node, with messages between nodes."""
+class WindowsNowhere(InProcessTransport):
+    """Programs are bound as in a symmetric-memory transport: through windows, here without memory. With nodes of `node_size`
+    ranks through those of a node, with messages between nodes."""
 
     def __init__(self, direction: Direction, node_size: int | None = None) -> None:
         super().__init__(node_size is None, "nccl", node_size)
@@ -60,10 +60,10 @@ class _Silent(Window):
         """Signals are looked at by `token_specialisations`."""
 
 
-WORLDS = (
-    InProcessWorld(),
-    InProcessWorld(one_sided=False),
-    InProcessWorld(one_sided=False, backend="nccl"),
+TRANSPORTS = (
+    InProcessTransport(),
+    InProcessTransport(one_sided=False),
+    InProcessTransport(one_sided=False, backend="nccl"),
     WindowsNowhere("push"),
     WindowsNowhere("pull"),
     WindowsNowhere("push", node_size=2),
@@ -131,8 +131,8 @@ def specialisations(asked: Iterable[Asked] | None = None) -> list[Specialisation
     found: dict[tuple[Any, ...], Specialisation] = {}
     for request in asked or every_kind():
         program = request.program
-        for world in WORLDS:
-            for table, aligned in tables(request, world):
+        for transport in TRANSPORTS:
+            for table, aligned in tables(request, transport):
                 kernel = "copy_boxes" if isinstance(table, CopyTable) else "reduce_boxes"
                 for _, constants in table.specialisations(aligned, 16):
                     key = kernel, *map(str, constants.values())
@@ -169,10 +169,10 @@ def of_ranks(
         yield Asked(program, position, strides, getattr(torch, dtype).itemsize if odd else 16)
 
 
-def tables(asked: Asked, world: InProcessWorld) -> Iterator[tuple[CopyTable | ReduceTable, int]]:
+def tables(asked: Asked, transport: InProcessTransport) -> Iterator[tuple[CopyTable | ReduceTable, int]]:
     """What a rank launches by, and the bytes that all its sources are multiples of."""
     dtype = getattr(torch, asked.program.dtype)
-    bound = BoundProgram(asked.program, asked.position, asked.strides, world, dtype, NOWHERE)
+    bound = BoundProgram(asked.program, asked.position, asked.strides, transport, dtype, NOWHERE)
     for number, step in enumerate(bound.steps):
         for kept in step.launched():
             assert kept.table is not None

@@ -1,4 +1,5 @@
-"""The signals and token kernels that worlds and dispatchers launch, as Triton would compile them, found without a GPU.
+"""The signals and token kernels that transports and dispatchers launch, as Triton would compile them, found without a
+GPU.
 
 Windows and dispatchers run on a device that has no memory, as their callers run them, and what they launch is written
 down instead. So a constant is here because a launcher gives it, and a kernel because something launches it.

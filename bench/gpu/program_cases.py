@@ -20,7 +20,7 @@ from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.executor.simulate import bind_in_process, simulate
 from shardweave.runtime.executor.step_sendrecv import TwoSidedStep
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 if TYPE_CHECKING:
     from shardweave.bench.gpu.target_rows import Row
@@ -33,10 +33,10 @@ def pack_and_unpack(row: Row, shape: tuple[int, int], device: torch.device, time
     """What rank 0 does around the exchange of `S0 → S1`: torch's inner loop on a group that moves nothing, and ours on
     NCCL's program, of which the messages are left out."""
     program = plan((RANKS,), shape, "bfloat16", "S0", "S1")
-    world = InProcessWorld(one_sided=False, backend="nccl")
+    transport = InProcessTransport(one_sided=False, backend="nccl")
     _verify(shape, device)
     held = program.source_shape(0)
-    bound = BoundProgram(program, 0, contiguous_strides(held), world, torch.bfloat16, device)
+    bound = BoundProgram(program, 0, contiguous_strides(held), transport, torch.bfloat16, device)
     (step,) = bound.steps
     assert isinstance(step, TwoSidedStep)
     calls, stock = [], []
@@ -105,7 +105,7 @@ def whole_program(row: Row, side: int, device: torch.device, timer: Timer, dry: 
     program = plan((4, 4), (side, side), "bfloat16", "S0 S1", "S1 S0")
     whole = random_buffer(side * side, torch.bfloat16, device).view(side, side)
     shards = [part.contiguous() for rows in whole.chunk(4, 0) for part in rows.chunk(4, 1)]
-    run = bind_in_process(program, shards, InProcessWorld())
+    run = bind_in_process(program, shards, InProcessTransport())
     found = run(shards)
     # Rank (i, j) ends with rows j and columns i.
     for i in range(4):

@@ -35,7 +35,7 @@ HOST_TARGET_US = 15.0
 
 
 def host_rows(bench: Bench) -> None:
-    """What a cached call costs the host, in a process of its own: it puts worlds in place that move nothing."""
+    """What a cached call costs the host, in a process of its own: it puts transports in place that move nothing."""
     rows = {
         "windows": Row(
             "host work of a cached call through windows, launches excluded, worst kind", "µs", HOST_TARGET_US, False

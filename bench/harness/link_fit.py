@@ -141,12 +141,12 @@ def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topo
     fits: dict[str, Fit] = {}
     for kind in ("node", "network"):
         if kind in by_kind:
-            one_sided = by_kind[kind]["world"] == "shared_memory"
+            one_sided = by_kind[kind]["transport"] == "shared_memory"
             fits[kind] = fit_link(samples_of(by_kind[kind]), one_sided, local)
     notes = [f"local: {note}" for note in local.notes]
     notes += [f"{kind}: {note}" for kind, fit in fits.items() for note in fit.notes]
     if nodes == 1:
-        where = "in the collective world" if "network" in fits else "as inside the node"
+        where = "in the process_group transport" if "network" in fits else "as inside the node"
         notes.append(f"No network was measured: all ranks share one node. `network` has the figures {where}.")
     if node_size == 1:
         notes.append("No link inside a node was measured: each has one rank. `node` has the figures of the network.")

@@ -22,7 +22,7 @@ import shardweave
 
 from ...errors import ArgumentError
 from ...runtime.environment import pretended_node_size
-from ...runtime.transports.select import current_worlds
+from ...runtime.transports.select import current_transports
 from ...runtime.transports.shared_memory import machine_name
 from .interleaved import rotated, rotating
 from .link_fit import Sample
@@ -72,8 +72,9 @@ def node_size_of(machines: Sequence[str], asked: int | None) -> int:
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     """Measure calls of ranks by themselves, then the links that there are; rank 0 sends each, the others take part.
 
-    `config`: "device", "world" (inside a node; None: as the ranks share), "node_size" (None: as they share), "largest"
-    (bytes). On CUDA devices this waits for the device around each turn, and nowhere else; not tried on any yet.
+    `config`: "device", "transport" (inside a node; None: as the ranks share), "node_size" (None: as they share),
+    "largest" (bytes). On CUDA devices this waits for the device around each turn, and nowhere else; not tried on any
+    yet.
     """
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     device = torch.device(config["device"])
@@ -88,20 +89,20 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             shape = {"nodes": nodes, "node_size": node_size}
             send({"kind": kind, "samples": [asdict(sample) for sample in samples], **shape, **more})
 
-    found("local", _locals(device, (nodes, node_size), config["world"], sizes))
+    found("local", _locals(device, (nodes, node_size), config["transport"], sizes))
     inside = None
     if node_size > 1:
-        inside, samples = _link(device, (nodes, node_size), False, config["world"], sizes)
-        found("node", samples, world=inside)
-    if nodes > 1 or inside != "collective":
-        _, samples = _link(device, (nodes, node_size), nodes > 1, "collective", sizes)
-        found("network", samples, world="collective")
+        inside, samples = _link(device, (nodes, node_size), False, config["transport"], sizes)
+        found("node", samples, transport=inside)
+    if nodes > 1 or inside != "process_group":
+        _, samples = _link(device, (nodes, node_size), nodes > 1, "process_group", sizes)
+        found("network", samples, transport="process_group")
 
 
 def _link(
-    device: torch.device, nodes: tuple[int, int], across: bool, world: str | None, sizes: Sequence[int]
+    device: torch.device, nodes: tuple[int, int], across: bool, transport: str | None, sizes: Sequence[int]
 ) -> tuple[str, list[Sample]]:
-    """The world that ranks of a node, or of the same place in each node, meet in, and times of their exchanges.
+    """The transport that ranks of a node, or of the same place in each node, meet in, and times of their exchanges.
 
     Groups of different sizes tell what a message costs. All ranks take part at once, each in one group.
     """
@@ -115,7 +116,7 @@ def _link(
         shape = (most // group, group, nodes[1]) if across else (nodes[0], most // group, group)
         names = ("apart", "group", "place") if across else ("node", "apart", "group")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)["group"]
-        chosen, _ = current_worlds().choose(tuple(mesh.mesh.flatten().tolist()), device, world)
+        chosen, _ = current_transports().choose(tuple(mesh.mesh.flatten().tolist()), device, transport)
         name = chosen.name
         _check(_Swap(mesh, SMALLEST, name, device))
         for nbytes in sizes:
@@ -128,14 +129,14 @@ def _link(
 class _Swap:
     """An exchange of all ranks of a mesh dim with each other, S1 → S2.
 
-    [2, 2 n, n k] float32: what goes to a peer is strided where it comes from and where it belongs, so that a world that
-    is not one-sided packs and unpacks all of it, as the price of a step supposes.
+    [2, 2 n, n k] float32: what goes to a peer is strided where it comes from and where it belongs, so that a transport
+    that is not one-sided packs and unpacks all of it, as the price of a step supposes.
     """
 
-    def __init__(self, mesh: DeviceMesh, nbytes: int, world: str, device: torch.device) -> None:
+    def __init__(self, mesh: DeviceMesh, nbytes: int, transport: str, device: torch.device) -> None:
         n = mesh.size()
         k = max(1, round(nbytes / (16 * (n - 1))))
-        self.mesh, self.world, self.shape = mesh, world, (2, 2 * n, n * k)
+        self.mesh, self.transport, self.shape = mesh, transport, (2, 2 * n, n * k)
         self.nbytes, self.kept_bytes = 16 * k * (n - 1), 16 * k
         first = 2 * mesh.get_local_rank() * n * k
         rows = torch.arange(2 * n * k, dtype=torch.float32, device=device).reshape(2, n * k)
@@ -150,7 +151,7 @@ class _Swap:
         )
 
     def __call__(self, source: DTensor) -> DTensor:
-        return shardweave.redistribute(source, [Shard(2)], world=self.world)
+        return shardweave.redistribute(source, [Shard(2)], transport=self.transport)
 
     def rotating(self) -> Callable[[], DTensor]:
         """The exchange of one source after another, of which the next is in no cache."""
@@ -161,23 +162,25 @@ def _check(swap: _Swap) -> None:
     """Before anything is timed."""
     whole = torch.arange(math.prod(swap.shape), dtype=torch.float32).reshape(swap.shape)
     wanted = whole.chunk(swap.mesh.size(), 2)[swap.mesh.get_local_rank()]
-    assert torch.equal(swap(swap.source).to_local().cpu(), wanted), f"a wrong exchange on {swap.world}"
+    assert torch.equal(swap(swap.source).to_local().cpu(), wanted), f"a wrong exchange on {swap.transport}"
 
 
-def _locals(device: torch.device, nodes: tuple[int, int], world: str | None, sizes: Sequence[int]) -> list[Sample]:
+def _locals(device: torch.device, nodes: tuple[int, int], transport: str | None, sizes: Sequence[int]) -> list[Sample]:
     """Calls of all ranks at once that move nothing between them, R → S1 in each node, or among all ranks where a node
     has one: each copies its part of [2, n k] float32, of up to so many bytes.
     """
     mesh = init_device_mesh(device.type, nodes, mesh_dim_names=("node", "place"))["place" if nodes[1] > 1 else "node"]
     n = mesh.size()
-    call = partial(shardweave.redistribute, placements=[Shard(1)], world=world if nodes[1] > 1 else "collective")
+    call = partial(
+        shardweave.redistribute, placements=[Shard(1)], transport=transport if nodes[1] > 1 else "process_group"
+    )
     samples = []
     for nbytes in sizes:
         k = max(1, round(nbytes / (8 * n)))
         whole = torch.arange(2 * n * k, dtype=torch.float32, device=device).reshape(2, n * k)
         source = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
         wanted = whole.chunk(n, 1)[mesh.get_local_rank()]
-        assert torch.equal(call(source).to_local(), wanted), f"a wrong part on {world}"
+        assert torch.equal(call(source).to_local(), wanted), f"a wrong part on {transport}"
         samples.append(Sample(0, 0, 8 * k, microseconds(rotating(call, rotated(source)[0]), device)))
     return samples
 

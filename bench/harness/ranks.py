@@ -112,7 +112,7 @@ class _Child:
 
 
 class Ranks:
-    """`main` as ranks 0..size-1 in a gloo world of their own, forked from this process as it is.
+    """`main` as ranks 0..size-1 in a gloo transport of their own, forked from this process as it is.
 
     A context manager, to be entered before this process starts threads; leaving it ends whoever still runs.
 

@@ -18,7 +18,7 @@ class Growth:
 
     Attributes:
         about: the same in words.
-        dims: names of the world's mesh dims.
+        dims: names of the transport's mesh dims.
         fixed: sizes of those that do not grow.
         grows: the others, each with the size at which it gives way to the next; the last one's is None.
         flattened: mesh dims that are several of these as one, by name.
@@ -34,7 +34,7 @@ class Growth:
     flattened: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gradients: str | None = None
 
-    def world(self, ranks: int) -> Mesh | None:
+    def transport(self, ranks: int) -> Mesh | None:
         """The mesh of so many ranks; None if there is none."""
         left, rest = divmod(ranks, math.prod(self.fixed.values()))
         if rest or not left:
@@ -47,23 +47,24 @@ class Growth:
             return None
         return Mesh([sizes[name] for name in self.dims], self.dims)
 
-    def mesh(self, world: Mesh, names: Sequence[str]) -> Mesh:
+    def mesh(self, transport: Mesh, names: Sequence[str]) -> Mesh:
         """The mesh dims of these names, through the first rank.
 
         Raises:
-            ArgumentError: a name that the world has not.
+            ArgumentError: a name that the transport has not.
         """
         for name in names:
             if name in self.flattened:
-                world = world.flatten(self.flattened[name], name)
-        return world[tuple(names)]
+                transport = transport.flatten(self.flattened[name], name)
+        return transport[tuple(names)]
 
-    def grown(self, entry: Entry, world: Mesh) -> Entry:
-        """The same redistribution on the world's mesh dims. What is padded to the ranks of a group (the flat tensors of
-        FSDP2) is padded to those that there are.
+    def grown(self, entry: Entry, transport: Mesh) -> Entry:
+        """The same redistribution on the transport's mesh dims. What is padded to the ranks of a group (the flat
+        tensors of FSDP2) is padded to those that there are.
 
         Raises:
-            ArgumentError: another mesh as the target, mesh dims without names or that the world has not, strided shards
+            ArgumentError: another mesh as the target, mesh dims without names or that the transport has not, strided
+            shards
                 that are no order: those depend on the sizes of mesh dims.
         """
         names = entry.mesh.names
@@ -78,7 +79,7 @@ class Growth:
             if isinstance(source.placements[names.index(self.gradients)], Partial) and not target.has_partial:
                 names = (self.dims[0], *names)
                 source, target = _beside(Partial(), source), _beside(Replicate(), target)
-        mesh = self.mesh(world, names)
+        mesh = self.mesh(transport, names)
         shape = entry.shape
         if entry.where.startswith("FSDP"):
             shape = (-(-shape[0] // mesh.shape[-1]) * mesh.shape[-1],)

@@ -55,11 +55,13 @@ def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Top
     for name in names:
         growth = GROWTHS[name]
         entries = [(case.entries[0], case.cost.calls) for case in distinct(load(name))]
-        for world in filter(None, map(growth.world, sizes)):
+        for transport in filter(None, map(growth.transport, sizes)):
             for topology in topologies:
-                if topology.node_size is not None or world.size <= LARGEST_DOMAIN:
+                if topology.node_size is not None or transport.size <= LARGEST_DOMAIN:
                     for recorded, calls in entries:
-                        yield from _row(name, recorded, growth.grown(recorded, world), calls, world.size, topology)
+                        yield from _row(
+                            name, recorded, growth.grown(recorded, transport), calls, transport.size, topology
+                        )
 
 
 def load(name: str) -> Trace:

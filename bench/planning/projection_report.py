@@ -67,7 +67,7 @@ def report(
             "",
             *provenance_lines(measured),
             "",
-            "Redistributions of `bench/workloads` between ranks of this machine, in the worlds that it has: the price",
+            "Redistributions of `bench/workloads` between ranks of this machine, in the transports it has: the price",
             "on a topology that was fitted to the same ranks just before, against the median time of the slowest rank.",
             "An error of 100% is twice as much, or half. A price is bound by latency where half of it or more is what",
             "calls, steps and peers cost however little moves; otherwise, unless nothing moves between ranks, by",

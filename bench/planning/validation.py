@@ -33,13 +33,13 @@ _NO_TIME = 1e15  # GB/s: so fast that bytes cost nothing
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """Fit the links of these ranks, then time each case in each world; rank 0 sends."""
+    """Fit the links of these ranks, then time each case in each transport; rank 0 sends."""
     found: list[dict[str, Any]] = []
     link_times.rank_main(rank, size, config, found.append)
     made = [topologies(found) if rank == 0 else None]
     dist.broadcast_object_list(made)
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    for world, topology in (made[0] or {}).items():
+    for transport, topology in (made[0] or {}).items():
         cases = []
         for workload in load_workloads():
             if config["only"] not in workload.name:
@@ -52,31 +52,31 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
                 case = Case(workload, meshes[workload.mesh_names])
             except Unsuitable:
                 continue
-            cases.append(_measured(case, meshes[workload.mesh_names], world, topology))
+            cases.append(_measured(case, meshes[workload.mesh_names], transport, topology))
         if rank == 0:
             kept = [case for case in cases if case is not None]
-            send({"ranks": size, "world": world, "topology": topology.to_dict(), "cases": kept})
+            send({"ranks": size, "transport": transport, "topology": topology.to_dict(), "cases": kept})
 
 
 def topologies(found: Sequence[dict[str, Any]]) -> dict[str, Topology]:
-    """Of one node, by the world that its ranks meet in: what rank 0 measured of each."""
+    """Of one node, by the transport that its ranks meet in: what rank 0 measured of each."""
     topology, _ = topology_of(found, None)
-    inside = next(measured["world"] for measured in found if measured["kind"] == "node")
-    by_world = {inside: replace(topology, name=f"measured, {inside}")}
-    by_world["collective"] = replace(topology, name="measured, collective", node=topology.network)
-    return by_world
+    inside = next(measured["transport"] for measured in found if measured["kind"] == "node")
+    by_transport = {inside: replace(topology, name=f"measured, {inside}")}
+    by_transport["process_group"] = replace(topology, name="measured, collective", node=topology.network)
+    return by_transport
 
 
-def _measured(case: Case, mesh: DeviceMesh, world: str, topology: Topology) -> dict[str, Any] | None:
+def _measured(case: Case, mesh: DeviceMesh, transport: str, topology: Topology) -> dict[str, Any] | None:
     """Checked first, then timed, on sources that take turns and are in no cache, as what links were fitted to. The
     program is the one that is priced: planned for the topology. None where it has nothing to do."""
     dtype = str(case.dtype).removeprefix("torch.")
     program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text, topology=topology)
     if program.is_identity:
         return None
-    call = partial(shardweave.redistribute, placements=case.placements, world=world, topology=topology)
+    call = partial(shardweave.redistribute, placements=case.placements, transport=transport, topology=topology)
     fault = case.fault(call(case.source).to_local(), pairwise=False)
-    assert fault is None, f"{case.name} on {world}: {fault}"
+    assert fault is None, f"{case.name} on {transport}: {fault}"
     sources, _ = rotated(case.source)
     measured = microseconds(rotating(call, sources), _CPU)
     return {
@@ -100,12 +100,12 @@ def bound_of(program: Program) -> str:
 
 
 def measure(sizes: Sequence[int], only: str = "", largest: int = _LARGEST) -> list[dict[str, Any]]:
-    """A run for each number of ranks and each world: topology, and the cases with both figures.
+    """A run for each number of ranks and each transport: topology, and the cases with both figures.
 
     Raises:
         RanksFailed: a rank died, or an output was wrong.
     """
-    config = {"device": "cpu", "world": None, "node_size": None, "largest": largest, "only": only}
+    config = {"device": "cpu", "transport": None, "node_size": None, "largest": largest, "only": only}
     return [run for size in sizes for of_rank in messages_of(rank_main, size, config) for run in of_rank]
 
 
@@ -118,21 +118,24 @@ def errors(cases: Sequence[dict[str, Any]]) -> list[float]:
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Of a Markdown table: the error of each run, split by what a price is mostly, then of all."""
     lines = [
-        "| ranks | world | bound by | cases | median error | worst | worst case |",
+        "| ranks | transport | bound by | cases | median error | worst | worst case |",
         "|---|---|---|---|---|---|---|",
     ]
     every = [case for run in runs for case in run["cases"]]
-    for ranks, world, cases in (*((run["ranks"], run["world"], run["cases"]) for run in runs), ("all", "all", every)):
+    for ranks, transport, cases in (
+        *((run["ranks"], run["transport"], run["cases"]) for run in runs),
+        ("all", "all", every),
+    ):
         for bound in BOUNDS:
-            lines += _row(ranks, world, bound, [case for case in cases if case["bound"] == bound])
+            lines += _row(ranks, transport, bound, [case for case in cases if case["bound"] == bound])
     return [*lines, *_row("all", "all", "all", every)]
 
 
-def _row(ranks: int | str, world: str, bound: str, cases: Sequence[dict[str, Any]]) -> list[str]:
+def _row(ranks: int | str, transport: str, bound: str, cases: Sequence[dict[str, Any]]) -> list[str]:
     if not cases:
         return []
     found = errors(cases)
     worst = max(cases, key=lambda case: errors([case]))
     said = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
     figures = f"{len(found)} | {statistics.median(found):.0%} | {found[-1]:.0%}"
-    return [f"| {ranks} | {world} | {bound} | {figures} | {said} |"]
+    return [f"| {ranks} | {transport} | {bound} | {figures} | {said} |"]

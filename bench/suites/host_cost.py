@@ -1,12 +1,12 @@
 """What a redistribution costs the host: stock DTensor on a process group that moves nothing, beside shardweave on a
-world that moves nothing; and what it costs on the worlds that GPUs use.
+transport that moves nothing; and what it costs on the transports that GPUs use.
 
 `python -m shardweave.bench.suites.host_cost` times `DTensor.redistribute` of small tensors, cached, both sides in
-turns. The fake process group returns at once and sums nothing; on the null world nobody is met, nothing is written to
-peers and nothing that they would have sent is summed. What is left is the host's: specs, dispatch, plans looked up,
+turns. The fake process group returns at once and sums nothing; on the null transport nobody is met, nothing is written
+to peers and nothing that they would have sent is summed. What is left is the host's: specs, dispatch, plans looked up,
 buffers made, and the copies that stay on the rank. Then the loop inside it, as ranks on GPUs run it: through windows,
 where launches are left out, and by messages, where those are left out as well and only the store is told
-(`host_worlds`).
+(`host_transports`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import provenance_lines
 from shardweave.bench.suites.host_transports import (
     Alone,
-    MirrorWorld,
-    SilentWorld,
+    MirrorTransport,
+    SilentTransport,
     as_on_a_gpu,
     counted_launches,
     nothing_is_sent,
@@ -47,7 +47,7 @@ from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.executor.copies import Copies, Reduction, is_plain_memory
 from shardweave.runtime.executor.step_put import OneSidedStep
 from shardweave.runtime.transports.base import Meet
-from shardweave.runtime.transports.select import AnyWorld
+from shardweave.runtime.transports.select import AnyTransport
 
 RANKS = 4
 SCRATCH = 1 << 20  # bytes; more than any shard here
@@ -64,7 +64,7 @@ KINDS: tuple[tuple[str, tuple[int, ...], Placement, Placement], ...] = (
 )
 
 
-class NullWorld:
+class NullTransport:
     """Hands out memory that recycles, as a pool does whose tensors die soon, and meets nobody."""
 
     one_sided = recycles = True
@@ -99,7 +99,7 @@ class NullWorld:
         return [None] * len(request.peers)
 
 
-class ScratchWorld(NullWorld):
+class ScratchTransport(NullTransport):
     """Peers whose buffers are all one that nobody reads: pushes to it cost the host of a GPU what real ones do."""
 
     def __init__(self, device: torch.device) -> None:
@@ -112,15 +112,15 @@ class ScratchWorld(NullWorld):
         return [self._scratch.data_ptr()] * len(request.peers)
 
 
-class NullWorlds:
-    """In place of the worlds of a process group: the null world, or by its name one that GPUs use."""
+class NullTransports:
+    """In place of the transports of a process group: the null transport, or by its name one that GPUs use."""
 
-    named: dict[str, AnyWorld] = {}
+    named: dict[str, AnyTransport] = {}
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[Any, str]:
         if asked is not None:
             return self.named[asked], "asked for"
-        return NullWorld() if is_plain_memory(device) else ScratchWorld(device), "nothing is to be moved"
+        return NullTransport() if is_plain_memory(device) else ScratchTransport(device), "nothing is to be moved"
 
 
 def push_to_nobody(step: OneSidedStep, x: torch.Tensor, copies: Copies, address: Any, nbytes: int) -> None:
@@ -153,8 +153,8 @@ def measure(rounds: int, number: int = CALLS, device: str = "cpu") -> list[list[
         with nothing_is_moved(device):
             times = sampled(mesh, shape, source, target, rounds, number)
         through.append({"kind": name, **{side: statistics.median(found) for side, found in times.items()}})
-        with worlds_of_gpus(device):
-            times, counts, sent = sampled_on_device_worlds(mesh, shape, source, target, rounds, number)
+        with transports_of_gpus(device):
+            times, counts, sent = sampled_on_device_transports(mesh, shape, source, target, rounds, number)
         median = {side: statistics.median(found) for side, found in times.items()}
         inside.append(
             {"kind": name, "windows": median["windows"], "windows_launched": median.get("launched"),
@@ -185,22 +185,27 @@ def sampled(
 
 
 @contextmanager
-def worlds_of_gpus(device: str) -> Iterator[None]:
-    """In this block programs find the worlds that ranks on GPUs use, with nobody else in them."""
+def transports_of_gpus(device: str) -> Iterator[None]:
+    """In this block programs find the transports that ranks on GPUs use, with nobody else in them."""
     here = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
     with as_on_a_gpu(here), nothing_is_sent():
-        NullWorlds.named = {"symmetric": MirrorWorld(RANKS, here), "collective": SilentWorld(RANKS)}
+        NullTransports.named = {
+            "symmetric_memory": MirrorTransport(RANKS, here),
+            "process_group": SilentTransport(RANKS),
+        }
         yield
 
 
-def sampled_on_device_worlds(
+def sampled_on_device_transports(
     mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
 ) -> tuple[dict[str, list[float]], Counter[str], Counter[str]]:
     """Microseconds of a call by round: "windows", "messages" and, on a GPU, "launched"; and what is launched through
     windows and by messages."""
     device = mesh.device_type
     local, specs = given(mesh, shape, source, target)
-    windows, messages = (partial(run_redistribution, local, *specs, How(world=world)) for world in NullWorlds.named)
+    windows, messages = (
+        partial(run_redistribution, local, *specs, How(transport=transport)) for transport in NullTransports.named
+    )
     counts, sent = counted_launches(windows), counted_launches(messages)
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -223,11 +228,11 @@ def given(
 
 
 def prepare(device: str) -> None:
-    """The world and the group that moves nothing, in the places where programs look for theirs; for good."""
+    """The transport and the group that moves nothing, in the places where programs look for theirs; for good."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    call_module.current_worlds = NullWorlds  # type: ignore[assignment]
+    call_module.current_transports = NullTransports  # type: ignore[assignment]
     for module in (call_module, drop_in):
         module.why_not_backend = lambda *arguments: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
@@ -263,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Microseconds of the host for a cached DTensor.redistribute, float32, mesh of {RANKS}; median of {rounds} "
         f"rounds\nof {number} calls.{note}\n"
     )
-    print("| kind | stock, fake group | shardweave, null world | ours ÷ stock |\n|---|---|---|---|")
+    print("| kind | stock, fake group | shardweave, null transport | ours ÷ stock |\n|---|---|---|---|")
     for c in through:
         print(f"| {c['kind']} | {c['stock']:.1f} | {c['ours']:.1f} | {c['ours'] / c['stock']:.2f} |")
     print(

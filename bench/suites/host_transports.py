@@ -1,4 +1,5 @@
-"""The worlds that ranks on GPUs use, with nobody else in them: a call does all the host's work, and waits for nothing.
+"""The transports that ranks on GPUs use, with nobody else in them: a call does all the host's work, and waits for
+nothing.
 
 On a GPU their launches can be made as well. Without one nothing is compiled or launched, and all else is the same.
 """
@@ -19,9 +20,9 @@ from shardweave.kernels.pointers import PreparedLaunch
 from shardweave.kernels.signal import SLOT, Channel, PreparedSignal
 from shardweave.runtime.executor import copies
 from shardweave.runtime.transports import process_group
-from shardweave.runtime.transports.process_group import CollectiveWorld
+from shardweave.runtime.transports.process_group import ProcessGroupTransport
 from shardweave.runtime.transports.rendezvous import Rendezvous
-from shardweave.runtime.transports.symmetric import SymmetricWorld
+from shardweave.runtime.transports.symmetric import SymmetricMemoryTransport
 
 TIMEOUT = 10.0
 _LAUNCHED = (PreparedLaunch, PreparedSignal)
@@ -54,7 +55,7 @@ class Alone(Rendezvous):
         return ""
 
 
-class MirrorWorld(SymmetricWorld):
+class MirrorTransport(SymmetricMemoryTransport):
     """Rank 0 through windows, among peers that are itself."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class _Done(dist.Work):
 _DONE = _Done()
 
 
-class SilentWorld(CollectiveWorld):
+class SilentTransport(ProcessGroupTransport):
     """Rank 0 by messages that are not sent."""
 
     def __init__(self, size: int) -> None:

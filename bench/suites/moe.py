@@ -127,7 +127,9 @@ def show(outcome: dict[str, Any]) -> None:
         f"parameters; {outcome['ranks'] * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
     )
     print(outcome["explain"])
-    print(f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by world: {outcome['calls']}; ", end="")
+    print(
+        f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by transport: {outcome['calls']}; ", end=""
+    )
     print(f"left to torch: {outcome['delegations'] or 'none'}.")
     print()
     show_losses({"loss, ranks": ours, "one process": alone})

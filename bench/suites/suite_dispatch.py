@@ -104,7 +104,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     for shape in config["shapes"]:
         layers: dict[str, Layer] = {
             "ours": shardweave_layer(mesh, shape.hidden, shape.tokens),
-            "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "collective"),
+            "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
             "torch.distributed": lambda x, ids, weights, scale: dispatch_and_combine(x, ids, weights, EXPERTS, scale),
         }
         absent = {}

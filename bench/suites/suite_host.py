@@ -1,9 +1,9 @@
 """What a cached call of a redistribution costs the host, with nobody to meet and nothing to move:
 `bench/suites/host_cost.py`.
 
-Through `DTensor.redistribute`: stock on a fake process group, shardweave on a world that moves nothing. And the loop
-inside it, as ranks on GPUs run it: through windows with launches left out, by messages with launches and sending left
-out; beside stock's. No bytes: small tensors, and none of it is for moving them.
+Through `DTensor.redistribute`: stock on a fake process group, shardweave on a transport that moves nothing. And the
+loop inside it, as ranks on GPUs run it: through windows with launches left out, by messages with launches and sending
+left out; beside stock's. No bytes: small tensors, and none of it is for moving them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
         for _ in range(rounds):
             with host_cost.nothing_is_moved(device):
                 times = host_cost.sampled(mesh, shape, source, target, 1, calls)
-            with host_cost.worlds_of_gpus(device):
-                of_gpus, *_ = host_cost.sampled_on_device_worlds(mesh, shape, source, target, 1, calls)
+            with host_cost.transports_of_gpus(device):
+                of_gpus, *_ = host_cost.sampled_on_device_transports(mesh, shape, source, target, 1, calls)
             for side, (one,) in {**times, **of_gpus}.items():
                 found.setdefault(side, []).append(one)
         if name in names:

@@ -248,7 +248,7 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
 def three_ways(case: Case) -> dict[str, Callable[[DTensor], Any]]:
     return {
         "ours": lambda x: shardweave.redistribute(x, case.placements),
-        "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, world="collective"),
+        "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, transport="process_group"),
         "stock": lambda x: x.redistribute(placements=case.placements),
     }
 

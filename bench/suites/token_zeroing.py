@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     given = vars(parser.parse_args())
     print(f"{given}, top {TOP_K} of {EXPERTS} experts, float32; zeroed over not zeroed, medians of {ROUNDS} rounds")
-    print("| world | capacity | forward | forward and backward |\n|---|---|---|---|")
+    print("| transport | capacity | forward | forward and backward |\n|---|---|---|---|")
     run_ranks(rank_main, given["ranks"], given, put)
 
 
@@ -61,18 +61,18 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             y = dispatcher.combine(routed.x, routed)
         return torch.autograd.grad(y, (x, weights), gradient) if backward else y
 
-    for world in ("shared_memory", "collective"):
+    for transport in ("shared_memory", "process_group"):
         for capacity in CAPACITIES:
             sides: dict[str, Callable[[], Any]] = {}
             for zero in (True, False):
                 dispatcher = TokenDispatcher(
                     mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=tokens, dtype=torch.float32,
-                    capacity=capacity, overflow="drop", zero_rows=zero, world=world,
+                    capacity=capacity, overflow="drop", zero_rows=zero, transport=transport,
                 )  # fmt: skip
                 for way in ("forward", "both"):
                     sides[f"{way}, {zero}"] = partial(layer, dispatcher, way == "both")
             worst = f"worst case ({float(size)})" if capacity is None else str(capacity)
-            send({"case": f"{world} | {worst}", "seconds": time_sides(sides, ROUNDS)})
+            send({"case": f"{transport} | {worst}", "seconds": time_sides(sides, ROUNDS)})
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ def show(outcome: dict[str, Any]) -> None:
         print(f"  {side:<10} {middle[side]:.0f} ms ({low:.0f} to {high:.0f})")
     print(f"  ratio {outcome['ratio']:.2f}, {middle['torch'] - middle['shardweave']:.0f} ms saved")
     print("\nRedistributions a step, and FSDP2's gathers and reduce-scatters, on rank 0:")
-    for world, count in outcome["calls"].items():
-        print(f"  {count / steps:g} by shardweave, on {world}")
+    for transport, count in outcome["calls"].items():
+        print(f"  {count / steps:g} by shardweave, on {transport}")
     for reason, count in outcome["delegations"].items():
         print(f"  {count / steps:g} left to torch: {reason.partition(';')[0]}")
 

@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-size", type=number_of("ranks"), metavar="N", help="pretend nodes of N ranks on one machine"
     )
     parser.add_argument(
-        "--world",
-        choices=("shared_memory", "collective"),
+        "--transport",
+        choices=("shared_memory", "process_group"),
         help="what ranks of a node meet in (default: as the library chooses)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the topology there")
@@ -37,5 +37,5 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import calibrate
 
     return calibrate.run(
-        arguments.ranks, arguments.node_size, arguments.world, arguments.out, arguments.name, arguments.largest
+        arguments.ranks, arguments.node_size, arguments.transport, arguments.out, arguments.name, arguments.largest
     )

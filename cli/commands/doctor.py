@@ -1,4 +1,4 @@
-"""`python -m shardweave doctor`: what this machine has, which worlds ranks would use, what is off."""
+"""`python -m shardweave doctor`: what this machine has, which transports ranks would use, what is off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .shared import interruptible, need_rich
 
-HELP = "what this machine has, which worlds ranks would use, what is off"
+HELP = "what this machine has, which transports ranks would use, what is off"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import math
 from ...bench.harness.writable import check_writable
 from ...errors import ArgumentError, shown
 from ...planner import Mesh, Program, draw, plan
-from ...runtime.executor.lower import AssumedWorld, explain_on
+from ...runtime.executor.lower import AssumedTransport, explain_on
 from ...runtime.transports.capabilities import WindowPolicy
 from ...runtime.transports.selection_rule import NAMES
 from .shared import TOPOLOGIES, dtype, file_of, topology, whole_number
@@ -35,15 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-bytes", type=whole_number, metavar="N", help="what a rank may hold at most")
     parser.add_argument(
-        "--world",
+        "--transport",
         choices=NAMES,
-        help="also say how ranks of such a world carry each step out, and why; mixed: on the topology's nodes",
+        help="also say how ranks of such a transport carry each step out, and why; mixed: on the topology's nodes",
     )
     parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="of the process groups of a collective world (default: gloo)"
+        "--backend", choices=("gloo", "nccl"), help="of the process groups of a process_group transport (default: gloo)"
     )
     parser.add_argument(
-        "--reduction", choices=("ordered", "fast"), help="fast: a collective world's backend may reduce (default: no)"
+        "--reduction",
+        choices=("ordered", "fast"),
+        help="fast: a process_group transport's backend may reduce (default: no)",
     )
     parser.add_argument("--json", action="store_true", help="the program as JSON")
     parser.add_argument(
@@ -66,35 +68,35 @@ def run(arguments: argparse.Namespace) -> int:
         topology=topology(arguments.topology),
         max_bytes=arguments.max_bytes,
     )
-    if arguments.json and arguments.world is not None:
-        raise ArgumentError("--world: given with --json, which says nothing of worlds; allowed: one of them")
+    if arguments.json and arguments.transport is not None:
+        raise ArgumentError("--transport: given with --json, which says nothing of transports; allowed: one of them")
     for option in ("backend", "reduction"):
-        if getattr(arguments, option) is not None and arguments.world not in ("collective", "mixed"):
-            raise ArgumentError(f"--{option}: without --world collective it says nothing; allowed: both")
+        if getattr(arguments, option) is not None and arguments.transport not in ("process_group", "hierarchical"):
+            raise ArgumentError(f"--{option}: without --transport process_group it says nothing; allowed: both")
     if arguments.svg is not None:
         check_writable("--svg", arguments.svg)
         arguments.svg.write_text(draw(program), encoding="utf-8")
     if arguments.json:
         print(json.dumps(program.to_dict(), indent=1))
-    elif arguments.world is not None:
-        world = _assumed(program, arguments.world, arguments.backend or "gloo")
-        print(explain_on(program, world, arguments.reduction or "ordered"))
+    elif arguments.transport is not None:
+        transport = _assumed(program, arguments.transport, arguments.backend or "gloo")
+        print(explain_on(program, transport, arguments.reduction or "ordered"))
     else:
         print(program.explain())
     return 0
 
 
-def _assumed(program: Program, world: str, backend: str) -> AssumedWorld:
-    """A world that is not there, to explain the program on."""
+def _assumed(program: Program, transport: str, backend: str) -> AssumedTransport:
+    """A transport that is not there, to explain the program on."""
     node_size = program.topology.node_size if program.topology is not None else None
-    if world == "mixed" and node_size is None:
-        raise ArgumentError("--world mixed: of what nodes is not said; allowed: with a --topology of nodes")
-    return AssumedWorld(
+    if transport == "hierarchical" and node_size is None:
+        raise ArgumentError("--transport hierarchical: of what nodes is not said; allowed: with a --topology of nodes")
+    return AssumedTransport(
         program.mesh,
-        world in ("shared_memory", "symmetric"),
+        transport in ("shared_memory", "symmetric_memory"),
         backend,
-        WindowPolicy() if world == "symmetric" else None,
-        node_size if world == "mixed" else None,
+        WindowPolicy() if transport == "symmetric_memory" else None,
+        node_size if transport == "hierarchical" else None,
     )
 
 

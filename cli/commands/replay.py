@@ -14,7 +14,7 @@ HELP = "carry a trace out again, by torch and by shardweave, and time both"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="of the ranks of one run of a program")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="that ranks have (default: cpu)")
-    parser.add_argument("--world", choices=NAMES, help="that ranks meet in (default: as the library chooses)")
+    parser.add_argument("--transport", choices=NAMES, help="that ranks meet in (default: as the library chooses)")
     parser.add_argument(
         "--topology",
         metavar="NAME|FILE",
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = replay.Options(
         arguments.device,
-        arguments.world,
+        arguments.transport,
         topology(arguments.topology),
         arguments.scaled,
         arguments.only,

@@ -16,7 +16,7 @@ from ...planner import Request, Topology, check_local_shape, plan_batch
 from ..cache import forget_dead_groups, kept_with_group
 from ..convert import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
-from ..executor.call import Call, check_backend, check_ranks, refuse, refuse_unplanned, world_for
+from ..executor.call import Call, check_backend, check_ranks, refuse, refuse_unplanned, transport_for
 from .autograd import as_dtensor
 from .local import How, how_asked
 from .redistribute import plain_local, target_of
@@ -30,7 +30,7 @@ def redistribute_batch(
     placements: Sequence[Sequence[Placement]],
     *,
     device_mesh: DeviceMesh | None = None,
-    world: str | None = None,
+    transport: str | None = None,
     topology: Topology | None = None,
 ) -> list[DTensor]:
     """DTensors of the same values with other placements, all carried over together: a refit, an optimizer's step.
@@ -41,7 +41,7 @@ def redistribute_batch(
         dtensors: of any shapes and dtypes, on any meshes, in the same order on all ranks.
         placements: those of each target.
         device_mesh: the mesh of all targets, if it is not that of their sources. Every rank of any of the meshes calls.
-        world, topology: as for `redistribute`.
+        transport, topology: as for `redistribute`.
 
     Returns:
         One DTensor each; memory of their own, except where nothing is to be done. No gradients are recorded.
@@ -50,7 +50,7 @@ def redistribute_batch(
         ArgumentError: lists that do not match, placements that do not fit, a tensor that needs gradients while they are
             recorded (use `torch.no_grad()`).
         UnsupportedError: as for `redistribute`.
-        WorldError: a peer died, did not come, or asked for something else.
+        TransportError: a peer died, did not come, or asked for something else.
     """
     try:
         targets = _targets(dtensors, placements, device_mesh)
@@ -59,8 +59,8 @@ def redistribute_batch(
         if torch.is_inference_mode_enabled():
             # Views and buffers that are kept outlive the mode.
             with torch.inference_mode(False):
-                return _run(dtensors, targets, how_asked(world, topology))
-        return _run(dtensors, targets, how_asked(world, topology))
+                return _run(dtensors, targets, how_asked(transport, topology))
+        return _run(dtensors, targets, how_asked(transport, topology))
     except (ArgumentError, UnsupportedError) as error:
         given = dtensors if isinstance(dtensors, Sequence) else ()
         meshes = [x.device_mesh for x in given if isinstance(x, DTensor)]
@@ -104,7 +104,7 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> l
 def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], how: How) -> Call:
     """Plan and bind a batch; nothing is communicated."""
     device = locals_[0].device
-    check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), how.world)
+    check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), how.transport)
     rank = dist.get_rank()
     requests: list[Any] = []
     for (source, target), x in zip(specs, locals_, strict=True):
@@ -118,7 +118,7 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
     company = batch.company(rank)
     if rank not in company:
         return Call(None, None, ())  # a rank in none of the meshes: it holds nothing, and nobody waits for it
-    world, _ = world_for(company, device, how.world, *(spec.mesh for pair in specs for spec in pair))
+    transport, _ = transport_for(company, device, how.transport, *(spec.mesh for pair in specs for spec in pair))
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
             if x.device != device:
@@ -127,8 +127,8 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
             if position is not None:
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")
     except ArgumentError as error:
-        refuse(world, company, batch.first_met(rank), error)
+        refuse(transport, company, batch.first_met(rank), error)
         raise
-    with world.rendezvous.making_ready(company, batch.explain):
-        bound = BoundBatch(batch, rank, [x.stride() for x in locals_], world, [x.dtype for x in locals_], device)
-    return Call(bound, world, company)
+    with transport.rendezvous.making_ready(company, batch.explain):
+        bound = BoundBatch(batch, rank, [x.stride() for x in locals_], transport, [x.dtype for x in locals_], device)
+    return Call(bound, transport, company)

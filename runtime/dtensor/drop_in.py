@@ -117,7 +117,7 @@ def redistribute_local_tensor(
 
     Raises:
         ArgumentError: the local tensor does not fit its spec.
-        WorldError: the ranks could not meet.
+        TransportError: the ranks could not meet.
     """
     if (told := observer()) is not None:
         told.note(local_tensor.dtype, current_spec, target_spec)

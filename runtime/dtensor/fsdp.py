@@ -1,4 +1,4 @@
-"""FSDP2's own gathers and reduce-scatters, which never call `redistribute`, as programs on shardweave's worlds."""
+"""FSDP2's own gathers and reduce-scatters, which never call `redistribute`, as programs on shardweave's transports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...planner import Mesh, plan, title
 from ..cache import forget_dead_groups, kept_with_group
 from ..convert import dtype_name
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, check_backend, refuse, world_for
+from ..executor.call import Call, check_backend, refuse, transport_for
 from ..executor.copies import contiguous_strides
 from ..executor.dispatch_modes import below_modes
 from ..transports.rendezvous import remarks
@@ -71,7 +71,7 @@ class FSDPAllGather(_OwnMemory, AllGather):
             ArgumentError: sizes, dtypes or devices that do not fit each other; a tensor subclass; an output in which
                 several elements share one place; a group without this rank. Nothing has been communicated.
             UnsupportedError: the process group cannot carry programs on the device.
-            WorldError: the ranks could not meet.
+            TransportError: the ranks could not meet.
         """
         given = ("input_tensor", input_tensor), ("output_tensor", output_tensor)
         with _telling(input_tensor, output_tensor, group):
@@ -104,7 +104,7 @@ class FSDPReduceScatter(_OwnMemory, ReduceScatter):
             ArgumentError: as for `FSDPAllGather`; a factor whose product is of another kind of dtype.
             UnsupportedError: another op than SUM, AVG and PREMUL_SUM with its factor; a dtype that is not reduced; the
                 process group cannot carry programs on the device.
-            WorldError: the ranks could not meet.
+            TransportError: the ranks could not meet.
         """
         given = ("output_tensor", output_tensor), ("input_tensor", input_tensor)
         with _telling(input_tensor, output_tensor, group):
@@ -198,8 +198,8 @@ def _telling(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) ->
         # Of tensors without elements nothing is exchanged.
         if ours and group.size() > 1 and isinstance(x, torch.Tensor) and (x.numel() or output.numel()):
             ranks, how = tuple(sorted(dist.get_process_group_ranks(group))), default()
-            check_backend(x.device, len(ranks), how.world)
-            refuse(world_for(ranks, x.device, how.world, groups=[group])[0], ranks, ranks, error)
+            check_backend(x.device, len(ranks), how.transport)
+            refuse(transport_for(ranks, x.device, how.transport, groups=[group])[0], ranks, ranks, error)
         raise
 
 
@@ -293,14 +293,14 @@ def _bind(
     how: How,
 ) -> Call:
     ranks = tuple(dist.get_process_group_ranks(group))
-    check_backend(device, len(ranks), how.world)
+    check_backend(device, len(ranks), how.transport)
     position = ranks.index(dist.get_rank())
     mesh = Mesh((len(ranks),), ranks=ranks)
     program = plan(mesh, (numel,), dtype_name(dtype), source, target, rank=position, topology=how.topology)
     if program.is_identity:
         return Call(None, None, ())
-    world, _ = world_for(tuple(sorted(ranks)), device, how.world, groups=[group])
+    transport, _ = transport_for(tuple(sorted(ranks)), device, how.transport, groups=[group])
     company = program.company(position)
-    with world.rendezvous.making_ready(company, partial(title, program)):
-        bound = BoundProgram(program, position, contiguous_strides((numel,)), world, dtype, device, how.reduction)
-    return Call(bound, world, company)
+    with transport.rendezvous.making_ready(company, partial(title, program)):
+        bound = BoundProgram(program, position, contiguous_strides((numel,)), transport, dtype, device, how.reduction)
+    return Call(bound, transport, company)

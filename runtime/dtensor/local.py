@@ -20,10 +20,10 @@ from ...planner import Planner, Program, Topology, check_local_shape, check_shap
 from ..cache import forget_dead_groups, kept_with_group
 from ..convert import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
-from ..executor.call import Call, check_backend, check_ranks, refuse, world_for
+from ..executor.call import Call, check_backend, check_ranks, refuse, transport_for
 from ..executor.dispatch_modes import as_one_operator
 from ..executor.lower import Reduction, check_reduction, explain_on
-from ..transports.select import AnyWorld
+from ..transports.select import AnyTransport
 from .partials import Plain, norms_in_turn, plain_request
 
 Stock = Callable[..., torch.Tensor]
@@ -36,7 +36,7 @@ _KEPT = 2048
 class How(NamedTuple):
     """What a caller may ask for besides the layouts; alike on all ranks."""
 
-    world: str | None = None
+    transport: str | None = None
     topology: Topology | None = None
     reduction: Reduction = "ordered"
 
@@ -46,20 +46,20 @@ _calls: dict[tuple, Callable[[torch.Tensor, bool], torch.Tensor]] = kept_with_gr
 _forms: dict[tuple, _Form] = kept_with_group({})
 
 
-def how_asked(world: Any = None, topology: Any = None, reduction: Any = None) -> How:
+def how_asked(transport: Any = None, topology: Any = None, reduction: Any = None) -> How:
     """What a caller asks for; None leaves it to what `install` was told.
 
     Raises:
-        ArgumentError: a world that is no name, a topology or a reduction that is none.
+        ArgumentError: a transport that is no name, a topology or a reduction that is none.
     """
-    if world is None and topology is None and reduction is None:
+    if transport is None and topology is None and reduction is None:
         return _default
-    if world is not None and not isinstance(world, str):
-        raise ArgumentError(f"world: {world!r}; allowed: a name, or None")
+    if transport is not None and not isinstance(transport, str):
+        raise ArgumentError(f"transport: {transport!r}; allowed: a name, or None")
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
     reduction = _default.reduction if reduction is None else check_reduction(reduction)
-    return How(world, topology or _default.topology, reduction)
+    return How(transport, topology or _default.topology, reduction)
 
 
 def run_by_default(how: How) -> None:
@@ -97,7 +97,7 @@ def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: Ho
 
 
 def _form(x: torch.Tensor, ndim: int, current: DTensorSpec, target: DTensorSpec, how: How) -> _Form:
-    check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.world)
+    check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.transport)
     mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
     planner = planner_of(
         mesh,
@@ -114,16 +114,16 @@ def _form(x: torch.Tensor, ndim: int, current: DTensorSpec, target: DTensorSpec,
     return _Form(planner, (current.mesh, target.mesh))
 
 
-def _world(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> tuple[AnyWorld, str]:
+def _transport(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> tuple[AnyTransport, str]:
     # Where nothing is exchanged nobody else has to be there.
     company = tuple(sorted(program.mesh.rank_array.tolist())) if program.exchanges else (dist.get_rank(),)
-    return world_for(company, x.device, how.world, *meshes)
+    return transport_for(company, x.device, how.transport, *meshes)
 
 
 def _bind(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How
 ) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    """Plan and bind a request; nothing is communicated, except what each rank posted when its world started."""
+    """Plan and bind a request; nothing is communicated, except what each rank posted when its transport started."""
     if plain := plain_request(current, target):
         for spec in (plain.current, plain.target):
             layout_of_spec(spec)  # raises before a mask is applied, and released
@@ -139,17 +139,17 @@ def _bind(
             error.peers_know = True  # or need not: nobody waits
             raise
         return Call(None, None, ())
-    world, _ = _world(program, x, how, current.mesh, target.mesh)
+    transport, _ = _transport(program, x, how, current.mesh, target.mesh)
     try:
         check_local_shape(program, position, x.shape)
     except ArgumentError as error:
-        refuse(world, program.company(position), program.first_met(position), error)
+        refuse(transport, program.company(position), program.first_met(position), error)
         raise
     company = program.company(position)
     meets = len(company) > 1  # else nobody can be waited for
-    with world.rendezvous.making_ready(company, partial(title, program)) if meets else nullcontext():
-        bound = BoundProgram(program, position, x.stride(), world, x.dtype, x.device, how.reduction)
-    return Call(bound, world, company)
+    with transport.rendezvous.making_ready(company, partial(title, program)) if meets else nullcontext():
+        bound = BoundProgram(program, position, x.stride(), transport, x.dtype, x.device, how.reduction)
+    return Call(bound, transport, company)
 
 
 def _run_in_turn(
@@ -174,8 +174,8 @@ def explain_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTenso
     program = _program(x, current, target, how)
     if program.is_identity:
         return program.explain()
-    world, why = _world(program, x, how, current.mesh, target.mesh)
-    return f"{explain_on(program, world, how.reduction)}\n  on world {world.name}: {why}"
+    transport, why = _transport(program, x, how, current.mesh, target.mesh)
+    return f"{explain_on(program, transport, how.reduction)}\n  on transport {transport.name}: {why}"
 
 
 def run_redistribution(
@@ -188,7 +188,7 @@ def run_redistribution(
     Raises:
         ArgumentError: a local tensor that does not fit its spec, layouts that do not fit the tensor.
         UnsupportedError: placements or dtypes that programs do not carry.
-        WorldError: the ranks could not meet.
+        TransportError: the ranks could not meet.
     """
     if torch.is_inference_mode_enabled():
         # Views and buffers that are kept outlive the mode, and tensors made in it can never leave it.
@@ -214,8 +214,8 @@ def refuse_redistribution(
     program = _program(x, current, target, how)
     if not program.is_identity:
         (position,) = program.ranks
-        world, _ = _world(program, x, how, current.mesh, target.mesh)
-        refuse(world, program.company(position), program.first_met(position), error)
+        transport, _ = _transport(program, x, how, current.mesh, target.mesh)
+        refuse(transport, program.company(position), program.first_met(position), error)
 
 
 def bind_redistribution(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> None:

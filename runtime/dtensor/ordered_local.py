@@ -24,7 +24,7 @@ def ordered_redistribute_local_tensor(
     src_order: Any = None,
     dst_order: Any = None,
     *,
-    world: str | None = None,
+    transport: str | None = None,
     topology: Topology | None = None,
 ) -> torch.Tensor:
     """A plain local tensor carried from one spec and device order to another: for solvers that place parameters in
@@ -41,14 +41,14 @@ def ordered_redistribute_local_tensor(
         This rank's shard under `dst_spec` in `dst_order`. Differentiable.
 
     Raises:
-        ArgumentError, UnsupportedError, WorldError: as `redistribute`.
+        ArgumentError, UnsupportedError, TransportError: as `redistribute`.
     """
     try:
         source, target = (
             _in_order(name, spec, order)
             for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
         )
-        how = how_asked(world, topology)
+        how = how_asked(transport, topology)
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Local.apply(tensor, source, target, how)
         return move_local(how, tensor, source, target, False)

@@ -43,7 +43,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     out: DTensor | None = None,
-    world: str | None = None,
+    transport: str | None = None,
     topology: Topology | None = None,
     reduction: Reduction | None = None,
 ) -> DTensor:
@@ -59,17 +59,17 @@ def redistribute(
         shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
             `DTensor.detach` of torch 2.13 forgets it: its result holds the same data and says the default order.
         async_op: the last exchange has begun when this returns, and is waited for when the result is first used, or by
-            this process's next redistribution in the same world, or of which it is a part, whatever its ranks: all are
-            carried out in one order.
-            What a request does for the first time, before any exchange, is waited for at once.
+            this process's next redistribution in the same transport, or of which it is a part, whatever its ranks: all
+            are carried out in one order. What a request does for the first time, before any exchange, is waited for at
+            once.
         forward_dtype: what is moved and returned; None: the dtype it has.
         backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
         out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
             gradients are recorded. The result is copied there: any strides will do by which no two elements of the
             local tensor are in one place.
-        world: "shared_memory", "collective", "mixed" (the first inside each machine, the second between them),
-            "symmetric" (ranks of a node meet on the device, those of several send as well), or None to
-            choose by what the ranks share (`SHARDWEAVE_WORLD` asks too).
+        transport: "shared_memory", "process_group", "hierarchical" (the first inside each machine, the second between
+            them), "symmetric_memory" (ranks of a node meet on the device, those of several send as well), or None to
+            choose by what the ranks share (`SHARDWEAVE_TRANSPORT` asks too).
         topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
             `install` was told, else bytes alone decide.
         reduction: "ordered" or "fast", as for `install`; None: what that was told.
@@ -85,7 +85,7 @@ def redistribute(
             communicated.
         UnsupportedError: bitwise partials, a backend that cannot carry programs; shards along a mesh dim whose ranks do
             not ascend, of which torch's own operations disagree about which rank holds which.
-        WorldError: a peer died, did not come, or asked for something else.
+        TransportError: a peer died, did not come, or asked for something else.
     """
     if not isinstance(dtensor, DTensor):
         raise refuse_unplanned(ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor"), ())
@@ -101,7 +101,7 @@ def redistribute(
         _check_dtype("forward_dtype", forward_dtype)
         _check_dtype("backward_dtype", backward_dtype)
         target = target_of(dtensor, placements, device_mesh, shard_order)
-        move = partial(move_local, how_asked(world, topology, reduction))
+        move = partial(move_local, how_asked(transport, topology, reduction))
         moved = forward_dtype or own
         carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
         differentiable = dtensor.requires_grad and torch.is_grad_enabled()
@@ -113,7 +113,7 @@ def redistribute(
                 if is_in(source.mesh) or is_in(target.mesh):
                     local = plain_local(dtensor._local_tensor, source).to(moved)
                     specs = with_dtype(source, moved), with_dtype(target, moved)
-                    refuse_redistribution(local, *specs, how_asked(world, topology, reduction), error)
+                    refuse_redistribution(local, *specs, how_asked(transport, topology, reduction), error)
                 raise
             out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
             return out
@@ -159,24 +159,24 @@ def explain(
     *,
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
-    world: str | None = None,
+    transport: str | None = None,
     topology: Topology | None = None,
     reduction: Reduction | None = None,
 ) -> str:
     """What `redistribute` does with the same arguments, as this rank sees it: the program's steps with their bytes, the
-    world, and the means that it picks for each step and why. Nothing is moved.
+    transport, and the means that it picks for each step and why. Nothing is moved.
 
-    Every rank of the mesh calls, or has redistributed before: which world it is follows from what each has posted.
+    Every rank of the mesh calls, or has redistributed before: which transport it is follows from what each has posted.
 
     Args:
-        dtensor, placements, device_mesh, shard_order, world, topology, reduction: as for `redistribute`.
+        dtensor, placements, device_mesh, shard_order, transport, topology, reduction: as for `redistribute`.
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    how = how_asked(world, topology, reduction)
+    how = how_asked(transport, topology, reduction)
     target = target_of(dtensor, placements, device_mesh, shard_order)
     return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, how)
 
@@ -188,7 +188,7 @@ def bind(
     device_mesh: DeviceMesh | None = None,
     shard_order: Mapping[int, Sequence[int]] | None = None,
     forward_dtype: torch.dtype | None = None,
-    world: str | None = None,
+    transport: str | None = None,
     topology: Topology | None = None,
     reduction: Reduction | None = None,
 ) -> None:
@@ -199,16 +199,17 @@ def bind(
     `prepare` has made no window that is large enough, it is collective.
 
     Args:
-        dtensor, placements, device_mesh, shard_order, forward_dtype, world, topology, reduction: as for `redistribute`.
+        dtensor, placements, device_mesh, shard_order, forward_dtype, transport, topology, reduction: as for
+            `redistribute`.
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
-        WorldError: a rank that has to make a window as well did not come.
+        TransportError: a rank that has to make a window as well did not come.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     _check_dtype("forward_dtype", forward_dtype)
-    how = how_asked(world, topology, reduction)
+    how = how_asked(transport, topology, reduction)
     target = target_of(dtensor, placements, device_mesh, shard_order)
     moved = forward_dtype or dtensor._local_tensor.dtype
     carried(dtensor, Carry(target, partial(_bind_local, how), moved, moved, moved, moved))

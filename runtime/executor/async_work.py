@@ -15,57 +15,58 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.profiler import record_function
 
-from ...errors import WorldError
+from ...errors import TransportError
 from ..statistics import Redistribution
-from ..transports.select import AnyWorld
+from ..transports.select import AnyTransport
 from ..transports.streams import own_stream
 
 _register_work: Any = torch._C._distributed_c10d._register_work  # type: ignore[attr-defined]
 
 
 class Turn:
-    """One call at a time in a world, timed; a call that fails is the world's last."""
+    """One call at a time in a transport, timed; a call that fails is the transport's last."""
 
-    def __init__(self, world: AnyWorld, kind: Redistribution) -> None:
-        self.world, self.kind = world, kind
+    def __init__(self, transport: AnyTransport, kind: Redistribution) -> None:
+        self.transport, self.kind = transport, kind
 
     def __enter__(self) -> None:
-        world = self.world
-        if world.busy:
-            error = WorldError(
-                f"rank {world.rank}: two threads redistribute at once; allowed: one call at a time, alike on all ranks"
+        transport = self.transport
+        if transport.busy:
+            error = TransportError(
+                f"rank {transport.rank}: two threads redistribute at once; allowed: one call at a time, alike on "
+                "all ranks"
             )
-            world.fail(error)
+            transport.fail(error)
             raise error
-        world.busy = True
+        transport.busy = True
         self.began = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        world = self.world
-        world.busy = False
+        transport = self.transport
+        transport.busy = False
         self.kind.milliseconds += (time.perf_counter() - self.began) * 1e3
         if error is not None:
             # Peers wait for this rank's next meeting: tell them that it will not come.
-            text = f"rank {world.rank} failed in an earlier call: {type(error).__name__}: {error}"
-            world.fail(error if isinstance(error, WorldError) else WorldError(text))
+            text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
+            transport.fail(error if isinstance(error, TransportError) else TransportError(text))
 
 
 class Pending:
     """A run that has come to its last exchange: told to all peers, but not waited for.
 
-    It is finished by who uses the tensor first, or by the world's next call: ranks that meet do so in one order. On a
-    device all of it runs on the stream on which it began, which has its buffers; who waits has theirs wait for that.
+    It is finished by who uses the tensor first, or by the transport's next call: ranks that meet do so in one order. On
+    a device all of it runs on the stream on which it began, which has its buffers; who waits has theirs wait for that.
     """
 
     def __init__(
-        self, run: Any, world: AnyWorld, complete: Callable[[], Any], kind: Redistribution, output: torch.Tensor
+        self, run: Any, transport: AnyTransport, complete: Callable[[], Any], kind: Redistribution, output: torch.Tensor
     ) -> None:
         self._run, self._kind = run, kind
-        self._world: AnyWorld | None = world
+        self._transport: AnyTransport | None = transport
         self._complete: Callable[[], Any] | None = complete
         self._output = weakref.ref(output)  # nobody waits for what is gone
         self._error: BaseException | None = None
-        self._call = world.rendezvous.call
+        self._call = transport.rendezvous.call
         self._stream = own_stream(output.device)
         self._done: torch.cuda.Event | None = None
 
@@ -78,26 +79,26 @@ class Pending:
     def finish(self) -> None:
         """
         Raises:
-            WorldError: a peer died, did not come, or asked for something else.
+            TransportError: a peer died, did not come, or asked for something else.
         """
         if self._error is not None:
             raise self._error
-        world, run = self._world, self._run
-        if run is None or world is None:
+        transport, run = self._transport, self._run
+        if run is None or transport is None:
             return
         complete: Any = self._complete
-        rendezvous, later = world.rendezvous, world.rendezvous.call
-        # The world is not held: nobody may ever wait.
-        world.pending = self._run = self._complete = self._world = None
+        rendezvous, later = transport.rendezvous, transport.rendezvous.call
+        # The transport is not held: nobody may ever wait.
+        transport.pending = self._run = self._complete = self._transport = None
         ranged = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        rendezvous.call = self._call  # other worlds may have been called since
+        rendezvous.call = self._call  # other transports may have been called since
         try:
-            with Turn(world, self._kind), ranged, on_stream:
+            with Turn(transport, self._kind), ranged, on_stream:
                 try:
                     reply = complete()
                     while True:
-                        reply = world.answer(run.send(reply))
+                        reply = transport.answer(run.send(reply))
                 except StopIteration:
                     self._done = None if self._stream is None else self._stream.record_event()
         except BaseException as error:
@@ -120,13 +121,13 @@ class Pending:
 class Joined(Pending):
     """A run that is on its way on a stream of its own: `join` makes the current one wait for it."""
 
-    def __init__(self, world: AnyWorld, join: Callable[[], None]) -> None:
-        self._world, self._join = world, join
+    def __init__(self, transport: AnyTransport, join: Callable[[], None]) -> None:
+        self._transport, self._join = transport, join
 
     def finish(self) -> None:
-        world, self._world = self._world, None
-        if world is not None and world.pending is self:
-            world.pending = None
+        transport, self._transport = self._transport, None
+        if transport is not None and transport.pending is self:
+            transport.pending = None
             self._join()
 
     def join(self) -> None:

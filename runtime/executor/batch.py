@@ -1,4 +1,4 @@
-"""A batch bound to a world: the exchanges of many tensors as one, round by round."""
+"""A batch bound to a transport: the exchanges of many tensors as one, round by round."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from ...planner import Batch, Exchange, Program
 from ..statistics import Summary
 from ..transports.base import Ask, Meet, Mixed, Transfer
-from ..transports.symmetric_window import Window, WindowedWorld
+from ..transports.symmetric_window import Window, WindowedTransport
 from .bind import kind_of
 from .copies import contiguous_strides
 from .lower import Lowering, lower
-from .step import World
+from .step import Transport
 from .step_collective import VendorReduction
 from .step_hierarchical import MixedStep
 from .step_put import OneSidedStep
@@ -33,8 +33,8 @@ _ALIGNMENT = 16  # bytes; of what a tensor sends or receives, in a message that 
 class _Round:
     """The next exchange of every program, as this rank takes part in it; `steps` by the number of the tensor."""
 
-    def __init__(self, world: World, rank: int, device: torch.device) -> None:
-        self.world, self.rank, self.device = world, rank, device
+    def __init__(self, transport: Transport, rank: int, device: torch.device) -> None:
+        self.transport, self.rank, self.device = transport, rank, device
         self.steps: Mapping[int, Any] = {}
 
     def meets(self) -> tuple[int, ...]:
@@ -59,11 +59,11 @@ class OneSidedRound(_Round):
         self, xs: list[torch.Tensor], token: int, transfer: Transfer | None, received: torch.Tensor | None
     ) -> Generator[Ask, Any, None]:
         """Carry out the round, with a transfer under way meanwhile, if one is given, that fills `received`."""
-        world = self.world
+        transport = self.transport
         landings = {i: step.land() for i, step in self.steps.items()}
-        address, book = world.offer([landings.get(i) for i in range(self.tensors)])
+        address, book = transport.offer([landings.get(i) for i in range(self.tensors)])
         addresses = (yield Meet(self.peers, token, address)) if self.peers else []
-        books = {r: world.offered(a, self.tensors) for r, a in zip(self.peers, addresses, strict=True)}
+        books = {r: transport.offered(a, self.tensors) for r, a in zip(self.peers, addresses, strict=True)}
         push, own = partial(self._push, xs, books), partial(self._push_own, xs, landings)
         if transfer is not None:
             yield Mixed(transfer, push, Meet(self.peers, token + 1, None, own))
@@ -86,7 +86,7 @@ class OneSidedRound(_Round):
     def _push_own(self, xs: list[torch.Tensor], landings: dict[int, torch.Tensor]) -> None:
         for i, step in self.steps.items():
             if step.own:
-                step.push(xs[i], step.own, self.world.address(landings[i]), step.own_nbytes)
+                step.push(xs[i], step.own, self.transport.address(landings[i]), step.own_nbytes)
 
 
 class WindowedRound(_Round):
@@ -112,22 +112,22 @@ class WindowedRound(_Round):
                 self.apart[i] = step
 
     def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        world: WindowedWorld = self.world  # type: ignore[assignment]
+        transport: WindowedTransport = self.transport  # type: ignore[assignment]
         outs = {i: step.empty() for i, step in self.together.items()}
         for window in self.last_in:
-            world.signal(window, "enter")
+            transport.signal(window, "enter")
         for i, step in self.together.items():
             step.fill_windows(xs[i])
         for window in self.last_in:
-            world.signal(window, "meet", token ^ self.ways[window] << 16)
+            transport.signal(window, "meet", token ^ self.ways[window] << 16)
         for i, step in self.together.items():
             step.read_windows(xs[i], outs[i])
         for i, step in self.together.items():
             assert step.window is not None
             # Every output is overwritten where this rank has failed; after the last of a window it is left.
-            world.signal(step.window, "leave" if self.last_in[step.window] == i else "spoil", poison=outs[i])
+            transport.signal(step.window, "leave" if self.last_in[step.window] == i else "spoil", poison=outs[i])
         if self.together:
-            world.check()
+            transport.check()
         for i, alone in self.apart.items():
             outs[i] = yield from alone.run(xs[i], token)
         for i, out in outs.items():
@@ -202,7 +202,7 @@ def _summary(batch: Batch, rank: int) -> Summary:
 
 
 class BoundBatch:
-    """One rank's part of a batch on one world, for inputs with the given strides.
+    """One rank's part of a batch on one transport, for inputs with the given strides.
 
     Tensors of programs that the rank has no part in pass through as they are.
 
@@ -216,17 +216,17 @@ class BoundBatch:
         batch: Batch,
         rank: int,
         strides: Sequence[Sequence[int]],
-        world: World,
+        transport: Transport,
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> None:
         self.batch, self.rank, self.token = batch, rank, batch.digest & ~0xFFFF
         self.asked, self.title, self.summary = batch.digest, partial(_title, batch), partial(_summary, batch, rank)
-        self.world, self.dtypes, self.device = world, dtypes, device
+        self.transport, self.dtypes, self.device = transport, dtypes, device
         self.rounds: list[tuple[list[tuple[int, _BoundStep]], _BoundRound | None]] = []
         """Steps without an exchange, by tensor, and the exchange after them."""
-        nodes = {world.node_of(rank) for rank in batch.company(rank)}
-        self.mixes = not world.one_sided and len(nodes) < len(batch.company(rank))
+        nodes = {transport.node_of(rank) for rank in batch.company(rank)}
+        self.mixes = not transport.one_sided and len(nodes) < len(batch.company(rank))
         """Whether some of the ranks share a node."""
         taking_part = [i for i in range(len(batch.programs)) if batch.position(i, rank) is not None]
         left = {i: list(batch.programs[i].steps) for i in taking_part}
@@ -248,12 +248,12 @@ class BoundBatch:
         program = self.batch.programs[i]
         position = self.batch.position(i, self.rank)
         assert position is not None
-        form = program, step, position, given[i], self.world, self.dtypes[i], self.device
-        if self.world.windows:
-            lowering = lower(program, step, position, self.world)
-            kind, options = kind_of(lowering, self.world), {"place": shared} if shared else {}
+        form = program, step, position, given[i], self.transport, self.dtypes[i], self.device
+        if self.transport.windows:
+            lowering = lower(program, step, position, self.transport)
+            kind, options = kind_of(lowering, self.transport), {"place": shared} if shared else {}
             bound: _BoundStep = kind(*form, lowering=lowering, **options)
-        elif self.world.one_sided:
+        elif self.transport.one_sided:
             bound = OneSidedStep(*form)
         elif self.mixes and isinstance(step, Exchange):
             bound = MixedStep(*form, lowering=_AS_MESSAGES, shared=shared)
@@ -263,21 +263,21 @@ class BoundBatch:
         return bound
 
     def _round(self, exchanges: dict[int, Exchange], given: dict[int, tuple[int, ...]]) -> _BoundRound:
-        if self.world.windows:
-            windowed = WindowedRound(self.world, self.rank, self.device)
+        if self.transport.windows:
+            windowed = WindowedRound(self.transport, self.rank, self.device)
             parts = self._places(exchanges)
             windowed.steps = {i: self._bound(i, step, given, parts.get(i)) for i, step in exchanges.items()}
             windowed.bind()
             return windowed
-        if self.world.one_sided:
-            one_sided = OneSidedRound(self.world, self.rank, self.device)
+        if self.transport.one_sided:
+            one_sided = OneSidedRound(self.transport, self.rank, self.device)
             one_sided.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}
             one_sided.bind(len(self.batch.programs))
             return one_sided
         # What a peer gets of each tensor lies in its message in the order of tensors, and so does what comes from it.
         sends, sent_at = self._messages(exchanges, elements_to)
         receives, received_at = self._messages(exchanges, elements_from)
-        two_sided = TwoSidedRound(self.world, self.rank, self.device)
+        two_sided = TwoSidedRound(self.transport, self.rank, self.device)
         places = {i: SharedBuffers(sent_at[i], received_at[i]) for i in exchanges}
         steps: dict[int, Any] = {i: self._bound(i, step, given, places[i]) for i, step in exchanges.items()}
         two_sided.one_mesh = len({program.mesh for program in self.batch.programs}) == 1
@@ -285,7 +285,7 @@ class BoundBatch:
         if not self.mixes:
             two_sided.steps = steps
             return two_sided
-        mixed = MixedRound(self.world, self.rank, self.device)
+        mixed = MixedRound(self.transport, self.rank, self.device)
         mixed.far, mixed.steps = two_sided, steps
         two_sided.steps = {i: step.far for i, step in steps.items()}
         mixed.bind(len(self.batch.programs))
@@ -298,9 +298,9 @@ class BoundBatch:
         for i, step in exchanges.items():
             program, position = self.batch.programs[i], self.batch.position(i, self.rank)
             assert position is not None
-            lowering = lower(program, step, position, self.world)
-            place = place_of(program, step, position, self.world, lowering)
-            if place is not None and kind_of(lowering, self.world) is WindowedStep:
+            lowering = lower(program, step, position, self.transport)
+            place = place_of(program, step, position, self.transport, lowering)
+            if place is not None and kind_of(lowering, self.transport) is WindowedStep:
                 first = ends.get(place.ranks, 0)
                 found[i] = place._replace(first=first)
                 ends[place.ranks] = aligned(first + place.nbytes)
@@ -318,7 +318,7 @@ class BoundBatch:
             assert position is not None
             for peer, elements in elements_of(program, step, position):
                 rank = program.mesh.rank_at(peer)
-                if not self.mixes or self.world.node_of(rank) != self.world.node_of(self.rank):
+                if not self.mixes or self.transport.node_of(rank) != self.transport.node_of(self.rank):
                     lengths.setdefault(rank, []).append((i, peer, elements))
         places: dict[int, dict[int, int]] = {i: {} for i in exchanges}
         messages, end = [], 0

@@ -1,6 +1,6 @@
-"""A rank's program bound to a world: a call then allocates, copies and meets.
+"""A rank's program bound to a transport: a call then allocates, copies and meets.
 
-Written once for every world, as a generator that yields where ranks meet.
+Written once for every transport, as a generator that yields where ranks meet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...planner import Program, check_local_shape, title
 from ..statistics import Summary
 from .copies import contiguous_strides
 from .lower import Lowering, Reduction, lower
-from .step import Run, World
+from .step import Run, Transport
 from .step_collective import VendorReduction
 from .step_hierarchical import MixedStep, WindowedMixedStep
 from .step_put import OneSidedStep
@@ -24,15 +24,17 @@ from .step_window import WindowedStep
 _FAST = 1 << 62  # in the token of a program whose sums may be vendors'
 
 
-def kind_of(lowering: Lowering, world: World) -> type[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction]:
+def kind_of(
+    lowering: Lowering, transport: Transport
+) -> type[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction]:
     """The kind of step that a lowering is carried out by."""
     if lowering.how == "push and send":
-        return WindowedMixedStep if world.windows else MixedStep
+        return WindowedMixedStep if transport.windows else MixedStep
     if lowering.how in ("reduce-scatter", "all-reduce"):
         return VendorReduction
-    if lowering.how in ("push", "pull", "local") and world.windows:
+    if lowering.how in ("push", "pull", "local") and transport.windows:
         return WindowedStep
-    return OneSidedStep if world.one_sided or lowering.how == "push" else TwoSidedStep
+    return OneSidedStep if transport.one_sided or lowering.how == "push" else TwoSidedStep
 
 
 def _summary(program: Program, position: int) -> Summary:
@@ -41,7 +43,7 @@ def _summary(program: Program, position: int) -> Summary:
 
 
 class BoundProgram:
-    """One rank's program on one world, for inputs with the given strides.
+    """One rank's program on one transport, for inputs with the given strides.
 
     Attributes:
         token: what ranks compare when they meet; differs for different requests.
@@ -55,7 +57,7 @@ class BoundProgram:
         program: Program,
         position: int,
         strides: Sequence[int],
-        world: World,
+        transport: Transport,
         dtype: torch.dtype,
         device: torch.device,
         reduction: Reduction = "ordered",
@@ -67,12 +69,12 @@ class BoundProgram:
         meets = program.exchanges > 0
         self.token = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0) if meets else 0
         self.steps: list[OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction] = []
-        lowerings = [lower(program, step, position, world, reduction) for step in program.steps]
-        kinds = [kind_of(lowering, world) for lowering in lowerings]
+        lowerings = [lower(program, step, position, transport, reduction) for step in program.steps]
+        kinds = [kind_of(lowering, transport) for lowering in lowerings]
         origin, buffers = None, 1
         for i, step in enumerate(program.steps):
             before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
-            given = program, step, position, before, world, dtype, device
+            given = program, step, position, before, transport, dtype, device
             if kinds[i] is OneSidedStep:
                 self.steps.append(OneSidedStep(*given))
                 continue

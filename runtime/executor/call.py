@@ -1,4 +1,4 @@
-"""Programs and batches on real worlds: what has to hold before a call, and the call itself."""
+"""Programs and batches on real transports: what has to hold before a call, and the call itself."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from ...errors import ArgumentError, UnsupportedError, WorldError
+from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...planner import Mesh
 from ..statistics import stats
-from ..transports.hierarchical import MixedWorld
-from ..transports.process_group import CollectiveWorld
-from ..transports.select import AnyWorld, current_worlds, why_not_backend
+from ..transports.hierarchical import HierarchicalTransport
+from ..transports.process_group import ProcessGroupTransport
+from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
-from ..transports.symmetric import SymmetricWorld
+from ..transports.symmetric import SymmetricMemoryTransport
 from .async_work import Joined, Pending, Turn
 from .batch import BoundBatch
 from .bind import BoundProgram
@@ -28,21 +28,21 @@ from .dispatch_modes import below_modes
 
 
 class Call:
-    """A program or a batch bound to its world, ready to be called; None and None where nothing is to be done.
+    """A program or a batch bound to its transport, ready to be called; None and None where nothing is to be done.
 
     `company` are the ranks that run it in step, this one included.
     """
 
     def __init__(
-        self, bound: BoundProgram | BoundBatch | None, world: AnyWorld | None, company: tuple[int, ...]
+        self, bound: BoundProgram | BoundBatch | None, transport: AnyTransport | None, company: tuple[int, ...]
     ) -> None:
-        self.bound, self.world, self.company = bound, world, company
+        self.bound, self.transport, self.company = bound, transport, company
         self.meets = len(company) > 1
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
             self.order.join()  # binding has uploaded what calls on other streams read
-        if bound is not None and world is not None:
-            self.kind = stats().kind(bound.asked, world.name, bound.summary)
+        if bound is not None and transport is not None:
+            self.kind = stats().kind(bound.asked, transport.name, bound.summary)
 
     def build(self, x: torch.Tensor) -> None:
         """Make ready what the first call with a tensor as aligned as this one would."""
@@ -54,40 +54,40 @@ class Call:
     def __call__(self, x: Any, later: bool = False) -> Any:
         """What the program makes of `x`; with `later`, where its last exchange can be waited for later, an
         `AsyncCollectiveTensor` that does so when it is first used."""
-        if self.bound is None or self.world is None:
+        if self.bound is None or self.transport is None:
             return x
-        world, bound = self.world, self.bound
-        while world.pending is not None:
-            world.pending.finish()  # its meetings come before this call's
-        if world.error is not None:
+        transport, bound = self.transport, self.bound
+        while transport.pending is not None:
+            transport.pending.finish()  # its meetings come before this call's
+        if transport.error is not None:
             # Before anything is pushed: buffers that peers kept ready may have found another use. Where the call that
-            # failed was in a part of this world alone, ranks of the other part have not been told.
-            error = world.error
-            world.fail(error)
+            # failed was in a part of this transport alone, ranks of the other part have not been told.
+            error = transport.error
+            transport.fail(error)
             raise error
-        stats().calls[world.name] += 1
+        stats().calls[transport.name] += 1
         self.kind.calls += 1
         if self.order is not None:
             self.order.join(self)
-        with Turn(world, self.kind):
+        with Turn(transport, self.kind):
             reply: Any = None
             try:
                 token = bound.token
                 if self.meets:
-                    token = world.rendezvous.begin(self.company, token, bound.title)
+                    token = transport.rendezvous.begin(self.company, token, bound.title)
                 run = bound.run(x, token)
-                if later and isinstance(world, SymmetricWorld):
-                    return self._beside(run, x, world)
+                if later and isinstance(transport, SymmetricMemoryTransport):
+                    return self._beside(run, x, transport)
                 if later:
-                    return self._begun(run, world)
+                    return self._begun(run, transport)
                 if _profiler_enabled():
-                    return self._profiled(run, world)
+                    return self._profiled(run, transport)
                 while True:
-                    reply = world.answer(run.send(reply))
+                    reply = transport.answer(run.send(reply))
             except StopIteration as end:
                 return end.value
 
-    def _beside(self, run: Any, x: torch.Tensor, world: SymmetricWorld) -> AsyncCollectiveTensor:
+    def _beside(self, run: Any, x: torch.Tensor, transport: SymmetricMemoryTransport) -> AsyncCollectiveTensor:
         def call() -> torch.Tensor:
             try:
                 run.send(None)
@@ -97,22 +97,22 @@ class Call:
 
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
             try:
-                out, join = world.side.run(x, call)
+                out, join = transport.side.run(x, call)
             finally:
                 if self.order is not None:
-                    self.order.went_on(world.side.stream)
-        world.pending = Joined(world, join)
-        return world.pending.as_tensor(out)
+                    self.order.went_on(transport.side.stream)
+        transport.pending = Joined(transport, join)
+        return transport.pending.as_tensor(out)
 
-    def _begun(self, run: Any, world: AnyWorld) -> AsyncCollectiveTensor:
+    def _begun(self, run: Any, transport: AnyTransport) -> AsyncCollectiveTensor:
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
             request = run.send(None)
             while request.output is None:
-                request = run.send(world.answer(request))
-            world.pending = Pending(run, world, world.begin(request), self.kind, request.output)
-        return world.pending.as_tensor(request.output)
+                request = run.send(transport.answer(request))
+            transport.pending = Pending(run, transport, transport.begin(request), self.kind, request.output)
+        return transport.pending.as_tensor(request.output)
 
-    def _profiled(self, run: Any, world: AnyWorld) -> Any:
+    def _profiled(self, run: Any, transport: AnyTransport) -> Any:
         """The same with a named range for each phase, which costs time of its own."""
         reply: Any = None
         with record_function("shardweave::redistribute"):
@@ -120,10 +120,10 @@ class Call:
                 with record_function("shardweave::copy"):
                     request = run.send(reply)
                 with record_function("shardweave::exchange"):
-                    reply = world.answer(request)
+                    reply = transport.answer(request)
 
 
-def refuse(world: AnyWorld, company: tuple[int, ...], first_met: tuple[int, ...], error: ArgumentError) -> None:
+def refuse(transport: AnyTransport, company: tuple[int, ...], first_met: tuple[int, ...], error: ArgumentError) -> None:
     """Tell the ranks that make a call in step that this one does not, because of an argument; wait for none of them.
 
     Where all ranks refuse alike, what they call next works.
@@ -132,11 +132,11 @@ def refuse(world: AnyWorld, company: tuple[int, ...], first_met: tuple[int, ...]
         first_met: those of `company` that this rank would have met first.
     """
     error.peers_know = True
-    with suppress(WorldError):  # peers that are gone need not be told
-        while world.pending is not None:
-            world.pending.finish()  # its meetings come before this call's
-        world.rendezvous.refuse(company, str(error))
-        world.refuse(first_met, company)
+    with suppress(TransportError):  # peers that are gone need not be told
+        while transport.pending is not None:
+            transport.pending.finish()  # its meetings come before this call's
+        transport.rendezvous.refuse(company, str(error))
+        transport.refuse(first_met, company)
 
 
 def refuse_unplanned(
@@ -148,7 +148,7 @@ def refuse_unplanned(
         error.peers_know = True
         with below_modes():  # which may take the mesh's own tensor for one of the user's
             ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
-        current_worlds().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
+        current_transports().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
     return error
 
 
@@ -172,19 +172,19 @@ def check_ranks(mesh: Mesh) -> None:
         raise ArgumentError(f"mesh: it names rank {last}, the process group has {size} ranks; allowed: 0..{size - 1}")
 
 
-def world_for(
+def transport_for(
     ranks: tuple[int, ...],
     device: torch.device,
     asked: str | None,
     *meshes: DeviceMesh,
     groups: Sequence[dist.ProcessGroup] = (),
-) -> tuple[AnyWorld, str]:
-    """The world of some ranks, in which the program bound next may use process groups and those of meshes; and why it
-    is that one."""
-    world, why = current_worlds().choose(ranks, device, asked)
-    if isinstance(world, CollectiveWorld | MixedWorld):
-        world.knows([*groups, *(group for mesh in meshes for group in _groups_of(mesh))])
-    return world, why
+) -> tuple[AnyTransport, str]:
+    """The transport of some ranks, in which the program bound next may use process groups and those of meshes; and why
+    it is that one."""
+    transport, why = current_transports().choose(ranks, device, asked)
+    if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
+        transport.knows([*groups, *(group for mesh in meshes for group in _groups_of(mesh))])
+    return transport, why
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -1,4 +1,4 @@
-"""How a world carries out a step: which of its means, and why."""
+"""How a transport carries out a step: which of its means, and why."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def check_reduction(reduction: object) -> Reduction:
     return reduction  # type: ignore[return-value]
 
 
-def lower(program: Program, step: Step, position: int, world: Means, reduction: Reduction = "ordered") -> Lowering:
+def lower(program: Program, step: Step, position: int, transport: Means, reduction: Reduction = "ordered") -> Lowering:
     """The means for a step. Follows from what all ranks that meet know alike, so they choose alike."""
     if not isinstance(step, Exchange):
         return _LOCAL
-    if world.one_sided and not world.windows:
+    if transport.one_sided and not transport.windows:
         return _PUSH
-    members = window_members(program, step, position) if world.windows else program.members(step, position)
-    if world.one_sided and world.windows:
-        return _through_windows(program, step, members, world.windows)
+    members = window_members(program, step, position) if transport.windows else program.members(step, position)
+    if transport.one_sided and transport.windows:
+        return _through_windows(program, step, members, transport.windows)
     if step.group is not None and len(members) == 1:
         return Lowering("local", "this rank has no part in it")
     ranks = [program.mesh.rank_at(p) for p in members]
-    nodes = len({world.node_of(rank) for rank in ranks})
+    nodes = len({transport.node_of(rank) for rank in ranks})
     if nodes == 1 and len(ranks) > 1:
-        if world.windows:
-            return _through_windows(program, step, members, world.windows)
+        if transport.windows:
+            return _through_windows(program, step, members, transport.windows)
         return Lowering("push", "ranks of one node write into each other's memory")
     if nodes < len(ranks):
         return Lowering("push and send", f"ranks of a node write into each other's memory, those of {nodes} nodes send")
     if step.group is None:
         return Lowering("send and receive", "between two meshes each rank has peers of its own")
-    order = world.group_order(ranks)
+    order = transport.group_order(ranks)
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
     before, after = (
@@ -78,8 +78,8 @@ def lower(program: Program, step: Step, position: int, world: Means, reduction: 
     if sum(before) == 0 or sum(after) == 0:
         return Lowering("local", "the ranks that would meet hold nothing")
     if reduction == "fast" and (kind := _vendor_reduction(program, step, members)):
-        return Lowering(kind, f'reduction="fast" leaves the order of terms to {world.backend}', order)
-    limits, largest = BACKENDS[world.backend], max(*before, *after)
+        return Lowering(kind, f'reduction="fast" leaves the order of terms to {transport.backend}', order)
+    limits, largest = BACKENDS[transport.backend], max(*before, *after)
     if _gathers(step) and len(set(before)) == 1 and largest <= limits.all_gather:
         return Lowering("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
     if len(step.group) > 1:
@@ -154,15 +154,15 @@ def _of_group(step: Exchange) -> tuple[list[object], list[object]]:
 
 
 @dataclass(frozen=True)
-class AssumedWorld:
-    """What a world would have, for programs that are only looked at: process groups of mesh dims and of everyone."""
+class AssumedTransport:
+    """A transport for programs that are only looked at, with the process groups of mesh dims and of all ranks."""
 
     mesh: Mesh
     one_sided: bool
     backend: str = "gloo"
     windows: WindowPolicy | None = None
     node_size: int | None = None
-    """Of a world that mixes: ranks of a node of so many consecutive ones write into each other's memory."""
+    """Of a transport that mixes: ranks of a node of so many consecutive ones write into each other's memory."""
 
     def node_of(self, rank: int) -> int:
         return node_of(rank, self.one_sided, self.node_size)
@@ -177,7 +177,7 @@ class AssumedWorld:
         return tuple(found) if tuple(found) in groups else None
 
 
-def explain_on(program: Program, world: Means, reduction: Reduction = "ordered") -> str:
-    """The program as text, with the means of a world for each step and why."""
+def explain_on(program: Program, transport: Means, reduction: Reduction = "ordered") -> str:
+    """The program as text, with the means of a transport for each step and why."""
     position = program.ranks[0]
-    return program.explain([lower(program, step, position, world, reduction) for step in program.steps])
+    return program.explain([lower(program, step, position, transport, reduction) for step in program.steps])

@@ -8,22 +8,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ArgumentError, UnsupportedError, WorldError, shown
+from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...planner import Mesh
 from ..cache import forget_all
 from ..convert import mesh_of
-from ..transports.hierarchical import MixedWorld
-from ..transports.process_group import CollectiveWorld
-from ..transports.select import AnyWorld
+from ..transports.hierarchical import HierarchicalTransport
+from ..transports.process_group import ProcessGroupTransport
+from ..transports.select import AnyTransport
 from ..transports.streams import order_on
-from ..transports.symmetric import SymmetricWorld
+from ..transports.symmetric import SymmetricMemoryTransport
 from ..transports.symmetric_rates import measure_rates
-from .call import check_backend, check_ranks, world_for
+from .call import check_backend, check_ranks, transport_for
 
 _MOST_BYTES = 1 << 62
 
 
-def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> None:
+def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -> None:
     """Make what later redistributions on `mesh` exchange through. Collective: every rank of the mesh calls.
 
     Where ranks meet on the device it makes a window for every group of ranks along mesh dims that reach each other, so
@@ -39,12 +39,12 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
         max_bytes: what one window holds: of a rank's largest shard, input or output of a step, times the ranks whose
             contributions are reduced where they push. `explain` shows what a request needs; one that needs more makes
             its own, which is collective.
-        world: as for `redistribute`.
+        transport: as for `redistribute`.
 
     Raises:
         ArgumentError: `mesh` is no DeviceMesh, `max_bytes` no number of bytes from 1 to 2**62.
-        UnsupportedError: the world asked for cannot carry the ranks; there is no process group.
-        WorldError: a rank of the mesh did not come.
+        UnsupportedError: the transport asked for cannot carry the ranks; there is no process group.
+        TransportError: a rank of the mesh did not come.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a DeviceMesh")
@@ -59,10 +59,10 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
     on = mesh_of(mesh)
-    check_backend(device, on.size, world)
+    check_backend(device, on.size, transport)
     check_ranks(on)
     ranks = tuple(sorted(on.rank_array.tolist()))
-    found, _ = world_for(ranks, device, world, mesh)
+    found, _ = transport_for(ranks, device, transport, mesh)
     while found.pending is not None:
         found.pending.finish()
     if found.error is not None:
@@ -74,24 +74,24 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, world: str | None = None) -> No
         with torch.inference_mode(False):
             with found.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
                 _prepare(found, on, device, max_bytes)
-    except WorldError as error:
+    except TransportError as error:
         found.fail(error)
         raise
 
 
-def _prepare(world: AnyWorld, mesh: Mesh, device: torch.device, max_bytes: int) -> None:
-    if isinstance(world, CollectiveWorld | MixedWorld):
-        across = world if isinstance(world, CollectiveWorld) else world.across
+def _prepare(transport: AnyTransport, mesh: Mesh, device: torch.device, max_bytes: int) -> None:
+    if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
+        across = transport if isinstance(transport, ProcessGroupTransport) else transport.across
         across.connect(tuple(sorted(mesh.rank_array.tolist())), device)
-    inside = world.inside if isinstance(world, MixedWorld) else world
-    if not isinstance(inside, SymmetricWorld):
+    inside = transport.inside if isinstance(transport, HierarchicalTransport) else transport
+    if not isinstance(inside, SymmetricMemoryTransport):
         return
     (position,) = [p for p in range(mesh.size) if mesh.rank_at(p) == dist.get_rank()]
-    here = world.node_of(dist.get_rank())
+    here = transport.node_of(dist.get_rank())
     for number in range(1, mesh.ndim + 1):
         for dims in combinations(range(mesh.ndim), number):
             ranks = sorted(map(mesh.rank_at, mesh.subgroup(position, dims)))
-            near = tuple(rank for rank in ranks if world.node_of(rank) == here)
+            near = tuple(rank for rank in ranks if transport.node_of(rank) == here)
             if len(near) > 1:
                 inside.window(near, max_bytes)
                 if near not in inside.windows.rates:

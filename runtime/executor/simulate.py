@@ -11,7 +11,7 @@ from ...errors import ArgumentError, shown
 from ...planner import Batch, Program, check_local_shape
 from ..convert import name_of
 from ..transports.capabilities import BACKENDS
-from ..transports.in_process import InProcessWorld, run_all
+from ..transports.in_process import InProcessTransport, run_all
 from ..transports.streams import captured
 from .batch import BoundBatch
 from .bind import BoundProgram
@@ -51,17 +51,17 @@ def simulate(
         raise ArgumentError(f"backend: {shown(backend)}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
     if node_size is not None and (type(node_size) is not int or node_size < 1):
         raise ArgumentError(f"node_size: {shown(node_size)}; allowed: a whole number above 0, or None")
-    reduction, world = check_reduction(reduction), InProcessWorld(one_sided, backend, node_size)
+    reduction, transport = check_reduction(reduction), InProcessTransport(one_sided, backend, node_size)
     if isinstance(program, Batch):
-        return _simulate_batch(program, locals_, world)
+        return _simulate_batch(program, locals_, transport)
     if not isinstance(program, Program):
         raise ArgumentError(f"program: {shown(program)}; allowed: a Program or a Batch")
     _check_locals(program, locals_, "locals_")
-    return bind_in_process(program, locals_, world, reduction)(locals_)
+    return bind_in_process(program, locals_, transport, reduction)(locals_)
 
 
 def bind_in_process(
-    program: Program, like: Sequence[torch.Tensor], world: InProcessWorld, reduction: Reduction = "ordered"
+    program: Program, like: Sequence[torch.Tensor], transport: InProcessTransport, reduction: Reduction = "ordered"
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     """The program of all ranks, bound once and called many times, with tensors of the forms of `like`.
 
@@ -70,7 +70,7 @@ def bind_in_process(
     if program.is_identity:
         return list
     bound = [
-        BoundProgram(program, position, x.stride(), world, x.dtype, x.device, reduction)
+        BoundProgram(program, position, x.stride(), transport, x.dtype, x.device, reduction)
         for position, x in enumerate(map(_plain, like))
     ]
 
@@ -85,7 +85,9 @@ def bind_in_process(
     return call
 
 
-def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], world: InProcessWorld) -> list[Any]:
+def _simulate_batch(
+    batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], transport: InProcessTransport
+) -> list[Any]:
     if not isinstance(locals_, Sequence) or len(locals_) != len(batch.programs):
         number = len(locals_) if isinstance(locals_, Sequence) else shown(locals_)
         raise ArgumentError(
@@ -102,7 +104,7 @@ def _simulate_batch(batch: Batch, locals_: Sequence[Sequence[torch.Tensor]], wor
             for p, given in zip(positions, locals_, strict=True)
         ]
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
-        runs[rank] = BoundBatch(batch, rank, strides, world, dtypes, locals_[0][0].device).run(xs)
+        runs[rank] = BoundBatch(batch, rank, strides, transport, dtypes, locals_[0][0].device).run(xs)
     outputs = run_all(runs)
     found: list[list[torch.Tensor]] = []
     for i, program in enumerate(batch.programs):

@@ -1,4 +1,4 @@
-"""What binding a step to a world needs, whichever way data moves: its boxes as one rank sees them."""
+"""What binding a step to a transport needs, whichever way data moves: its boxes as one rank sees them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Terms = dict[tuple[int, int], Part]
 """Where contributions of others lie: by the number of the row among `incoming`, and of the contributor."""
 
 
-class World(Protocol):
+class Transport(Protocol):
     """Where ranks meet."""
 
     one_sided: bool
@@ -57,15 +57,15 @@ class World(Protocol):
     def check(self) -> None:
         """
         Raises:
-            WorldError: this world is dead, as far as the host knows.
+            TransportError: this transport is dead, as far as the host knows.
         """
 
     backend: str
-    """Of process groups, one of `lowering.BACKENDS`. Of worlds that are not one-sided."""
+    """Of process groups, one of `lowering.BACKENDS`. Of transports that are not one-sided."""
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
-        know. Of worlds that are not one-sided."""
+        know. Of transports that are not one-sided."""
 
     def landings(self, ranks: tuple[int, ...]) -> Landings | None:
         """What the group of these ranks keeps ready between runs; None where no run follows another."""
@@ -78,10 +78,10 @@ class BoundStep:
         members: positions that meet in this way, itself included; None: all that meet in the step.
     """
 
-    def __init__(self, program: Program, step: Step, me: int, strides: Sequence[int], world: World, dtype: torch.dtype,
-                 device: torch.device, members: tuple[int, ...] | None = None) -> None:  # fmt: skip
+    def __init__(self, program: Program, step: Step, me: int, strides: Sequence[int], transport: Transport,
+                 dtype: torch.dtype, device: torch.device, members: tuple[int, ...] | None = None) -> None:  # fmt: skip
         self.program, self.step, self.me = program, step, me
-        self.world, self.dtype, self.device = world, dtype, device
+        self.transport, self.dtype, self.device = transport, dtype, device
         # Of a rank that is not in a mesh, and holds nothing, more strides may be given than the tensor has dims.
         self.source_strides = tuple(strides)[: len(program.shape)]
         self.last = True  # of its program: what it puts together is what the run returns
@@ -162,7 +162,7 @@ class BoundStep:
         return [Move((0, self.target(row)), []) for row in self.incoming if row.senders[0] == FILL]
 
     def empty(self) -> torch.Tensor:
-        return self.world.empty(self.shape, self.dtype, self.device)
+        return self.transport.empty(self.shape, self.dtype, self.device)
 
     def reduction(self, staged: Terms) -> Reduction:
         """Reduce into the output from the input (source 0) and the contributions of others, at `staged`."""

@@ -12,7 +12,7 @@ from ...planner import Program, Row, Step
 from ..transports.base import Meet, Mixed, Transfer
 from .copies import Copies, Move, Part
 from .lower import Lowering, window_members
-from .step import Run, Terms, World
+from .step import Run, Terms, Transport
 from .step_put import OneSidedStep
 from .step_sendrecv import SharedBuffers, TwoSidedStep
 from .step_window import WindowedStep
@@ -41,10 +41,10 @@ class _Messages(TwoSidedStep):
 
 
 def _far_and_near(
-    program: Program, step: Step, me: int, members: Sequence[int], world: World
+    program: Program, step: Step, me: int, members: Sequence[int], transport: Transport
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of positions that meet those of other nodes and those of this rank's; itself in both."""
-    node = {p: world.node_of(program.mesh.rank_at(p)) for p in members}
+    node = {p: transport.node_of(program.mesh.rank_at(p)) for p in members}
     far = tuple(p for p in members if p == me or node[p] != node[me])
     return far, tuple(p for p in members if node[p] == node[me])
 

@@ -1,4 +1,4 @@
-"""A step on a world whose ranks write into each other's memory."""
+"""A step on a transport whose ranks write into each other's memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class OneSidedStep(BoundStep):
         alike = isinstance(step, Exchange) and step.group is not None
         self.landings = None
         if alike and self.peers and largest <= LARGEST_KEPT:
-            self.landings = self.world.landings(tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks))))
+            self.landings = self.transport.landings(
+                tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
+            )
         self.has_run = False
         self.own: Copies | None = None
         if reduce:
@@ -89,12 +91,12 @@ class OneSidedStep(BoundStep):
 
     def land(self) -> torch.Tensor:
         """A buffer for what peers push."""
-        return self.world.empty(self.landing_shape, self.dtype, self.device)
+        return self.transport.empty(self.landing_shape, self.dtype, self.device)
 
     def push(self, x: torch.Tensor, copies: Copies, address: Address, nbytes: int) -> None:
         """Copy boxes of `x` into the buffer at an address, this rank's own included."""
-        key = address if self.world.recycles else None
-        copies([x], () if copies.knows(key) else [self.world.open(address, nbytes).view(self.dtype)], key)
+        key = address if self.transport.recycles else None
+        copies([x], () if copies.knows(key) else [self.transport.open(address, nbytes).view(self.dtype)], key)
 
     def run(self, x: torch.Tensor, token: int) -> Run:
         if self.peers:
@@ -102,7 +104,7 @@ class OneSidedStep(BoundStep):
             return self.finish(x, landing, out)
         if self.own:
             landing = self.land()
-            self.push(x, self.own, self.world.address(landing), self.own_nbytes)
+            self.push(x, self.own, self.transport.address(landing), self.own_nbytes)
         else:
             landing = x  # nothing comes from anyone else
         return self.finish(x, landing, self.output(landing))
@@ -121,11 +123,11 @@ class OneSidedStep(BoundStep):
 
     def exchange(self, x: torch.Tensor, token: int, messages: Callable[[torch.Tensor], Transfer] | None = None) -> Run:
         """Push to peers and be pushed to, while what `messages` makes for an output goes to others."""
-        world, landings = self.world, self.landings
+        transport, landings = self.transport, self.landings
         kept = landings.take(token) if landings else None
         if kept is None:
             landing = self.land()
-            address = world.address(landing)
+            address = transport.address(landing)
             addresses = yield Meet(self.peer_ranks, token, address)
         else:
             landing, address, addresses = kept[:3]
@@ -135,7 +137,7 @@ class OneSidedStep(BoundStep):
         following = offer = None
         if landings and self.has_run and landings.have_room(0 if kept else self.block):
             following = self.land()
-            offer = world.address(following)
+            offer = transport.address(following)
         meet = Meet(self.peer_ranks, token + 1, offer, own, given)
         if messages is None:
             self.push_all(x, addresses)

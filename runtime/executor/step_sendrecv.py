@@ -1,4 +1,4 @@
-"""A step on a world whose ranks send and receive."""
+"""A step on a transport whose ranks send and receive."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class TwoSidedStep(BoundStep):
         everyone = [self.program.mesh.rank_at(p) for p in self.program.members(self.step, self.me)]
         # Of a step between meshes each rank has members of its own.
         within = isinstance(self.step, Exchange) and self.step.group is not None
-        self.of_group = self.world.group_order(everyone) if within else None
+        self.of_group = self.transport.group_order(everyone) if within else None
         self.together, self.gathers = lowering.how == "all-to-all", lowering.how == "all-gather"
         # Of an all-to-all, in elements: what stands before the data of a message, and the room for one that comes,
         # which is alike for all requests.
         self.header = HEADER // self.dtype.itemsize if self.together else 0
-        room = BACKENDS[self.world.backend].all_to_all if self.together else 0
+        room = BACKENDS[self.transport.backend].all_to_all if self.together else 0
         self.room = self.header + room // self.dtype.itemsize
         exact = self.together or self.gathers or self.device.type == "cpu"
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
@@ -186,7 +186,7 @@ class TwoSidedStep(BoundStep):
     def messages(
         self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, token: int
     ) -> Transfer | AllToAll | AllGather:
-        """What the world is to do, with all packed that is sent from there."""
+        """What the transport is to do, with all packed that is sent from there."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
         flat, arrived, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A step on a world whose ranks meet on the device, through windows of their group."""
+"""A step on a transport whose ranks meet on the device, through windows of their group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...planner import Program, Step
-from ..transports.symmetric_window import Window, WindowedWorld
+from ..transports.symmetric_window import Window, WindowedTransport
 from .copies import Copies, Move, contiguous_strides, packed
 from .lower import Lowering, window_bytes, window_members
-from .step import BoundStep, Run, Terms, World
+from .step import BoundStep, Run, Terms, Transport
 
 _PULLS = 1 << 15  # above the numbers of steps in a token
 
@@ -24,11 +24,11 @@ class Place(NamedTuple):
     nbytes: int
 
 
-def place_of(program: Program, step: Step, position: int, world: World, lowering: Lowering) -> Place | None:
+def place_of(program: Program, step: Step, position: int, transport: Transport, lowering: Lowering) -> Place | None:
     """What a step needs of a window of its own; None where it needs none. Of ranks that reach each other."""
     members = window_members(program, step, position)
-    here = world.node_of(program.mesh.rank_at(position))
-    near = [p for p in members if world.node_of(program.mesh.rank_at(p)) == here]
+    here = transport.node_of(program.mesh.rank_at(position))
+    near = [p for p in members if transport.node_of(program.mesh.rank_at(p)) == here]
     if lowering.how not in ("push", "pull", "push and send") or len(near) == 1:
         return None
     nbytes = window_bytes(program, step, near, lowering.how)
@@ -50,10 +50,10 @@ class WindowedStep(BoundStep):
 
     def __init__(self, *args: Any, lowering: Lowering, place: Place | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.windows: WindowedWorld = self.world  # type: ignore[assignment]
+        self.windows: WindowedTransport = self.transport  # type: ignore[assignment]
         self.window: Window | None = None
         self.pulls = lowering.how == "pull"
-        place = place or place_of(self.program, self.step, self.me, self.world, lowering)
+        place = place or place_of(self.program, self.step, self.me, self.transport, lowering)
         if place is not None:
             self.window = self.windows.window(place.ranks, place.first + place.nbytes)
             self.window.build(self.dtype)

@@ -13,8 +13,8 @@ from ...errors import ArgumentError, UnsupportedError, shown
 from ..executor.async_work import Turn
 from ..executor.call import refuse
 from ..statistics import stats
-from ..transports.in_process import InProcessWorld, run_all
-from ..transports.select import AnyWorld, current_worlds, why_not_backend
+from ..transports.in_process import InProcessTransport, run_all
+from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
 from .config import DispatchLayout, DispatchSettings, spelled_out
 from .engine import TokenEngine, placed
@@ -64,33 +64,33 @@ class TokenDispatcher(TokenEngine):
             nothing of what experts do within `with routed.kept():`, but x, [T, H], which backward of combine sends once
             more; not under torch.compile. With all three, combine keeps expert_output for the gradient of weights (not
             with weighted=False), the weights of rows, and routing: integers. Under torch.compile `routed.x` is a copy.
-        leases: with world="symmetric", so many dispatches' `routed.x` may be buffers that peers wrote, each until the
-            last tensor on it is gone. While all are lent, rows are copied out of a window, and
+        leases: with transport="symmetric_memory", so many dispatches' `routed.x` may be buffers that peers wrote, each
+            until the last tensor on it is gone. While all are lent, rows are copied out of a window, and
             `shardweave.stats().copies` counts it. One will do where a layer's rows are gone before the next layer's
             come: in inference, under activation checkpointing, with save="redispatch"; where backward keeps them, as
             many as layers. Dispatchers of one group share them, and they stay as long as the process group. What CUDA
             graphs were captured with serves captures alone from then on. On a GPU such a buffer is for the stream of
             its dispatch: `record_stream` does nothing there, so streams that read it are waited for before the last
             tensor on it goes. Elsewhere buffers are as many as are needed.
-        slab_capacity: of worlds whose ranks send: rows that a rank sends to another at most, or, a float, a factor of
-            max_tokens * top_k / W. Slabs of so many rows travel whole, and the host reads nothing; of the rows of a
+        slab_capacity: of transports whose ranks send: rows that a rank sends to another at most, or, a float, a factor
+            of max_tokens * top_k / W. Slabs of so many rows travel whole, and the host reads nothing; of the rows of a
             rank for another those after so many, in order of slot, token and k, have no room, as with the other
-            capacities, and before them. `explain` has the bytes of either. Worlds whose ranks write into each other's
-            memory need no slabs, and drop nothing by this.
-        splits: of worlds whose ranks send. "host": slabs of exact size, for which the host reads the counts once for
-            each dispatch. "slabs": of one size, `slab_capacity`, or with room for all rows of a rank. Default: slabs of
-            one size with `slab_capacity`; else on CPUs "host", on GPUs the cheaper by a topology's prices, which
-            `explain` states: slabs for a few tokens.
+            capacities, and before them. `explain` has the bytes of either. Transports whose ranks write into each
+            other's memory need no slabs, and drop nothing by this.
+        splits: of transports whose ranks send. "host": slabs of exact size, for which the host reads the counts once
+            for each dispatch. "slabs": of one size, `slab_capacity`, or with room for all rows of a rank. Default:
+            slabs of one size with `slab_capacity`; else on CPUs "host", on GPUs the cheaper by a topology's prices,
+            which `explain` states: slabs for a few tokens.
         zero_rows: True: rows from `routed.num_rows` on are zero, in `routed.x`, in `routed.weights` and in the gradient
             of `expert_output`, so that experts may work by all rows, as nn.Linear does: a weight's gradient sums over
             all of them, and 0 * NaN is NaN. False: they are not initialised, which is enough for experts by groups.
             Default: True with a `capacity` of up to 1.5 * max_tokens * top_k rows, where it costs little beside
             dispatch and combine; the number of ranks does not count. Batched buffers have no such rows.
         device: default: the CPU.
-        world: "shared_memory", "collective", "mixed" or "symmetric"; default: by what the ranks share, as for
-            `redistribute`. "symmetric" has ranks push into each other's memory and meet on the device, so that the host
-            waits for no peer and calls like one before may be captured in a CUDA graph; where the ranks are on several
-            nodes, slabs go between all of them as in "collective".
+        transport: "shared_memory", "process_group", "hierarchical" or "symmetric_memory"; default: by what the ranks
+            share, as for `redistribute`. "symmetric_memory" has ranks push into each other's memory and meet on the
+            device, so that the host waits for no peer and calls like one before may be captured in a CUDA graph; where
+            the ranks are on several nodes, slabs go between all of them as in "process_group".
 
     Raises:
         ArgumentError: a number or name that is not allowed.
@@ -103,7 +103,7 @@ class TokenDispatcher(TokenEngine):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str = "cpu",
-        world: str | None = None,
+        transport: str | None = None,
         **settings: Unpack[DispatchSettings],
     ) -> None:
         if not dist.is_initialized():
@@ -127,18 +127,18 @@ class TokenDispatcher(TokenEngine):
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: one that has this rank, {rank}")
         agreed = DispatchLayout.of(len(ranks), **settings)
         device = placed(device)
-        self._world: AnyWorld | InProcessWorld = InProcessWorld()
+        self._transport: AnyTransport | InProcessTransport = InProcessTransport()
         name, number, why = "alone", 0, ""
         if len(ranks) > 1:
-            obstacle = why_not_backend(device, world)
+            obstacle = why_not_backend(device, transport)
             if obstacle is not None:
                 raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-            chosen, _ = current_worlds().choose(ranks, device, world)
-            self._world, name = chosen, chosen.name
-            number = current_worlds().number_dispatcher(ranks)
+            chosen, _ = current_transports().choose(ranks, device, transport)
+            self._transport, name = chosen, chosen.name
+            number = current_transports().number_dispatcher(ranks)
             asked = settings.get("splits") is not None or agreed.slab_capacity is not None
             if device.type == "cuda" and not chosen.one_sided and not asked:
-                agreed, why = with_splits(agreed, current_worlds().nodes_of(ranks))
+                agreed, why = with_splits(agreed, current_transports().nodes_of(ranks))
         self._ranks, self._company = ranks, tuple(sorted(ranks))
         self._words = (
             f"token dispatcher {number} of these ranks: {agreed.num_experts} experts, top "
@@ -147,39 +147,39 @@ class TokenDispatcher(TokenEngine):
         self._said = {run: f"{said} of {self._words}" for run, said in RUNS.items()}
         text = f"token dispatch, {agreed.num_experts} experts, hidden {agreed.hidden}"
         self._kind = stats().kind(text, name, lambda: (text, 0, None))
-        part: type[TokenRank] = PushingRank if self._world.one_sided else slab_rank(agreed)
-        if self._world.one_sided and self._world.windows is not None:
+        part: type[TokenRank] = PushingRank if self._transport.one_sided else slab_rank(agreed)
+        if self._transport.one_sided and self._transport.windows is not None:
             part = WindowRank
         self._order = order_on(device)
         me, token = ranks.index(rank), agreed.token(number)
         with torch.inference_mode(False):  # what it keeps is written for as long as it lives
-            if isinstance(self._world, InProcessWorld):
-                made = part(agreed, self._world, ranks, me, device, token)
+            if isinstance(self._transport, InProcessTransport):
+                made = part(agreed, self._transport, ranks, me, device, token)
             else:
-                with self._world.rendezvous.making_ready(self._company, lambda: f"making {self._words}"):
-                    made = part(agreed, self._world, ranks, me, device, token)
+                with self._transport.rendezvous.making_ready(self._company, lambda: f"making {self._words}"):
+                    made = part(agreed, self._transport, ranks, me, device, token)
         super().__init__(agreed, [made], name, why)
         if self._order is not None:
             self._order.join()  # what was uploaded is read by calls on other streams
 
     def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
-        world, (run,) = self._world, runs
+        transport, (run,) = self._transport, runs
         if self._order is not None:
             self._order.join(self)
-        if isinstance(world, InProcessWorld):
+        if isinstance(transport, InProcessTransport):
             return [run_all({self._ranks[0]: run})[self._ranks[0]]]
-        while world.pending is not None:
-            world.pending.finish()
-        if (error := world.error) is not None:
+        while transport.pending is not None:
+            transport.pending.finish()
+        if (error := transport.error) is not None:
             raise error
-        stats().calls[world.name] += 1
+        stats().calls[transport.name] += 1
         self._kind.calls += 1
-        with Turn(world, self._kind):
+        with Turn(transport, self._kind):
             reply: Any = None
             try:
-                world.rendezvous.begin(self._company, self.parts[0].token + what, self._said[what])
+                transport.rendezvous.begin(self._company, self.parts[0].token + what, self._said[what])
                 while True:
-                    reply = world.answer(run.send(reply))
+                    reply = transport.answer(run.send(reply))
             except StopIteration as end:
                 return [end.value]
 
@@ -199,7 +199,7 @@ class TokenDispatcher(TokenEngine):
         Raises:
             ArgumentError: a shape or dtype that is not allowed; peers are told, but where ranks meet on the device.
             CapacityError: an earlier dispatch lost tokens, with overflow="raise".
-            WorldError: a peer died, did not come, or asked for something else.
+            TransportError: a peer died, did not come, or asked for something else.
         """
         with self._telling():
             check_dispatch(self.layout, self.parts[0].device, x, topk_ids, topk_weights)
@@ -233,7 +233,7 @@ class TokenDispatcher(TokenEngine):
             weighted: False where the experts applied `routed.weights`.
 
         Raises:
-            ArgumentError, WorldError: as for `dispatch`.
+            ArgumentError, TransportError: as for `dispatch`.
         """
         with self._telling():
             part = self.parts[0]
@@ -245,25 +245,25 @@ class TokenDispatcher(TokenEngine):
 
         Raises:
             CapacityError: with overflow="raise", one of them dropped rows or had bad ids. Each is raised once.
-            WorldError: a peer did not come, or asked for something else.
+            TransportError: a peer did not come, or asked for something else.
         """
         super().check()
-        if not isinstance(self._world, InProcessWorld) and self._world.error is not None:
-            raise self._world.error
+        if not isinstance(self._transport, InProcessTransport) and self._transport.error is not None:
+            raise self._transport.error
 
     def _telling(self) -> _Telling:
-        return _Telling(self._world, self._company)
+        return _Telling(self._transport, self._company)
 
 
 class _Telling:
     """Peers are told when this rank refuses an argument."""
 
-    def __init__(self, world: AnyWorld | InProcessWorld, company: tuple[int, ...]) -> None:
-        self._world, self._company = world, company
+    def __init__(self, transport: AnyTransport | InProcessTransport, company: tuple[int, ...]) -> None:
+        self._transport, self._company = transport, company
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ArgumentError) and not isinstance(self._world, InProcessWorld):
-            refuse(self._world, self._company, self._company, error)
+        if isinstance(error, ArgumentError) and not isinstance(self._transport, InProcessTransport):
+            refuse(self._transport, self._company, self._company, error)

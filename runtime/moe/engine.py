@@ -26,7 +26,7 @@ class TokenEngine:
     def __init__(self, layout: DispatchLayout, parts: Sequence[TokenRank], name: str, why: str = "") -> None:
         self.layout, self.parts, self.name, self.why = layout, parts, name, why
         self._losses = Losses(layout, parts[0].device)
-        self.handle, self.state = register(self), state_of(parts[0].world, parts[0].device)
+        self.handle, self.state = register(self), state_of(parts[0].transport, parts[0].device)
         layout.experts_on(parts[0].device)  # for `load`, which may be captured in a graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenEngine:

@@ -1,10 +1,11 @@
 """Dispatch, combine and what their backward does, as functions and, for `torch.compile`, as operators.
 
 The functions take and return lists: for each rank that this process has an item, or as many as `routing_length` says.
-Eager code calls them; what they return may be memory of the world. Compiled code calls the operators, which write the
-same into `outs`: memory of the graph, which Inductor may use again. An operator finds its dispatcher by a number. All
-of them declare the state of their world as mutated: what mutates nothing is dropped where its result is not used, and
-merged with what looks alike, while a peer waits for it. They have no gradients of their own: see `token_autograd`.
+Eager code calls them; what they return may be memory of the transport. Compiled code calls the operators, which write
+the same into `outs`: memory of the graph, which Inductor may use again. An operator finds its dispatcher by a number.
+All
+of them declare the state of their transport as mutated: what mutates nothing is dropped where its result is not used,
+and merged with what looks alike, while a peer waits for it. They have no gradients of their own: see `token_autograd`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import ArgumentError
-from ..executor.step import World
+from ..executor.step import Transport
 from .config import DispatchLayout
 from .routing import Sent, specs_of_sent
 from .transfer import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, TokenRank
@@ -47,7 +48,7 @@ class Engine(Protocol):
 
 _engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _handles = itertools.count()
-_states: weakref.WeakKeyDictionary[World, torch.Tensor] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Transport, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 def register(engine: Any) -> int:
@@ -57,12 +58,12 @@ def register(engine: Any) -> int:
     return handle
 
 
-def state_of(world: World, device: torch.device) -> torch.Tensor:
-    """int64 [1], one for all dispatchers of a world: the order of what they do there. Nothing is written into it."""
-    if world not in _states:
+def state_of(transport: Transport, device: torch.device) -> torch.Tensor:
+    """int64 [1], one for all dispatchers of a transport: the order of what they do there. It is never written."""
+    if transport not in _states:
         with torch.inference_mode(False):
-            _states[world] = torch.zeros(1, dtype=torch.int64, device=device)
-    return _states[world]
+            _states[transport] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _states[transport]
 
 
 def _engine(handle: int) -> Engine:
@@ -143,11 +144,13 @@ def combine(
 
 
 def new_combined(engine: Engine, values: Tensors, routing: Tensors) -> Tensors:
-    """Memory for what `combine` writes; eager, of the world, which recycles it."""
+    """Memory for what `combine` writes; eager, of the transport, which recycles it."""
     shapes = [(s.rows.key.shape[0], engine.layout.hidden) for s in _sents(engine, routing)]
     if torch.compiler.is_compiling():
         return [v.new_empty(shape) for v, shape in zip(values, shapes, strict=True)]
-    return [p.world.empty(shape, v.dtype, v.device) for p, v, shape in zip(engine.parts, values, shapes, strict=True)]
+    return [
+        p.transport.empty(shape, v.dtype, v.device) for p, v, shape in zip(engine.parts, values, shapes, strict=True)
+    ]
 
 
 def dispatch_backward(engine: Engine, gradients: Tensors, weight_gradients: Tensors, routing: Tensors) -> Tensors:

@@ -41,7 +41,7 @@ class ExpertParallel(ParallelStyle):
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        world, settings: as of TokenDispatcher, `top_k`, `hidden` and `max_tokens` at least; not `num_experts`,
+        transport, settings: as of TokenDispatcher, `top_k`, `hidden` and `max_tokens` at least; not `num_experts`,
             `expert_map` and `layout`, which the module says. Its forward is within `routed.kept()`.
         replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with the same tokens. Each dispatches its
             share, and has all results; `max_tokens` is of the share. Where the experts' mesh is not over these ranks as
@@ -57,7 +57,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        world: str | None = None,
+        transport: str | None = None,
         replicated_over: DeviceMesh | None = None,
         **settings: Unpack[DispatchSettings],
     ) -> None:
@@ -72,7 +72,7 @@ class ExpertParallel(ParallelStyle):
         refused = settings.keys() & set(_OF_MODULE)
         if refused:
             raise ArgumentError(f"{', '.join(sorted(refused))}: given; allowed: what the module's parameters say")
-        self._world, self._settings = world, settings
+        self._transport, self._settings = transport, settings
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """
@@ -92,7 +92,7 @@ class ExpertParallel(ParallelStyle):
         dispatcher = TokenDispatcher(
             device_mesh,
             device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind,
-            world=self._world,
+            transport=self._transport,
             **settings,
         )
         flow = _Flow(dispatcher, self._replicated_over)

@@ -12,12 +12,12 @@ Way = TokenRank | type[TokenRank]
 """How rows travel: a rank, or what ranks are made of."""
 
 
-def explain(layout: DispatchLayout, ways: Sequence[Way], world: str | None = None) -> str:
+def explain(layout: DispatchLayout, ways: Sequence[Way], transport: str | None = None) -> str:
     """The settings, and for each way the memory and the bytes on the wire that they take, of each rank."""
     slots = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
     held = f"{slots[0]}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
     most = layout.max_tokens * layout.top_k
-    over = f"{layout.ranks} rank{'' if layout.ranks == 1 else 's'}{f', {world}' if world else ''}"
+    over = f"{layout.ranks} rank{'' if layout.ranks == 1 else 's'}{f', {transport}' if transport else ''}"
     lines = [
         f"token dispatch over {over}: {layout.num_experts} experts in "
         f"{layout.bounds[-1]} slots, {held} for each rank; top {layout.top_k}, hidden {layout.hidden}, "

@@ -26,7 +26,7 @@ def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     Raises:
         ArgumentError: a mesh of several dims, a tensor without rows.
         UnsupportedError: a mesh whose ranks do not ascend.
-        WorldError: in backward, a rank did not come.
+        TransportError: in backward, a rank did not come.
     """
     _check(x, mesh)
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -47,7 +47,7 @@ def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Ten
         ArgumentError: a mesh of several dims; `tokens` that are no whole number from 0 on; a share that is not this
             rank's of so many tokens.
         UnsupportedError: a mesh whose ranks do not ascend.
-        WorldError: a rank did not come.
+        TransportError: a rank did not come.
     """
     _check(y, mesh)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _MOST_TOKENS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import ArgumentError
-from ..transports.in_process import InProcessWorld, run_all
+from ..transports.in_process import InProcessTransport, run_all
 from .config import DispatchLayout, DispatchSettings, spelled_out
 from .engine import TokenEngine, placed
 from .routed import RoutedTokens
@@ -48,9 +48,9 @@ class VirtualTokenDispatcher(TokenEngine):
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
         agreed = DispatchLayout.of(size, **settings)
-        world, ranks, device = InProcessWorld(one_sided), tuple(range(size)), placed(device)
+        transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), placed(device)
         part = PushingRank if one_sided else slab_rank(agreed)
-        parts = [part(agreed, world, ranks, r, device, agreed.token(0)) for r in ranks]
+        parts = [part(agreed, transport, ranks, r, device, agreed.token(0)) for r in ranks]
         super().__init__(agreed, parts, "in process")
 
     def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:

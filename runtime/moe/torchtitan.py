@@ -46,7 +46,7 @@ class TorchtitanDispatcher:
                 current one of it; without a mesh the CPU.
             capacity, expert_capacity, overflow, leases, slab_capacity, splits, zero_rows: as of TokenDispatcher.
             save: "lease" or "copy", as of TokenDispatcher.
-            world: as of TokenDispatcher; without a mesh there is none.
+            transport: as of TokenDispatcher; without a mesh there is none.
             pad_multiple: rows that each expert's group is padded to a multiple of: 16 for fp8, 32 for mxfp8.
         """
 
@@ -65,7 +65,7 @@ class TorchtitanDispatcher:
         slab_capacity: int | float | None = None
         splits: str | None = None
         zero_rows: bool | None = None
-        world: str | None = None
+        transport: str | None = None
 
         def __post_init__(self) -> None:
             if isinstance(self.dtype, torch.dtype):
@@ -128,7 +128,7 @@ class TorchtitanDispatcher:
             self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)
         else:
             settings["expert_map"] = experts_of_shards(config.num_experts, mesh)
-            self.dispatcher = TokenDispatcher(mesh, **settings, device=device, world=config.world)
+            self.dispatcher = TokenDispatcher(mesh, **settings, device=device, transport=config.transport)
 
     def dispatch(
         self,
@@ -152,7 +152,7 @@ class TorchtitanDispatcher:
 
         Raises:
             ArgumentError: meshes are not wired, or a shape or dtype is not allowed.
-            CapacityError, WorldError: as of TokenDispatcher.
+            CapacityError, TransportError: as of TokenDispatcher.
         """
         del num_local_tokens_per_expert_E
         dispatcher = self._wired()
@@ -176,7 +176,7 @@ class TorchtitanDispatcher:
             x_TD: not read.
 
         Raises:
-            ArgumentError, WorldError: as of TokenDispatcher.
+            ArgumentError, TransportError: as of TokenDispatcher.
         """
         del x_TD
         dispatcher = self._wired()

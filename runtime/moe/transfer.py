@@ -26,7 +26,7 @@ from ...kernels import (
     route_tokens,
     weigh_rows,
 )
-from ..executor.step import World
+from ..executor.step import Transport
 from ..transports.base import Ask
 from .config import DispatchLayout, fill_of
 from .routing import Sent
@@ -94,9 +94,15 @@ class TokenRank:
         }[layout.save]
 
     def __init__(
-        self, layout: DispatchLayout, world: World, ranks: tuple[int, ...], me: int, device: torch.device, token: int
+        self,
+        layout: DispatchLayout,
+        transport: Transport,
+        ranks: tuple[int, ...],
+        me: int,
+        device: torch.device,
+        token: int,
     ) -> None:
-        self.layout, self.world, self.ranks, self.me = layout, world, ranks, me
+        self.layout, self.transport, self.ranks, self.me = layout, transport, ranks, me
         self._rest = fill_of(layout.zero_rows)
         self.device, self.token = device, token
         self.slots = Slots.divided(layout.bounds, device)
@@ -114,7 +120,7 @@ class TokenRank:
         outs: Sequence[torch.Tensor] | None = None,
     ) -> Generator[Ask, Any, tuple[torch.Tensor, Sent]]:
         """The rows that this rank received, [rows, H], and what combine needs. With `outs`, memory for rows and for
-        their weights, copies of those in the world's memory."""
+        their weights, copies of those in the transport's memory."""
         routed = route_tokens(ids, self.layout.num_experts, self.slot_of, self.slots.number)
         # What comes through a window is copied out of it: to where it is wanted.
         own = outs if outs and self.in_windows else (self._rows_to_receive(), self._new_numbers())
@@ -219,7 +225,7 @@ class TokenRank:
         return self._empty((self.layout.rows,), torch.float32)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.world.empty(shape, dtype, self.device)
+        return self.transport.empty(shape, dtype, self.device)
 
 
 def _lasting(

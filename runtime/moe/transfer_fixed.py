@@ -1,4 +1,4 @@
-"""One rank of a token dispatcher on a two-sided world, without a number read by the host: slabs of one size.
+"""One rank of a token dispatcher on a two-sided transport, without a number read by the host: slabs of one size.
 
 A slab has room for `slab_capacity` rows of a sender for an owner. Who has which row, and which have no room, follows
 from the counts of all ranks, on the device of each alike. So sizes are known ahead, slabs travel whole, and what is

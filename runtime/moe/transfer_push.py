@@ -1,4 +1,4 @@
-"""One rank of a token dispatcher on a one-sided world: rows are pushed straight to their group at the owner.
+"""One rank of a token dispatcher on a one-sided transport: rows are pushed straight to their group at the owner.
 
 A dispatch meets twice: when counts have been written into every rank's matrix and buffers are offered, and when all
 rows have been pushed. What reads from peers meets before, when values are there, and after, when they have been read.
@@ -77,18 +77,20 @@ class PushingRank(TokenRank):
 
     def _offer(self, what: int, *own: torch.Tensor) -> Generator[Ask, Any, list[Buffers]]:
         """Offer buffers; the same ones of all ranks, in their order."""
-        world, number = self.world, len(own)
-        address, held = world.offer(own)
+        transport, number = self.transport, len(own)
+        address, held = transport.offer(own)
         replies = yield self._meet(what, address)
         # Peers begin with the rank after this one.
-        theirs: list[Any] = [world.offered(reply, number) for reply in replies]
+        theirs: list[Any] = [transport.offered(reply, number) for reply in replies]
         after = self.layout.ranks - 1 - self.me
         in_order = [*theirs[after:], None, *theirs[:after]]
         with torch.inference_mode(False):  # those of the matrix are kept
             found = [
                 Buffers(
                     [
-                        tensor if a is None else world.open(a[i], _nbytes(tensor)).view(tensor.dtype).view(tensor.shape)
+                        tensor
+                        if a is None
+                        else transport.open(a[i], _nbytes(tensor)).view(tensor.dtype).view(tensor.shape)
                         for a in in_order
                     ],
                     self.tables,
@@ -100,7 +102,7 @@ class PushingRank(TokenRank):
 
     def _addressable(self, values: torch.Tensor, sent: Sent) -> torch.Tensor:
         """`values` in memory that peers can address; the rows that any of them reads."""
-        if values.is_contiguous() and self.world.addressable(values):
+        if values.is_contiguous() and self.transport.addressable(values):
             return values
         window = self._empty(tuple(values.shape), values.dtype)
         n = int(sent.groups.num_rows)

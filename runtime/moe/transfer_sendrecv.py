@@ -1,4 +1,4 @@
-"""One rank of a token dispatcher on a two-sided world: rows travel in one slab for each owner, of the exact size.
+"""One rank of a token dispatcher on a two-sided transport: rows travel in one slab for each owner, of the exact size.
 
 A slab has a sender's rows for an owner in order of slot, token and k. Its sizes follow from the counts of all ranks,
 which the host reads once for each dispatch; nothing else waits for the device. Sums are those of `combine_rows` over
@@ -147,7 +147,7 @@ class SlabRank(TokenRank):
         """On the host, which waits for it.
 
         Raises:
-            WorldError: they are of another call, or did not come.
+            TransportError: they are of another call, or did not come.
         """
         stats().host_reads["counts of a token dispatch"] += 1
         if counted.device.type != "cuda":
@@ -155,7 +155,7 @@ class SlabRank(TokenRank):
         host = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True, device="cpu")
         host.copy_(counted, non_blocking=True)
         torch.cuda.current_stream(counted.device).synchronize()
-        self.world.check()
+        self.transport.check()
         return host
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:

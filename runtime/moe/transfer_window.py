@@ -1,5 +1,5 @@
-"""One rank of a token dispatcher on a world whose ranks meet on the device: rows go into memory that their owner lends,
-or through a window of their group.
+"""One rank of a token dispatcher on a transport whose ranks meet on the device: rows go into memory that their owner
+lends, or through a window of their group.
 
 A window has the counts of all ranks, then weights of the rows that an owner receives, then rows, at the same places on
 all ranks. A dispatch enters it, meets when the counts are there and once more when the rows are, copies what came, and
@@ -20,7 +20,7 @@ import torch
 from ...kernels import Buffers, ChosenBuffers, copy_rows, push_rows, share_counts
 from ..statistics import stats
 from ..transports.base import Ask
-from ..transports.buffer_pool import Leases, LendingWorld
+from ..transports.buffer_pool import Leases, LendingTransport
 from ..transports.symmetric_window import ALIGNMENT, window_size
 from .config import DispatchLayout, up
 from .routing import Sent
@@ -62,7 +62,7 @@ class WindowRank(TokenRank):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        layout, self._windows, group = self.layout, cast("LendingWorld", self.world), tuple(sorted(self.ranks))
+        layout, self._windows, group = self.layout, cast("LendingTransport", self.transport), tuple(sorted(self.ranks))
         self._window = self._windows.window(group, window_nbytes(layout))
         self._window.build(layout.dtype)
         self._window.build(torch.float32)

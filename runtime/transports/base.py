@@ -1,4 +1,4 @@
-"""What a rank asks of its world while a program runs: the executor yields it, worlds and the simulator answer.
+"""What a rank asks of its transport while a program runs: the executor yields it, transports and the simulator answer.
 
 Where nothing is asked after a request, its `output` is the tensor that the run returns: a caller may have it at once,
 and wait for it later.
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 Address = Any
-"""What `World.address` makes of a buffer."""
+"""What `Transport.address` makes of a buffer."""
 
 
 class Meet(NamedTuple):
-    """Wait until every peer has come to the same point. One-sided worlds only.
+    """Wait until every peer has come to the same point. One-sided transports only.
 
     Safe after it: peers' writes made before their own `Meet` are visible here. The answer is one address per peer, in
     the order of `peers`: of the buffer it offers, None if it offers none.
@@ -26,14 +26,14 @@ class Meet(NamedTuple):
     token: int
     """Equal on all ranks that run the same point of the same request."""
     offer: Address | None
-    """The address of a buffer from `World.empty` that peers may write into from now on."""
+    """The address of a buffer from `Transport.empty` that peers may write into from now on."""
     meanwhile: Callable[[], None] | None = None
     """Work that no peer waits for: done between telling peers and waiting for them."""
     output: torch.Tensor | None = None
 
 
 class Transfer(NamedTuple):
-    """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided worlds only."""
+    """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided transports only."""
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """Exchange with ranks of other nodes and push to those of this one meanwhile. Worlds that mix both only.
+    """Exchange with ranks of other nodes and push to those of this one meanwhile. Transports that mix both only.
 
     The transfer begins; `push` writes into what the peers of `meet` have offered; then these meet, and both are waited
     for. The answer is that of the meeting; it has no peers where they meet on the device.
@@ -58,11 +58,12 @@ class Mixed(NamedTuple):
 
 
 HEADER = 16
-"""Bytes before the data of each message of an `AllToAll`, for the world's own use."""
+"""Bytes before the data of each message of an `AllToAll`, for the transport's own use."""
 
 
 class AllToAll(NamedTuple):
-    """Every rank of a process group sends some bytes to every other. Two-sided worlds only, as the collectives below.
+    """Every rank of a process group sends some bytes to every other. Two-sided transports only, as the collectives
+    below.
 
     Buffers are flat bytes, in the order of `group`; sizes are bytes for each rank of it, 0 for this one. They include a
     header. What is received may be shorter than there is room for, so that nothing of another request is too long.
@@ -116,6 +117,6 @@ Ask = Meet | Transfer | Mixed | Collective
 
 
 class PendingCall(Protocol):
-    """A call whose last exchange has begun, and which a world finishes before its next one."""
+    """A call whose last exchange has begun, and which a transport finishes before its next one."""
 
     def finish(self) -> None: ...

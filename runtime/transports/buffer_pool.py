@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from ...kernels import on_device
-from .symmetric_window import WindowedWorld
+from .symmetric_window import WindowedTransport
 
 
-class LendingWorld(WindowedWorld, Protocol):
-    """What ranks of a token dispatcher ask of their world."""
+class LendingTransport(WindowedTransport, Protocol):
+    """What ranks of a token dispatcher ask of their transport."""
 
     def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases: ...
 

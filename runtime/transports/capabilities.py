@@ -1,4 +1,4 @@
-"""What a world has to carry out exchanges with: an algorithm is chosen for each step from nothing else."""
+"""What a transport has to carry out exchanges with: an algorithm is chosen for each step from nothing else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BACKENDS = {
 
 
 class Means(Protocol):
-    """What a world has to carry out exchanges with."""
+    """What a transport has to carry out exchanges with."""
 
     @property
     def one_sided(self) -> bool:
@@ -65,7 +65,7 @@ class Means(Protocol):
 
     @property
     def backend(self) -> str:
-        """Of process groups: one of `BACKENDS`; not asked for where the world is one-sided."""
+        """Of process groups: one of `BACKENDS`; not asked for where the transport is one-sided."""
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
@@ -73,5 +73,5 @@ class Means(Protocol):
 
 
 def node_of(rank: int, one_sided: bool, node_size: int | None) -> int:
-    """Of a rank in a world that is assumed: where all write into each other's memory, or those of nodes of so many."""
+    """Of a rank in an assumed transport: all write into each other's memory, or those of nodes of so many."""
     return 0 if one_sided else rank // (node_size or 1)

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import WorldError
+from ...errors import TransportError
 from .base import Address, Ask, Meet, Mixed, PendingCall
 from .capabilities import WindowPolicy
-from .process_group import CollectiveWorld
+from .process_group import ProcessGroupTransport
 from .receive_buffers import Landings
 from .rendezvous import Rendezvous
-from .shared_memory import SharedMemoryWorld
-from .symmetric import SymmetricWorld
+from .shared_memory import SharedMemoryTransport
+from .symmetric import SymmetricMemoryTransport
 from .symmetric_window import Use, Window
 
-InsideNodes = SharedMemoryWorld | SymmetricWorld
+InsideNodes = SharedMemoryTransport | SymmetricMemoryTransport
 
 
-class MixedWorld:
-    """A one-sided world for the ranks of each node, and a collective one across nodes, as one.
+class HierarchicalTransport:
+    """A one-sided transport for the ranks of each node, and a collective one across nodes, as one.
 
     Ranks of both use them alone as well, so what holds for one call in turn, and for the first failure, holds for both
     together.
@@ -31,14 +31,14 @@ class MixedWorld:
         nodes: of each rank that meets here; alike on all ranks.
 
     Raises:
-        WorldError: from every call after the first failure of either.
+        TransportError: from every call after the first failure of either.
     """
 
     one_sided = False
 
-    def __init__(self, inside: InsideNodes, across: CollectiveWorld, nodes: Mapping[int, Hashable]) -> None:
+    def __init__(self, inside: InsideNodes, across: ProcessGroupTransport, nodes: Mapping[int, Hashable]) -> None:
         self.inside, self.across, self._nodes = inside, across, nodes
-        self.name = "mixed" if isinstance(inside, SharedMemoryWorld) else f"mixed {inside.name}"
+        self.name = "hierarchical" if isinstance(inside, SharedMemoryTransport) else f"hierarchical {inside.name}"
         self.rank, self.size, self.timeout = across.rank, across.size, across.timeout
         self.backend, self.recycles = across.backend, inside.recycles
 
@@ -51,17 +51,17 @@ class MixedWorld:
         return self.inside.windows
 
     def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
-        assert isinstance(self.inside, SymmetricWorld)
+        assert isinstance(self.inside, SymmetricMemoryTransport)
         return self.inside.window(ranks, nbytes)
 
     def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
-        assert isinstance(self.inside, SymmetricWorld)
+        assert isinstance(self.inside, SymmetricMemoryTransport)
         self.inside.signal(window, use, token, poison)
 
     def check(self) -> None:
         """
         Raises:
-            WorldError: this world is dead, as far as the host knows.
+            TransportError: this transport is dead, as far as the host knows.
         """
         if (error := self.error) is not None:
             raise error
@@ -124,13 +124,13 @@ class MixedWorld:
             near = tuple(rank for rank in company if self._nodes[rank] == self._nodes[self.rank])
             self.inside.refuse(near, company)
 
-    def fail(self, error: WorldError) -> None:
+    def fail(self, error: TransportError) -> None:
         """Tell peers of this node and of others that wait for this rank, now or later, that it will not come."""
         self.inside.fail(error)
         self.across.fail(error)
 
     @property
-    def error(self) -> WorldError | None:
+    def error(self) -> TransportError | None:
         return self.inside.error or self.across.error
 
     @property

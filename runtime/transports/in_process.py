@@ -1,4 +1,4 @@
-"""A world of virtual ranks in one process on one device."""
+"""A transport of virtual ranks in one process on one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class InProcessWorld:
+class InProcessTransport:
     """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network, except
     to those of their node if there are nodes; with a `backend` any of them have a process group of it."""
 

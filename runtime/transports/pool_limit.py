@@ -14,7 +14,8 @@ _asked: int | None = None  # by `set_pool_limit`
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of shared memory that this process has for redistributions on the `shared_memory` and `mixed` worlds.
+    """Bytes of shared memory that this process has for redistributions on the `shared_memory` and `hierarchical`
+    transports.
 
     Attributes:
         allocated: under tensors that are alive, in whole pages, rounded up by an eighth at most.
@@ -46,10 +47,10 @@ def pool_limit() -> int | None:
 def set_pool_limit(nbytes: int | None) -> None:
     """Set how much shared memory this process keeps that is under no tensor, for the next calls.
 
-    Outputs of redistributions on the `shared_memory` and `mixed` worlds lie in memory that all ranks of a machine map.
-    When the last tensor on such memory dies, it is kept for the next outputs, of any size, as long as the limit allows;
-    beyond it, the least recently used goes back to the system. Buffers that ranks keep for each other's next call
-    count, up to half of the limit; those that are kept already stay until their redistribution runs again.
+    Outputs of redistributions on the `shared_memory` and `hierarchical` transports lie in memory that all ranks of a
+    machine map. When the last tensor on such memory dies, it is kept for the next outputs, of any size, as long as the
+    limit allows; beyond it, the least recently used goes back to the system. Buffers that ranks keep for each other's
+    next call count, up to half of the limit; those that are kept already stay until their redistribution runs again.
 
     Args:
         nbytes: 0 keeps nothing: each call waits for the system to clear its memory, which takes about as long as the

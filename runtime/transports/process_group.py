@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import PeerError, WorldError
+from ...errors import PeerError, TransportError
 from .base import AllGather, AllReduce, AllToAll, Ask, Collective, PendingCall, ReduceScatter, Transfer
 from .fingerprint_check import WordCheck
 from .rendezvous import Rendezvous
@@ -39,7 +39,7 @@ class Members(tuple[int, ...]):
     process_group: dist.ProcessGroup
 
 
-class CollectiveWorld:
+class ProcessGroupTransport:
     """The ranks of the default process group, in any subsets: grouped sends and receives need no group of their own.
 
     One for each backend that the group has. Compiling and running never make a group; collectives use those that the
@@ -56,7 +56,7 @@ class CollectiveWorld:
     one_sided = False
     recycles = False
     windows = None
-    name = "collective"
+    name = "process_group"
 
     def __init__(self, rank: int, size: int, timeout: float, backend: str, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout, self.backend = rank, size, timeout, backend
@@ -64,7 +64,7 @@ class CollectiveWorld:
         self._groups: dict[tuple[int, ...], Members] = {}
         self._known: list[dist.ProcessGroup] = []
         self._used: set[dist.ProcessGroup] = set()
-        self._error: WorldError | None = None
+        self._error: TransportError | None = None
         self.busy = self._left = False
         self.pending: PendingCall | None = None
         self._watcher = WaitWatcher(rendezvous, self._close_connections)
@@ -74,7 +74,7 @@ class CollectiveWorld:
     def check(self) -> None:
         """
         Raises:
-            WorldError: this world is dead, as far as the host knows.
+            TransportError: this transport is dead, as far as the host knows.
         """
         if (error := self.error) is not None:
             raise error
@@ -89,16 +89,16 @@ class CollectiveWorld:
         return False
 
     def address(self, buffer: torch.Tensor) -> object:
-        raise NotImplementedError("a two-sided world has no addresses")
+        raise NotImplementedError("a two-sided transport has no addresses")
 
     def open(self, address: object, nbytes: int) -> torch.Tensor:
-        raise NotImplementedError("a two-sided world has no addresses")
+        raise NotImplementedError("a two-sided transport has no addresses")
 
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[object, object]:
-        raise NotImplementedError("a two-sided world has no addresses")
+        raise NotImplementedError("a two-sided transport has no addresses")
 
     def offered(self, address: object, number: int) -> Sequence[object]:
-        raise NotImplementedError("a two-sided world has no addresses")
+        raise NotImplementedError("a two-sided transport has no addresses")
 
     def landings(self, ranks: tuple[int, ...]) -> None:
         return None
@@ -127,7 +127,7 @@ class CollectiveWorld:
         when they first meet, which no captured graph can do. Collective among `ranks`.
 
         Raises:
-            WorldError: a rank did not come.
+            TransportError: a rank did not come.
         """
         self.rendezvous.begin(ranks, 0, "prepare")
         for group in (self.group_order(ranks), *self._groups.values()):
@@ -274,8 +274,8 @@ class CollectiveWorld:
         return wait
 
     @property
-    def error(self) -> WorldError | None:
-        """What ended this world, as far as the host knows; nothing is waited for."""
+    def error(self) -> TransportError | None:
+        """What ended this transport, as far as the host knows; nothing is waited for."""
         if self._error is None:
             for check in self._checks.values():
                 peer = check.disagrees()
@@ -283,7 +283,7 @@ class CollectiveWorld:
                     self._error = self.rendezvous.disagreement(peer)
         return self._error
 
-    def _lost(self, peers: tuple[int, ...], error: RuntimeError) -> WorldError:
+    def _lost(self, peers: tuple[int, ...], error: RuntimeError) -> TransportError:
         """Of peers, one of which is not connected any more: what it wrote, or what torch.distributed says."""
         with suppress(dist.DistError):  # the store went with its rank
             for peer in peers:
@@ -295,7 +295,7 @@ class CollectiveWorld:
         who = " or ".join(f"rank {peer}" for peer in peers)
         return PeerError(f"{who} is gone; rank {self.rank} was waiting for it: {error}")
 
-    def fail(self, error: WorldError) -> None:
+    def fail(self, error: TransportError) -> None:
         """Tell ranks that wait for this one, now or later, that it will not come. The first error stays."""
         self._error = self.error or error
         self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")

@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 
-from ...errors import WorldError
+from ...errors import TransportError
 from .memory_pressure import is_short_of_memory
 from .shared_segments import NAMED_FOLDER, Segment
 
@@ -139,7 +139,7 @@ class Allocator:
         """A piece of a size class, of which `idle` are those that are free.
 
         Raises:
-            WorldError: no room for it.
+            TransportError: no room for it.
         """
         if self.returned:
             try:
@@ -279,7 +279,7 @@ class Allocator:
         try:
             return self._reserved(size)
         except OSError as error:
-            raise WorldError(
+            raise TransportError(
                 f"{size} bytes of shared memory in {NAMED_FOLDER}: {error}; tensors of this process have "
                 f"{self.allocated} there"
             ) from error
@@ -301,12 +301,12 @@ class Allocator:
     def _grow(self, size: int) -> None:
         """Map another segment, at least as large as all before, so that there are few whatever sizes are asked for."""
         if len(self.segments) == MAX_SEGMENTS:
-            raise WorldError(f"shared pool {self.name}: {MAX_SEGMENTS} segments are in use")
+            raise TransportError(f"shared pool {self.name}: {MAX_SEGMENTS} segments are in use")
         exact = size + _PAGE
         mapped = sum(segment.nbytes for segment in self.segments)
         try:
             segment = Segment(self.name, max(_SEGMENT_BYTES, mapped, 1 << exact.bit_length()), self.named, False)
-        except WorldError:  # addresses may be limited (ulimit -v)
+        except TransportError:  # addresses may be limited (ulimit -v)
             segment = Segment(self.name, exact, self.named, False)
         self.segments.append(segment)
         # A page between segments: gaps of one do not touch those of the next.
@@ -354,7 +354,7 @@ class _OfParent(Allocator):
     """An allocator as a forked child finds it: what is free, and what goes back, is for the parent to say."""
 
     def take(self, idle: deque[Piece], size: int) -> Piece:
-        raise WorldError(f"shared pool {self.name} is the parent process's; allowed: a process group of its own")
+        raise TransportError(f"shared pool {self.name} is the parent process's; allowed: a process group of its own")
 
     def give_back(self, piece: Piece) -> None:
         pass

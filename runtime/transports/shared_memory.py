@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...errors import PeerError, WorldError
+from ...errors import PeerError, TransportError
 from .base import Ask, Meet, PendingCall
 from .receive_buffers import Landings
 from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
@@ -50,7 +50,7 @@ _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
 
 
 def why_not_here() -> str | None:
-    """Why this machine cannot carry the world, or None if it can."""
+    """Why this machine cannot carry the transport, or None if it can."""
     if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
         return "shared memory needs Linux (memfd_create)"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -114,13 +114,13 @@ class _Peer:
                 mapped = open_segment(path)
             except (FileNotFoundError, PermissionError) as error:
                 if isinstance(error, PermissionError) and _is_running(self.pid):
-                    raise WorldError(f"the memory of {self} may no longer be mapped: {error}") from error
+                    raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
                 raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
             found = self._segments[index] = bytes_of(mapped)
         return found
 
 
-class SharedMemoryWorld:
+class SharedMemoryTransport:
     """The ranks of a process group on one machine.
 
     Starting writes this rank's process and control page to the store and waits for nobody; peers are mapped when first
@@ -128,7 +128,7 @@ class SharedMemoryWorld:
     it, as long as each pair meets in the same order on both sides.
 
     Raises:
-        WorldError: from every call after the first failure.
+        TransportError: from every call after the first failure.
     """
 
     one_sided = True
@@ -148,7 +148,7 @@ class SharedMemoryWorld:
         self._met: dict[tuple[int, ...], list[_Peer]] = {}
         self._addresses: dict[int, Address] = {}  # a place in the pool is the same for ever
         self._landings: dict[tuple[int, ...], Landings] = {}
-        self.error: WorldError | None = None
+        self.error: TransportError | None = None
         self.busy = False
         self.pending: PendingCall | None = None
         kind = "named" if named else "anonymous"
@@ -157,7 +157,7 @@ class SharedMemoryWorld:
     def check(self) -> None:
         """
         Raises:
-            WorldError: this world is dead.
+            TransportError: this transport is dead.
         """
         if self.error is not None:
             raise self.error
@@ -223,7 +223,7 @@ class SharedMemoryWorld:
         assert isinstance(request, Meet)
         return partial(self._arrived, self._come_to(request), request.token)
 
-    def fail(self, error: WorldError) -> None:
+    def fail(self, error: TransportError) -> None:
         """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
         self._page[_FAILED] = 1
         self.error = self.error or error
@@ -236,7 +236,7 @@ class SharedMemoryWorld:
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
         """Come to the first meeting of a program to say that this rank's argument is wrong, and wait for nobody.
 
-        Where all ranks refuse alike their world lives on.
+        Where all ranks refuse alike their transport lives on.
         """
         peers = tuple(rank for rank in first_met if rank != self.rank)
         found = self._met.get(peers) or self._find_all(peers)
@@ -344,9 +344,9 @@ class SharedMemoryWorld:
         except PermissionError as error:
             if not _is_running(int(pid)):
                 raise PeerError(f"rank {rank} (process {pid}) is gone; rank {self.rank} was waiting for it") from error
-            raise WorldError(
+            raise TransportError(
                 f"rank {self.rank} may not map the memory of rank {rank} (process {pid}): {error}; "
-                f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_WORLD=collective does without"
+                f"SHARDWEAVE_SEGMENTS=named has it opened by name, SHARDWEAVE_TRANSPORT=process_group does without"
             ) from error
         return peer
 

@@ -14,7 +14,7 @@ from multiprocessing.util import Finalize
 import numpy as np
 import torch
 
-from ...errors import WorldError
+from ...errors import TransportError
 from ..environment import segments_asked_for
 
 NAMED_FOLDER = "/dev/shm"
@@ -42,7 +42,7 @@ class Segment:
     """Memory mapped here, that peers open by `path`.
 
     An anonymous one (memfd) goes with its last user, however that ends. A named one is unlinked when its process exits
-    or its world fails, by a peer that finds it dead, or by the next process that makes one.
+    or its transport fails, by a peer that finds it dead, or by the next process that makes one.
 
     Args:
         reserve: take the pages of a named one now. Otherwise each part is reserved before it is first touched, and
@@ -52,7 +52,7 @@ class Segment:
         handle: with the process id and `named`, what `segment_path` makes the path of.
 
     Raises:
-        WorldError: no room.
+        TransportError: no room.
     """
 
     def __init__(self, name: str, nbytes: int, named: bool, reserve: bool = True) -> None:
@@ -68,7 +68,7 @@ class Segment:
             try:
                 self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise WorldError(f"shared memory in {NAMED_FOLDER}: {error}") from error
+                raise TransportError(f"shared memory in {NAMED_FOLDER}: {error}") from error
         else:
             # The descriptor stays open: it is what peers open.
             self.handle = self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -81,7 +81,7 @@ class Segment:
             self.map = mmap.mmap(self._descriptor, nbytes)
         except OSError as error:
             where = f" in {NAMED_FOLDER}" if named else ""
-            raise WorldError(f"{nbytes} bytes of shared memory{where}: {error}") from error
+            raise TransportError(f"{nbytes} bytes of shared memory{where}: {error}") from error
         self.bytes = bytes_of(self.map)
         self.address = self.bytes.data_ptr()
 

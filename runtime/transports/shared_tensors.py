@@ -78,7 +78,7 @@ class SharedPool:
         """An uninitialised contiguous tensor.
 
         Raises:
-            WorldError: no room for it.
+            TransportError: no room for it.
         """
         shape = tuple(shape)
         form = self._forms.get((shape, dtype)) or self._form(shape, dtype)

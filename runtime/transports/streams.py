@@ -63,7 +63,7 @@ class SideStream:
     """A stream of its own for calls that are waited for later.
 
     What a call reads and writes is known to both streams, so that its memory is not given away before both are done.
-    Calls of one world are in one order: who begins the next one joins this stream first.
+    Calls of one transport are in one order: who begins the next one joins this stream first.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ...errors import DisagreementError, MeetingTimeoutError, PeerError, WorldError
+from ...errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ...kernels import Code, Failure, polls_within
 from .base import Ask, Meet, PendingCall
 from .buffer_pool import Leases
@@ -21,14 +21,14 @@ from .symmetric_window import ALIGNMENT, Use, Window, channel_name, pad_bytes, w
 from .wait_watcher import WaitWatcher
 
 
-class SymmetricWorld:
+class SymmetricMemoryTransport:
     """The ranks of a process group whose memory comes from a provider.
 
     Steps go through windows (`WindowedStep`). A window belongs to a group of ranks; a step takes the group's smallest
     that is large enough, and where none is, all ranks of the group make one as they bind the program. So a group's
     windows only grow, what a step takes never changes, and all ranks of the group take the same, whatever else they
-    have bound. Windows stay for as long as the world. **Binding a program that needs a larger one is collective**: all
-    ranks of the group bind it, in the same order among the group's programs, as they are going to run it. `prepare`
+    have bound. Windows stay for as long as the transport. **Binding a program that needs a larger one is collective**:
+    all ranks of the group bind it, in the same order among the group's programs, as they are going to run it. `prepare`
     makes windows ahead.
 
     Calls of a program that is bound allocate nothing but the output, meet nobody on the host, and may be captured in a
@@ -37,19 +37,19 @@ class SymmetricWorld:
     which the next call joins.
 
     A rank that waits in vain leaves rank, peer and channel in a word of the host, overwrites the outputs it works on,
-    and tells its peers, which do the same: the world is dead, and the next call raises, or the same call where the
+    and tells its peers, which do the same: the transport is dead, and the next call raises, or the same call where the
     device is the CPU. A rank that refuses its arguments says so in every window that the call may use.
 
     Attributes:
         windows: whether steps push or pull.
 
     Raises:
-        WorldError: from every call after the first failure.
+        TransportError: from every call after the first failure.
     """
 
     one_sided = True
     recycles = False
-    name = "symmetric"
+    name = "symmetric_memory"
     backend = ""
 
     def __init__(self, rank: int, size: int, timeout: float, provider: Provider, rendezvous: Rendezvous) -> None:
@@ -61,7 +61,7 @@ class SymmetricWorld:
         self._lent: dict[tuple[int, ...], list[Leases]] = {}
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
-        self._error: WorldError | None = None
+        self._error: TransportError | None = None
         # On CPUs it is a thread of this process that waits.
         self._watcher = WaitWatcher(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
         self.busy = False
@@ -120,7 +120,7 @@ class SymmetricWorld:
 
     def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases:
         """What a group, of ascending ranks, lends: so many pieces of so many bytes, at least. Collective where there is
-        nothing such yet; it stays for as long as the world.
+        nothing such yet; it stays for as long as the transport.
 
         Raises:
             DisagreementError, MeetingTimeoutError: as for `window`.
@@ -138,9 +138,9 @@ class SymmetricWorld:
         """By rank, zeros of each of a group, which all ask for them; `where` is new to the group."""
         self.check()
         try:
-            with torch.inference_mode(False):  # it is written for as long as the world lives
+            with torch.inference_mode(False):  # it is written for as long as the transport lives
                 return self._joined(ranks, nbytes, where)
-        except WorldError as error:
+        except TransportError as error:
             self.fail(error)
             raise
 
@@ -192,8 +192,8 @@ class SymmetricWorld:
             window.end_waits()
 
     @property
-    def error(self) -> WorldError | None:
-        """What ended this world, as far as the host knows; nothing is waited for."""
+    def error(self) -> TransportError | None:
+        """What ended this transport, as far as the host knows; nothing is waited for."""
         if self._error is None:
             code = self.failure.read()
             if code is not None:
@@ -204,13 +204,13 @@ class SymmetricWorld:
     def check(self) -> None:
         """
         Raises:
-            WorldError: the world is dead, as far as the host knows.
+            TransportError: the transport is dead, as far as the host knows.
         """
         error = self.error
         if error is not None:
             raise error
 
-    def _told(self, code: Code) -> WorldError:
+    def _told(self, code: Code) -> TransportError:
         number, tells = channel_name(code.channel)
         where = f"{tells} at {self._all[number]}"
         if code.kind == "late":
@@ -232,7 +232,7 @@ class SymmetricWorld:
             return f": {failure}" if failure else ""
         return ""
 
-    def fail(self, error: WorldError) -> None:
+    def fail(self, error: TransportError) -> None:
         """Tell every peer, from here on in the stream, that this rank will not come. The first error stays."""
         self._error = self.error or error
         self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")
@@ -245,7 +245,7 @@ class SymmetricWorld:
     def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
         """Enqueue in every window that the call may use that this rank does not make it; wait for nobody.
 
-        Where all ranks refuse alike their world lives on.
+        Where all ranks refuse alike their transport lives on.
         """
         with suppress(RuntimeError):  # as in `fail`
             for window in self._all:

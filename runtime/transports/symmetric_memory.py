@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 
-from ...errors import PeerError, WorldError
+from ...errors import PeerError, TransportError
 from .shared_segments import Segment, bytes_of, open_segment, segment_path, uses_names
 
 
@@ -39,7 +39,7 @@ class SharedSegments:
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")
         self._named = uses_names()
-        self._segments: list[Segment] = []  # as long as the world lives: peers address them
+        self._segments: list[Segment] = []  # as long as the transport lives: peers address them
 
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
         segment = Segment("shardweave-window", nbytes, self._named)
@@ -57,7 +57,7 @@ class SharedSegments:
             except FileNotFoundError as error:
                 raise PeerError(f"rank {rank} is gone, and its memory with it: {path}") from error
             except PermissionError as error:
-                raise WorldError(f"rank {self.rank} may not map the memory of rank {rank}: {error}") from error
+                raise TransportError(f"rank {self.rank} may not map the memory of rank {rank}: {error}") from error
             found[rank] = bytes_of(mapped)[: own.numel()]
         return found
 
@@ -132,7 +132,7 @@ class TorchSymmetricMemory:
         try:
             handle = _SymmetricMemory.rendezvous(own, known)
         except RuntimeError as error:
-            raise WorldError(f"symmetric memory among ranks {ranks}: {error}") from error
+            raise TransportError(f"symmetric memory among ranks {ranks}: {error}") from error
         self._handles.append((handle, store))
         return {
             rank: own if rank == self.rank else handle.get_buffer(i, (own.numel(),), torch.uint8)

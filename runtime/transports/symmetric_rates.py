@@ -11,37 +11,37 @@ import torch
 
 from ...kernels import Boxes, copy_boxes, copy_table
 from .capabilities import Rates
-from .symmetric import SymmetricWorld
+from .symmetric import SymmetricMemoryTransport
 
 _MOST = 64 << 20  # bytes of a trial
 _TRIALS = 5
 _ALIGNMENT = 16
 
 
-def measure_rates(world: SymmetricWorld, ranks: tuple[int, ...], nbytes: int) -> Rates:
+def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], nbytes: int) -> Rates:
     """By the kernel that steps use, in the group's window for so many bytes; of all its ranks the slowest's.
 
     Waits for the device, and for the other ranks of the group, which all call.
 
     Raises:
-        WorldError: a rank did not come.
+        TransportError: a rank did not come.
     """
-    window = world.window(ranks, nbytes)
-    own, peers = window.data[world.rank], [window.data[r] for r in ranks if r != world.rank]
+    window = transport.window(ranks, nbytes)
+    own, peers = window.data[transport.rank], [window.data[r] for r in ranks if r != transport.rank]
     part = min(window.nbytes, _MOST) // len(ranks) // _ALIGNMENT * _ALIGNMENT
     # A rank has a part of every window to itself, so that no two write to the same place.
-    mine = [part * ranks.index(world.rank)] * len(peers)
+    mine = [part * ranks.index(transport.rank)] * len(peers)
     on_device = own.device.type != "cpu"
     wait = partial(torch.get_device_module(own.device).synchronize, own.device) if on_device else lambda: None
     seconds = []
-    world.signal(window, "enter")
+    transport.signal(window, "enter")
     seconds.append(_seconds(wait, _copied([own], peers, [0] * len(peers), mine, part)))
-    world.signal(window, "meet")
+    transport.signal(window, "meet")
     seconds.append(_seconds(wait, _copied(peers, [own], mine, [0] * len(peers), part)))
     seconds.append(_seconds(wait, _copied([own], [torch.empty_like(own)], mine[:1], [0], part)))
-    world.signal(window, "leave")
-    world.check()
-    texts = world.told("rates", ranks, " ".join(map(str, seconds)))
+    transport.signal(window, "leave")
+    transport.check()
+    texts = transport.told("rates", ranks, " ".join(map(str, seconds)))
     slowest = [max(each) for each in zip(*(map(float, text.split()) for text in texts.values()), strict=True)]
     pushed, pulled, copied = (part * n / s for n, s in zip((len(peers), len(peers), 1), slowest, strict=True))
     return Rates(pushed, pulled, copied)

@@ -108,8 +108,8 @@ def channel_name(channel: int) -> tuple[int, str]:
     return channel // len(_CHANNELS), _CHANNELS[channel % len(_CHANNELS)]
 
 
-class WindowedWorld(Protocol):
-    """A world whose ranks meet on the device, through windows of their group."""
+class WindowedTransport(Protocol):
+    """A transport whose ranks meet on the device, through windows of their group."""
 
     def window(self, ranks: tuple[int, ...], nbytes: int) -> Window: ...
 

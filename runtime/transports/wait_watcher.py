@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 
-from ...errors import WorldError
+from ...errors import TransportError
 from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
 
 _PERIOD = FIRST_LOOK / 2
@@ -32,7 +32,7 @@ class WaitWatcher:
         self._serial = 0
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
-        self.error: WorldError | None = None
+        self.error: TransportError | None = None
 
     def began(self, late: Callable[[], Iterable[int]]) -> None:
         """This rank waits from now on, for the peers that `late` gives whenever it is asked, by the thread. Peers that
@@ -63,7 +63,7 @@ class WaitWatcher:
             return now, None if late is None else LongWait(self._rendezvous)
         try:
             wait.look(late())
-        except WorldError as error:
+        except TransportError as error:
             if self._awaited is not None and self._serial == now:
                 self.error = error
                 end_waits = self._end_waits()

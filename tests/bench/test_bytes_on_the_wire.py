@@ -89,7 +89,7 @@ def dispatched(rank: int, size: int) -> dict[str, tuple[int, float]]:
     said = torch.tensor(bytes_of_tokens(shape, ids, rank, size)[0])
     dist.all_reduce(said)
     layers = {
-        "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "collective"),
+        "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
         "torch.distributed": lambda *given: dispatch_and_combine(*given[:3], EXPERTS, given[3]),
     }
     with torch.no_grad():

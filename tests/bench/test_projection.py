@@ -53,12 +53,12 @@ GROWTH = Growth(
     ],
 )
 def test_meshes_grow(ranks: int, shape: tuple[int, ...] | None) -> None:
-    world = GROWTH.world(ranks)
-    assert (world.shape if world else None) == shape
-    if world:
-        both = GROWTH.mesh(world, ("replicas", "dp"))
+    transport = GROWTH.transport(ranks)
+    assert (transport.shape if transport else None) == shape
+    if transport:
+        both = GROWTH.mesh(transport, ("replicas", "dp"))
         assert both.shape == (shape[0], shape[1] * shape[2]) and both.rank_array[:3].tolist() == [0, 2, 4][: both.size]
-        assert GROWTH.mesh(world, ("tp",)).rank_array.tolist() == [0, 1]
+        assert GROWTH.mesh(transport, ("tp",)).rank_array.tolist() == [0, 1]
 
 
 def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: str, where: str = "a.py:1 f") -> Entry:
@@ -66,31 +66,31 @@ def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: s
 
 
 def test_what_becomes_of_a_redistribution() -> None:
-    world = GROWTH.world(48)
-    assert world is not None
-    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), world)
+    transport = GROWTH.transport(48)
+    assert transport is not None
+    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), transport)
     assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the ranks that there are"
-    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), world).shape == (10,)
+    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), transport).shape == (10,)
     solver = GROWTHS["solver"]
-    world = solver.world(2048)
-    assert world is not None
-    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), world)
+    transport = solver.transport(2048)
+    assert transport is not None
+    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), transport)
     assert weight.mesh.shape == (2, 128, 8) and (weight.source, weight.target) == ("P P S0", "R S0 S0 @ 0:2,1")
     for kept in (entry(("dp", "tp"), (1, 64, 8), "P S2", "S1 S2"), entry(("dp", "tp"), (64, 8), "S0 P", "S0 R")):
-        assert solver.grown(kept, world).mesh.shape == (128, 8)
+        assert solver.grown(kept, transport).mesh.shape == (128, 8)
     for wrong in (entry(("pp",), (4,), "S0", "R"), entry(("dp", "tp"), (12,), "S0/3 R", "R R")):
         with pytest.raises(ArgumentError, match="allowed"):
-            solver.grown(wrong, world)
+            solver.grown(wrong, transport)
 
 
 def test_every_workload_grows() -> None:
     for name, growth in GROWTHS.items():
         assert name in WORKLOADS
         for ranks in projection.RANKS[4:]:
-            world = growth.world(ranks)
-            assert world is not None and world.size == ranks
+            transport = growth.transport(ranks)
+            assert transport is not None and transport.size == ranks
             for found in projection.load(name).found:
-                growth.grown(found, world)
+                growth.grown(found, transport)
 
 
 def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> set[tuple[int, ...]]:
@@ -165,7 +165,7 @@ def test_rows_and_report() -> None:
         of = [row for row in rows if (row.workload, row.topology, row.ranks) == (workload, topology, ranks)]
         assert ours == pytest.approx(sum(row.calls * row.ours_us for row in of) / 1e3) and theirs >= 0.99 * ours
     about = {"command": "c", "machine": machine.machine()}
-    runs = [{"ranks": 2, "world": "collective", "cases": [case("a", 2.0, "latency")]}]
+    runs = [{"ranks": 2, "transport": "process_group", "cases": [case("a", 2.0, "latency")]}]
     text = projection_report.report(about, rows, {**about, "runs": runs}, TOPOLOGIES)
     links = [line.split(" | ") for line in text.splitlines() if "assumed, not measured |" in line]
     assert [(cells[0].strip("| "), cells[1].partition(",")[0], *cells[2:4]) for cells in links] == [
@@ -205,7 +205,9 @@ def case(name: str, predicted: float, bound: str = "bandwidth") -> dict[str, Any
 def test_errors_are_factors_and_split_by_what_a_price_is_mostly() -> None:
     cases = [case("a", 2.0, "nothing moves"), case("b", 4.0, "nothing moves"), case("c", 12.0)]
     assert validation.errors(cases) == [0.0, 1.0, 2.0]
-    rows = validation.rows([{"ranks": 2, "world": "w", "cases": cases}, {"ranks": 4, "world": "w", "cases": cases[1:]}])
+    rows = validation.rows(
+        [{"ranks": 2, "transport": "w", "cases": cases}, {"ranks": 4, "transport": "w", "cases": cases[1:]}]
+    )
     assert rows[2:] == [
         "| 2 | w | nothing moves | 2 | 50% | 100% | a: 2 for 4 µs |",
         "| 2 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
@@ -238,11 +240,11 @@ def test_torchs_steps_are_one_call() -> None:
 def test_prices_are_held_against_ranks_of_this_machine() -> None:
     """Outputs are checked there before they are timed."""
     runs = validation.measure([2], "llama/sequence", 1 << 14)
-    assert [(run["ranks"], run["world"]) for run in runs] == [(2, "shared_memory"), (2, "collective")]
+    assert [(run["ranks"], run["transport"]) for run in runs] == [(2, "shared_memory"), (2, "process_group")]
     for run in runs:
         assert {case["name"] for case in run["cases"]} >= {"llama/sequence gather", "llama/sequence to heads"}
         topology = shardweave.Topology.from_dict(run["topology"])
-        assert topology.node.one_sided == (run["world"] == "shared_memory")
+        assert topology.node.one_sided == (run["transport"] == "shared_memory")
         assert topology.call_us > 0
         for case in run["cases"]:
             assert case["predicted_us"] > topology.call_us and case["measured_us"] > 0

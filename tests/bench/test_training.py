@@ -16,19 +16,19 @@ from shardweave.bench.suites.training import LENGTH, TOLERANCE, batch, main, out
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("ranks", "world"),
+    ("ranks", "transport"),
     [
         (4, "shared_memory"),
-        pytest.param(4, "collective", marks=pytest.mark.long),
+        pytest.param(4, "process_group", marks=pytest.mark.long),
         pytest.param(8, "shared_memory", marks=pytest.mark.long),
     ],
 )
-def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
+def test_both_sides_train_alike(ranks: int, transport: str, tmp_path: Path) -> None:
     report = tmp_path / "training.json"
     done = run_python(
         [sys.executable, "-m", "shardweave.bench.suites.training"]
         + ["--ranks", str(ranks), "--steps", "3", "--json", str(report)],
-        env={**os.environ, "SHARDWEAVE_WORLD": world},
+        env={**os.environ, "SHARDWEAVE_TRANSPORT": transport},
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +43,7 @@ def test_both_sides_train_alike(ranks: int, world: str, tmp_path: Path) -> None:
     else:
         assert not found["exact"] and found["largest_difference"] <= TOLERANCE
     assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.8 * ours[0]
-    assert list(found["calls"]) == [world] and found["calls"][world] % 3 == 0
+    assert list(found["calls"]) == [transport] and found["calls"][transport] % 3 == 0
     assert not found["delegations"]
 
 

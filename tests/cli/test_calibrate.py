@@ -120,18 +120,18 @@ def test_nodes_are_equally_many_consecutive_ranks() -> None:
 @pytest.mark.plan
 def test_links_that_are_not_there_are_stated() -> None:
     def measured(kind: str, nodes: int, node_size: int, **more: str) -> dict:
-        one_sided = more.get("world") == "shared_memory"
+        one_sided = more.get("transport") == "shared_memory"
         found = samples(Link(5.0, 2.0, one_sided), Local(30.0, 9.0), (1, 3))
         if kind == "local":
             found = [Sample(0, 0, size, 30 + 2 * size / 9e3) for size in SIZES]
         return {"kind": kind, "nodes": nodes, "node_size": node_size, "samples": [vars(s) for s in found], **more}
 
-    one = [measured("local", 1, 4), measured("node", 1, 4, world="collective")]
+    one = [measured("local", 1, 4), measured("node", 1, 4, transport="process_group")]
     topology, notes = topology_of(one, None)
     assert (topology.call_us, topology.memory_gigabytes_per_s) == (30.0, 9.0)
     assert topology.node_size is None and topology.node == topology.network and not topology.node.one_sided
     assert notes == ["No network was measured: all ranks share one node. `network` has the figures as inside the node."]
-    single = [measured("local", 4, 1), measured("network", 4, 1, world="collective")]
+    single = [measured("local", 4, 1), measured("network", 4, 1, transport="process_group")]
     topology, notes = topology_of(single, "mine")
     assert topology.name == "mine" and topology.node_size == 1 and topology.node == topology.network
     assert notes[0].startswith("No link inside a node was measured")
@@ -153,7 +153,7 @@ def checked(text: str) -> Topology:
 @pytest.mark.parametrize(
     ("arguments", "node_size", "one_sided", "text"),
     [
-        (["--ranks", "4", "--node-size", "2"], 2, True, "network: collective world, every rank"),
+        (["--ranks", "4", "--node-size", "2"], 2, True, "network: process_group transport, every rank"),
         pytest.param(
             ["--ranks", "2", "--name", "two of mine"],
             None,
@@ -162,7 +162,7 @@ def checked(text: str) -> Topology:
             marks=pytest.mark.long,
         ),
         pytest.param(
-            ["--ranks", "4", "--world", "collective"],
+            ["--ranks", "4", "--transport", "process_group"],
             None,
             False,
             "`network` has the figures as inside the node",
@@ -209,8 +209,8 @@ def test_the_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
         (["--ranks", "4", "--node-size", "3"], {}, "--node-size: 3; allowed: a divisor of 4"),
         (["--largest", "100"], {}, "--largest: 100; allowed: 4096 bytes or more"),
         (["--out", "/nowhere/at/all.json"], {}, "--out: '/nowhere/at/all.json' cannot be written"),
-        (["--world", "carrier pigeon"], {}, "invalid choice"),
-        ([], {"SHARDWEAVE_WORLD": "pigeon"}, "--world: 'pigeon' is not known; allowed: shared_memory, collective"),
+        (["--transport", "carrier pigeon"], {}, "invalid choice"),
+        ([], {"SHARDWEAVE_TRANSPORT": "pigeon"}, "--transport: 'pigeon' is not known; allowed: shared_memory, "),
         ([], {"SHARDWEAVE_TIMEOUT": "soon"}, "SHARDWEAVE_TIMEOUT: 'soon'"),
         (["--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "inside torchrun with 2"),
         ([], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "--ranks: 1; allowed: 2 or more"),

@@ -125,7 +125,7 @@ NINES = "9" * 5000
         ([*PLAN, "--dtype", NINES], "is not known; allowed: bool, uint8"),
         ([*PLAN, "--topology", NINES], "cannot be read: File name too long; allowed: nvlink"),
         ([*PLAN, "--topology", "a\0b"], "cannot be read: "),
-        ([*PLAN, "--world", NINES], "invalid choice"),
+        ([*PLAN, "--transport", NINES], "invalid choice"),
         ([*PLAN[:-1], f"S{NINES} R"], "a number of 5000 digits; allowed: up to 2**58"),
         ([*PLAN[:-1], "R " * 3000], "3000 placements; allowed: up to 24"),
         ([*DISPATCH, "--top-k", "9"], "top_k: 9 of 8 experts; allowed: up to 8"),

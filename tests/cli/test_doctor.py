@@ -20,7 +20,7 @@ from shardweave.bench.harness.ranks import Ranks, Send
 from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
 from shardweave.runtime.transports import select, shared_segments
-from shardweave.runtime.transports.select import current_worlds
+from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.selection_rule import NAMES
 
 SHM = shared_segments.NAMED_FOLDER
@@ -42,8 +42,8 @@ def told(path: Path, before: tuple[str, ...] = (), **environment: str) -> tuple[
     return done.returncode, {finding["what"]: finding for finding in findings}
 
 
-def on(monkeypatch: pytest.MonkeyPatch, world: str | None = None, node_size: int | None = None) -> None:
-    for name, value in (("SHARDWEAVE_WORLD", world), ("SHARDWEAVE_NODE_SIZE", node_size)):
+def on(monkeypatch: pytest.MonkeyPatch, transport: str | None = None, node_size: int | None = None) -> None:
+    for name, value in (("SHARDWEAVE_TRANSPORT", transport), ("SHARDWEAVE_NODE_SIZE", node_size)):
         if value is None:
             monkeypatch.delenv(name, raising=False)
         else:
@@ -54,8 +54,8 @@ def on(monkeypatch: pytest.MonkeyPatch, world: str | None = None, node_size: int
 def test_this_machine(tmp_path: Path) -> None:
     _, found = told(tmp_path / "found.json")
     assert found["torch"]["found"] == torch.__version__
-    for world in NAMES:
-        assert found[f"two ranks on {world}"]["found"].startswith("right")
+    for transport in NAMES:
+        assert found[f"two ranks on {transport}"]["found"].startswith("right")
     assert found["4 CPU ranks of this machine"]["found"] == "shared_memory: all ranks are on this machine"
     if not torch.cuda.is_available():
         assert found["GPUs"]["found"].startswith("none") and "4 GPU ranks of this machine" not in found
@@ -66,10 +66,10 @@ def test_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.multi
 def test_settings_that_are_wrong(tmp_path: Path) -> None:
-    status, found = told(tmp_path / "found.json", SHARDWEAVE_TIMEOUT="soon", SHARDWEAVE_WORLD="pigeons")
+    status, found = told(tmp_path / "found.json", SHARDWEAVE_TIMEOUT="soon", SHARDWEAVE_TRANSPORT="pigeons")
     assert status == 1
     assert "a number of seconds above 0" in found["SHARDWEAVE_TIMEOUT"]["off"]
-    assert "'pigeons' is not known; allowed: shared_memory, collective" in found["SHARDWEAVE_WORLD"]["off"]
+    assert "'pigeons' is not known; allowed: shared_memory, process_group" in found["SHARDWEAVE_TRANSPORT"]["off"]
     assert found["4 CPU ranks of this machine"]["off"] and "SHARDWEAVE_TIMEOUT" in found["two ranks"]["off"]
 
 
@@ -89,7 +89,7 @@ def test_room_for_segments(monkeypatch: pytest.MonkeyPatch, kind: str, free: int
 def test_a_machine_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert self_test.self_test() == [("two ranks", 0.0, "no gloo to start them with")]
-    found = {finding.what: finding for finding in doctor.worlds()}
+    found = {finding.what: finding for finding in doctor.transports()}
     assert "gloo is needed" in found["gloo"].off
     assert found["4 CPU ranks of this machine"].found == "nowhere: no gloo"
 
@@ -115,14 +115,14 @@ def test_the_doctor_supports_what_pyproject_requires() -> None:
 
 
 @pytest.mark.multi
-def test_a_world_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_SEGMENTS", "named")
     monkeypatch.setattr(shared_segments, "NAMED_FOLDER", str(tmp_path / "missing"))
     outcomes = self_test.self_test()
     errors = {name: error for name, _, error in outcomes}
     assert "missing" in errors["two ranks on shared_memory"] and errors["two ranks on collective"] is None
     findings = {finding.what: finding for finding in doctor._tested(outcomes)}
-    assert "What to do: have ranks meet elsewhere: SHARDWEAVE_WORLD=" in findings["two ranks on shared_memory"].off
+    assert "What to do: have ranks meet elsewhere: SHARDWEAVE_TRANSPORT=" in findings["two ranks on shared_memory"].off
 
 
 def sleeps(rank: int, size: int, config: dict, send: object) -> None:
@@ -130,7 +130,7 @@ def sleeps(rank: int, size: int, config: dict, send: object) -> None:
 
 
 @pytest.mark.multi
-def test_worlds_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_rank", sleeps)
     monkeypatch.setattr(self_test, "_TIMEOUT", 1.0)
     monkeypatch.setattr(self_test, "_ALL", 1.5)
@@ -160,24 +160,24 @@ def test_the_command_with_hardly_any_shared_memory(tmp_path: Path) -> None:
     assert found[SHM]["found"].endswith("free of 16 KiB") and "--shm-size" in found[SHM]["off"]
     said = found["two ranks on shared_memory"]["off"]
     assert "No space left" in said and "raise " not in said
-    assert "What to do: have ranks meet elsewhere: SHARDWEAVE_WORLD=collective" in said
+    assert "What to do: have ranks meet elsewhere: SHARDWEAVE_TRANSPORT=process_group" in said
     assert found["two ranks on collective"]["off"] is None
 
 
 @pytest.mark.plan
-def test_a_world_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = "4 CPU ranks of this machine", "8 CPU ranks on 2 machines, 4 on each"
 
-    def found(world: str | None, node_size: int | None = None) -> dict[str, doctor.Finding]:
-        on(monkeypatch, world, node_size)
-        return {finding.what: finding for finding in doctor.worlds()}
+    def found(transport: str | None, node_size: int | None = None) -> dict[str, doctor.Finding]:
+        on(monkeypatch, transport, node_size)
+        return {finding.what: finding for finding in doctor.transports()}
 
     assert found(None)[there].found == "mixed, gloo between machines: 8 ranks are on 2 machines"
     assert found("shared_memory")[here].found == "shared_memory: asked for"
     refused = found("shared_memory")[there]
     assert "rank 4 is on another machine; allowed: mixed" in refused.found and refused.off is None
-    assert found("symmetric")[here].found == "symmetric: asked for"
-    assert found("symmetric")[there].found == "mixed symmetric, gloo between machines: asked for"
+    assert found("symmetric_memory")[here].found == "symmetric_memory: asked for"
+    assert found("symmetric_memory")[there].found == "hierarchical symmetric_memory, gloo between machines: asked for"
     assert (
         found(None, 1)[here].found == "collective on gloo: each rank is on another machine, by SHARDWEAVE_NODE_SIZE=1"
     )
@@ -194,16 +194,20 @@ def test_ranks_of_gpus_are_told_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "why_no_symmetric_memory", lambda device: None)
     for asked, one, two in (
         (None, "collective on nccl: tensors are on cuda", "collective on nccl: tensors are on cuda"),
-        ("symmetric", "symmetric: asked for", "mixed symmetric, nccl between machines: asked for"),
-        ("shared_memory", "refused: world: shared_memory", "refused: world: shared_memory"),
+        (
+            "symmetric_memory",
+            "symmetric_memory: asked for",
+            "hierarchical symmetric_memory, nccl between machines: asked for",
+        ),
+        ("shared_memory", "refused: transport: shared_memory", "refused: transport: shared_memory"),
     ):
         on(monkeypatch, asked)
-        found = {finding.what: finding.found for finding in doctor.worlds()}
+        found = {finding.what: finding.found for finding in doctor.transports()}
         assert found["4 GPU ranks of this machine"].startswith(one)
         assert found["8 GPU ranks on 2 machines, 4 on each"].startswith(two)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     on(monkeypatch)
-    found = {finding.what: finding.found for finding in doctor.worlds()}
+    found = {finding.what: finding.found for finding in doctor.transports()}
     assert found["4 GPU ranks of this machine"] == "nowhere: no nccl"
 
 
@@ -212,8 +216,8 @@ def choose_each(rank: int, size: int, config: dict, send: Send) -> None:
     ranks = tuple(range(size))
     for asked in (None, *NAMES):
         try:
-            current_worlds().choose(ranks, torch.device("cpu"), asked)
-            send({"asked": asked, "found": stats().worlds[ranks]})
+            current_transports().choose(ranks, torch.device("cpu"), asked)
+            send({"asked": asked, "found": stats().transports[ranks]})
         except UnsupportedError as error:
             send({"asked": asked, "found": f"refused: {error}"})
 

@@ -115,7 +115,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     assert "S0 → S1 of [8, 8]: shardweave is wrong: rank 0: " in done.stdout
 
 
-WORLDS = """
+TRANSPORTS = """
 import os
 import sys
 from pathlib import Path
@@ -129,27 +129,27 @@ replay_ranks.stock_redistribute_local_tensor = refused
 replay.ROUNDS = 1
 replay.last_level_cache = lambda: 1
 trace, out = map(Path, sys.argv[1:])
-for world in NAMES:
-    if world == "mixed":
+for transport in NAMES:
+    if transport == "hierarchical":
         os.environ["SHARDWEAVE_NODE_SIZE"] = "2"
-    path = out / f"{world}.json"
-    assert replay.run([trace], replay.Options(world=world, scaled=world == "mixed", json_path=path)) == 0
+    path, scaled = out / f"{transport}.json", transport == "hierarchical"
+    assert replay.run([trace], replay.Options(transport=transport, scaled=scaled, json_path=path)) == 0
 """
 
 
 @pytest.mark.multi
-def test_every_world_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
-    """Both sides are right in each world, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
+def test_every_transport_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
+    """Both sides are right in each transport, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
     rows = [Mesh((2,), ("dp",), ranks=ranks) for ranks in ([0, 2], [1, 3])]
     requests = [(mesh, *layouts) for layouts in FSDP_COLLECTIVES for mesh in ([GRID] if " " in layouts[0] else rows)]
     found = {Entry(mesh, None, (640,), "float32", *of, "FSDP", fsdp=True): Cost(1, 1) for mesh, *of in requests}
     dtensor = Entry(GRID, None, (640,), "float32", "S0 R", "R S0", "a.py:1 f")
     trace = tmp_path / "trace.json"
     trace.write_text(Trace("2.13.0", 4, (0,), {**found, dtensor: Cost(1, 1)}).to_json())
-    done = run_python([sys.executable, "-c", WORLDS, trace, tmp_path], timeout=300)
+    done = run_python([sys.executable, "-c", TRANSPORTS, trace, tmp_path], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    for world in NAMES:
-        report = json.loads((tmp_path / f"{world}.json").read_text())["redistributions"]
+    for transport in NAMES:
+        report = json.loads((tmp_path / f"{transport}.json").read_text())["redistributions"]
         by_layouts = {(one["source"], one["target"]): one for one in report}
         assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is asked"]
         assert by_layouts.keys() == FSDP_COLLECTIVES.keys()
@@ -250,23 +250,27 @@ def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
         check_device("cuda", None, 2)
-    check_device("cpu", "mixed", 16)
+    check_device("cpu", "hierarchical", 16)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_device("cuda", None, 2)
-    check_device("cuda", "symmetric", 4)
-    with pytest.raises(ArgumentError, match="2 GPUs for 3 ranks; allowed: a GPU for each, or --world symmetric"):
-        check_device("cuda", "collective", 3)
-    for world in ("shared_memory", "mixed"):
-        with pytest.raises(ArgumentError, match=f"'{world}' is for CPUs; allowed with --device cuda: collective, sym"):
-            check_device("cuda", world, 2)
+    check_device("cuda", "symmetric_memory", 4)
+    with pytest.raises(
+        ArgumentError, match="2 GPUs for 3 ranks; allowed: a GPU for each, or --transport symmetric_memory"
+    ):
+        check_device("cuda", "process_group", 3)
+    for transport in ("shared_memory", "hierarchical"):
+        with pytest.raises(
+            ArgumentError, match=f"'{transport}' is for CPUs; allowed with --device cuda: collective, sym"
+        ):
+            check_device("cuda", transport, 2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", ["symmetric", "collective"])
-def test_on_gpus(tmp_path: Path, world: str) -> None:
+@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+def test_on_gpus(tmp_path: Path, transport: str) -> None:
     """Processes that share a GPU, through symmetric memory; with NCCL a GPU each."""
     gpus = torch.cuda.device_count()
-    if gpus < (1 if world == "symmetric" else 2):
+    if gpus < (1 if transport == "symmetric_memory" else 2):
         pytest.skip(f"{gpus} GPUs")
     pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
     found = {
@@ -274,8 +278,8 @@ def test_on_gpus(tmp_path: Path, world: str) -> None:
         Entry(pair, None, (640,), "float32", "P", "S0", "FSDP reduces x", fsdp=True): Cost(1, 1),
     }
     trace.write_text(Trace("2.13.0", 2, (0,), found).to_json())
-    done = command("replay", trace, "--device", "cuda", "--world", world, "--json", out)
+    done = command("replay", trace, "--device", "cuda", "--transport", transport, "--json", out)
     assert done.returncode == 0, done.stdout + done.stderr
     for one in json.loads(out.read_text())["redistributions"]:
         assert not one["faults"] and one["shardweave_s"] > 0
-        assert world == "symmetric" or one["torch_s"] > 0
+        assert transport == "symmetric_memory" or one["torch_s"] > 0

@@ -134,7 +134,7 @@ def test_options_that_only_a_run_has(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     entry = Entry(Mesh((4,)), None, (8,), "float32", "S0", "R", "a.py:1 f")
     trace.write_text(Trace("2.13.0", 64, (0,), {entry: Cost(1, 1)}).to_json())
-    for options, name in ((Options(world="collective"), "world"), (Options(device="cuda"), "device")):
+    for options, name in ((Options(transport="process_group"), "transport"), (Options(device="cuda"), "device")):
         with pytest.raises(ArgumentError, match=f"--{name}: TRACE is of 64 ranks, so that nothing is run; allowed: up"):
             replay.run([trace], options)
     with pytest.raises(ArgumentError, match="--scaled: --topology is given"):

@@ -40,7 +40,7 @@ def rounded(given: Mapping[str, Any]) -> list[float]:
 
 def test_of_the_demo() -> None:
     found = data("demo.json")
-    counted = [found["counted"], *rounded(found), *rounded(found["collective"])]
+    counted = [found["counted"], *rounded(found), *rounded(found["process_group"])]
     said = r"out ([\d]+) redistributions.* Over the (\d+) in which .* of ([\d.]+) times .* gloo, ([\d.]+) at least, .* "
     said += r"both sides ([\d.]+), and ([\d.]+) at least\."
     hold("README.md", said, "demo.json", [len(found["cases"]), *counted])

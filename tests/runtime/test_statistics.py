@@ -27,8 +27,8 @@ def test_what_is_counted_is_described_once_and_when_it_is_read() -> None:
     called.calls += 1
     assert told == []
     for _ in range(2):
-        (((text, world), kind),) = stats.redistributions.items()
-        assert (text, world, kind.calls, kind.bytes_received) == ("request 0", "here", 1, 9) and kind is called
+        (((text, transport), kind),) = stats.redistributions.items()
+        assert (text, transport, kind.calls, kind.bytes_received) == ("request 0", "here", 1, 9) and kind is called
     assert told == ["request 0"]
     stats.reset()
     assert not stats.redistributions
@@ -38,7 +38,7 @@ def test_what_is_counted_is_described_once_and_when_it_is_read() -> None:
 
 def test_requests_that_read_alike_are_counted_together() -> None:
     stats, told = Statistics(), list[str]()
-    kinds = [stats.kind(n, world, described("alike", told)) for n, world in enumerate(["a", "a", "b", "a"])]
+    kinds = [stats.kind(n, transport, described("alike", told)) for n, transport in enumerate(["a", "a", "b", "a"])]
     for n, kind in enumerate(kinds, 1):
         kind.calls, kind.milliseconds = n, n / 2
     found = stats.redistributions

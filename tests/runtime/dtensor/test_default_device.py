@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[3]
 SETTINGS = {"num_experts": 5, "top_k": 2, "hidden": 6, "max_tokens": 9, "dtype": torch.float32, "align": 4}
 WAYS = [
     ("shared_memory", {}),
-    ("collective", {}),
-    ("collective", {"slab_capacity": 2.0}),
-    ("mixed", {}),
-    ("symmetric", {}),
+    ("process_group", {}),
+    ("process_group", {"slab_capacity": 2.0}),
+    ("hierarchical", {}),
+    ("symmetric_memory", {}),
 ]
 
 
@@ -67,12 +67,12 @@ def everything(rank: int, default: str) -> list[list]:
     summands = DTensor.from_local(whole + rank, mesh, [Partial()])
     found = []
     with torch.device(default):
-        for world, more in WAYS:
-            found += layer(Listed(TokenDispatcher(**SETTINGS, **more, world=world)), tokens)
-        for world in dict(WAYS):
+        for transport, more in WAYS:
+            found += layer(Listed(TokenDispatcher(**SETTINGS, **more, transport=transport)), tokens)
+        for transport in dict(WAYS):
             for target in (Shard(1), Replicate(), Partial()):
-                found.append(shardweave.redistribute(x, [target], world=world).to_local())
-            found.append(shardweave.redistribute(summands, [Shard(0)], world=world).to_local())
+                found.append(shardweave.redistribute(x, [target], transport=transport).to_local())
+            found.append(shardweave.redistribute(summands, [Shard(0)], transport=transport).to_local())
     return [f.tolist() for f in found]
 
 

@@ -205,12 +205,12 @@ def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "world"),
-    [(2, "shared_memory"), (4, "shared_memory"), pytest.param(3, "collective", marks=pytest.mark.long)],
+    ("size", "transport"),
+    [(2, "shared_memory"), (4, "shared_memory"), pytest.param(3, "process_group", marks=pytest.mark.long)],
 )
-def test_selective_checkpointing_saves_and_recomputes_as_stock_does(size: int, world: str) -> None:
+def test_selective_checkpointing_saves_and_recomputes_as_stock_does(size: int, transport: str) -> None:
     policies = {2: ("nothing", "all-gathers", "as torchtitan", "waits"), 3: tuple(SAVED), 4: ("both", "as torchtitan")}
-    run_ranks(checkpointed, size, policies[size], environment={"SHARDWEAVE_WORLD": world})
+    run_ranks(checkpointed, size, policies[size], environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
 def forward_under_other_modes(rank: int, saved: str) -> None:

@@ -293,8 +293,8 @@ def counted(rank: int) -> None:
     stats.reset()
     for _ in range(3):
         shardweave.redistribute(source, (S1, S0))
-    ((what, world), kind), *others = stats.redistributions.items()
-    assert not others and world == "shared_memory"
+    ((what, transport), kind), *others = stats.redistributions.items()
+    assert not others and transport == "shared_memory"
     assert what == "S0 S1 → S1 S0   float32[8, 4] on 2×2"
     assert (kind.calls, kind.bytes_received, kind.bytes_bound) == (3, 0 if rank in (0, 3) else 32, kind.bytes_received)
     assert kind.milliseconds > 0
@@ -401,7 +401,7 @@ def test_local_tensors_in_device_orders() -> None:
     run_ranks(ordered, 4)
 
 
-def waited_for_later(rank: int, world: str) -> None:
+def waited_for_later(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     x = whole(8, 6)
     source = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)})
@@ -418,7 +418,9 @@ def waited_for_later(rank: int, world: str) -> None:
         for turn in range(12):
             x_, placements, value, order = wanted[turn % 4]
             y = x_.redistribute(placements=placements, async_op=True)
-            alone = turn % 4 == 0 and rank in (0, 3) and world == "collective"  # has all it needs, and no message
+            alone = (
+                turn % 4 == 0 and rank in (0, 3) and transport == "process_group"
+            )  # has all it needs, and no message
             assert type(y._local_tensor) is (torch.Tensor if alone else AsyncCollectiveTensor)
             if turn % 3 == 0:  # at once, or after others have begun, or not at all
                 assert right(y, value, order)
@@ -438,13 +440,13 @@ def waited_for_later(rank: int, world: str) -> None:
         z = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)}).requires_grad_()
         z.redistribute(placements=(R, R), async_op=True).sum().backward()
         assert z.grad.full_tensor().equal(torch.ones(8, 6))
-    late = shardweave.redistribute(source, (S1, S0), async_op=True, world=world)
+    late = shardweave.redistribute(source, (S1, S0), async_op=True, transport=transport)
     assert right(late, x, {1: (0,), 0: (1,)})
 
 
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_what_is_begun_is_waited_for_when_it_is_used(world: str) -> None:
-    run_ranks(waited_for_later, 4, world, environment={"SHARDWEAVE_WORLD": world})
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_what_is_begun_is_waited_for_when_it_is_used(transport: str) -> None:
+    run_ranks(waited_for_later, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
 def a_peer_that_never_comes(rank: int) -> str:
@@ -485,7 +487,7 @@ def beside_messages_of_the_users_own(rank: int) -> None:
 
 
 def test_messages_do_not_mix_with_the_users_own() -> None:
-    run_ranks(beside_messages_of_the_users_own, 2, environment={"SHARDWEAVE_WORLD": "collective"})
+    run_ranks(beside_messages_of_the_users_own, 2, environment={"SHARDWEAVE_TRANSPORT": "process_group"})
 
 
 def with_another_past(rank: int) -> None:
@@ -500,7 +502,7 @@ def with_another_past(rank: int) -> None:
 
 
 def test_ranks_with_another_past_choose_the_same_groups() -> None:
-    run_ranks(with_another_past, 4, environment={"SHARDWEAVE_WORLD": "collective", "SHARDWEAVE_TIMEOUT": "20"})
+    run_ranks(with_another_past, 4, environment={"SHARDWEAVE_TRANSPORT": "process_group", "SHARDWEAVE_TIMEOUT": "20"})
 
 
 def between_meshes(rank: int) -> None:
@@ -540,6 +542,6 @@ def refused_meanwhile(rank: int) -> None:
         assert right(y, x, {})
 
 
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_what_is_refused_leaves_what_has_begun_alone(world: str) -> None:
-    run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_WORLD": world})
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_what_is_refused_leaves_what_has_begun_alone(transport: str) -> None:
+    run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_TRANSPORT": transport})

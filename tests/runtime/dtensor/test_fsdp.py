@@ -1,4 +1,4 @@
-"""FSDP2 on shardweave's worlds, against FSDP2 on gloo and against plain float64."""
+"""FSDP2 on shardweave's transports, against FSDP2 on gloo and against plain float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import shardweave
 
 pytestmark = pytest.mark.multi
 
-WORLDS = ("shared_memory", "collective")
+TRANSPORTS = ("shared_memory", "process_group")
 STEPS = 3
 
 
@@ -128,14 +128,14 @@ def train_all_ways(rank: int, shape: tuple[int, ...], low: bool) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("low", (False, True), ids=("float32", "bfloat16"))
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("shape", ((2,), (4,), (2, 2)), ids=str)
-def test_training_is_that_of_fsdp(shape: tuple[int, ...], world: str, low: bool) -> None:
+def test_training_is_that_of_fsdp(shape: tuple[int, ...], transport: str, low: bool) -> None:
     size = 2 if shape == (2,) else 4
-    ends = run_ranks(train_all_ways, size, shape, low, environment={"SHARDWEAVE_WORLD": world})
+    ends = run_ranks(train_all_ways, size, shape, low, environment={"SHARDWEAVE_TRANSPORT": transport})
     for calls, from_expected, from_stock, from_exact in ends:
         # A step gathers three modules forward and two backward (the root stays whole), and reduces three.
-        assert calls == {world: 8 * STEPS}
+        assert calls == {transport: 8 * STEPS}
         assert from_expected == 0
         # In a sum of two there is no order to differ in, and halves are exact.
         assert from_stock <= (0 if shape != (4,) else 2**-4 if low else 2**-20)
@@ -185,12 +185,12 @@ def other_ways_through_fsdp(rank: int) -> None:
         torch.testing.assert_close(a.grad.to_local(), b.grad.to_local())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_other_ways_through_fsdp(world: str) -> None:
-    run_ranks(other_ways_through_fsdp, 2, environment={"SHARDWEAVE_WORLD": world})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_other_ways_through_fsdp(transport: str) -> None:
+    run_ranks(other_ways_through_fsdp, 2, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
-def collectives_alone(rank: int, world: str) -> None:
+def collectives_alone(rank: int, transport: str) -> None:
     gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
     here = torch.device("cpu")
     groups = [dist.group.WORLD, *(dist.new_group(ranks) for ranks in ([0, 2, 3], [1]))]
@@ -219,7 +219,7 @@ def collectives_alone(rank: int, world: str) -> None:
             assert scatter(reduced, kept.view(-1), group, op) is None
             assert torch.equal(reduced, in_order([x[me] for x in whole], op)), (dtype, n, op)
             assert torch.equal(kept, whole[me])
-    assert set(shardweave.stats().calls) == {world}
+    assert set(shardweave.stats().calls) == {transport}
     x, y = torch.zeros(4), torch.zeros(1)
     for op in (dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.PREMUL_SUM):
         with pytest.raises(shardweave.UnsupportedError, match=op.name):
@@ -233,9 +233,9 @@ def collectives_alone(rank: int, world: str) -> None:
             change(made())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_collectives_alone(world: str) -> None:
-    run_ranks(collectives_alone, 4, world, environment={"SHARDWEAVE_WORLD": world})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_alone(transport: str) -> None:
+    run_ranks(collectives_alone, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
 def one_rank(rank: int) -> float:
@@ -247,7 +247,7 @@ def test_one_rank() -> None:
     assert run_ranks(one_rank, 1) == [0]
 
 
-def on_a_backend_without_worlds(rank: int) -> str:
+def on_a_backend_without_transports(rank: int) -> str:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -260,8 +260,8 @@ def on_a_backend_without_worlds(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_backend_without_worlds_is_refused_before_anything_is_adapted() -> None:
-    (message,) = run_ranks(on_a_backend_without_worlds, 1)
+def test_a_backend_without_transports_is_refused_before_anything_is_adapted() -> None:
+    (message,) = run_ranks(on_a_backend_without_transports, 1)
     assert "module: '1'" in message and "fake" in message
 
 
@@ -384,7 +384,7 @@ def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-9, 10, (n,), generator=draw).to(dtype)
 
 
-def however_tensors_lie(rank: int, world: str) -> None:
+def however_tensors_lie(rank: int, transport: str) -> None:
     gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
     group, size = dist.group.WORLD, dist.get_world_size()
 
@@ -438,16 +438,23 @@ def however_tensors_lie(rank: int, world: str) -> None:
         scatter(buffer[start : start + 4], buffer[4 : 4 + 4 * size], group, dist.ReduceOp.SUM)
         summed = sum(numbers(r, 4 * size, torch.float32) for r in range(size))
         assert torch.equal(buffer[start : start + 4], summed[4 * rank : 4 * rank + 4])
-    assert set(shardweave.stats().calls) == {world}
+    assert set(shardweave.stats().calls) == {transport}
 
 
 @pytest.mark.parametrize(
-    ("world", "size"),
-    [("shared_memory", 2), ("shared_memory", 5), ("collective", 3), ("mixed", 4), ("mixed", 5), ("symmetric", 3)],
+    ("transport", "size"),
+    [
+        ("shared_memory", 2),
+        ("shared_memory", 5),
+        ("process_group", 3),
+        ("hierarchical", 4),
+        ("hierarchical", 5),
+        ("symmetric_memory", 3),
+    ],
 )
-def test_collectives_of_strided_and_lazy_tensors(world: str, size: int) -> None:
-    chosen = {"SHARDWEAVE_NODE_SIZE": "2"} if world == "mixed" else {"SHARDWEAVE_WORLD": world}
-    run_ranks(however_tensors_lie, size, world, environment=chosen)
+def test_collectives_of_strided_and_lazy_tensors(transport: str, size: int) -> None:
+    chosen = {"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {"SHARDWEAVE_TRANSPORT": transport}
+    run_ranks(however_tensors_lie, size, transport, environment=chosen)
 
 
 def strided_in_a_group_of_one(rank: int) -> None:
@@ -468,7 +475,7 @@ def test_collectives_of_strided_tensors_in_a_group_of_one() -> None:
     run_ranks(strided_in_a_group_of_one, 1)
 
 
-def refused_by_all_alike(rank: int, world: str) -> None:
+def refused_by_all_alike(rank: int, transport: str) -> None:
     gather, scatter = shardweave.FSDPAllGather(), shardweave.FSDPReduceScatter()
     group, size = dist.group.WORLD, dist.get_world_size()
     other = dist.new_group([1])
@@ -507,12 +514,14 @@ def refused_by_all_alike(rank: int, world: str) -> None:
         assert torch.equal(out, torch.arange(size).repeat_interleave(n) + float(turn))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_collectives_refused_by_all_ranks_leave_the_next_call_paired(world: str) -> None:
-    run_ranks(refused_by_all_alike, 3, world, environment={"SHARDWEAVE_WORLD": world, "SHARDWEAVE_TIMEOUT": "30"})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_refused_by_all_ranks_leave_the_next_call_paired(transport: str) -> None:
+    run_ranks(
+        refused_by_all_alike, 3, transport, environment={"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_TIMEOUT": "30"}
+    )
 
 
-def refused_on_one_rank(rank: int, world: str) -> str:
+def refused_on_one_rank(rank: int, transport: str) -> str:
     """Rank 0 refuses an output, catches the error, and makes the next call, which is of the same form."""
     gather, group, size = shardweave.FSDPAllGather(), dist.group.WORLD, dist.get_world_size()
     said = []
@@ -523,14 +532,16 @@ def refused_on_one_rank(rank: int, world: str) -> str:
             gather(given, torch.full((3,), float(rank + turn)), group)
             right = torch.equal(out, (torch.arange(size) + float(turn)).repeat_interleave(3))
             said.append("right" if right else "wrong")
-        except (shardweave.ArgumentError, shardweave.WorldError) as error:
+        except (shardweave.ArgumentError, shardweave.TransportError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return "; ".join(said)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_collectives_refused_on_one_rank_are_told(world: str) -> None:
-    said = run_ranks(refused_on_one_rank, 3, world, environment={"SHARDWEAVE_WORLD": world, "SHARDWEAVE_TIMEOUT": "30"})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_refused_on_one_rank_are_told(transport: str) -> None:
+    said = run_ranks(
+        refused_on_one_rank, 3, transport, environment={"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_TIMEOUT": "30"}
+    )
     assert not any("wrong" in text for text in said) and all(text.startswith("right; ") for text in said), said
     assert "ArgumentError: output_tensor" in said[0], said
     assert any("rank 0 refused its arguments in call 2" in text for text in said[1:]), said

@@ -22,7 +22,7 @@ import shardweave
 
 pytestmark = pytest.mark.multi
 
-WORLDS = ("shared_memory", "collective")
+TRANSPORTS = ("shared_memory", "process_group")
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -72,7 +72,7 @@ def make(x: torch.Tensor, mesh: DeviceMesh, placements, order) -> DTensor:
     return DTensor.from_local(local, mesh, spelled, run_check=False, shape=x.shape, stride=x.contiguous().stride())
 
 
-def every_sampled_pair(rank: int, world: str, dtype: torch.dtype, seed: int) -> int:
+def every_sampled_pair(rank: int, transport: str, dtype: torch.dtype, seed: int) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     generator = random.Random(seed)
     done = 0
@@ -83,7 +83,7 @@ def every_sampled_pair(rank: int, world: str, dtype: torch.dtype, seed: int) -> 
         for (src, src_order), (dst, dst_order) in generator.sample(list(product(layouts, layouts)), 24):
             x = whole_tensor(shape, dtype)
             source = make(x, mesh, src, src_order)
-            y = shardweave.redistribute(source, dst, shard_order=dst_order or None, world=world)
+            y = shardweave.redistribute(source, dst, shard_order=dst_order or None, transport=transport)
             assert tuple(y.placements) == tuple(dst)
             want = held_by(x, dst, mesh, dst_order)
             kept.append((y.to_local(), want, (shape, src, src_order, dst, dst_order)))
@@ -94,16 +94,16 @@ def every_sampled_pair(rank: int, world: str, dtype: torch.dtype, seed: int) -> 
     return done
 
 
-def every_dtype(rank: int, world: str) -> int:
-    return sum(every_sampled_pair(rank, world, dtype, seed) for seed, dtype in enumerate(DTYPES))
+def every_dtype(rank: int, transport: str) -> int:
+    return sum(every_sampled_pair(rank, transport, dtype, seed) for seed, dtype in enumerate(DTYPES))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_sampled_pairs_equal_slicing_in_every_dtype(world: str) -> None:
-    assert run_ranks(every_dtype, 4, world, timeout=300) == [96 * len(DTYPES)] * 4
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sampled_pairs_equal_slicing_in_every_dtype(transport: str) -> None:
+    assert run_ranks(every_dtype, 4, transport, timeout=300) == [96 * len(DTYPES)] * 4
 
 
-def partial_pairs(rank: int, world: str) -> None:
+def partial_pairs(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     coordinate = mesh.get_coordinate()
     for dtype, op in product((torch.float32, torch.bfloat16, torch.int64), ("sum", "max", "avg")):
@@ -119,13 +119,13 @@ def partial_pairs(rank: int, world: str) -> None:
                 src = (Partial(op), other)
                 local = held_by(parts[coordinate[0]], (Replicate(), other), mesh, {}).contiguous()
                 x = DTensor.from_local(local, mesh, src, run_check=False, shape=parts[0].shape, stride=(shape[1], 1))
-                y = shardweave.redistribute(x, dst, world=world)
+                y = shardweave.redistribute(x, dst, transport=transport)
                 assert equal(y.to_local(), held_by(reduced, dst, mesh, {})), (dtype, op, src, dst)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_partial_sources_equal_the_reduced_whole(world: str) -> None:
-    run_ranks(partial_pairs, 4, world)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_partial_sources_equal_the_reduced_whole(transport: str) -> None:
+    run_ranks(partial_pairs, 4, transport)
 
 
 def replicas_alike(rank: int) -> list[bytes]:
@@ -134,13 +134,13 @@ def replicas_alike(rank: int) -> list[bytes]:
     for dtype in (torch.float32, torch.bfloat16):
         local = torch.randn(33, 5, generator=torch.Generator().manual_seed(rank)).to(dtype)
         x = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-        for world in WORLDS:
-            y = shardweave.redistribute(x, [Replicate()], world=world).to_local()
+        for transport in TRANSPORTS:
+            y = shardweave.redistribute(x, [Replicate()], transport=transport).to_local()
             out.append(y.view(torch.uint8).numpy().tobytes())
     return out
 
 
-def test_float_sums_are_bitwise_equal_on_replicas_and_worlds() -> None:
+def test_float_sums_are_bitwise_equal_on_replicas_and_transports() -> None:
     results = run_ranks(replicas_alike, 4)
     assert all(r == results[0] for r in results)
     assert results[0][0] == results[0][1] and results[0][2] == results[0][3]
@@ -196,8 +196,8 @@ def test_install_replaces_explicit_implicit_and_backward() -> None:
 
 
 def submeshes_and_oddities(rank: int) -> None:
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    rows = world["b"]
+    transport = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rows = transport["b"]
     x = torch.arange(10.0)
     y = shardweave.redistribute(distribute_tensor(x, rows, [Shard(0)]), [Replicate()])
     assert torch.equal(y.to_local(), x)
@@ -206,20 +206,20 @@ def submeshes_and_oddities(rank: int) -> None:
         local = x[:5] if rank == 1 else x[5:]
         d = DTensor.from_local(local, half, [Shard(0)], run_check=False)
         assert torch.equal(shardweave.redistribute(d, [Replicate()]).to_local(), x)
-        assert torch.equal(shardweave.redistribute(d, [Replicate()], world="collective").to_local(), x)
+        assert torch.equal(shardweave.redistribute(d, [Replicate()], transport="process_group").to_local(), x)
     # A view with strides is read in place.
     t = torch.arange(48.0).view(6, 8)
-    local = held_by(t, (Shard(0), Shard(1)), world, {}).t().contiguous().t()
+    local = held_by(t, (Shard(0), Shard(1)), transport, {}).t().contiguous().t()
     assert not local.is_contiguous()
-    d = DTensor.from_local(local, world, [Shard(0), Shard(1)], run_check=False)
+    d = DTensor.from_local(local, transport, [Shard(0), Shard(1)], run_check=False)
     assert torch.equal(
-        shardweave.redistribute(d, [Shard(1), Shard(0)]).to_local(), held_by(t, (Shard(1), Shard(0)), world, {})
+        shardweave.redistribute(d, [Shard(1), Shard(0)]).to_local(), held_by(t, (Shard(1), Shard(0)), transport, {})
     )
     # No elements to share, no dims at all.
-    scalar = DTensor.from_local(torch.tensor(float(rank)), world, [Partial(), Partial()], run_check=False)
+    scalar = DTensor.from_local(torch.tensor(float(rank)), transport, [Partial(), Partial()], run_check=False)
     assert shardweave.redistribute(scalar, [Replicate(), Replicate()]).to_local().item() == 6.0
     # The result is the caller's: it survives many later calls, and memory comes back once it is dropped.
-    big = distribute_tensor(torch.arange(4096.0).view(64, 64), world, [Shard(0), Shard(1)])
+    big = distribute_tensor(torch.arange(4096.0).view(64, 64), transport, [Shard(0), Shard(1)])
     first = shardweave.redistribute(big, [Shard(1), Shard(0)]).to_local()
     copy = first.clone()
     addresses = set()
@@ -230,15 +230,15 @@ def submeshes_and_oddities(rank: int) -> None:
     # A partial target, which torch refuses.
     p = shardweave.redistribute(big, [Partial(), Shard(1)])
     total = p.to_local().clone()
-    dist.all_reduce(total, group=world.get_group("a"))
-    assert torch.equal(total, held_by(torch.arange(4096.0).view(64, 64), (Replicate(), Shard(1)), world, {}))
+    dist.all_reduce(total, group=transport.get_group("a"))
+    assert torch.equal(total, held_by(torch.arange(4096.0).view(64, 64), (Replicate(), Shard(1)), transport, {}))
 
 
 def test_submeshes_strides_scalars_and_lifetimes() -> None:
     run_ranks(submeshes_and_oddities, 4)
 
 
-def lazy_views(rank: int, world: str) -> None:
+def lazy_views(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.complex(torch.arange(30.0).view(6, 5), -torch.arange(30.0).view(6, 5))
     for lazy in (whole.conj(), whole.conj().imag):
@@ -246,35 +246,35 @@ def lazy_views(rank: int, world: str) -> None:
             local = held_by(lazy, source, mesh, {})
             assert local.is_conj() or local.is_neg()
             x = DTensor.from_local(local, mesh, source, run_check=False, shape=lazy.shape, stride=(5, 1))
-            y = shardweave.redistribute(x, [Replicate(), Replicate()], world=world).redistribute(mesh, target)
+            y = shardweave.redistribute(x, [Replicate(), Replicate()], transport=transport).redistribute(mesh, target)
             assert torch.equal(y.to_local(), held_by(lazy.resolve_conj().resolve_neg(), target, mesh, {}))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_conjugated_and_negated_views_move_what_they_say(world: str) -> None:
-    run_ranks(lazy_views, 4, world)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_conjugated_and_negated_views_move_what_they_say(transport: str) -> None:
+    run_ranks(lazy_views, 4, transport)
 
 
-def unequal_speeds(rank: int, world: str) -> None:
+def unequal_speeds(rank: int, transport: str) -> None:
     """Rows of a mesh exchange among themselves, each as often as it likes, and meet the others in between."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(6, 5)
     x = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
     for _ in range(4):
         for _ in range(3 if rank < 2 else 70):
-            y = shardweave.redistribute(x, [Replicate(), Replicate()], world=world)
+            y = shardweave.redistribute(x, [Replicate(), Replicate()], transport=transport)
             assert torch.equal(y.to_local(), whole)
-        z = shardweave.redistribute(x, [Shard(1), Shard(0)], world=world)
-        z = shardweave.redistribute(z, [Shard(0), Shard(1)], world=world)
+        z = shardweave.redistribute(x, [Shard(1), Shard(0)], transport=transport)
+        z = shardweave.redistribute(z, [Shard(0), Shard(1)], transport=transport)
         assert torch.equal(z.to_local(), held_by(whole, z.placements, mesh, {}))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_groups_of_one_mesh_go_at_their_own_speed(world: str) -> None:
-    run_ranks(unequal_speeds, 4, world)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_groups_of_one_mesh_go_at_their_own_speed(transport: str) -> None:
+    run_ranks(unequal_speeds, 4, transport)
 
 
-def modes(rank: int, world: str) -> None:
+def modes(rank: int, transport: str) -> None:
     """Inference mode in between, then training, then fake tensors."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(6, 5)
@@ -282,20 +282,20 @@ def modes(rank: int, world: str) -> None:
     for first, target in ((True, [Replicate(), Shard(1)]), (False, [Shard(1), Shard(1)])):
         for inference in (first, not first, first):
             with torch.inference_mode(inference):
-                y = shardweave.redistribute(x, target, world=world).to_local()
+                y = shardweave.redistribute(x, target, transport=transport).to_local()
                 assert torch.equal(y, held_by(whole, target, mesh, {}))
         weight = torch.ones_like(y, requires_grad=True)
-        y = shardweave.redistribute(x, target, world=world).to_local()
+        y = shardweave.redistribute(x, target, transport=transport).to_local()
         (y * weight).sum().backward()
         assert weight.grad is not None and torch.equal(weight.grad, y)
     with FakeTensorMode(), pytest.raises(shardweave.UnsupportedError, match="fake tensor mode"):
-        shardweave.redistribute(x, [Replicate(), Replicate()], world=world)
-    assert torch.equal(shardweave.redistribute(x, [Replicate(), Replicate()], world=world).to_local(), whole)
+        shardweave.redistribute(x, [Replicate(), Replicate()], transport=transport)
+    assert torch.equal(shardweave.redistribute(x, [Replicate(), Replicate()], transport=transport).to_local(), whole)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_modes_come_and_go(world: str) -> None:
-    run_ranks(modes, 4, world)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_modes_come_and_go(transport: str) -> None:
+    run_ranks(modes, 4, transport)
 
 
 def several_process_groups(rank: int) -> None:
@@ -310,7 +310,7 @@ def several_process_groups(rank: int) -> None:
             # Meshes of the same ranks are equal; this one's groups are those of this life.
             assert y.device_mesh is mesh
             kept.append((y.to_local(), whole))
-        assert list(shardweave.stats().worlds) == [(0, 1)]
+        assert list(shardweave.stats().transports) == [(0, 1)]
         del x, y, mesh
         dist.barrier()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Real ranks: from one mesh to another, strided shards, programs for a topology, batches; on both worlds."""
+"""Real ranks: from one mesh to another, strided shards, programs for a topology, batches; on both transports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import shardweave
 from shardweave.errors import ArgumentError
 
 pytestmark = pytest.mark.multi
-WORLDS = ["shared_memory", "collective"]
+TRANSPORTS = ["shared_memory", "process_group"]
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
 
@@ -57,7 +57,7 @@ def meshes_of_all_kinds() -> dict[str, DeviceMesh]:
     }
 
 
-def to_other_meshes(rank: int, world: str) -> int:
+def to_other_meshes(rank: int, transport: str) -> int:
     meshes, random, done = meshes_of_all_kinds(), Random(5), 0
     for (_, a), (_, b) in product(meshes.items(), repeat=2):
         for shape in ((8, 6), (7, 5)):
@@ -68,7 +68,7 @@ def to_other_meshes(rank: int, world: str) -> int:
                 target = [random.choice(options[:3]) for _ in range(b.ndim)]
                 for topology in (None, NODES):
                     given = made(x, a, source)
-                    y = shardweave.redistribute(given, target, device_mesh=b, world=world, topology=topology)
+                    y = shardweave.redistribute(given, target, device_mesh=b, transport=transport, topology=topology)
                     wanted = cut(x, b, target)
                     if a.get_coordinate() is not None or b.get_coordinate() is not None:
                         terms = [a.size(m) for m, p in enumerate(source) if p.is_partial()]
@@ -80,9 +80,9 @@ def to_other_meshes(rank: int, world: str) -> int:
     return done
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_redistribute_goes_to_other_meshes(world: str) -> None:
-    assert min(run_ranks(to_other_meshes, 4, world)) == 200
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_redistribute_goes_to_other_meshes(transport: str) -> None:
+    assert min(run_ranks(to_other_meshes, 4, transport)) == 200
 
 
 def there_and_back(rank: int) -> None:
@@ -102,7 +102,7 @@ def test_gradients_come_back_to_the_first_mesh() -> None:
     run_ranks(there_and_back, 4)
 
 
-def strided(rank: int, world: str) -> int:
+def strided(rank: int, transport: str) -> int:
     mesh, random, done = init_device_mesh("cpu", (2, 2)), Random(1), 0
     options = [
         Replicate(),
@@ -130,12 +130,12 @@ def strided(rank: int, world: str) -> int:
     return done
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_strided_shards_made_by_views_are_right(world: str) -> None:
-    assert run_ranks(strided, 4, world, environment={"SHARDWEAVE_WORLD": world}) == [120] * 4
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_strided_shards_made_by_views_are_right(transport: str) -> None:
+    assert run_ranks(strided, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport}) == [120] * 4
 
 
-def on_nodes(rank: int, world: str) -> int:
+def on_nodes(rank: int, transport: str) -> int:
     mesh, done = init_device_mesh("cpu", (2, 2)), 0
     x = torch.arange(96, dtype=torch.float32).reshape(12, 8)
     for source, target in product(product((Replicate(), Shard(0), Shard(1), Partial()), repeat=2), repeat=2):
@@ -143,19 +143,19 @@ def on_nodes(rank: int, world: str) -> int:
             continue
         given = made(x, mesh, source)
         wanted = cut(x, mesh, target) * 2 ** sum(p.is_partial() for p in source)
-        assert shardweave.redistribute(given, target, world=world, topology=NODES).to_local().equal(wanted)
+        assert shardweave.redistribute(given, target, transport=transport, topology=NODES).to_local().equal(wanted)
         with shardweave.installed(topology=NODES):
             assert given.redistribute(placements=target).to_local().equal(wanted)
         done += 1
     return done
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_programs_for_a_topology_run_on_real_ranks(world: str) -> None:
-    assert run_ranks(on_nodes, 4, world) == [144] * 4
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_programs_for_a_topology_run_on_real_ranks(transport: str) -> None:
+    assert run_ranks(on_nodes, 4, transport) == [144] * 4
 
 
-def batches(rank: int, world: str) -> int:
+def batches(rank: int, transport: str) -> int:
     meshes, random = meshes_of_all_kinds(), Random(3)
     main, done = meshes["2x2"], 0
     for topology in (None, NODES):
@@ -173,7 +173,7 @@ def batches(rank: int, world: str) -> int:
                 wanted.append(cut(x, b, target) * 2 ** sum(p.is_partial() for p in source))
             for _ in range(3):
                 outs = shardweave.redistribute_batch(
-                    given, targets, device_mesh=None if b is main else b, world=world, topology=topology
+                    given, targets, device_mesh=None if b is main else b, transport=transport, topology=topology
                 )
                 for y, want, target in zip(outs, wanted, targets, strict=True):
                     assert y.to_local().numel() == want.numel()
@@ -188,9 +188,9 @@ def batches(rank: int, world: str) -> int:
     return done
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_batches_on_real_ranks(world: str) -> None:
-    assert run_ranks(batches, 4, world) == [270] * 4
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_batches_on_real_ranks(transport: str) -> None:
+    assert run_ranks(batches, 4, transport) == [270] * 4
 
 
 def outputs_live_alone(rank: int) -> None:
@@ -211,18 +211,18 @@ def test_each_output_of_a_batch_is_memory_of_its_own() -> None:
     run_ranks(outputs_live_alone, 4)
 
 
-def one_disagrees(rank: int, world: str) -> str:
+def one_disagrees(rank: int, transport: str) -> str:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
     number = 2 if rank == 1 else 3
     try:
-        shardweave.redistribute_batch([x] * number, [[Replicate()]] * number, world=world)
-    except shardweave.WorldError as error:
+        shardweave.redistribute_batch([x] * number, [[Replicate()]] * number, transport=transport)
+    except shardweave.TransportError as error:
         return type(error).__name__
     return "nothing"
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_ranks_that_ask_for_other_batches_are_told(world: str) -> None:
-    found = run_ranks(one_disagrees, 4, world)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_ask_for_other_batches_are_told(transport: str) -> None:
+    found = run_ranks(one_disagrees, 4, transport)
     assert "nothing" not in found and "DisagreementError" in found

@@ -32,7 +32,7 @@ from shardweave.runtime.moe.shares import share_of_tokens
 pytestmark = pytest.mark.multi
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-WORLDS = ["shared_memory", "collective"]
+TRANSPORTS = ["shared_memory", "process_group"]
 REASON = re.compile(r"shards along mesh dim \d, whose ranks do not ascend: .*; allowed: .*")
 TWO_DIMS = {
     # The dims along which some line of ranks descends.
@@ -129,22 +129,22 @@ def in_one_dim(rank: int, tables: list[list[int]], every: int) -> list[tuple[int
     return found
 
 
-def check_in_one_dim(world: str, every: int) -> None:
+def check_in_one_dim(transport: str, every: int) -> None:
     tables = [[1, 0], [2, 0, 1], [0, 2, 1, 3], [3, 0, 4, 1, 2], [4, 1, 2], [1, 2, 4]]
-    for found in run_ranks(in_one_dim, 5, tables, every, environment={"SHARDWEAVE_WORLD": world}):
+    for found in run_ranks(in_one_dim, 5, tables, every, environment={"SHARDWEAVE_TRANSPORT": transport}):
         for table, (done, left) in zip(tables, found, strict=True):
             assert (left > 0) == (done > 0 and table != sorted(table))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits(world: str) -> None:
-    check_in_one_dim(world, 11)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits(transport: str) -> None:
+    check_in_one_dim(transport, 11)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", WORLDS)
-def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits_at_length(world: str) -> None:
-    check_in_one_dim(world, 1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits_at_length(transport: str) -> None:
+    check_in_one_dim(transport, 1)
 
 
 def in_two_dims(rank: int, every: int) -> list[int]:
@@ -166,20 +166,20 @@ def in_two_dims(rank: int, every: int) -> list[int]:
     return counts
 
 
-def check_in_two_dims(world: str, every: int) -> None:
-    for counts in run_ranks(in_two_dims, 4, every, environment={"SHARDWEAVE_WORLD": world}, timeout=500):
+def check_in_two_dims(transport: str, every: int) -> None:
+    for counts in run_ranks(in_two_dims, 4, every, environment={"SHARDWEAVE_TRANSPORT": transport}, timeout=500):
         assert [bool(c) for c in counts] == [bool(odd) for odd in TWO_DIMS.values()]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits(world: str) -> None:
-    check_in_two_dims(world, 37)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits(transport: str) -> None:
+    check_in_two_dims(transport, 37)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", WORLDS)
-def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits_at_length(world: str) -> None:
-    check_in_two_dims(world, 1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits_at_length(transport: str) -> None:
+    check_in_two_dims(transport, 1)
 
 
 def round_trips(rank: int) -> None:
@@ -327,9 +327,9 @@ def of_a_group(rank: int) -> None:
 @pytest.mark.skipif(
     "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters, reason="meshes sort their groups"
 )
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_mesh_that_preserves_the_order_of_its_ranks_is_carried_out(world: str) -> None:
-    run_ranks(preserved, 4, environment={"SHARDWEAVE_WORLD": world})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_mesh_that_preserves_the_order_of_its_ranks_is_carried_out(transport: str) -> None:
+    run_ranks(preserved, 4, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
 def preserved(rank: int) -> None:

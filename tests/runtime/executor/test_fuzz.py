@@ -172,7 +172,7 @@ def spec_of(case: Case, mesh: DeviceMesh, text: str, dtype: torch.dtype) -> DTen
     return DTensorSpec(mesh, placements_of(text), meta, orders, use_strided_shard_as_shard_order=False)
 
 
-def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, world: str) -> None:
+def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, transport: str) -> None:
     """Forward, and for floats backward twice: of y ↦ Σ w y², with whole numbers, in float64."""
     random, dtype = Random(f"{case.seed} {position}"), getattr(torch, case.dtype)
     contributed = case.whole()
@@ -184,7 +184,9 @@ def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, world: str) -> 
     differentiable = dtype == torch.float64 and "P" not in case.target and "Pm" not in case.source
     x = DTensor(mine, source, requires_grad=differentiable)
     orders = dict(oracle.read(case.target).orders)
-    y = shardweave.redistribute(x, placements_of(case.target), shard_order=orders, world=world, topology=case.topology)
+    y = shardweave.redistribute(
+        x, placements_of(case.target), shard_order=orders, transport=transport, topology=case.topology
+    )
     got = y._local_tensor.detach().to(contributed.dtype)
     if "P" not in case.target:
         want = oracle.local_shards(case.mesh, case.shape, case.target, lead)[position]
@@ -237,7 +239,7 @@ def real_meshes(random: Random, ranks: int) -> list[tuple[tuple[int, ...], list[
     return meshes
 
 
-def many_on_ranks(rank: int, ranks: int, world: str, first: int, count: int) -> int:
+def many_on_ranks(rank: int, ranks: int, transport: str, first: int, count: int) -> int:
     """Shards along mesh dims whose ranks do not ascend are refused."""
     meshes = real_meshes(Random(first), ranks)
     for seed in range(first, first + count):
@@ -247,7 +249,7 @@ def many_on_ranks(rank: int, ranks: int, world: str, first: int, count: int) -> 
         case = drawn(seed, shape)
         cut = {m for text in (case.source, case.target) for m, t in enumerate(oracle.read(text).tokens) if t[0] == "S"}
         try:
-            check_on_a_rank(case, mesh, order.index(rank), world)
+            check_on_a_rank(case, mesh, order.index(rank), transport)
             carried = True
         except UnsupportedError as error:
             assert "whose ranks do not ascend" in str(error)
@@ -256,7 +258,7 @@ def many_on_ranks(rank: int, ranks: int, world: str, first: int, count: int) -> 
     return count
 
 
-def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mesh: DeviceMesh, world: str) -> bool:
+def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mesh: DeviceMesh, transport: str) -> bool:
     """What torch has distributed, carried over by torch, under install, and by name, and made whole by torch.
 
     Returns whether it was torch's, mesh dims whose ranks do not ascend being cut.
@@ -289,27 +291,27 @@ def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mes
     assert all(map(same, found, stock)), f"{what}: {found}, not {stock}"
     if odd:
         if source == target:
-            assert same(shardweave.redistribute(given(), target, world=world).to_local(), stock[0]), what
+            assert same(shardweave.redistribute(given(), target, transport=transport).to_local(), stock[0]), what
             return False
         assert delegated, what
         with pytest.raises(UnsupportedError, match="whose ranks do not ascend"):
-            shardweave.redistribute(given(), target, world=world)
+            shardweave.redistribute(given(), target, transport=transport)
         return True
     summed = math.prod(mesh.size(m) for m, p in enumerate(source) if p.is_partial())
     assert same(stock[1], x * summed), what
-    by_name = locals_of(shardweave.redistribute(given(), target, world=world))
+    by_name = locals_of(shardweave.redistribute(given(), target, transport=transport))
     assert all(map(same, by_name, stock)), f"{what}: {by_name}, not {stock}"
     assert not delegated, what
     return False
 
 
-def many_through_torch(rank: int, ranks: int, world: str, first: int, count: int) -> tuple[int, int]:
+def many_through_torch(rank: int, ranks: int, transport: str, first: int, count: int) -> tuple[int, int]:
     """How many there were, and of them torch's."""
     meshes, left = real_meshes(Random(first), ranks), 0
     for seed in range(first, first + count):
         shape, order, mesh = meshes[seed % len(meshes)]
         if rank in order:
-            left += check_through_torch(seed, shape, order, mesh, world)
+            left += check_through_torch(seed, shape, order, mesh, transport)
     return count, left
 
 
@@ -329,33 +331,35 @@ def test_random_redistributions_in_process_at_length(part: int) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_random_redistributions_of_real_ranks(world: str) -> None:
-    assert run_ranks(many_on_ranks, 4, 4, world, 0, 40) == [40] * 4
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_random_redistributions_of_real_ranks(transport: str) -> None:
+    assert run_ranks(many_on_ranks, 4, 4, transport, 0, 40) == [40] * 4
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_random_redistributions_of_what_torch_distributed(world: str) -> None:
-    for count, left in run_ranks(many_through_torch, 4, 4, world, 0, 30, environment={"SHARDWEAVE_WORLD": world}):
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_random_redistributions_of_what_torch_distributed(transport: str) -> None:
+    for count, left in run_ranks(
+        many_through_torch, 4, 4, transport, 0, 30, environment={"SHARDWEAVE_TRANSPORT": transport}
+    ):
         assert 0 < left < count
 
 
 @pytest.mark.long
 @pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_random_redistributions_of_real_ranks_at_length(ranks: int, world: str) -> None:
-    assert run_ranks(many_on_ranks, ranks, ranks, world, 1000, 150, timeout=500) == [150] * ranks
+def test_random_redistributions_of_real_ranks_at_length(ranks: int, transport: str) -> None:
+    assert run_ranks(many_on_ranks, ranks, ranks, transport, 1000, 150, timeout=500) == [150] * ranks
 
 
 @pytest.mark.long
 @pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_random_redistributions_of_what_torch_distributed_at_length(ranks: int, world: str) -> None:
-    environment = {"SHARDWEAVE_WORLD": world}
+def test_random_redistributions_of_what_torch_distributed_at_length(ranks: int, transport: str) -> None:
+    environment = {"SHARDWEAVE_TRANSPORT": transport}
     for count, left in run_ranks(
-        many_through_torch, ranks, ranks, world, 1000, 150, environment=environment, timeout=500
+        many_through_torch, ranks, ranks, transport, 1000, 150, environment=environment, timeout=500
     ):
         assert 0 < left < count

@@ -28,7 +28,7 @@ from shardweave.runtime.dtensor.fsdp import FSDPAllGather, FSDPReduceScatter
 
 pytestmark = pytest.mark.multi
 
-TRANSPORTS = ("shared_memory", "collective", "mixed", "symmetric")
+TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16)
 LONG_PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
 
@@ -89,7 +89,7 @@ class Life:
         return room[3:].view(x.shape)
 
     def redistribute(self, given: Given, **options: Any) -> DTensor:
-        return shardweave.redistribute(given.x, given.target, world=self.transport, **options)
+        return shardweave.redistribute(given.x, given.target, transport=self.transport, **options)
 
     def carried(self, given: Given) -> bool:
         return self.check(self.redistribute(given), given.want)
@@ -119,7 +119,9 @@ class Life:
     def batch(self) -> bool:
         """On several meshes; ranks that are in none of them call all the same."""
         several = [self.drawn(self.random.choice(self.meshes[1:])) for _ in range(self.random.randint(1, 4))]
-        ys = shardweave.redistribute_batch([g.x for g in several], [g.target for g in several], world=self.transport)
+        ys = shardweave.redistribute_batch(
+            [g.x for g in several], [g.target for g in several], transport=self.transport
+        )
         return all(self.check(y, g.want) for y, g in zip(ys, several, strict=True))
 
     def refused_by_all(self) -> bool:
@@ -130,7 +132,7 @@ class Life:
             run_check=False, shape=given.x.shape, stride=given.x.stride(),
         )  # fmt: skip
         try:
-            shardweave.redistribute(wrong, [Replicate()] * mesh.ndim, world=self.transport)
+            shardweave.redistribute(wrong, [Replicate()] * mesh.ndim, transport=self.transport)
         except ArgumentError:
             return True
         return False
@@ -161,7 +163,7 @@ STEPS = ("now", "now", "now", "begun", "begun", "used", "batch", "batch", "refus
 
 def without_faults(rank: int, transport: str, first: int, count: int) -> int:
     """So many sequences of six calls; what FSDP2's collectives use is what the environment asks for."""
-    os.environ["SHARDWEAVE_WORLD"] = transport
+    os.environ["SHARDWEAVE_TRANSPORT"] = transport
     size, life = dist.get_world_size(), None
     for seed in range(first, first + count):
         if life is None or seed % 10 == 0:
@@ -182,7 +184,7 @@ def drawn_to_move(life: Life) -> Given:
 
 def with_a_fault(rank: int, transport: str, first: int, count: int, kinds: tuple[str, ...]) -> list[list[str]]:
     """Sequences in which one rank refuses, leaves out or makes another call, and goes on; what each call came to."""
-    os.environ["SHARDWEAVE_WORLD"] = transport
+    os.environ["SHARDWEAVE_TRANSPORT"] = transport
     store, size, found = dist.distributed_c10d._get_default_store(), dist.get_world_size(), []
     for seed in range(first, first + count):
         dist.destroy_process_group()
@@ -229,19 +231,19 @@ def check_faults(ranks: int, transport: str, first: int, count: int, kinds: tupl
         errors = [text for text in texts if not text.startswith(("right", "ArgumentError"))]
         late = [text for text in errors if text.startswith("MeetingTimeoutError")]
         # Who needs nothing of a call never learns of it, and a rank that skipped the last calls is not there any more.
-        assert not late or transport == "symmetric" or "skip" in said[0][0], (first + number, said)
+        assert not late or transport == "symmetric_memory" or "skip" in said[0][0], (first + number, said)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_sequences(transport: str) -> None:
-    ranks = 3 if transport != "mixed" else 5
+    ranks = 3 if transport != "hierarchical" else 5
     environment = environment_of(transport)
     assert run_ranks(without_faults, ranks, transport, 0, 12, environment=environment) == [12] * ranks
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_faults(transport: str) -> None:
-    check_faults(3 if transport != "mixed" else 4, transport, 0, 4, ("refuse", "swap"))
+    check_faults(3 if transport != "hierarchical" else 4, transport, 0, 4, ("refuse", "swap"))
 
 
 @pytest.mark.long

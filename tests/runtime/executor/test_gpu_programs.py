@@ -23,7 +23,7 @@ import shardweave
 from shardweave.kernels.pointers import AddressTables, PreparedLaunch
 from shardweave.runtime.executor.copies import Copies
 from shardweave.runtime.executor.simulate import bind_in_process
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -41,7 +41,7 @@ KINDS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((3, 2), "P S1", "S1 R"),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
-WORLDS: tuple[dict[str, Any], ...] = ({}, {"one_sided": False}, {"one_sided": False, "backend": "nccl"})
+TRANSPORTS: tuple[dict[str, Any], ...] = ({}, {"one_sided": False}, {"one_sided": False, "backend": "nccl"})
 
 needs_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"
@@ -53,12 +53,12 @@ class Proof:
     """A program bound on the device, with inputs and what has to come out."""
 
     def __init__(self, kind: tuple[tuple[int, ...], str, str], shape: tuple[int, ...], dtype: torch.dtype,
-                 world: dict[str, Any], seed: str = "") -> None:  # fmt: skip
+                 transport: dict[str, Any], seed: str = "") -> None:  # fmt: skip
         self.mesh, self.source, self.target = kind
         self.shape, self.dtype = shape, dtype
         self.program = shardweave.plan(self.mesh, shape, dtype, self.source, self.target)
         self.locals, self.expected = self.made(seed)
-        self.run = bind_in_process(self.program, self.locals, InProcessWorld(**world))
+        self.run = bind_in_process(self.program, self.locals, InProcessTransport(**transport))
 
     def made(self, seed: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         bits = self.dtype is torch.bool
@@ -103,25 +103,25 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.gpu
 @needs_device
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 3), (0, 4), (16, 64)], ids=str)
-def test_programs_by_kernels_equal_slicing_the_whole(shape: tuple[int, ...], world: dict[str, Any]) -> None:
+def test_programs_by_kernels_equal_slicing_the_whole(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
     for number, kind in enumerate(KINDS):
         # The interpreter is slow, and so is compiling for a GPU: kinds take dtypes in turns.
         for dtype in (2 * DTYPES)[number % len(DTYPES) :][: 1 if INTERPRETED else 2]:
             if carries(dtype, *kind[1:]):
-                proof = Proof(kind, shape, dtype, world)
+                proof = Proof(kind, shape, dtype, transport)
                 proof.check(proof.run(proof.locals), proof.expected)
 
 
 @pytest.mark.gpu
 @needs_device
-@pytest.mark.parametrize("world", WORLDS[:2], ids=["one-sided", "two-sided"])
-def test_batches_by_kernels(world: dict[str, Any]) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS[:2], ids=["one-sided", "two-sided"])
+def test_batches_by_kernels(transport: dict[str, Any]) -> None:
     kinds = KINDS[0], KINDS[1], KINDS[5]
-    proofs = [Proof(kind, shape, torch.float32, world) for kind in kinds for shape in ((8, 6), (7, 5))]
+    proofs = [Proof(kind, shape, torch.float32, transport) for kind in kinds for shape in ((8, 6), (7, 5))]
     batch = shardweave.plan_batch([(p.mesh, p.shape, p.dtype, p.source, p.target) for p in proofs])
-    outs = shardweave.simulate(batch, [p.locals for p in proofs], **world)
+    outs = shardweave.simulate(batch, [p.locals for p in proofs], **transport)
     for proof, found in zip(proofs, outs, strict=True):
         proof.check(found, proof.expected)
 
@@ -137,7 +137,7 @@ def test_several_exchanges_by_kernels(one_sided: bool) -> None:
     for source, target in (("S0 S0", "R R"), ("S0 S1", "R S0"), ("P P", "R R"), ("S0 S0", "S1 S1")):
         proof = Proof(((2, 2), source, target), (8, 12), torch.float32, {})
         program = shardweave.plan((2, 2), (8, 12), torch.float32, source, target, topology=topology)
-        run = bind_in_process(program, proof.locals, InProcessWorld(one_sided=one_sided))
+        run = bind_in_process(program, proof.locals, InProcessTransport(one_sided=one_sided))
         proof.check(run(proof.locals), proof.expected)
         most = max(most, program.exchanges)
     assert most > 1
@@ -150,19 +150,19 @@ def test_inputs_of_any_strides_by_kernels() -> None:
         for change in (lambda x: x.mT.contiguous().mT, lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:]):
             proof = Proof(kind, (7, 5), torch.bfloat16, {})
             given = [change(x).view(x.shape) for x in proof.locals]
-            proof.check(bind_in_process(proof.program, given, InProcessWorld())(given), proof.expected)
+            proof.check(bind_in_process(proof.program, given, InProcessTransport())(given), proof.expected)
 
 
 @pytest.mark.gpu
 @needs_device
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
 def test_a_call_reads_no_tensor_on_its_way_to_the_kernels(
-    world: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    transport: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if INTERPRETED:  # the interpreter reads what a GPU would
         monkeypatch.setattr(PreparedLaunch, "__call__", lambda self, *arguments: None)
     for number, kind in enumerate(KINDS):
-        proof = Proof(kind, (7, 5), DTYPES[number % 2], world)
+        proof = Proof(kind, (7, 5), DTYPES[number % 2], transport)
         with SyncGuard() as guard:
             proof.run(proof.locals)
         assert guard.seen["empty"] >= proof.program.mesh.size
@@ -186,11 +186,11 @@ def test_the_same_by_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
-def test_a_call_returns_while_the_device_is_busy(world: dict[str, Any]) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
+def test_a_call_returns_while_the_device_is_busy(transport: dict[str, Any]) -> None:
     for number, kind in enumerate(KINDS):
         dtype = DTYPES[number % 2]
-        proof = Proof(kind, (1023, 129), dtype, world)
+        proof = Proof(kind, (1023, 129), dtype, transport)
         proof.run(proof.locals)  # the allocator's first blocks of these sizes
         torch.cuda.synchronize()
         done = torch.cuda.Event()
@@ -211,10 +211,10 @@ def test_a_call_returns_while_the_device_is_busy(world: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("uses", [1, 2, 3])
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
-def test_graphs_replay_with_changing_data(world: dict[str, Any], uses: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
+def test_graphs_replay_with_changing_data(transport: dict[str, Any], uses: int) -> None:
     for number, kind in enumerate(KINDS):
-        proof = Proof(kind, (67, 33), DTYPES[number % 2], world)
+        proof = Proof(kind, (67, 33), DTYPES[number % 2], transport)
         inputs = [[x.clone() for x in proof.locals] for _ in range(uses)]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -20,7 +20,7 @@ from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor import lower as lower_module
-from shardweave.runtime.executor.lower import AssumedWorld, explain_on, lower
+from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
 from shardweave.runtime.transports.capabilities import BACKENDS
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
@@ -43,19 +43,19 @@ def test_the_means_and_why(
     source: str, target: str, shape: tuple[int, ...], one_sided: bool, how: str, why: str
 ) -> None:
     program = shardweave.plan(MESH, shape, "float32", source, target)
-    found = lower(program, program.steps[0], 0, AssumedWorld(MESH, one_sided))
+    found = lower(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
     assert found.how == how and why in found.why
-    assert f"     by {found.how}: {found.why}" in explain_on(program, AssumedWorld(MESH, one_sided))
+    assert f"     by {found.how}: {found.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
 
 
 @pytest.mark.plan
 def test_a_subset_of_mesh_dims_has_no_group() -> None:
     mesh = Mesh((2, 2, 2))
     program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
-    found = lower(program, program.steps[0], 0, AssumedWorld(mesh, False))
+    found = lower(program, program.steps[0], 0, AssumedTransport(mesh, False))
     assert found.how == "send and receive" and "no process group of a mesh dim, or of all" in found.why
     crossing = shardweave.plan(MESH, (8, 8), "float32", "S0 S1", "S0", target_mesh=Mesh((4,)))
-    found = lower(crossing, crossing.steps[0], 0, AssumedWorld(MESH, False))
+    found = lower(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
     assert found.how == "send and receive" and "between two meshes" in found.why
 
 
@@ -86,7 +86,7 @@ def test_the_collectives_of_a_backend(
 ) -> None:
     topology = None if shape != (1, 1) else shardweave.NVLINK_NODE  # on which one step is cheaper than two
     program = shardweave.plan(MESH, shape, "float32", source, target, topology=topology)
-    found = [lower(program, program.steps[0], r, AssumedWorld(MESH, False, backend), reduction) for r in range(4)]
+    found = [lower(program, program.steps[0], r, AssumedTransport(MESH, False, backend), reduction) for r in range(4)]
     assert {lowering.how for lowering in found} == {how}, (program.explain(), found[0])
     exact = shape == (1, 1) or "P" not in source
     contributed = integers(oracle.contribution_shape((2, 2), shape, source), source + target)
@@ -98,7 +98,7 @@ def test_the_collectives_of_a_backend(
 def test_what_backends_do_not_reduce_is_reduced_here() -> None:
     for dtype in ("bool", "complex64"):
         program = shardweave.plan(MESH, (8, 6), dtype, "P R", "S0 R")
-        assert lower(program, program.steps[0], 0, AssumedWorld(MESH, False), "fast").how == "all-to-all"
+        assert lower(program, program.steps[0], 0, AssumedTransport(MESH, False), "fast").how == "all-to-all"
 
 
 @pytest.mark.plan
@@ -112,7 +112,7 @@ def test_all_who_meet_choose_alike(case: Any) -> None:
         for step in program.steps:
             for position in range(mesh.size):
                 members = program.members(step, position)
-                found = [lower(program, step, p, AssumedWorld(mesh, False)) for p in members]
+                found = [lower(program, step, p, AssumedTransport(mesh, False)) for p in members]
                 assert all(other == found[0] for other in found)
                 here = len(members) == 1 or 0 in (program.shape_before(step, members[0]))
                 allowed = ("all-to-all", "send and receive", *(["local"] if here else []))
@@ -147,32 +147,32 @@ def test_steps_that_copy_take_one_kernel_more_than_exchanges(
     assert longest >= 3
 
 
-def explained(rank: int, world: str) -> str:
+def explained(rank: int, transport: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2))
     x = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
-    assert shardweave.explain(x, [Shard(0), Shard(1)], world=world).endswith(
+    assert shardweave.explain(x, [Shard(0), Shard(1)], transport=transport).endswith(
         "nothing to do: the output is the input\n  received 0 B (bound 0 B, met exactly), peak 24 B"
     )
-    return shardweave.explain(x, [Replicate(), Shard(1)], world=world)
+    return shardweave.explain(x, [Replicate(), Shard(1)], transport=transport)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("world", "means"),
+    ("transport", "means"),
     [
         ("shared_memory", "push: ranks write into each other's memory"),
-        ("collective", "all-to-all: shards of 48 B at most cost less in one call"),
+        ("process_group", "all-to-all: shards of 48 B at most cost less in one call"),
     ],
 )
-def test_explain_tells_the_world_and_its_means(world: str, means: str) -> None:
-    for rank, text in enumerate(run_ranks(explained, 4, world)):
+def test_explain_tells_the_transport_and_its_means(transport: str, means: str) -> None:
+    for rank, text in enumerate(run_ranks(explained, 4, transport)):
         assert text.splitlines() == [
             f"S0 S1 → R S1   float32[4, 6] on 2×2, rank {rank}",
             "  1. exchange S0 S1 → R S1   along 0",
             "     3 boxes, receives at most 24 B",
             f"     by {means}",
             "  received 24 B (bound 24 B, met exactly), peak 72 B",
-            f"  on world {world}: asked for",
+            f"  on transport {transport}: asked for",
         ]
 
 
@@ -207,8 +207,8 @@ def carry_out_by_collectives(rank: int) -> None:
         local = distribute_tensor(mine.view(torch.uint8) if dtype == "float8_e4m3fn" else mine, mesh, held,
                                   src_data_rank=None).to_local().view(mine.dtype)  # fmt: skip
         x = DTensor.from_local(local, mesh, source, run_check=False, shape=mine.shape, stride=mine.stride())
-        assert re.search(f"by ({how}): ", shardweave.explain(x, target, world="collective", reduction="fast"))
-        got = shardweave.redistribute(x, target, world="collective", reduction="fast").full_tensor()
+        assert re.search(f"by ({how}): ", shardweave.explain(x, target, transport="process_group", reduction="fast"))
+        got = shardweave.redistribute(x, target, transport="process_group", reduction="fast").full_tensor()
         assert got.view(torch.uint8).equal(whole.view(torch.uint8)) if shape else got.equal(whole), how
 
 
@@ -216,7 +216,7 @@ def asked_differently(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(DisagreementError, match="asked for different things"):
-        shardweave.redistribute(x, [Shard(0)], world="collective", reduction="fast" if rank else "ordered")
+        shardweave.redistribute(x, [Shard(0)], transport="process_group", reduction="fast" if rank else "ordered")
 
 
 @pytest.mark.multi
@@ -239,7 +239,7 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 @pytest.mark.plan
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--mesh", "2,2", "--shape", "8,6", "--world", "collective"]
+    asked = ["plan", "--mesh", "2,2", "--shape", "8,6", "--transport", "process_group"]
     assert main([*asked, "S0 R", "S1 R"]) == 0
     assert "     by all-to-all: shards of 96 B at most" in capsys.readouterr().out
     assert main([*asked, "--backend", "nccl", "--reduction", "fast", "P S1", "R S1"]) == 0
@@ -247,7 +247,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert '     by reduce-scatter: reduction="fast" leaves the order of terms to nccl' in shown
     assert "     by all-gather: every rank ends with 96 B, an equal part from each" in shown
     assert main([*asked[:-2], "--backend", "nccl", "S0 S1", "S1 S0"]) == 2
-    assert "error: --backend: without --world collective it says nothing" in capsys.readouterr().err
+    assert "error: --backend: without --transport process_group it says nothing" in capsys.readouterr().err
     assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("S0 S1 on 2×2 of ranks 0..3 → S0 on 2 of ranks 3..4   float32[8, 6]\n")

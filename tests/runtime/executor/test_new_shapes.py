@@ -30,7 +30,7 @@ def part(whole: torch.Tensor, placement: Placement, rank: int, ranks: int) -> to
     return whole.narrow(placement.dim, low, high - low)
 
 
-def new_lengths(rank: int, ranks: int, world: str) -> int:
+def new_lengths(rank: int, ranks: int, transport: str) -> int:
     mesh, checked = init_device_mesh("cpu", (ranks,)), 0
     for turned, length in enumerate((*LENGTHS, *LENGTHS[::-1])):  # the second time all are known
         for source, target in PAIRS[:: -1 if turned % 2 else 1]:
@@ -43,7 +43,7 @@ def new_lengths(rank: int, ranks: int, world: str) -> int:
                 x = DTensor.from_local(
                     local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
                 )
-                found = shardweave.redistribute(x, [target], world=world).to_local()
+                found = shardweave.redistribute(x, [target], transport=transport).to_local()
                 want = part(whole, target, rank, ranks)
                 assert found.shape == want.shape and found.equal(want), (source, target, shape)
                 checked += 1
@@ -51,6 +51,6 @@ def new_lengths(rank: int, ranks: int, world: str) -> int:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("ranks", "world"), [(4, "shared_memory"), (3, "collective")])
-def test_redistribute_of_ever_new_lengths(ranks: int, world: str) -> None:
-    assert run_ranks(new_lengths, ranks, ranks, world) == [2 * len(LENGTHS) * len(PAIRS) * 2] * ranks
+@pytest.mark.parametrize(("ranks", "transport"), [(4, "shared_memory"), (3, "process_group")])
+def test_redistribute_of_ever_new_lengths(ranks: int, transport: str) -> None:
+    assert run_ranks(new_lengths, ranks, ranks, transport) == [2 * len(LENGTHS) * len(PAIRS) * 2] * ranks

@@ -139,7 +139,7 @@ KINDS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((3, 2), "P S1", "S1 R"),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
-WORLDS: tuple[dict[str, Any], ...] = (
+TRANSPORTS: tuple[dict[str, Any], ...] = (
     {},
     {"one_sided": False},
     {"one_sided": False, "backend": "gloo"},
@@ -160,9 +160,9 @@ def carries(dtype: torch.dtype, *layouts: str) -> bool:
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 3), (0, 4)], ids=str)
-def test_programs_in_one_process(shape: tuple[int, ...], world: dict[str, Any]) -> None:
+def test_programs_in_one_process(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
     ran = 0
     for number, (mesh, source, target) in enumerate(KINDS):
         for dtype in DTYPES if shape == (7, 5) else DTYPES[number % len(DTYPES) :][:1]:
@@ -170,10 +170,10 @@ def test_programs_in_one_process(shape: tuple[int, ...], world: dict[str, Any]) 
                 continue
             contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target, 0, 1, 1)
             locals_ = [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
-            expected = shardweave.simulate(shardweave.plan(mesh, shape, dtype, source, target), locals_, **world)
+            expected = shardweave.simulate(shardweave.plan(mesh, shape, dtype, source, target), locals_, **transport)
             with SyncGuard() as guard:
                 program = shardweave.plan(mesh, shape, dtype, source, target)
-                found = shardweave.simulate(program, locals_, **world)
+                found = shardweave.simulate(program, locals_, **transport)
             assert all(raw(a).equal(raw(b)) for a, b in zip(found, expected, strict=True))
             moves = not program.is_identity and math.prod(shape) > 0
             assert not moves or any(guard.seen[name] for name in WRITES), guard.seen
@@ -186,7 +186,7 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 
 NO_PROCESS_GROUPS = pytest.mark.parametrize(
-    "world",
+    "transport",
     [{}, {"one_sided": False}, {"one_sided": False, "node_size": 2}],
     ids=["one-sided", "two-sided", "both"],
 )
@@ -194,22 +194,22 @@ NO_PROCESS_GROUPS = pytest.mark.parametrize(
 
 @pytest.mark.plan
 @NO_PROCESS_GROUPS
-def test_scalars_strides_and_lazy_views(world: dict[str, Any]) -> None:
+def test_scalars_strides_and_lazy_views(transport: dict[str, Any]) -> None:
     scalar = shardweave.plan((2, 2), (), "float32", "P Pavg", "R R")
     columns = shardweave.plan((2,), (6, 4), "float32", "S0", "S1")
     lazy = shardweave.plan((2,), (6, 4), "complex64", "P", "S1")
     scalars, given = [torch.tensor(1.0)] * 4, [torch.ones(4, 3).mT] * 2
     views = [torch.ones(6, 4, dtype=torch.complex64).conj()] * 2
     with SyncGuard() as guard:
-        shardweave.simulate(scalar, scalars, **world)
-        shardweave.simulate(columns, given, **world)
-        shardweave.simulate(lazy, views, **world)
+        shardweave.simulate(scalar, scalars, **transport)
+        shardweave.simulate(columns, given, **transport)
+        shardweave.simulate(lazy, views, **transport)
     assert guard.seen["copy_"] and guard.seen["add"]
 
 
 @pytest.mark.plan
 @NO_PROCESS_GROUPS
-def test_batches_and_programs_between_meshes(world: dict[str, Any]) -> None:
+def test_batches_and_programs_between_meshes(transport: dict[str, Any]) -> None:
     here, there = Mesh((2, 2)), Mesh((3,), ranks=(1, 4, 6))
     x = integers((7, 5), "x").float()
     crossing = shardweave.plan(here, (7, 5), "float32", "S0 S1", "S0", target_mesh=there)
@@ -225,8 +225,8 @@ def test_batches_and_programs_between_meshes(world: dict[str, Any]) -> None:
     outside = [torch.empty(0, 0)] * 2
     given = [*cut, *outside]
     with SyncGuard() as guard:
-        (*_, last) = shardweave.simulate(crossing, given, **world)
-        outs = shardweave.simulate(batch, [given, cut, [t.bfloat16() for t in terms]], **world)
+        (*_, last) = shardweave.simulate(crossing, given, **transport)
+        outs = shardweave.simulate(batch, [given, cut, [t.bfloat16() for t in terms]], **transport)
     assert guard.seen["copy_"] and guard.seen["add"]
     assert last.equal(x[6:]) and outs[0][-1].equal(x[6:]) and outs[1][0].equal(x[:4])
 
@@ -268,8 +268,8 @@ def dtensor(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Any, ...
 
 @contextmanager
 def control_words_of(guard: SyncGuard) -> Iterator[None]:
-    """Signals between CPUs read and write the words that ranks meet by; on a GPU a kernel does. Of the symmetric world
-    these alone are not guarded, and what they overwrite."""
+    """Signals between CPUs read and write the words that ranks meet by; on a GPU a kernel does. Of the symmetric
+    transport these alone are not guarded, and what they overwrite."""
     reference = signal.signal_reference
 
     def lifted(*args: Any) -> None:
@@ -283,7 +283,7 @@ def control_words_of(guard: SyncGuard) -> Iterator[None]:
         signal.signal_reference = reference
 
 
-def under_the_guard(rank: int, world: str, name: str) -> dict[str, int]:
+def under_the_guard(rank: int, transport: str, name: str) -> dict[str, int]:
     mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     seen: dict[str, int] = {}
     for known in (mesh, other):
@@ -296,38 +296,40 @@ def under_the_guard(rank: int, world: str, name: str) -> dict[str, int]:
 
         def every_kind(given: Any = given, batch: Any = batch, targets: Any = targets) -> None:
             for x, target, options in given:
-                y = shardweave.redistribute(x, target, world=world, **options)
+                y = shardweave.redistribute(x, target, transport=transport, **options)
                 if options.get("async_op"):
                     y._local_tensor.wait()
-            shardweave.redistribute_batch(batch, targets, world=world)
-            shardweave.redistribute(given[0][0], [Shard(0)], device_mesh=other, world=world)
+            shardweave.redistribute_batch(batch, targets, transport=transport)
+            shardweave.redistribute(given[0][0], [Shard(0)], device_mesh=other, transport=transport)
 
-        if world == "symmetric":
+        if transport == "symmetric_memory":
             every_kind()  # windows are made when programs are bound, and what ranks share is written then
         with SyncGuard() as guard, control_words_of(guard):
             for _ in range(3):  # cold, and twice warm
                 every_kind()
         for operator, number in guard.seen.items():
             seen[operator] = seen.get(operator, 0) + number
-    # What a rank does alone a world of its own does, where there are nodes.
-    assert name in shardweave.stats().calls and shardweave.stats().calls.keys() <= {world, name}
+    # What a rank does alone a transport of its own does, where there are nodes.
+    assert name in shardweave.stats().calls and shardweave.stats().calls.keys() <= {transport, name}
     return seen
 
 
-REAL_WORLDS = [
+REAL_TRANSPORTS = [
     ("shared_memory", "shared_memory", 4),
-    ("collective", "collective", 4),
-    ("symmetric", "symmetric", 4),
-    ("mixed", "mixed", 2),
-    ("symmetric", "mixed symmetric", 2),
+    ("process_group", "process_group", 4),
+    ("symmetric_memory", "symmetric_memory", 4),
+    ("hierarchical", "hierarchical", 2),
+    ("symmetric_memory", "hierarchical symmetric_memory", 2),
 ]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("world", "name", "node_size"), REAL_WORLDS, ids=[name for _, name, _ in REAL_WORLDS])
-def test_programs_of_real_ranks(world: str, name: str, node_size: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "name", "node_size"), REAL_TRANSPORTS, ids=[name for _, name, _ in REAL_TRANSPORTS]
+)
+def test_programs_of_real_ranks(transport: str, name: str, node_size: int) -> None:
     environment = {} if node_size == 4 else {"SHARDWEAVE_NODE_SIZE": str(node_size)}
-    for seen in run_ranks(under_the_guard, 4, world, name, environment=environment):
+    for seen in run_ranks(under_the_guard, 4, transport, name, environment=environment):
         # Two shapes, three times, more than a copy for each request.
         assert seen["copy_"] > 100 and seen["add"] > 10, seen
 
@@ -359,11 +361,11 @@ def test_what_is_dropped_in() -> None:
     assert min(run_ranks(dropped_in_under_the_guard, 4)) >= 6
 
 
-def caught(rank: int, world: str) -> str:
+def caught(rank: int, transport: str) -> str:
     """Under the guard a program that asks for a value fails, also among real ranks."""
     mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
-    shardweave.redistribute(x, [Shard(1)], world=world)
+    shardweave.redistribute(x, [Shard(1)], transport=transport)
     call = copies.Copies.__call__
 
     def planted(self: copies.Copies, sources: Any, *rest: Any) -> None:
@@ -374,13 +376,13 @@ def caught(rank: int, world: str) -> str:
     copies.Copies.__call__ = planted  # type: ignore[method-assign]
     try:
         with SyncGuard() as guard, control_words_of(guard):
-            shardweave.redistribute(x, [Shard(1)], world=world)
-    except (SyncRefused, shardweave.WorldError) as error:
+            shardweave.redistribute(x, [Shard(1)], transport=transport)
+    except (SyncRefused, shardweave.TransportError) as error:
         return type(error).__name__
     return "passed"
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("world", ["shared_memory", "symmetric"])
-def test_the_guard_sees_what_real_ranks_do(world: str) -> None:
-    assert run_ranks(caught, 2, world) == ["SyncRefused", "PeerError"]
+@pytest.mark.parametrize("transport", ["shared_memory", "symmetric_memory"])
+def test_the_guard_sees_what_real_ranks_do(transport: str) -> None:
+    assert run_ranks(caught, 2, transport) == ["SyncRefused", "PeerError"]

@@ -15,14 +15,14 @@ import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.planner import NVLINK_INFINIBAND, NVLINK_NODE, Mesh
 from shardweave.runtime.executor.bind import BoundProgram
-from shardweave.runtime.transports.in_process import InProcessWorld, run_all
+from shardweave.runtime.transports.in_process import InProcessTransport, run_all
 
 pytestmark = pytest.mark.plan
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 
 
-class CountingWorld(InProcessWorld):
+class CountingTransport(InProcessTransport):
     """Counts the bytes of what one rank has from `empty` and has not let go; an address does not hold the buffer."""
 
     buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -64,14 +64,14 @@ def test_peak_bytes_bound_what_is_held(mesh: tuple[int, ...], shape: tuple[int, 
                 continue
             contributed = integers(oracle.contribution_shape(mesh, shape, source), source)
             given = [x.float() for x in oracle.local_shards(mesh, shape, source, contributed)]
-            worlds = [CountingWorld(True) for _ in given]
+            transports = [CountingTransport(True) for _ in given]
             runs = {
-                r: BoundProgram(program, r, x.stride(), worlds[r], x.dtype, x.device).run(x)
+                r: BoundProgram(program, r, x.stride(), transports[r], x.dtype, x.device).run(x)
                 for r, x in enumerate(given)
             }
             run_all(runs)
-            for rank, (world, x, peak) in enumerate(zip(worlds, given, program.peak_bytes, strict=True)):
-                assert world.most + x.numel() * 4 <= peak, (rank, program.explain())
+            for rank, (transport, x, peak) in enumerate(zip(transports, given, program.peak_bytes, strict=True)):
+                assert transport.most + x.numel() * 4 <= peak, (rank, program.explain())
 
 
 def test_a_tensor_that_is_larger_than_the_cap_is_refused_though_nothing_is_to_be_done() -> None:

@@ -265,7 +265,7 @@ def contributors_of(mesh: tuple[int, ...], source: str, contributed: torch.Tenso
     ids=str,
 )
 def test_simulate_sums_floats_in_one_order_on_every_rank(dtype: torch.dtype, one_sided: bool) -> None:
-    # Contributors in ascending order, in float32, rounded once: so replicas, worlds and routes agree to the bit.
+    # Contributors in ascending order, in float32, rounded once: so replicas, transports and routes agree to the bit.
     generator = torch.Generator().manual_seed(7)
     for mesh, shape, source, target in random_pairs()[:: 1 if dtype is torch.float32 and one_sided else 3]:
         size = oracle.contribution_shape(mesh, shape, source)

@@ -9,7 +9,7 @@ from moe_reference import Tokens, assert_near, tokens_of
 from shardweave.errors import ArgumentError
 from shardweave.runtime.moe.activation import backward_op, forward_op, silu_and_mul
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 RANKS, K, E, H, F = 3, 2, 5, 16, 8
 COUNTS = (6, 0, 4)
@@ -17,7 +17,7 @@ COUNTS = (6, 0, 4)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the world and the activation allocate is NaN until it is written."""
+    """What the transport and the activation allocate is NaN until it is written."""
     torch._dynamo.reset()
 
     def empty(self, shape, dtype, device):
@@ -26,7 +26,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def new(x):
         return torch.full(x.shape, float("nan"), dtype=x.dtype, device=x.device)
 
-    monkeypatch.setattr(InProcessWorld, "empty", empty)
+    monkeypatch.setattr(InProcessTransport, "empty", empty)
     monkeypatch.setattr("shardweave.runtime.moe.activation._new", new)
 
 

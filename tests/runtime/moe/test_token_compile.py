@@ -15,7 +15,7 @@ from shardweave.runtime.moe import ops
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.ops import by_rank, routing_length
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 T, K, E, H = 5, 2, 3, 8
 
@@ -160,8 +160,8 @@ def test_what_is_lost_is_raised_by_compiled_code_and_results_are_fresh(monkeypat
         ys, rows = fast(xs, weights, ids, out)
         assert all(y is o for y, o in zip(ys, out, strict=True))
         assert same(ys, layer(xs, weights, ids, None)[0])
-        world = {x.untyped_storage().data_ptr() for x in dispatched}
-        assert len(world) > 2 and not world & {x.untyped_storage().data_ptr() for x in rows}
+        transport = {x.untyped_storage().data_ptr() for x in dispatched}
+        assert len(transport) > 2 and not transport & {x.untyped_storage().data_ptr() for x in rows}
         ids[0][0, 0] = E
         fast(xs, weights, ids, out)
         with pytest.raises(CapacityError, match="dispatch 2: 0 rows had no room .* and 1 ids"):
@@ -198,12 +198,12 @@ def arguments_of_operators(**given_settings):
     ids=str,
 )
 def test_operators_are_what_they_declare(way, monkeypatch):
-    """No row past the end is compared: what the world allocates is zero here."""
+    """No row past the end is compared: what the transport allocates is zero here."""
 
     def zeros(self, shape, dtype, device):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
-    monkeypatch.setattr(InProcessWorld, "empty", zeros)
+    monkeypatch.setattr(InProcessTransport, "empty", zeros)
     # `d` lives as long as its operators run.
     for _d, operator, given in arguments_of_operators(**way):
         assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}

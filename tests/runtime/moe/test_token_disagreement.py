@@ -1,4 +1,4 @@
-"""Ranks that do not dispatch alike, on every world: told so, by name, before anybody takes a row for another's."""
+"""Ranks that do not dispatch alike, on every transport: told so, by name, before anybody takes a row for another's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from shardweave.errors import ArgumentError, WorldError
+from shardweave.errors import ArgumentError, TransportError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 RANKS, E, K, H = 4, 6, 2, 8
-WORLDS = ("shared_memory", "collective", "mixed", "symmetric")
+TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 
 
-def dispatcher(world: str, **given) -> TokenDispatcher:
+def dispatcher(transport: str, **given) -> TokenDispatcher:
     settings = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 4, "dtype": torch.float32}
-    return TokenDispatcher(**{**settings, **given}, world=world)
+    return TokenDispatcher(**{**settings, **given}, transport=transport)
 
 
 def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,17 +33,17 @@ def fits(d: TokenDispatcher, rank: int) -> None:
     assert (d.combine(routed.x, routed) == K * (1.0 + rank)).all()
 
 
-def other_order(rank: int, world: str) -> None:
+def other_order(rank: int, transport: str) -> None:
     """Two dispatchers of equal settings."""
-    first, second = dispatcher(world), dispatcher(world)
+    first, second = dispatcher(transport), dispatcher(transport)
     fits(first, rank)
     fits(second, rank)
     for d in (second, first) if rank == RANKS - 1 else (first, second):
         d.dispatch(*tokens(rank))
 
 
-def other_call(rank: int, world: str) -> None:
-    d = dispatcher(world)
+def other_call(rank: int, transport: str) -> None:
+    d = dispatcher(transport)
     fits(d, rank)
     routed = d.dispatch(*tokens(rank))
     if rank == RANKS - 1:
@@ -52,26 +52,26 @@ def other_call(rank: int, world: str) -> None:
         d.dispatch(*tokens(rank))
 
 
-def other_max_tokens(rank: int, world: str) -> None:
-    dispatcher(world, max_tokens=4 + (rank == 1)).dispatch(*tokens(rank))
+def other_max_tokens(rank: int, transport: str) -> None:
+    dispatcher(transport, max_tokens=4 + (rank == 1)).dispatch(*tokens(rank))
 
 
-def other_expert_capacity(rank: int, world: str) -> None:
+def other_expert_capacity(rank: int, transport: str) -> None:
     """Which makes slabs of other sizes than their receivers expect."""
-    d = dispatcher(world, expert_capacity=1 if rank == 1 else 3, overflow="drop")
+    d = dispatcher(transport, expert_capacity=1 if rank == 1 else 3, overflow="drop")
     d.dispatch(*tokens(rank))
 
 
-def refused_once(rank: int, world: str) -> None:
-    d = dispatcher(world)
+def refused_once(rank: int, transport: str) -> None:
+    d = dispatcher(transport)
     fits(d, rank)
     x, ids, weights = tokens(rank)
     d.dispatch(x[:, :7] if rank == 1 else x, ids, weights)
 
 
-def refused_and_went_on(rank: int, world: str) -> None:
+def refused_and_went_on(rank: int, transport: str) -> None:
     """The refusing rank catches the error, and calls the same again."""
-    d = dispatcher(world)
+    d = dispatcher(transport)
     fits(d, rank)
     x, ids, weights = tokens(rank)
     if rank == 1:
@@ -81,9 +81,9 @@ def refused_and_went_on(rank: int, world: str) -> None:
         fits(d, rank)
 
 
-def refused_by_all(rank: int, world: str) -> str:
-    """Their world lives on."""
-    d = dispatcher(world)
+def refused_by_all(rank: int, transport: str) -> str:
+    """Their transport lives on."""
+    d = dispatcher(transport)
     for _ in range(3):
         for call in (lambda: d.dispatch(torch.zeros(9, H), *tokens(rank)[1:]), lambda: d.combine(torch.zeros(1), None)):
             with pytest.raises(ArgumentError):
@@ -92,7 +92,7 @@ def refused_by_all(rank: int, world: str) -> str:
     return "went on"
 
 
-TOLD = {"DisagreementError", "PeerError", "WorldError"}  # whoever ends first closes its connections
+TOLD = {"DisagreementError", "PeerError", "TransportError"}  # whoever ends first closes its connections
 CASES: dict[Callable, Callable[[list[str]], bool]] = {
     other_order: lambda said: set(said) <= TOLD and "DisagreementError" in said,
     other_call: lambda said: set(said) <= TOLD and "DisagreementError" in said,
@@ -104,16 +104,16 @@ CASES: dict[Callable, Callable[[list[str]], bool]] = {
 }
 
 
-def every_case(rank: int, world: str) -> list[str]:
-    """What each came to; a world that failed goes with its process group."""
+def every_case(rank: int, transport: str) -> list[str]:
+    """What each came to; a transport that failed goes with its process group."""
     store, found = dist.distributed_c10d._get_default_store(), []
     for i, case in enumerate(CASES):
         dist.destroy_process_group()
         options = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
         dist.init_process_group("gloo", store=dist.PrefixStore(f"case/{i}", store), **options)
         try:
-            found.append(case(rank, world) or "nothing")
-        except (ArgumentError, WorldError) as error:
+            found.append(case(rank, transport) or "nothing")
+        except (ArgumentError, TransportError) as error:
             found.append(type(error).__name__)
         # All ranks have ended before any goes on: connections that close are the case's, not the next one's.
         store.set(f"ended/{i}/{rank}", "")
@@ -122,9 +122,9 @@ def every_case(rank: int, world: str) -> list[str]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("world", WORLDS)
-def test_ranks_that_disagree_are_told(world):
-    environment = {"SHARDWEAVE_TIMEOUT": "40"} | ({"SHARDWEAVE_NODE_SIZE": "2"} if world == "mixed" else {})
-    by_rank = run_ranks(every_case, RANKS, world, environment=environment)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_disagree_are_told(transport):
+    environment = {"SHARDWEAVE_TIMEOUT": "40"} | ({"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {})
+    by_rank = run_ranks(every_case, RANKS, transport, environment=environment)
     for case, said in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
         assert CASES[case](said.copy()), f"{case.__name__}: {said}"

@@ -18,17 +18,17 @@ from shardweave.runtime.moe.ops import register
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.transfer_fixed import slab_rank
 from shardweave.runtime.statistics import stats
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the world allocates is NaN until it is written."""
+    """What the transport allocates is NaN until it is written."""
 
     def empty(self, shape, dtype, device):
         return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
 
-    monkeypatch.setattr(InProcessWorld, "empty", empty)
+    monkeypatch.setattr(InProcessTransport, "empty", empty)
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -74,13 +74,13 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
 def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
     """Ranks that send and receive find the same, bit for bit."""
     found = virtual_moe(d, tokens, matrices, weighted)
-    world, ranks = InProcessWorld(one_sided=False), tuple(range(d.layout.ranks))
+    transport, ranks = InProcessTransport(one_sided=False), tuple(range(d.layout.ranks))
     # With room for all of a rank's rows in each slab the host reads nothing.
     for slab_capacity, reads in ((None, 1), (d.layout.max_tokens * d.layout.top_k, 0)):
         other = copy.copy(d)
         other.layout = dataclasses.replace(d.layout, slab_capacity=slab_capacity)
         part = slab_rank(other.layout)
-        other.parts = [part(other.layout, world, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
+        other.parts = [part(other.layout, transport, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
         other.handle = register(other)
         before = stats().host_reads["counts of a token dispatch"]
         for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], found, strict=False):

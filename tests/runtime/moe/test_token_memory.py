@@ -13,24 +13,24 @@ from torch.utils.checkpoint import checkpoint
 from shardweave.errors import UnsupportedError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 K, E, H = 2, 3, 8
 SAVES = ["lease", "redispatch", "copy"]
 
 
 class Allocated:
-    """What the world has allocated and somebody holds; NaN until it is written."""
+    """What the transport has allocated and somebody holds; NaN until it is written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._refs: list = []
 
-        def empty(world, shape, dtype, device):
+        def empty(transport, shape, dtype, device):
             x = torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
             self._refs.append((x.untyped_storage()._weak_ref(), tuple(shape)))
             return x
 
-        monkeypatch.setattr(InProcessWorld, "empty", empty)
+        monkeypatch.setattr(InProcessTransport, "empty", empty)
 
     def alive(self, shape: tuple[int, ...]) -> int:
         """How many of a shape."""
@@ -125,13 +125,13 @@ def test_backward_past_combine_is_refused():
         output.sum().backward()
 
 
-def each_world(rank: int) -> list:
-    """Results and gradients, by world and by what is kept."""
-    return [[as_one_rank(rank, save, world) for save in SAVES] for world in ("shared_memory", "collective")]
+def each_transport(rank: int) -> list:
+    """Results and gradients, by transport and by what is kept."""
+    return [[as_one_rank(rank, save, transport) for save in SAVES] for transport in ("shared_memory", "process_group")]
 
 
-def as_one_rank(rank: int, save: str, world: str) -> list:
-    d = TokenDispatcher(**settings(save), world=world)
+def as_one_rank(rank: int, save: str, transport: str) -> list:
+    d = TokenDispatcher(**settings(save), transport=transport)
     t = tokens_of(rank, 9 - 4 * rank, K, E, H, torch.float32, "holes")
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
     routed = d.dispatch(x, t.ids, weights)
@@ -145,6 +145,6 @@ def as_one_rank(rank: int, save: str, world: str) -> list:
 
 @pytest.mark.multi
 def test_processes_find_the_same_whatever_is_kept():
-    for of_worlds in run_ranks(each_world, 2):
-        (first, *others), over_messages = of_worlds
+    for of_transports in run_ranks(each_transport, 2):
+        (first, *others), over_messages = of_transports
         assert all(other == first for other in (*others, *over_messages))

@@ -1,4 +1,4 @@
-"""TokenDispatcher among real ranks: what virtual ones find, bit for bit, in every world; one start for many cases."""
+"""TokenDispatcher among real ranks: what virtual ones find, bit for bit, on every transport."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardweave.errors import CapacityError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.transports.shared_memory import SharedMemoryWorld
+from shardweave.runtime.transports.shared_memory import SharedMemoryTransport
 from shardweave.runtime.transports.shared_segments import Segment, bytes_of, open_segment
 
-WORLDS = ("shared_memory", "collective", "mixed", "symmetric")
+TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 E, K, H, ROUNDS = 5, 3, 24, 3
 SETTINGS = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 12, "dtype": torch.bfloat16, "align": 4}
 
@@ -43,18 +43,18 @@ def to(tokens, device: str):
 
 def poisoned() -> None:
     """What shared memory has is NaN until it is written."""
-    allocate = SharedMemoryWorld.empty
+    allocate = SharedMemoryTransport.empty
 
     def empty(self, shape, dtype, device):
         return allocate(self, shape, dtype, device).fill_(float("nan") if dtype.is_floating_point else -7)
 
-    SharedMemoryWorld.empty = empty  # type: ignore[method-assign]
+    SharedMemoryTransport.empty = empty  # type: ignore[method-assign]
 
 
-def rounds_of(rank: int, world: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
+def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
     """A rank's results and gradients, after a first dispatch that was inference."""
     with torch.inference_mode():
-        dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, world=world)
+        dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, transport=transport)
     low, high = dispatcher.layout.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = to(given(rank, 0), device)
@@ -94,10 +94,10 @@ def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list
     return found
 
 
-def beside_another_group(rank: int, world: str) -> bytes:
+def beside_another_group(rank: int, transport: str) -> bytes:
     """Four ranks, expert-parallel by twos that are not neighbours; the other two dispatch at the same time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
-    d = TokenDispatcher(mesh["ep"], **SETTINGS, world=world)
+    d = TokenDispatcher(mesh["ep"], **SETTINGS, transport=transport)
     t = tokens_of(rank // 2, 7, K, E, H, torch.bfloat16, "zipf", rank % 2)
     routed = d.dispatch(t.x, t.ids, t.weights)
     return raw(d.combine(routed.x, routed))
@@ -113,9 +113,9 @@ def virtual_twos() -> list[bytes]:
     return [ys[rank % 2][rank // 2] for rank in range(4)]
 
 
-def more_ranks_than_experts(world: str) -> list:
+def more_ranks_than_experts(transport: str) -> list:
     """What the last ranks combine does not depend on what they were sent: they have no expert."""
-    d = TokenDispatcher(num_experts=2, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, world=world)
+    d = TokenDispatcher(num_experts=2, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, transport=transport)
     x = torch.full((4, 8), 1.0 + dist.get_rank(), requires_grad=True)
     routed = d.dispatch(x, torch.tensor([[0], [1], [-1], [0]]), torch.ones(4, 1))
     output = torch.zeros_like(routed.x) if dist.get_rank() >= 2 else 3 * routed.x
@@ -123,9 +123,9 @@ def more_ranks_than_experts(world: str) -> list:
     return x.grad.tolist()
 
 
-def lost_on_one(rank: int, world: str) -> str:
+def lost_on_one(rank: int, transport: str) -> str:
     d = TokenDispatcher(
-        num_experts=4, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, capacity=2, world=world
+        num_experts=4, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, capacity=2, transport=transport
     )  # fmt: skip
     d.dispatch(torch.zeros(4, 8), torch.full((4, 1), 0 if rank == 1 else -1), torch.ones(4, 1))
     with pytest.raises(CapacityError) as raised:
@@ -133,15 +133,19 @@ def lost_on_one(rank: int, world: str) -> str:
     return str(raised.value)
 
 
-def each_world(rank: int) -> list[list]:
+def each_transport(rank: int) -> list[list]:
     poisoned()
     found: list[list] = []
-    for world in WORLDS:
-        found.append([rounds_of(rank, world)])
+    for transport in TRANSPORTS:
+        found.append([rounds_of(rank, transport)])
         # In slabs of one size, with room for all of a rank's rows; not used in shared memory.
-        assert rounds_of(rank, world, slab_capacity=12 * K) == found[-1][0], world
+        assert rounds_of(rank, transport, slab_capacity=12 * K) == found[-1][0], transport
         if dist.get_world_size() == 4:
-            found[-1] += [beside_another_group(rank, world), more_ranks_than_experts(world), lost_on_one(rank, world)]
+            found[-1] += [
+                beside_another_group(rank, transport),
+                more_ranks_than_experts(transport),
+                lost_on_one(rank, transport),
+            ]
     return found
 
 
@@ -149,11 +153,11 @@ def each_world(rank: int) -> list[list]:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
     torch.set_num_threads(1)
-    by_rank, want = run_ranks(each_world, size), virtual_rounds(size)
+    by_rank, want = run_ranks(each_transport, size), virtual_rounds(size)
     twos = virtual_twos()
-    for rank, of_worlds in enumerate(by_rank):
-        for world, (rounds, *more) in zip(WORLDS, of_worlds, strict=True):
-            assert rounds == want[rank], f"rank {rank}, {world}"
+    for rank, of_transports in enumerate(by_rank):
+        for transport, (rounds, *more) in zip(TRANSPORTS, of_transports, strict=True):
+            assert rounds == want[rank], f"rank {rank}, {transport}"
             if more:
                 beside, gradient, text = more
                 assert beside == twos[rank]

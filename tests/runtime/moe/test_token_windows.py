@@ -1,5 +1,6 @@
 """Token dispatch among ranks that meet on the device, through windows: by the references, by the kernels in the
-interpreter, and on a GPU that several processes share. What it has in common with other worlds is tested with them."""
+interpreter, and on a GPU that several processes share. What it has in common with other transports is tested with them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from moe_reference import tokens_of
 from rank_processes import end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard
-from test_symmetric import OVERLAPPING, gpu, world_of  # noqa: F401
+from test_symmetric import OVERLAPPING, gpu, transport_of  # noqa: F401
 from test_token_processes import SETTINGS, E, H, K, given, leaf, raw, rounds_of, virtual_rounds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -37,7 +38,7 @@ def digest(parts: list[bytes]) -> str:
 
 def in_the_interpreter(rank: int) -> str:
     assert pointers.interpreted(signal_kernel)
-    found = digest(rounds_of(rank, "symmetric", rounds=1))
+    found = digest(rounds_of(rank, "symmetric_memory", rounds=1))
     layer_under_the_guard(rank)
     return found
 
@@ -45,7 +46,7 @@ def in_the_interpreter(rank: int) -> str:
 def layer_under_the_guard(rank: int) -> None:
     """A layer and its backward, which read no value on the host; but for what ranks meet by, which a GPU's kernels
     read."""
-    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
     t = given(rank, 1)
     x, weights = leaf(t.x), leaf(t.weights)
     with SyncGuard() as guard, test_no_sync.control_words_of(guard):
@@ -64,16 +65,16 @@ def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
 
 def among_others(rank: int) -> list[bytes]:
     """Two dispatchers and a redistribution that take turns with one window; only making them makes any."""
-    world = world_of("cpu")
-    first, second = (TokenDispatcher(**SETTINGS, save=save, world="symmetric") for save in ("lease", "copy"))
+    transport = transport_of("cpu")
+    first, second = (TokenDispatcher(**SETTINGS, save=save, transport="symmetric_memory") for save in ("lease", "copy"))
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
-    shardweave.redistribute(x, [Replicate()], world="symmetric")
-    made, found = len(world._all), []
+    shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
+    made, found = len(transport._all), []
     for i in range(3):
         t = given(rank, i)
         ones, twos = first.dispatch(t.x, t.ids, t.weights), second.dispatch(-t.x, t.ids, t.weights)
-        whole = shardweave.redistribute(x, [Replicate()], world="symmetric").to_local()
+        whole = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local()
         assert torch.equal(whole, torch.arange(28.0).view(7, 4))
         out = torch.full((len(t.x), 2 * H), float("nan"), dtype=t.x.dtype)
         first.combine(ones.x, ones, out=out[:, :H])
@@ -81,12 +82,12 @@ def among_others(rank: int) -> list[bytes]:
         negative = second.combine(twos.x, twos)
         assert torch.equal(negative, -out[:, :H])
         found.append(raw(out[:, :H]))
-    assert len(world._all) == made
+    assert len(transport._all) == made
     return found
 
 
-def combined(rank: int, world: str, name: str) -> list[bytes]:
-    d = TokenDispatcher(**SETTINGS, world=world)
+def combined(rank: int, transport: str, name: str) -> list[bytes]:
+    d = TokenDispatcher(**SETTINGS, transport=transport)
     assert d.name == name
     found = []
     for i in range(3):
@@ -102,13 +103,13 @@ def test_what_shares_a_window_takes_turns() -> None:
 
 def test_ranks_of_several_nodes_send_slabs() -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
-    found = run_ranks(combined, 4, "symmetric", "mixed symmetric", environment=nodes)
+    found = run_ranks(combined, 4, "symmetric_memory", "hierarchical symmetric_memory", environment=nodes)
     assert found == run_ranks(combined, 4, "shared_memory", "shared_memory")
 
 
 def many_at_once(rank: int, leases: int) -> int:
     """Dispatches whose rows are held for as long as each rank likes, and written by their experts; how many copied."""
-    d = TokenDispatcher(**SETTINGS, leases=leases, world="symmetric")
+    d = TokenDispatcher(**SETTINGS, leases=leases, transport="symmetric_memory")
     draw, held, want = random.Random(rank), {}, {}
     before = stats().copies.total()
     for i in range(24):
@@ -130,8 +131,8 @@ def many_at_once(rank: int, leases: int) -> int:
 def lent_again(rank: int) -> None:
     """Dispatch after dispatch, each result let go with the next: nothing is copied, and the same two places serve."""
     settings = {**SETTINGS, "leases": 2}
-    d = TokenDispatcher(**settings, world="symmetric")
-    smaller = TokenDispatcher(**{**settings, "max_tokens": 11}, world="symmetric")
+    d = TokenDispatcher(**settings, transport="symmetric_memory")
+    smaller = TokenDispatcher(**{**settings, "max_tokens": 11}, transport="symmetric_memory")
     before, seen = stats().copies.total(), set()
     for i in range(8):
         t = given(rank, 2 * i)
@@ -140,10 +141,10 @@ def lent_again(rank: int) -> None:
         seen.add(routed.x.data_ptr())
     assert len(seen) == 2 and stats().copies.total() == before
     routed = None
-    lent = world_of("cpu")._lent
+    lent = transport_of("cpu")._lent
     assert [len(of_group) for of_group in lent.values()] == [1]
-    TokenDispatcher(**SETTINGS, leases=0, world="symmetric").dispatch(t.x, t.ids, t.weights)
-    TokenDispatcher(**SETTINGS, save="copy", world="symmetric").dispatch(t.x, t.ids, t.weights)
+    TokenDispatcher(**SETTINGS, leases=0, transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
+    TokenDispatcher(**SETTINGS, save="copy", transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
     assert [len(of_group) for of_group in lent.values()] == [1] and stats().copies.total() == before
 
 
@@ -155,7 +156,7 @@ def test_rows_stay_where_peers_wrote_them() -> None:
 
 
 def leases_of_a_rank(rank: int) -> None:
-    TokenDispatcher(**SETTINGS, leases=1 + rank, world="symmetric")
+    TokenDispatcher(**SETTINGS, leases=1 + rank, transport="symmetric_memory")
 
 
 def test_ranks_that_lend_unlike_are_told() -> None:
@@ -220,7 +221,7 @@ def odd_settings(rank: int) -> list[list[bytes]]:
     found = []
     for given_here in ODD.values():
         settings = {**SETTINGS, **given_here}
-        d = TokenDispatcher(**settings, world="symmetric")
+        d = TokenDispatcher(**settings, transport="symmetric_memory")
         for i in range(3):
             found += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
         d.check()
@@ -242,7 +243,7 @@ def test_odd_settings_give_what_virtual_ranks_give() -> None:
 
 def again_in_backward(rank: int, how: str) -> list[bytes]:
     """Two layers, by the operators or run once more."""
-    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
 
     def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -273,11 +274,11 @@ def test_compiled_and_checkpointed_are_eager() -> None:
 
 def dispatches_late(rank: int, disagrees: bool) -> None:
     """After a redistribution has left floats where counts will be."""
-    d = TokenDispatcher(**SETTINGS, world="symmetric")
-    other = TokenDispatcher(**{**SETTINGS, "num_experts": 40}, world="symmetric")
+    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
+    other = TokenDispatcher(**{**SETTINGS, "num_experts": 40}, transport="symmetric_memory")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(-torch.ones(9, 400), mesh, [Shard(0)])
-    shardweave.redistribute(x, [Shard(1)], world="symmetric")
+    shardweave.redistribute(x, [Shard(1)], transport="symmetric_memory")
     t = given(rank, 1)
     if rank != 1:
         d.dispatch(t.x, t.ids, t.weights)
@@ -310,7 +311,7 @@ def test_kernels_do_not_take_it_for_counts_either() -> None:
 
 
 def never_combines(rank: int) -> None:
-    d = TokenDispatcher(**SETTINGS, world="symmetric")
+    d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
     t = given(rank, 1)
     routed = d.dispatch(t.x, t.ids, t.weights)
     if rank != 1:
@@ -332,7 +333,7 @@ def test_a_rank_that_does_not_come_is_named_and_what_was_made_is_overwritten() -
 
 
 def explained(rank: int) -> str:
-    text = TokenDispatcher(**SETTINGS, world="symmetric").explain()
+    text = TokenDispatcher(**SETTINGS, transport="symmetric_memory").explain()
     dist.barrier()  # who is gone cannot be joined
     return text
 
@@ -344,12 +345,12 @@ def test_explain_counts_the_window() -> None:
     rows = d.layout.rows
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
     assert window_nbytes(d.layout) == want
-    assert "symmetric" in text and f"{window_size(want):,}  window" in text, text
+    assert "symmetric_memory" in text and f"{window_size(want):,}  window" in text, text
     assert f"{rows * H * 2:,}  rows received that stay where they came, leases=1" in text, text
 
 
 def on_a_gpu(rank: int) -> str:
-    return digest(rounds_of(rank, "symmetric", device="cuda"))
+    return digest(rounds_of(rank, "symmetric_memory", device="cuda"))
 
 
 @pytest.mark.gpu
@@ -363,7 +364,7 @@ def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
 def captured_on_a_gpu(rank: int) -> bool:
     """Dispatch and combine in one graph, replayed with other tokens."""
     torch.cuda.set_device(0)
-    d = TokenDispatcher(**SETTINGS, device="cuda", world="symmetric")
+    d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory")
     tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
     x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
     stream = torch.cuda.Stream()

@@ -23,7 +23,7 @@ from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
-from shardweave.runtime.transports.in_process import InProcessWorld
+from shardweave.runtime.transports.in_process import InProcessTransport
 
 K, E, H, F = 2, 5, 16, 8
 SETTINGS = {"num_experts": E, "top_k": K, "hidden": H, "max_tokens": 9, "dtype": torch.float32, "zero_rows": True}
@@ -32,12 +32,12 @@ COUNTS = (9, 0, 4, 7, 0)
 
 @pytest.fixture(autouse=True)
 def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What torch and the world allocate is NaN until it is written."""
+    """What torch and the transport allocate is NaN until it is written."""
 
     def empty(self, shape, dtype, device):
         return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
 
-    monkeypatch.setattr(InProcessWorld, "empty", empty)
+    monkeypatch.setattr(InProcessTransport, "empty", empty)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -166,28 +166,28 @@ class Listed:
         return [self.d.combine(outputs[0], routed[0], weighted=weighted)]
 
 
-OF_WORLDS: list[tuple[str, dict, Any]] = [
+OF_TRANSPORTS: list[tuple[str, dict, Any]] = [
     ("shared_memory", {}, None),
     ("shared_memory", {"align": 4}, compiled),
     ("shared_memory", {"save": "copy", "align": 4}, None),
     ("shared_memory", {"save": "redispatch"}, None),
-    ("collective", {"align": 4}, None),
-    ("collective", {"slab_capacity": 18}, None),
-    ("mixed", {"align": 4}, None),
-    ("symmetric", {}, None),
-    ("symmetric", {}, compiled),
-    ("symmetric", {"leases": 0, "align": 4}, None),
-    ("symmetric", {"save": "copy"}, None),
-    ("symmetric", {"save": "redispatch"}, None),
+    ("process_group", {"align": 4}, None),
+    ("process_group", {"slab_capacity": 18}, None),
+    ("hierarchical", {"align": 4}, None),
+    ("symmetric_memory", {}, None),
+    ("symmetric_memory", {}, compiled),
+    ("symmetric_memory", {"leases": 0, "align": 4}, None),
+    ("symmetric_memory", {"save": "copy"}, None),
+    ("symmetric_memory", {"save": "redispatch"}, None),
 ]
 
 
-def of_each_world(rank: int) -> list[list[list]]:
+def of_each_transport(rank: int) -> list[list[list]]:
     poisoned()
     torch.use_deterministic_algorithms(True)
     found = []
-    for world, given, run in OF_WORLDS:
-        d = TokenDispatcher(**SETTINGS, **given, world=world)
+    for transport, given, run in OF_TRANSPORTS:
+        d = TokenDispatcher(**SETTINGS, **given, transport=transport)
         for number in range(1 if run else 3):
             experts = Gated(torch.float32)
             trained(Listed(d), [experts], [rounds(dist.get_world_size(), number)[rank]], number != 2, run)
@@ -198,11 +198,11 @@ def of_each_world(rank: int) -> list[list[list]]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
-def test_weight_gradients_in_every_world(size: int) -> None:
+def test_weight_gradients_in_every_transport(size: int) -> None:
     torch.set_num_threads(1)
-    of_ranks = run_ranks(of_each_world, size)
+    of_ranks = run_ranks(of_each_transport, size)
     want = [dense(rounds(size, number), torch.float32)[1] for number in range(3)]
-    assert len(of_ranks[0]) == 3 * len(OF_WORLDS) - 2 * 2
+    assert len(of_ranks[0]) == 3 * len(OF_TRANSPORTS) - 2 * 2
     for case, by_rank in enumerate(zip(*of_ranks, strict=True)):
         (number, *others), of_parameters = zip(*by_rank, strict=True)
         assert others == [number] * (size - 1)
@@ -253,7 +253,7 @@ def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
     received = ops.new_received
     monkeypatch.setattr(ops, "new_received", lambda *given: [tuple(map(sevens_like, of)) for of in received(*given)])
     monkeypatch.setattr(
-        InProcessWorld, "empty", lambda self, shape, dtype, device: torch.full(tuple(shape), 7, dtype=dtype)
+        InProcessTransport, "empty", lambda self, shape, dtype, device: torch.full(tuple(shape), 7, dtype=dtype)
     )
     monkeypatch.setattr("shardweave.runtime.moe.activation._new", sevens_like)
     torch.use_deterministic_algorithms(False)

@@ -111,7 +111,7 @@ def test_a_config_is_plain_values():
 
 CASES = [
     (10, 1, {}, [3, 3, 3, 1]),
-    (3, 4, {"world": "collective"}, [1, 1, 1, 0]),
+    (3, 4, {"transport": "process_group"}, [1, 1, 1, 0]),
     (8, 16, {"save": "copy", "expert_capacity": 40}, [2, 2, 2, 2]),
 ]
 

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
-from shardweave.errors import ArgumentError, WorldError
+from shardweave.errors import ArgumentError, TransportError
 
 pytestmark = pytest.mark.multi
 
-TRANSPORTS = ("shared_memory", "collective", "mixed", "symmetric")
+TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 
 
 def environment_of(transport: str, **more: str) -> dict[str, str]:
-    pretended = {"SHARDWEAVE_NODE_SIZE": "2"} if transport == "mixed" else {}
+    pretended = {"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {}
     return {"SHARDWEAVE_TIMEOUT": "40", **pretended, **more}
 
 
@@ -53,7 +53,7 @@ def outcome(call: Callable[[], bool]) -> str:
     """What a call came to: "right", "wrong" or the name and text of its error."""
     try:
         return "right" if call() else "wrong"
-    except (ArgumentError, WorldError) as error:
+    except (ArgumentError, TransportError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -81,7 +81,7 @@ def refuse_and_go_on(rank: int, transport: str, refusing: int, shape: tuple[int,
         given = misfit(x) if rank == refusing and step == 1 else x
 
         def call(given: DTensor = given, whole: torch.Tensor = whole) -> bool:
-            return shardweave.redistribute(given, [Replicate()], world=transport).to_local().equal(whole)
+            return shardweave.redistribute(given, [Replicate()], transport=transport).to_local().equal(whole)
 
         found.append(outcome(call))
     return found
@@ -120,7 +120,7 @@ def all_refuse(rank: int, transport: str) -> list[str]:
 
 
 def _gathered(x: DTensor, transport: str) -> torch.Tensor:
-    return shardweave.redistribute(x, [Replicate()], world=transport).to_local()
+    return shardweave.redistribute(x, [Replicate()], transport=transport).to_local()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -171,12 +171,12 @@ def groups_in_another_order(rank: int, transport: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "collective", "symmetric"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "symmetric_memory"])
 def test_calls_of_overlapping_groups_in_another_order(transport: str) -> None:
     start = time.monotonic()
     said = run_ranks(groups_in_another_order, 3, transport, environment=environment_of(transport))
     assert not any("wrong" in steps for steps in said), said
-    if transport != "symmetric":  # where it is the device that waits
+    if transport != "symmetric_memory":  # where it is the device that waits
         assert any(s.startswith("DisagreementError: ") for steps in said for s in steps), said
         assert time.monotonic() - start < 35, said
 
@@ -194,7 +194,7 @@ def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
         c, of_c = sharded(last, 4, 2, torch.float32, add=7 * step)
         targets = [[Replicate(), Replicate()], [Replicate()], [Shard(1)]]
         # Ranks 4 and on are in none of the meshes, and call all the same.
-        x, y, z = (t.to_local() for t in shardweave.redistribute_batch([a, b, c], targets, world=transport))
+        x, y, z = (t.to_local() for t in shardweave.redistribute_batch([a, b, c], targets, transport=transport))
         assert rank > 3 or x.equal(whole), (rank, x)
         assert rank not in (1, 2) or y.equal(of_b), (rank, y)
         if rank in (0, 3):
@@ -232,8 +232,8 @@ def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int
 
         def call(x: Any = x, placements: Any = placements, more: Any = more, whole: Any = whole) -> bool:
             if way == "batch":
-                return shardweave.redistribute_batch([x], [placements], world=transport)[0].to_local().equal(whole)
-            return shardweave.redistribute(x, placements, world=transport, **more).to_local().equal(whole)
+                return shardweave.redistribute_batch([x], [placements], transport=transport)[0].to_local().equal(whole)
+            return shardweave.redistribute(x, placements, transport=transport, **more).to_local().equal(whole)
 
         found.append(outcome(call))
         if rank < 2 and all(each == "right" or each.startswith("ArgumentError") for each in found):
@@ -280,7 +280,7 @@ def batch_on_two_devices(rank: int, transport: str) -> list[str]:
             y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
         def call(x: DTensor = x, y: DTensor = y, whole: torch.Tensor = whole) -> bool:
-            found, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, world=transport)
+            found, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, transport=transport)
             return found.to_local().equal(whole)
 
         found.append(outcome(call))
@@ -304,7 +304,7 @@ def skewed(rank: int, transport: str) -> bool:
         if rank == 2 and step == 1:
             time.sleep(2.5)
         given = [sharded(mesh, 6, 2, torch.float32, add=step) for mesh in pairs]
-        ys = shardweave.redistribute_batch([x for x, _ in given], [[Replicate()]] * 2, world=transport)
+        ys = shardweave.redistribute_batch([x for x, _ in given], [[Replicate()]] * 2, transport=transport)
         for y, (x, whole) in zip(ys, given, strict=True):
             assert x.device_mesh.get_coordinate() is None or y.to_local().equal(whole)
     return True
@@ -318,12 +318,12 @@ def test_rank_that_is_ahead_of_a_late_one_is_not_taken_for_another_call(transpor
 def dispatcher_refuses_while_pending(rank: int, transport: str) -> bool:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     d = shardweave.TokenDispatcher(
-        None, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, world=transport
+        None, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, transport=transport
     )
     ids = torch.tensor([[0, 3], [1, 2]])
     for step in range(3):
         x, whole = sharded(mesh, 8, 6, torch.float32, add=step)
-        later = shardweave.redistribute(x, [Replicate()], async_op=True, world=transport)
+        later = shardweave.redistribute(x, [Replicate()], async_op=True, transport=transport)
         with pytest.raises(ArgumentError, match="x: "):
             d.dispatch(torch.zeros(2, 7), ids, torch.ones(2, 2))
         routed = d.dispatch(torch.full((2, 8), 1.0 + rank), ids, torch.ones(2, 2))
@@ -347,17 +347,17 @@ def used_twice(rank: int, transport: str) -> list[str]:
         return [outcome(lambda: _gathered(other, transport) is None)]
     found = []
     try:
-        later = shardweave.redistribute(x, [Replicate()], async_op=True, world=transport)
-    except WorldError as error:
+        later = shardweave.redistribute(x, [Replicate()], async_op=True, transport=transport)
+    except TransportError as error:
         return [f"{type(error).__name__}"] * 3
     for _ in range(3):
         found.append(outcome(lambda: (later.to_local() + 0).equal(whole)))
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "collective", "mixed"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical"])
 def test_async_result_whose_first_use_raised_raises_again(transport: str) -> None:
-    more = {"SHARDWEAVE_NODE_SIZE": "1"} if transport == "mixed" else {}
+    more = {"SHARDWEAVE_NODE_SIZE": "1"} if transport == "hierarchical" else {}
     said = run_ranks(used_twice, 2, transport, environment={**environment_of(transport), **more})
     assert all("Error" in text for text in said[0]) and len(said[0]) == 3, said
 
@@ -370,7 +370,7 @@ def drop_async(rank: int, transport: str) -> int:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     for step in range(3):
         x, _ = sharded(mesh, 200, 300, torch.float32, add=step)
-        shardweave.redistribute(x, [Replicate()], async_op=True, world=transport)
+        shardweave.redistribute(x, [Replicate()], async_op=True, transport=transport)
     return 0
 
 
@@ -399,9 +399,9 @@ def set_up(rank: int, what: str) -> str:
     mesh = DeviceMesh("cpu", [0, 1])
     x, whole = sharded(mesh, 8, 6, torch.float32)
     odd = rank == 1
-    if what == "SHARDWEAVE_WORLD":
+    if what == "SHARDWEAVE_TRANSPORT":
         if odd:
-            os.environ["SHARDWEAVE_WORLD"] = "collective"
+            os.environ["SHARDWEAVE_TRANSPORT"] = "process_group"
         return outcome(lambda: _gathered(x, None).equal(whole))
     options: dict[str, Any] = {
         "min_bytes": {"min_bytes": 100 if odd else 0},
@@ -419,7 +419,7 @@ def set_up(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "named", "values"),
     [
-        ("SHARDWEAVE_WORLD", "SHARDWEAVE_WORLD: ", ("not set", "collective")),
+        ("SHARDWEAVE_TRANSPORT", "SHARDWEAVE_TRANSPORT: ", ("not set", "process_group")),
         ("min_bytes", "install(min_bytes=): ", ("0", "100")),
         ("topology", "install(topology=): ", ("none", "nvlink")),
         ("reduction", "install(reduction=): ", ("ordered", "fast")),
@@ -466,7 +466,7 @@ def die_first(rank: int, transport: str | None) -> None:
     if rank == 1:
         os._exit(3)
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())), _init_backend=False)
-    shardweave.redistribute(sharded(mesh, 8, 6, torch.float32)[0], [Replicate()], world=transport)
+    shardweave.redistribute(sharded(mesh, 8, 6, torch.float32)[0], [Replicate()], transport=transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -18,40 +18,40 @@ import shardweave
 pytestmark = pytest.mark.multi
 
 
-def disagree(rank: int, world: str) -> None:
+def disagree(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
     rows = 8 if rank != 2 else 12
     d = DTensor.from_local(torch.full((rows // 4, 4), float(rank)), mesh, [Shard(0)], run_check=False)
-    shardweave.redistribute(d, [Shard(1)], world=world)
+    shardweave.redistribute(d, [Shard(1)], transport=transport)
 
 
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_ranks_that_ask_for_different_things_are_told(world: str) -> None:
-    ends = end_ranks(disagree, 4, world, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_ranks_that_ask_for_different_things_are_told(transport: str) -> None:
+    ends = end_ranks(disagree, 4, transport, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
     assert ends[2].error == "DisagreementError"
     assert "asked for different things" in ends[2].message and "rank 2" in ends[2].message
     assert all(end.error is not None for end in ends)
     told = [end for end in ends if end.error == "DisagreementError"]
     assert all("no tensor of yours was written" in end.message for end in told)
-    if world == "shared_memory":
+    if transport == "shared_memory":
         assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
 
-def misfit_on_one(rank: int, world: str) -> None:
+def misfit_on_one(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
     # Ranks that have met can read what one said even after it has ended.
-    shardweave.redistribute(distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)]), [Shard(1)], world=world)
+    shardweave.redistribute(distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)]), [Shard(1)], transport=transport)
     rows = 3 if rank == 2 else 2
     d = DTensor.from_local(
         torch.zeros(rows, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
     )
-    shardweave.redistribute(d, [Replicate()], world=world)
+    shardweave.redistribute(d, [Replicate()], transport=transport)
 
 
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_a_rank_whose_tensor_does_not_fit_tells_its_peers(world: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_rank_whose_tensor_does_not_fit_tells_its_peers(transport: str) -> None:
     start = time.monotonic()
-    ends = end_ranks(misfit_on_one, 4, world, timeout=60)
+    ends = end_ranks(misfit_on_one, 4, transport, timeout=60)
     assert time.monotonic() - start < 45
     assert ends[2].error == "ArgumentError" and "gave shape (3, 4)" in ends[2].message
     others = [end for rank, end in enumerate(ends) if rank != 2]
@@ -71,7 +71,7 @@ def test_a_rank_that_exchanges_nothing_waits_for_nobody() -> None:
     run_ranks(one_rank_alone, 4, environment={"SHARDWEAVE_TIMEOUT": "5"})
 
 
-def die_or_wait(rank: int, how: str, world: str = "shared_memory") -> None:
+def die_or_wait(rank: int, how: str, transport: str = "shared_memory") -> None:
     mesh = init_device_mesh("cpu", (4,))
     d = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])
     for call in range(50):
@@ -81,23 +81,23 @@ def die_or_wait(rank: int, how: str, world: str = "shared_memory") -> None:
             if how == "exit":
                 os._exit(0)
             time.sleep(5)
-        shardweave.redistribute(d, [Shard(1)], world=world)
+        shardweave.redistribute(d, [Shard(1)], transport=transport)
 
 
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @pytest.mark.parametrize("how", ["killed", "exit"])
-def test_a_dead_rank_is_named(how: str, world: str) -> None:
+def test_a_dead_rank_is_named(how: str, transport: str) -> None:
     start = time.monotonic()
-    ends = end_ranks(die_or_wait, 4, how, world, timeout=60)
+    ends = end_ranks(die_or_wait, 4, how, transport, timeout=60)
     # Far below the group's timeout of 60 s: the death itself was noticed.
     assert time.monotonic() - start < 45
     named = [end.message for r, end in enumerate(ends) if r != 1 and "rank 1" in end.message]
     assert named and all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
 
 
-@pytest.mark.parametrize("world", ["shared_memory", "collective"])
-def test_a_stalled_rank_ends_the_wait(world: str) -> None:
-    ends = end_ranks(die_or_wait, 4, "stall", world, environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_stalled_rank_ends_the_wait(transport: str) -> None:
+    ends = end_ranks(die_or_wait, 4, "stall", transport, environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
     errors = [end for r, end in enumerate(ends) if r != 1]
     assert any(end.error == "MeetingTimeoutError" and "rank 1" in end.message for end in errors)
     assert {end.error for end in errors} <= {"MeetingTimeoutError", "PeerError"}
@@ -116,8 +116,8 @@ def bad_arguments(rank: int) -> None:
         shardweave.redistribute(d, [Shard(0)])
     with refused(shardweave.ArgumentError, "shard_order", "tensor dim 0", r"\(0, 0\)", "allowed", r"\(0, 1\)"):
         shardweave.redistribute(d, [Shard(0), Shard(0)], shard_order={0: (0, 0)})
-    with refused(shardweave.ArgumentError, "world", "smoke", "shared_memory"):
-        shardweave.redistribute(d, [Shard(1), Shard(0)], world="smoke")
+    with refused(shardweave.ArgumentError, "transport", "smoke", "shared_memory"):
+        shardweave.redistribute(d, [Shard(1), Shard(0)], transport="smoke")
     misfit = DTensor.from_local(
         torch.zeros(3, 3), mesh, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
     )
@@ -139,10 +139,10 @@ def fail_alone(rank: int) -> None:
         from shardweave.runtime.transports.shared_tensors import SharedPool
 
         def full(*arguments: object) -> torch.Tensor:
-            raise shardweave.WorldError("no room")
+            raise shardweave.TransportError("no room")
 
         SharedPool.empty = full  # type: ignore[method-assign]
-        with pytest.raises(shardweave.WorldError, match="no room"):
+        with pytest.raises(shardweave.TransportError, match="no room"):
             shardweave.redistribute(d, [Replicate()])
         time.sleep(3)
     shardweave.redistribute(d, [Replicate()])
@@ -152,7 +152,7 @@ def test_a_rank_that_fails_between_meetings_tells_its_peers() -> None:
     start = time.monotonic()
     ends = end_ranks(fail_alone, 2, environment={"SHARDWEAVE_TIMEOUT": "40"}, timeout=60)
     assert ends[0].error == "PeerError" and "rank 1" in ends[0].message and "failed" in ends[0].message
-    assert ends[1].error == "WorldError" and "no room" in ends[1].message
+    assert ends[1].error == "TransportError" and "no room" in ends[1].message
     assert time.monotonic() - start < 30
 
 
@@ -166,7 +166,7 @@ def two_threads(rank: int) -> list[str]:
         try:
             for _ in range(2000):
                 shardweave.redistribute(d, [Replicate()])
-        except shardweave.WorldError as error:
+        except shardweave.TransportError as error:
             ends.append(str(error))
 
     threads = [threading.Thread(target=many) for _ in range(2)]

@@ -17,16 +17,16 @@ from torch.distributed.tensor import Replicate
 import shardweave
 from shardweave.runtime.transports import select
 from shardweave.runtime.transports.fingerprint_check import _merged
-from shardweave.runtime.transports.process_group import CollectiveWorld
+from shardweave.runtime.transports.process_group import ProcessGroupTransport
 
 pytestmark = pytest.mark.multi
 
 
-def by_words() -> CollectiveWorld:
-    """The world of this process, without tags."""
-    world = select.current_worlds()._collective("cpu")
-    world.has_tags = False
-    return world
+def by_words() -> ProcessGroupTransport:
+    """The transport of this process, without tags."""
+    transport = select.current_transports()._collective("cpu")
+    transport.has_tags = False
+    return transport
 
 
 def random_requests_by_words(rank: int, size: int, number: int, reduction: str) -> bool:
@@ -43,7 +43,7 @@ def test_random_requests_are_right(size: int, reduction: str) -> None:
 
 def swapped(rank: int) -> list[Any]:
     """Two requests of equal bytes, known to all, which rank 0 makes in another order."""
-    world = by_words()
+    transport = by_words()
     mesh = DeviceMesh("cpu", [0, 1, 2])
     requests = [sharded(mesh, 9, 6, torch.float32), sharded(mesh, 9, 6, torch.int32, add=1000)]
     for x, whole in requests:
@@ -61,17 +61,17 @@ def swapped(rank: int) -> list[Any]:
     assert rows.shape == (6, 6)
     error = outcome(lambda: _gathered(requests[1][0]) is None)
     return [mine, [p or (r and 0 not in (rank, o)) for p, r, o in zip(poisoned, right, others, strict=True)],
-            any(poisoned), error, type(world.error).__name__]  # fmt: skip
+            any(poisoned), error, type(transport.error).__name__]  # fmt: skip
 
 
 def _gathered(x: Any) -> torch.Tensor:
-    return shardweave.redistribute(x, [Replicate()], world="collective").to_local()
+    return shardweave.redistribute(x, [Replicate()], transport="process_group").to_local()
 
 
 def test_calls_in_another_order_overwrite_what_came_and_raise_in_the_next() -> None:
-    for mine, others, some, error, of_world in run_ranks(swapped, 3, environment={"SHARDWEAVE_TIMEOUT": "20"}):
+    for mine, others, some, error, of_transport in run_ranks(swapped, 3, environment={"SHARDWEAVE_TIMEOUT": "20"}):
         assert mine and all(others) and some
-        assert error.startswith("DisagreementError: ") and of_world == "DisagreementError", error
+        assert error.startswith("DisagreementError: ") and of_transport == "DisagreementError", error
 
 
 def refused(rank: int) -> list[str]:
@@ -102,7 +102,7 @@ def test_redistribute_refused_by_one_rank_that_goes_on() -> None:
 def dispatched(rank: int) -> bool:
     by_words()
     for slab_capacity in (None, 8):
-        d = dispatcher("collective", slab_capacity=slab_capacity)
+        d = dispatcher("process_group", slab_capacity=slab_capacity)
         for _ in range(3):
             fits(d, rank)
         x, ids, weights = tokens(rank)

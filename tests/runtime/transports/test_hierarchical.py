@@ -25,9 +25,9 @@ import shardweave
 from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 from shardweave.planner import Mesh, Topology
-from shardweave.runtime.executor.lower import AssumedWorld, explain_on, lower
+from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
 from shardweave.runtime.transports.base import HEADER, AllToAll, Transfer
-from shardweave.runtime.transports.process_group import CollectiveWorld
+from shardweave.runtime.transports.process_group import ProcessGroupTransport
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
@@ -87,11 +87,11 @@ def test_all_who_meet_choose_alike_by_their_nodes() -> None:
                 program = shardweave.plan(
                     mesh, (12, 60), "float32", *texts, topology=replace(NODES, node_size=node_size)
                 )
-                world = AssumedWorld(mesh, False, node_size=node_size)
+                transport = AssumedTransport(mesh, False, node_size=node_size)
                 for step in program.steps:
                     for position in range(mesh.size):
                         members = program.members(step, position)
-                        how = {lower(program, step, p, world).how for p in members}
+                        how = {lower(program, step, p, transport).how for p in members}
                         assert len(how) == 1, (program.explain(), how)
                         nodes = {p // node_size for p in members}
                         if len(members) > 1:
@@ -113,15 +113,15 @@ def test_simulate_refuses_a_node_size() -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     nodes = tmp_path / "nodes.json"
     nodes.write_text(NODES.to_json())
-    asked = ["plan", "--mesh", "2,2", "--shape", "64,64", "--world", "mixed", "S0 S0", "R R"]
+    asked = ["plan", "--mesh", "2,2", "--shape", "64,64", "--transport", "hierarchical", "S0 S0", "R R"]
     assert main([*asked, "--topology", str(nodes)]) == 0
     shown = capsys.readouterr().out
     program = shardweave.plan((2, 2), (64, 64), "float32", "S0 S0", "R R", topology=NODES)
-    assert shown == explain_on(program, AssumedWorld(program.mesh, False, node_size=2)) + "\n"
+    assert shown == explain_on(program, AssumedTransport(program.mesh, False, node_size=2)) + "\n"
     assert "     by push: ranks of one node write into each other's memory" in shown
     for topology in ([], ["--topology", "nvlink"]):
         assert main([*asked, *topology]) == 2
-        assert "error: --world mixed: of what nodes is not said; allowed: with a --topology of nodes" in (
+        assert "error: --transport hierarchical: of what nodes is not said; allowed: with a --topology of nodes" in (
             capsys.readouterr().err
         )
 
@@ -131,7 +131,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None
 REAL = {3: [(3,), (1, 3)], 4: [(4,), (2, 2), (2, 1, 2)], 5: [(5,)]}
 
 
-def digests(rank: int, ranks: int, world: str, first: int, count: int) -> list[str]:
+def digests(rank: int, ranks: int, transport: str, first: int, count: int) -> list[str]:
     """Of outputs, from values that do not add up exactly; each first checked against slices with values that do."""
     random, meshes = Random(first), []
     for shape in REAL[ranks]:
@@ -141,14 +141,14 @@ def digests(rank: int, ranks: int, world: str, first: int, count: int) -> list[s
     for seed in range(first, first + count):
         shape, order, mesh = meshes[seed % len(meshes)]
         case, position = drawn(seed, shape), order.index(rank)
-        check_on_a_rank(case, mesh, position, world)
+        check_on_a_rank(case, mesh, position, transport)
         dtype = getattr(torch, case.dtype)
         values = case.whole() * (0.1 if dtype.is_floating_point and dtype.itemsize > 1 else 1)
         mine = oracle.local_shards(case.mesh, case.shape, case.source, values)[position].to(dtype)
         x = DTensor(mine, spec_of(case, mesh, case.source, dtype), requires_grad=False)
         orders = dict(oracle.read(case.target).orders)
         for _ in range(2):  # the second with buffers that are kept ready
-            y = shardweave.redistribute(x, placements_of(case.target), shard_order=orders, world=world,
+            y = shardweave.redistribute(x, placements_of(case.target), shard_order=orders, transport=transport,
                                         topology=case.topology)  # fmt: skip
             found.append(hashlib.blake2b(raw(y._local_tensor)).hexdigest())
     return found
@@ -157,7 +157,7 @@ def digests(rank: int, ranks: int, world: str, first: int, count: int) -> list[s
 @pytest.mark.multi
 @pytest.mark.parametrize(("ranks", "count"), [(4, 24), (3, 16), (5, 12)])
 def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int) -> None:
-    mixed = run_ranks(digests, ranks, ranks, "mixed", 100 * ranks, count, environment=PRETENDED)
+    mixed = run_ranks(digests, ranks, ranks, "hierarchical", 100 * ranks, count, environment=PRETENDED)
     assert mixed == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
 
 
@@ -167,13 +167,13 @@ class Counted:
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages, self.sent, self.received = 0, 0, 0
 
-        def begin(world: CollectiveWorld, request: Any) -> Any:
+        def begin(transport: ProcessGroupTransport, request: Any) -> Any:
             if isinstance(request, AllToAll):
                 nodes = [r // 2 for r in request.group]
                 assert len(set(nodes)) == len(nodes)
                 self.sent += sum(nbytes - HEADER for nbytes in request.send_sizes if nbytes)
                 request.receives.fill_(0xA5)  # the last byte of no value that is sent
-                done = stock(world, request)
+                done = stock(transport, request)
 
                 def count() -> None:
                     done()
@@ -189,10 +189,10 @@ class Counted:
                 self.messages += 1
             self.sent += sum(buffer.numel() for _, buffer in request.sends)
             self.received += sum(buffer.numel() for _, buffer in request.receives)
-            return stock(world, request)
+            return stock(transport, request)
 
-        stock = CollectiveWorld.begin
-        monkeypatch.setattr(CollectiveWorld, "begin", begin)
+        stock = ProcessGroupTransport.begin
+        monkeypatch.setattr(ProcessGroupTransport, "begin", begin)
 
 
 def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[str], int]:
@@ -222,10 +222,10 @@ def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[st
             crossing.append(counted.received)
             text = shardweave.explain(given, (c, d), topology=topology)
             means |= {line.strip() for line in text.splitlines() if line.startswith("     by ")}
-            where = "on world mixed: 4 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=2"
+            where = "on transport hierarchical: 4 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=2"
             assert text.endswith(where) or not program.exchanges
-    assert shardweave.stats().worlds[0, 1, 2, 3].startswith("mixed: 4 ranks are on 2 machines")
-    assert shardweave.stats().calls["mixed"] > 20 and not shardweave.stats().delegations
+    assert shardweave.stats().transports[0, 1, 2, 3].startswith("hierarchical: 4 ranks are on 2 machines")
+    assert shardweave.stats().calls["hierarchical"] > 20 and not shardweave.stats().delegations
     return crossing, means, within
 
 
@@ -272,36 +272,44 @@ def test_a_batch_mixes_as_well() -> None:
 
 @pytest.mark.multi
 def test_other_meshes_topologies_and_batches() -> None:
-    assert min(run_ranks(to_other_meshes, 4, "mixed", environment=PRETENDED)) == 200
-    assert run_ranks(on_nodes, 4, "mixed", environment={**PRETENDED, "SHARDWEAVE_WORLD": "mixed"}) == [144] * 4
-    assert run_ranks(batches, 4, "mixed", environment=PRETENDED) == [270] * 4
+    assert min(run_ranks(to_other_meshes, 4, "hierarchical", environment=PRETENDED)) == 200
+    assert (
+        run_ranks(on_nodes, 4, "hierarchical", environment={**PRETENDED, "SHARDWEAVE_TRANSPORT": "hierarchical"})
+        == [144] * 4
+    )
+    assert run_ranks(batches, 4, "hierarchical", environment=PRETENDED) == [270] * 4
 
 
 @pytest.mark.multi
 def test_what_is_begun_is_waited_for_when_it_is_used() -> None:
-    run_ranks(waited_for_later, 4, "mixed", environment={**PRETENDED, "SHARDWEAVE_WORLD": "mixed"})
-    run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_NODE_SIZE": "1", "SHARDWEAVE_WORLD": "mixed"})
+    run_ranks(waited_for_later, 4, "hierarchical", environment={**PRETENDED, "SHARDWEAVE_TRANSPORT": "hierarchical"})
+    run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_NODE_SIZE": "1", "SHARDWEAVE_TRANSPORT": "hierarchical"})
 
 
-def several_worlds_at_once(rank: int) -> None:
+def several_transports_at_once(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
     x = torch.arange(64.0).reshape(8, 8)
     whole, across, inside = (distribute_tensor(x, m, [Shard(0)] * m.ndim, src_data_rank=None)
                              for m in (mesh, mesh["across"], mesh["inside"]))  # fmt: skip
     for _ in range(3):
         begun = []
-        for given, world in ((whole, "mixed"), (inside, "shared_memory"), (across, "collective"), (whole, "mixed")):
+        for given, transport in (
+            (whole, "hierarchical"),
+            (inside, "shared_memory"),
+            (across, "process_group"),
+            (whole, "hierarchical"),
+        ):
             y = shardweave.redistribute(given, [Shard(1)] * given.device_mesh.ndim, async_op=True)
-            assert shardweave.stats().worlds[tuple(given.device_mesh.mesh.flatten().tolist())].startswith(world)
+            assert shardweave.stats().transports[tuple(given.device_mesh.mesh.flatten().tolist())].startswith(transport)
             begun.append(y)
-        # On two parts of a mixed world at once, then on it as a whole, and the other way round.
+        # On two parts of a hierarchical transport at once, then on it as a whole, and the other way round.
         for y in begun if rank % 2 else reversed(begun):
             assert y.full_tensor().equal(x)
 
 
 @pytest.mark.multi
-def test_a_mixed_world_takes_turns_with_its_parts() -> None:
-    run_ranks(several_worlds_at_once, 4, environment=PRETENDED)
+def test_a_mixed_transport_takes_turns_with_its_parts() -> None:
+    run_ranks(several_transports_at_once, 4, environment=PRETENDED)
 
 
 def installed(rank: int) -> None:
@@ -314,7 +322,7 @@ def installed(rank: int) -> None:
         product.sum().backward()
     assert product.equal(x @ x.T)
     assert d.grad.full_tensor().allclose(2 * x.sum(0).expand(8, 6))
-    assert shardweave.stats().calls["mixed"] > 3 and not shardweave.stats().delegations
+    assert shardweave.stats().calls["hierarchical"] > 3 and not shardweave.stats().delegations
 
 
 @pytest.mark.multi
@@ -324,34 +332,34 @@ def test_the_drop_in_mixes() -> None:
 
 @pytest.mark.multi
 def test_fsdps_own_collectives_mix() -> None:
-    run_ranks(collectives_alone, 4, "mixed", environment={**PRETENDED, "SHARDWEAVE_WORLD": "mixed"})
+    run_ranks(collectives_alone, 4, "hierarchical", environment={**PRETENDED, "SHARDWEAVE_TRANSPORT": "hierarchical"})
 
 
 def chosen(rank: int) -> None:
     meshes = {ranks: DeviceMesh("cpu", list(ranks)) for ranks in ((0, 1), (0, 2), (1, 2, 3))}
     there = "machine, by SHARDWEAVE_NODE_SIZE=2"
-    worlds = (
+    transports = (
         f"shared_memory: all ranks are on this {there}",
-        f"collective: each rank is on another {there}",
-        f"mixed: 3 ranks are on 2 {there.replace('machine', 'machines')}",
+        f"process_group: each rank is on another {there}",
+        f"hierarchical: 3 ranks are on 2 {there.replace('machine', 'machines')}",
     )
-    for ranks, world in zip(meshes, worlds, strict=True):
+    for ranks, transport in zip(meshes, transports, strict=True):
         if rank not in ranks:
             continue
         x = distribute_tensor(torch.arange(12.0), meshes[ranks], [Shard(0)], src_data_rank=None)
         assert shardweave.redistribute(x, [Replicate()]).to_local().equal(torch.arange(12.0))
-        assert shardweave.stats().worlds[ranks] == world
+        assert shardweave.stats().transports[ranks] == transport
         # Any ranks may be asked to mix.
-        assert shardweave.redistribute(x, [Replicate()], world="mixed").to_local().equal(torch.arange(12.0))
-        assert shardweave.stats().worlds[ranks] == "mixed: asked for"
+        assert shardweave.redistribute(x, [Replicate()], transport="hierarchical").to_local().equal(torch.arange(12.0))
+        assert shardweave.stats().transports[ranks] == "hierarchical: asked for"
         if ranks != (0, 1):
-            allowed = world.partition(":")[0]
+            allowed = transport.partition(":")[0]
             with pytest.raises(UnsupportedError, match=f"cannot carry ranks .* on another {there}; allowed: {allowed}"):
-                shardweave.redistribute(x, [Replicate()], world="shared_memory")
+                shardweave.redistribute(x, [Replicate()], transport="shared_memory")
 
 
 @pytest.mark.multi
-def test_the_world_follows_from_the_nodes() -> None:
+def test_the_transport_follows_from_the_nodes() -> None:
     run_ranks(chosen, 4, environment=SOON)
 
 
@@ -387,7 +395,7 @@ def test_node_sizes_are_whole_and_alike() -> None:
 @pytest.mark.parametrize("node_size", ["2", "3", "5"])
 def test_random_redistributions_of_eight_ranks_at_length(node_size: str) -> None:
     environment = {"SHARDWEAVE_NODE_SIZE": node_size}
-    assert run_ranks(many_on_ranks, 8, 8, "mixed", 3000, 150, environment=environment, timeout=500) == [150] * 8
+    assert run_ranks(many_on_ranks, 8, 8, "hierarchical", 3000, 150, environment=environment, timeout=500) == [150] * 8
 
 
 # What goes wrong
@@ -395,7 +403,7 @@ def test_random_redistributions_of_eight_ranks_at_length(node_size: str) -> None
 
 @pytest.mark.multi
 def test_a_dead_rank_is_named() -> None:
-    ends = end_ranks(die_or_wait, 4, "killed", "mixed", environment=PRETENDED, timeout=50)
+    ends = end_ranks(die_or_wait, 4, "killed", "hierarchical", environment=PRETENDED, timeout=50)
     others = [end for r, end in enumerate(ends) if r != 1]
     # Not by the group's timeout, of 60 s: the death itself was noticed.
     assert all(end.error == "PeerError" for end in others) and any("rank 1" in end.message for end in others)
@@ -423,16 +431,16 @@ def test_a_stalled_rank_ends_the_wait() -> None:
 
 @pytest.mark.multi
 def test_ranks_that_ask_for_different_things_are_told() -> None:
-    ends = end_ranks(disagree, 4, "mixed", environment=SOON, timeout=40)
+    ends = end_ranks(disagree, 4, "hierarchical", environment=SOON, timeout=40)
     assert ends[2].error == "DisagreementError" and "asked for different things" in ends[2].message
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
-    found = run_ranks(one_disagrees, 4, "mixed", environment=SOON)
+    found = run_ranks(one_disagrees, 4, "hierarchical", environment=SOON)
     assert "nothing" not in found and "DisagreementError" in found
 
 
 @pytest.mark.multi
 def test_a_rank_whose_tensor_does_not_fit_tells_its_peers() -> None:
-    ends = end_ranks(misfit_on_one, 4, "mixed", environment=SOON, timeout=40)
+    ends = end_ranks(misfit_on_one, 4, "hierarchical", environment=SOON, timeout=40)
     assert ends[2].error == "ArgumentError" and "gave shape (3, 4)" in ends[2].message
     others = [end for rank, end in enumerate(ends) if rank != 2]
     assert any(end.error == "DisagreementError" and "rank 2" in end.message for end in others)
@@ -455,14 +463,14 @@ def fail_alone(rank: int, topology: Topology | None, where: str) -> str:
         with pytest.MonkeyPatch.context() as monkeypatch:
 
             def no_room(*arguments: object) -> torch.Tensor:
-                raise shardweave.WorldError("no room")
+                raise shardweave.TransportError("no room")
 
             monkeypatch.setattr("shardweave.runtime.transports.shared_tensors.SharedPool.empty", no_room)
-            with pytest.raises(shardweave.WorldError, match="no room"):
+            with pytest.raises(shardweave.TransportError, match="no room"):
                 call(inside if where == "inside" else x)
-    with pytest.raises(shardweave.WorldError) as told:
+    with pytest.raises(shardweave.TransportError) as told:
         call(inside if rank == 0 and where == "inside" else x)
-    with pytest.raises(shardweave.WorldError):
+    with pytest.raises(shardweave.TransportError):
         call()
     store.set(f"told/{rank}", "")
     # Nobody is told by anyone's end.

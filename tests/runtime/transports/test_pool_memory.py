@@ -109,22 +109,22 @@ def group_anew(life: int, store: dist.Store, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=size)
 
 
-def many_lives(rank: int, size: int, world: str, lives: int) -> None:
+def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     for life in range(lives):
         mesh = init_device_mesh("cpu", (size,))
         for _ in range(3):
-            y = shardweave.redistribute(rows_of(mesh, 300, life + 1.0), [Replicate()], world=world).to_local()
+            y = shardweave.redistribute(rows_of(mesh, 300, life + 1.0), [Replicate()], transport=transport).to_local()
         whole = DTensor.from_local(torch.ones(7, 3), mesh, [Partial()], run_check=False)
-        assert bool((shardweave.redistribute(whole, [Shard(0)], world=world).to_local() == size).all())
+        assert bool((shardweave.redistribute(whole, [Shard(0)], transport=transport).to_local() == size).all())
         for _ in range(2):  # nobody waits for the last of them
-            later = shardweave.redistribute(rows_of(mesh, 10, 1.0), [Replicate()], world=world, async_op=True)
+            later = shardweave.redistribute(rows_of(mesh, 10, 1.0), [Replicate()], transport=transport, async_op=True)
         del later, whole
         assert is_right(y, 300, life + 1.0) and left()[0] > 0
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
-        if world == "shared_memory":
+        if transport == "shared_memory":
             # Of memory what is under the tensor, which is rounded up, alone; of descriptors, those of its segment.
             assert pool_pages() <= block_size(y.nbytes) == shardweave.pool_memory().reserved
             assert left()[0] <= 2 and is_right(y, 300, life + 1.0)
@@ -135,17 +135,17 @@ def many_lives(rank: int, size: int, world: str, lives: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "lives"),
+    ("kind", "transport", "lives"),
     [
         ("anonymous", "shared_memory", 20),
         ("named", "shared_memory", 4),
-        ("named", "symmetric", 4),
-        ("anonymous", "mixed", 3),
+        ("named", "symmetric_memory", 4),
+        ("anonymous", "hierarchical", 3),
     ],
 )
-def test_nothing_is_left_of_groups_that_are_destroyed(kind: str, world: str, lives: int) -> None:
-    environment = {"SHARDWEAVE_SEGMENTS": kind} | ({"SHARDWEAVE_NODE_SIZE": "2"} if world == "mixed" else {})
-    run_ranks(many_lives, 3, 3, world, lives, environment=environment)
+def test_nothing_is_left_of_groups_that_are_destroyed(kind: str, transport: str, lives: int) -> None:
+    environment = {"SHARDWEAVE_SEGMENTS": kind} | ({"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {})
+    run_ranks(many_lives, 3, 3, transport, lives, environment=environment)
 
 
 def waited_for_after_the_end(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What CollectiveWorld does on GPUs with NCCL, a GPU for each rank; on every machine the same on CPUs with gloo."""
+"""What ProcessGroupTransport does on GPUs with NCCL, a GPU for each rank; the same on CPUs with gloo."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pairs(rank: int, device: str, size: int, number: int, reduction: str) -> Non
             terms = [torch.arange(int(torch.Size(shape).numel())).view(shape).to(dtype) + 2 * i for i in range(count)]
             x = made(terms[mine], mesh, src, src_order, device)
             y = shardweave.redistribute(
-                x, dst, shard_order=dst_order or None, world="collective", async_op=later, reduction=reduction
+                x, dst, shard_order=dst_order or None, transport="process_group", async_op=later, reduction=reduction
             )  # type: ignore[arg-type]
             op = src[dims[0]].reduce_op if dims else "sum"
             kept.append((y, held_by(OPS[op](torch.stack(terms).double()).to(dtype), dst, mesh, dst_order), (src, dst)))
@@ -70,10 +70,12 @@ def parts_of_everyone(rank: int, device: str) -> None:
         if mesh.get_coordinate() is not None:
             x = made(whole, mesh, [Shard(0)], {}, device)
             for target in ([Shard(1)], [Replicate()]):
-                y = shardweave.redistribute(x, target, world="collective")
+                y = shardweave.redistribute(x, target, transport="process_group")
                 assert y.to_local().cpu().equal(held_by(whole, target, mesh, {}))
     xs = [made(whole + i, meshes[2], [Shard(i % 2)], {}, device) for i in range(5)]
-    for y, i in zip(shardweave.redistribute_batch(xs, [[Replicate()]] * 5, world="collective"), range(5), strict=True):
+    for y, i in zip(
+        shardweave.redistribute_batch(xs, [[Replicate()]] * 5, transport="process_group"), range(5), strict=True
+    ):
         assert y.to_local().cpu().equal(whole + i)
 
 
@@ -88,13 +90,13 @@ def captured(rank: int, device: str) -> None:
     whole = torch.arange(63.0).view(7, 9)
     x = made(whole, mesh, [Shard(0)], {}, device)
     p = DTensor.from_local(torch.ones(7, 9, device=device), mesh, [Partial()], run_check=False)
-    shardweave.prepare(mesh, 1 << 16, world="collective")
+    shardweave.prepare(mesh, 1 << 16, transport="process_group")
     for given, target in ((x, [Shard(1)]), (p, [Shard(0)])):
-        shardweave.bind(given, target, world="collective")
+        shardweave.bind(given, target, transport="process_group")
 
     def calls() -> list[torch.Tensor]:
-        turned = shardweave.redistribute(x, [Shard(1)], world="collective").to_local()
-        return [turned, shardweave.redistribute(p, [Shard(0)], world="collective").to_local()]
+        turned = shardweave.redistribute(x, [Shard(1)], transport="process_group").to_local()
+        return [turned, shardweave.redistribute(p, [Shard(0)], transport="process_group").to_local()]
 
     if device == "cpu":
         outs = calls()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardweave
-from shardweave.errors import ArgumentError, WorldError
+from shardweave.errors import ArgumentError, TransportError
 from shardweave.runtime.transports import memory_pressure, pool_limit
 from shardweave.runtime.transports import shared_allocator as allocators
 from shardweave.runtime.transports.shared_allocator import DEFAULT_LIMIT, Gaps, block_size
@@ -280,7 +280,7 @@ def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
             shardweave.empty_cache()
             try:
                 pool.empty((MIB,), torch.uint8)
-            except WorldError:
+            except TransportError:
                 del pool
                 code = 0
         finally:
@@ -313,7 +313,7 @@ def test_no_room_for_a_name_is_tried_again_and_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "posix_fallocate", limited)
     held = pool.empty((2 * MIB,), torch.uint8)  # for which what is free goes back
     assert pages(pool) == 2 * MIB
-    with pytest.raises(WorldError, match=r"1048576 bytes of shared memory in /dev/shm: .*No space left"):
+    with pytest.raises(TransportError, match=r"1048576 bytes of shared memory in /dev/shm: .*No space left"):
         pool.empty((MIB,), torch.uint8)
     del held
     assert pool.empty((MIB,), torch.uint8).fill_(1).numel() == MIB

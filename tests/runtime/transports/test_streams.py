@@ -97,13 +97,13 @@ def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monke
 
     started = run()
     started.send(None)
-    world: Any = SimpleNamespace(
+    transport: Any = SimpleNamespace(
         busy=False, pending=None, fail=None, answer=None, rendezvous=SimpleNamespace(call=None)
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
-    pending = Pending(started, world, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
-    cuda.current = "b"  # of the world's next call
+    pending = Pending(started, transport, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
+    cuda.current = "b"  # of the transport's next call
     pending.finish()
     pending.finish()
     assert cuda.said == ["waited on a", "unpacked on a", "event on a"]
@@ -124,11 +124,11 @@ def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> No
         yield
 
     bound: Any = SimpleNamespace(device=torch.device("cuda", 0), token=1, run=run, summary=lambda: ("what", 0, 0))
-    world: Any = SimpleNamespace(
+    transport: Any = SimpleNamespace(
         name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,
         rendezvous=SimpleNamespace(begin=lambda *call: None),
     )  # fmt: skip
-    call = Call(bound, world, (0, 1))
+    call = Call(bound, transport, (0, 1))
     for cuda.capturing in (False, True):
         call(torch.ones(1))
         assert (call in captured) == cuda.capturing

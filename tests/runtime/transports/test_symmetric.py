@@ -30,9 +30,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import shardweave
 from shardweave.kernels.signal import polls_within
 from shardweave.runtime.transports.capabilities import Rates
-from shardweave.runtime.transports.select import current_worlds
+from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.streams import SideStream
-from shardweave.runtime.transports.symmetric import SymmetricWorld
+from shardweave.runtime.transports.symmetric import SymmetricMemoryTransport
 from shardweave.runtime.transports.symmetric_window import pad_bytes, window_size
 
 pytestmark = pytest.mark.multi
@@ -46,19 +46,21 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def world_of(device: str) -> SymmetricWorld:
+def transport_of(device: str) -> SymmetricMemoryTransport:
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    world, _ = current_worlds().choose(tuple(range(torch.distributed.get_world_size())), here, "symmetric")
-    assert isinstance(world, SymmetricWorld)
-    return world
+    transport, _ = current_transports().choose(
+        tuple(range(torch.distributed.get_world_size())), here, "symmetric_memory"
+    )
+    assert isinstance(transport, SymmetricMemoryTransport)
+    return transport
 
 
 def directed(rank: int, direction: str, function: Callable, *args: Any) -> Any:
-    """`function(rank, "symmetric", ...)` in a world that pushes, pulls or chooses."""
-    world = world_of("cpu")
-    world.windows.direction = direction  # type: ignore[assignment]
-    value = function(rank, "symmetric", *args)
-    assert world.error is None
+    """`function(rank, "symmetric_memory", ...)` in a transport that pushes, pulls or chooses."""
+    transport = transport_of("cpu")
+    transport.windows.direction = direction  # type: ignore[assignment]
+    value = function(rank, "symmetric_memory", *args)
+    assert transport.error is None
     return value
 
 
@@ -83,7 +85,7 @@ def test_sampled_pairs_equal_slicing(direction: str) -> None:
     ],
     ids=lambda given: given if isinstance(given, str) else given.__name__,
 )
-def test_what_holds_in_other_worlds_holds_here(function: Callable, direction: str) -> None:
+def test_what_holds_in_other_transports_holds_here(function: Callable, direction: str) -> None:
     run_ranks(directed, 4, direction, function)
 
 
@@ -115,9 +117,9 @@ DTYPES_OF = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def random_pairs(rank: int, device: str, direction: str, seed: int, number: int, other: str | None) -> int:
-    """Against reducing and slicing the whole; and, of numbers that sums round, bitwise as in another world."""
-    world = world_of(device)
-    world.windows.direction = direction  # type: ignore[assignment]
+    """Against reducing and slicing the whole; and, of numbers that sums round, bitwise as in another transport."""
+    transport = transport_of(device)
+    transport.windows.direction = direction  # type: ignore[assignment]
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, MESHES[size])
     kept = []
@@ -128,7 +130,7 @@ def random_pairs(rank: int, device: str, direction: str, seed: int, number: int,
         for m in dims:
             mine = mine * mesh.size(m) + coordinate[m]
         x = made(terms[mine], mesh, src, src_order, device)
-        y = shardweave.redistribute(x, dst, shard_order=dst_order or None, world="symmetric")
+        y = shardweave.redistribute(x, dst, shard_order=dst_order or None, transport="symmetric_memory")
         op = src[dims[0]].reduce_op if dims else "sum"
         reduced = OPS[op](torch.stack(terms).double()).to(dtype)
         kept.append((y.to_local(), held_by(reduced, dst, mesh, dst_order), (shape, src, src_order, dst, dst_order)))
@@ -136,25 +138,27 @@ def random_pairs(rank: int, device: str, direction: str, seed: int, number: int,
             generator = torch.Generator().manual_seed(rank)
             local = torch.randn(x.to_local().shape, generator=generator).to(dtype)
             r = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-            results = [shardweave.redistribute(r, dst, world=name).to_local() for name in ("symmetric", other)]
+            results = [
+                shardweave.redistribute(r, dst, transport=name).to_local() for name in ("symmetric_memory", other)
+            ]
             kept.append((*results, ("random numbers", shape, src, dst)))
     # Looked at in the end: a result that a later call overwrote would show.
     for got, want, what in kept:
         assert equal(got.cpu(), want), (what, got, want)
-    assert world.error is None
+    assert transport.error is None
     return len(kept)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", MESHES)
-def test_random_pairs_equal_the_whole_and_another_world(size: int, direction: str) -> None:
+def test_random_pairs_equal_the_whole_and_another_transport(size: int, direction: str) -> None:
     ends = run_ranks(random_pairs, size, "cpu", direction, size, 60, "shared_memory")
     assert ends == [120] * size
 
 
 def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
     """Data that differs from round to round, ranks that are late now and then, nothing kept that was read."""
-    world_of(device).windows.direction = direction  # type: ignore[assignment]
+    transport_of(device).windows.direction = direction  # type: ignore[assignment]
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, (size,))
     generator = random.Random(rank)
@@ -165,12 +169,12 @@ def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
         p = DTensor.from_local((whole + n + rank).to(device), mesh, [Partial()], run_check=False)
         if generator.random() < 0.05:
             time.sleep(0.005)
-        turned = shardweave.redistribute(x, [Shard(1)], world="symmetric")
-        outs.append((turned, shardweave.redistribute(p, [Replicate()], world="symmetric")))
+        turned = shardweave.redistribute(x, [Shard(1)], transport="symmetric_memory")
+        outs.append((turned, shardweave.redistribute(p, [Replicate()], transport="symmetric_memory")))
     for n, (turned, summed) in enumerate(outs):
         assert equal(turned.to_local().cpu(), held_by(whole + 100 * n, [Shard(1)], mesh, {}).contiguous()), n
         assert torch.equal(summed.to_local().cpu(), size * (whole + n) + sum(range(size))), n
-    assert world_of(device).error is None
+    assert transport_of(device).error is None
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -190,7 +194,7 @@ def batches(rank: int) -> None:
     for _ in range(3):
         wholes = [whole_tensor(shape, torch.float32) for _, shape, _, _ in pairs]
         xs = [made(w, m, src, {}, "cpu") for w, (m, _, src, _) in zip(wholes, pairs, strict=True)]
-        ys = shardweave.redistribute_batch(xs, [dst for *_, dst in pairs], world="symmetric")
+        ys = shardweave.redistribute_batch(xs, [dst for *_, dst in pairs], transport="symmetric_memory")
         for y, whole, (m, _, src, dst) in zip(ys, wholes, pairs, strict=True):
             want = whole * (2 if src[0].is_partial() else 1)
             assert equal(y.to_local(), held_by(want, dst, m, {})), (src, dst)
@@ -205,15 +209,15 @@ def signals_of_a_batch(rank: int) -> None:
     given = [made(torch.arange(35.0 + 7 * i).view(-1, 7), other, [Shard(0)], {}, "cpu") for i in range(6)]
     given += [made(torch.arange(12.0).view(3, 4), mesh, [Shard(0), Replicate()], {}, "cpu") for _ in range(3)]
     targets = [[Shard(1)]] * 6 + [[Shard(1), Replicate()]] * 3
-    world, counted = world_of("cpu"), Counter[str]()
-    signal = world.signal
+    transport, counted = transport_of("cpu"), Counter[str]()
+    signal = transport.signal
 
     def counting(window: Any, use: str, *args: Any, **options: Any) -> None:
         counted[use] += 1
         signal(window, use, *args, **options)  # type: ignore[arg-type]
 
-    world.signal = counting  # type: ignore[method-assign]
-    outs = shardweave.redistribute_batch(given, targets, world="symmetric")
+    transport.signal = counting  # type: ignore[method-assign]
+    outs = shardweave.redistribute_batch(given, targets, transport="symmetric_memory")
     for x, y, target in zip(given, outs, targets, strict=True):
         assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
     # Two groups of ranks meet once each; a tensor more costs what would overwrite its output.
@@ -227,20 +231,20 @@ def test_tensors_of_a_batch_meet_together() -> None:
 def fails_in_a_batch(rank: int) -> int:
     mesh = init_device_mesh("cpu", (2,))
     given = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
-    world, outputs = world_of("cpu"), []
-    shardweave.redistribute_batch(given, [[Replicate()]] * 3, world="symmetric")
+    transport, outputs = transport_of("cpu"), []
+    shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
     if rank == 1:
         time.sleep(3)
         return 0
-    empty = world.empty
+    empty = transport.empty
 
     def recorded(*args: Any) -> torch.Tensor:
         outputs.append(empty(*args))
         return outputs[-1]
 
-    world.empty = recorded  # type: ignore[method-assign]
+    transport.empty = recorded  # type: ignore[method-assign]
     with pytest.raises(shardweave.MeetingTimeoutError):
-        shardweave.redistribute_batch(given, [[Replicate()]] * 3, world="symmetric")
+        shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
     return sum(bool(out.isnan().all()) for out in outputs)
 
 
@@ -298,11 +302,14 @@ def asynchronous(rank: int) -> None:
     whole = torch.arange(63.0).view(7, 9)
     x = made(whole, mesh, [Shard(0)], {}, "cpu")
     for turn in range(4):
-        begun = [shardweave.redistribute(x, [p], async_op=True, world="symmetric") for p in (Shard(1), Replicate())]
+        begun = [
+            shardweave.redistribute(x, [p], async_op=True, transport="symmetric_memory")
+            for p in (Shard(1), Replicate())
+        ]
         assert all(type(y._local_tensor) is AsyncCollectiveTensor for y in begun)
         for y in begun if turn % 2 else reversed(begun):
             assert equal(y.to_local(), held_by(whole, y.placements, mesh, {}))
-    assert world_of("cpu").pending is None
+    assert transport_of("cpu").pending is None
 
 
 def test_calls_may_be_waited_for_later() -> None:
@@ -311,21 +318,21 @@ def test_calls_may_be_waited_for_later() -> None:
 
 def measured(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2))
-    shardweave.prepare(mesh, 1 << 16, world="symmetric")
-    policy = world_of("cpu").windows
+    shardweave.prepare(mesh, 1 << 16, transport="symmetric_memory")
+    policy = transport_of("cpu").windows
     mine = [(0, 1, 2, 3), tuple(sorted({rank, rank ^ 1})), tuple(sorted({rank, rank ^ 2}))]
     assert sorted(policy.rates) == sorted(mine) and all(min(rates) > 1e6 for rates in policy.rates.values())
     rates = repr(policy.rates[0, 1, 2, 3])
     x = made(torch.arange(400.0).view(20, 20), mesh, [Shard(0), Shard(1)], {}, "cpu")
-    text = shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    text = shardweave.explain(x, [Shard(1), Shard(0)], transport="symmetric_memory")
     assert re.search(
         r"by pu..: windows of 400 B, 400 B for pu..; [\d.e+-]+ µs, [\d.e+-]+ for pu.., by measured", text
     ), text
     policy.rates[0, 1, 2, 3] = Rates(push=1e9, pull=4e9, local=1e12)
-    assert "by pull: windows of 400 B" in shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    assert "by pull: windows of 400 B" in shardweave.explain(x, [Shard(1), Shard(0)], transport="symmetric_memory")
     policy.rates[0, 1, 2, 3] = Rates(push=4e9, pull=1e9, local=1e12)
     # Sixteen times the bytes of a pull's windows, and all the same.
-    assert "by push" in shardweave.explain(x, [Shard(1), Shard(0)], world="symmetric")
+    assert "by push" in shardweave.explain(x, [Shard(1), Shard(0)], transport="symmetric_memory")
     return [rates]
 
 
@@ -336,15 +343,17 @@ def test_ranks_push_or_pull_by_what_was_measured() -> None:
 
 def other_ways(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    world_of("cpu").windows.direction = "push" if rank else "pull"
-    shardweave.redistribute(made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu"), [Replicate()], world="symmetric")
+    transport_of("cpu").windows.direction = "push" if rank else "pull"
+    shardweave.redistribute(
+        made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu"), [Replicate()], transport="symmetric_memory"
+    )
 
 
 def other_ways_in_a_batch(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    world_of("cpu").windows.direction = "push" if rank else "pull"
+    transport_of("cpu").windows.direction = "push" if rank else "pull"
     xs = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
-    shardweave.redistribute_batch(xs, [[Replicate()]] * 3, world="symmetric")
+    shardweave.redistribute_batch(xs, [[Replicate()]] * 3, transport="symmetric_memory")
 
 
 @pytest.mark.parametrize("function", [other_ways, other_ways_in_a_batch])
@@ -359,20 +368,20 @@ def prepared_in_between(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).view(4, 6)
     x = made(whole, mesh, [Shard(0)], {}, "cpu")
-    later = shardweave.redistribute(x, [Shard(1)], async_op=True, world="symmetric")
+    later = shardweave.redistribute(x, [Shard(1)], async_op=True, transport="symmetric_memory")
     with torch.inference_mode():
-        shardweave.prepare(mesh, 1 << 12, world="symmetric")
-    world = world_of("cpu")
-    world.windows.rates[0, 1] = Rates(push=1e9, pull=4e9, local=1e12)
+        shardweave.prepare(mesh, 1 << 12, transport="symmetric_memory")
+    transport = transport_of("cpu")
+    transport.windows.rates[0, 1] = Rates(push=1e9, pull=4e9, local=1e12)
     # The same request with other strides on one rank, which it has not bound yet.
     local = x.to_local() if rank else x.to_local().mT.contiguous().mT
     y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
-    for got in (later, shardweave.redistribute(y, [Shard(1)], world="symmetric")):
+    for got in (later, shardweave.redistribute(y, [Shard(1)], transport="symmetric_memory")):
         assert equal(got.to_local(), held_by(whole, [Shard(1)], mesh, {}))
     dist.barrier()  # a rank that fails takes back what it told peers that have not read it yet
-    world.fail(shardweave.WorldError("done"))
-    with pytest.raises(shardweave.WorldError, match="done"):
-        shardweave.prepare(mesh, 1 << 12, world="symmetric")
+    transport.fail(shardweave.TransportError("done"))
+    with pytest.raises(shardweave.TransportError, match="done"):
+        shardweave.prepare(mesh, 1 << 12, transport="symmetric_memory")
 
 
 def test_what_is_prepared_is_prepared_for_all_that_comes() -> None:
@@ -381,10 +390,10 @@ def test_what_is_prepared_is_prepared_for_all_that_comes() -> None:
 
 def later_and_backward(rank: int, direction: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    world_of("cpu").windows.direction = direction  # type: ignore[assignment]
+    transport_of("cpu").windows.direction = direction  # type: ignore[assignment]
     whole = torch.arange(63.0).view(7, 9)
     x = made(whole, mesh, (Shard(0), Shard(1)), {}, "cpu").requires_grad_()
-    y = shardweave.redistribute(x, (Shard(1), Replicate()), async_op=True, world="symmetric")
+    y = shardweave.redistribute(x, (Shard(1), Replicate()), async_op=True, transport="symmetric_memory")
     assert equal(y.detach().to_local(), held_by(whole, (Shard(1), Replicate()), mesh, {}))
     (y * y).sum().backward()
     assert x.grad is not None and equal(x.grad.to_local(), held_by(2 * whole, (Shard(0), Shard(1)), mesh, {}))
@@ -398,19 +407,19 @@ def test_async_calls_and_gradients(direction: str) -> None:
 def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
     """Windows are made when a program is bound, in sizes that follow from it, and never again."""
     mesh = init_device_mesh("cpu", (4,))
-    world = world_of("cpu")
+    transport = transport_of("cpu")
     x = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
-    shardweave.redistribute(x, [Shard(1)], world="symmetric")
-    provider, made_before = world.provider, len(world._all)
+    shardweave.redistribute(x, [Shard(1)], transport="symmetric_memory")
+    provider, made_before = transport.provider, len(transport._all)
 
     def refuse(nbytes: int) -> None:
         raise AssertionError(f"{nbytes} bytes are allocated in a later call")
 
     provider.make = refuse  # type: ignore[method-assign]
     for target in ([Shard(1)], [Replicate()], [Shard(1)]):
-        shardweave.redistribute(x, target, world="symmetric")
-    assert len(world._all) == made_before
-    return made_before, [(w.ranks, w.nbytes) for w in world._all]
+        shardweave.redistribute(x, target, transport="symmetric_memory")
+    assert len(transport._all) == made_before
+    return made_before, [(w.ranks, w.nbytes) for w in transport._all]
 
 
 def test_windows_are_shared_by_steps_of_a_group() -> None:
@@ -422,16 +431,16 @@ def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(shardweave.ArgumentError, match="max_bytes: 0; allowed"):
         shardweave.prepare(mesh, 0)
-    shardweave.prepare(mesh, 70000, world="symmetric")
-    world = world_of("cpu")
-    found = [(w.ranks, w.nbytes) for w in world._all]
-    world._memory = None  # type: ignore[method-assign,assignment]
+    shardweave.prepare(mesh, 70000, transport="symmetric_memory")
+    transport = transport_of("cpu")
+    found = [(w.ranks, w.nbytes) for w in transport._all]
+    transport._memory = None  # type: ignore[method-assign,assignment]
     whole = torch.arange(63.0).view(7, 9)
     for src, dst in product(product([Replicate(), Shard(0), Shard(1)], repeat=2), repeat=2):
-        y = shardweave.redistribute(made(whole, mesh, src, {}, "cpu"), dst, world="symmetric")
+        y = shardweave.redistribute(made(whole, mesh, src, {}, "cpu"), dst, transport="symmetric_memory")
         assert equal(y.to_local(), held_by(whole, dst, mesh, {}))
-    shardweave.prepare(mesh, 1 << 17, world="symmetric")
-    shardweave.prepare(mesh, 1, world="symmetric")
+    shardweave.prepare(mesh, 1 << 17, transport="symmetric_memory")
+    shardweave.prepare(mesh, 1, transport="symmetric_memory")
     shardweave.prepare(mesh, 1 << 30)  # shared memory needs none
     return found
 
@@ -445,13 +454,13 @@ def test_prepare_makes_the_windows_of_all_groups_of_a_mesh() -> None:
 def growing(rank: int) -> list[int]:
     """Larger requests make larger windows; what smaller ones take does not change by it."""
     mesh = init_device_mesh("cpu", (2,))
-    world, sizes = world_of("cpu"), []
+    transport, sizes = transport_of("cpu"), []
     for n in (12, 50000, 30000, 12, 200000, 50000):
         x = made(torch.arange(float(n)), mesh, [Shard(0)], {}, "cpu")
         assert torch.equal(
-            shardweave.redistribute(x, [Replicate()], world="symmetric").to_local(), torch.arange(float(n))
+            shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local(), torch.arange(float(n))
         )
-        sizes.append([w.nbytes >> 16 for w in world._all])
+        sizes.append([w.nbytes >> 16 for w in transport._all])
     return sizes
 
 
@@ -468,26 +477,28 @@ def test_window_sizes() -> None:
 def chosen(rank: int) -> str:
     mesh = init_device_mesh("cpu", (4,))
     gathered = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
-    text = shardweave.explain(gathered, [Replicate()], world="symmetric")
-    assert "by pull: windows of 40 B, 160 B for push" in text and "on world symmetric: asked for" in text, text
+    text = shardweave.explain(gathered, [Replicate()], transport="symmetric_memory")
+    assert "by pull: windows of 40 B, 160 B for push" in text and "on transport symmetric_memory: asked for" in text, (
+        text
+    )
     summed = DTensor.from_local(torch.ones(8, 5), mesh, [Partial()], run_check=False)
-    text = shardweave.explain(summed, [Shard(0)], world="symmetric")
+    text = shardweave.explain(summed, [Shard(0)], transport="symmetric_memory")
     assert "by push: windows of 120 B, 160 B for pull" in text, text
-    return os.environ["SHARDWEAVE_WORLD"]
+    return os.environ["SHARDWEAVE_TRANSPORT"]
 
 
 def test_explain_says_which_way_and_why() -> None:
-    run_ranks(chosen, 4, environment={"SHARDWEAVE_WORLD": "symmetric"})
+    run_ranks(chosen, 4, environment={"SHARDWEAVE_TRANSPORT": "symmetric_memory"})
 
 
 def late(rank: int, direction: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
-    world_of("cpu").windows.direction = direction  # type: ignore[assignment]
+    transport_of("cpu").windows.direction = direction  # type: ignore[assignment]
     for n in range(4):
         if rank == n:
             time.sleep(0.7)
         x = made(torch.arange(12.0) + n, mesh, [Shard(0)], {}, "cpu")
-        y = shardweave.redistribute(x, [Replicate()], world="symmetric")
+        y = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
         assert torch.equal(y.to_local(), torch.arange(12.0) + n)
 
 
@@ -499,35 +510,35 @@ def test_a_late_rank_is_waited_for(direction: str) -> None:
 def stays_away(rank: int, direction: str) -> list[str]:
     """Rank 1 comes no more after some calls; what the others are told, twice, and what became of their outputs."""
     mesh = init_device_mesh("cpu", (3,))
-    world = world_of("cpu")
-    world.windows.direction = direction  # type: ignore[assignment]
+    transport = transport_of("cpu")
+    transport.windows.direction = direction  # type: ignore[assignment]
     x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
     whole = made(torch.arange(12), mesh, [Shard(0)], {}, "cpu")
     for _ in range(3):
         for y in (x, whole):
-            shardweave.redistribute(y, [Replicate()], world="symmetric")
+            shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
     if rank == 1:
         time.sleep(6)
         return []
     outputs = []
-    empty = world.empty
+    empty = transport.empty
 
     def recorded(*args: Any) -> torch.Tensor:
         outputs.append(empty(*args))
         return outputs[-1]
 
-    world.empty = recorded  # type: ignore[method-assign]
+    transport.empty = recorded  # type: ignore[method-assign]
     texts = []
     for y in (x, whole):
-        with pytest.raises(shardweave.WorldError) as told:
-            shardweave.redistribute(y, [Replicate()], world="symmetric")
+        with pytest.raises(shardweave.TransportError) as told:
+            shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
         texts.append(f"{told.type.__name__}: {told.value}")
     assert len(outputs) == 1 and outputs[0].isnan().all()
     return texts
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_rank_that_never_comes_is_named_and_the_world_is_dead(direction: str) -> None:
+def test_a_rank_that_never_comes_is_named_and_the_transport_is_dead(direction: str) -> None:
     ends = run_ranks(stays_away, 3, direction, environment={"SHARDWEAVE_TIMEOUT": "1"})
     for rank in (0, 2):
         first, second = ends[rank]
@@ -540,15 +551,15 @@ def test_a_rank_that_never_comes_is_named_and_the_world_is_dead(direction: str) 
 def asks_for_more(rank: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
     x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
-    shardweave.redistribute(x, [Replicate()], world="symmetric")
+    shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
     y = made(torch.arange(15.0), mesh, [Shard(0)], {}, "cpu")
-    shardweave.redistribute(y if rank == 2 else x, [Replicate()], world="symmetric")
+    shardweave.redistribute(y if rank == 2 else x, [Replicate()], transport="symmetric_memory")
 
 
 def needs_another_window(rank: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
     x = made(torch.arange(12.0 if rank < 2 else 120000.0), mesh, [Shard(0)], {}, "cpu")
-    shardweave.redistribute(x, [Replicate()], world="symmetric")
+    shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
 
 
 @pytest.mark.parametrize("function", [asks_for_more, needs_another_window])
@@ -564,8 +575,8 @@ def dies(rank: int) -> None:
     x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
     for call in range(20):
         if rank == 1 and call == 10:
-            world_of("cpu").empty = None  # type: ignore[method-assign,assignment]
-        shardweave.redistribute(x, [Replicate()], world="symmetric")
+            transport_of("cpu").empty = None  # type: ignore[method-assign,assignment]
+        shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
 
 
 def test_a_rank_that_fails_tells_its_peers_at_once() -> None:
@@ -580,9 +591,11 @@ def misfit(rank: int) -> None:
     x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu")
     bad = DTensor.from_local(torch.zeros(9), mesh, [Shard(0)], run_check=False, shape=(12,), stride=(1,))
     for _ in range(2):
-        assert torch.equal(shardweave.redistribute(x, [Replicate()], world="symmetric").to_local(), torch.arange(12.0))
+        assert torch.equal(
+            shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local(), torch.arange(12.0)
+        )
         with pytest.raises(shardweave.ArgumentError, match="local tensor"):
-            shardweave.redistribute(bad, [Replicate()], world="symmetric")
+            shardweave.redistribute(bad, [Replicate()], transport="symmetric_memory")
 
 
 def test_ranks_that_refuse_alike_go_on() -> None:
@@ -590,8 +603,10 @@ def test_ranks_that_refuse_alike_go_on() -> None:
 
 
 def no_windows_on_meta(rank: int) -> None:
-    with pytest.raises(shardweave.UnsupportedError, match="world: symmetric cannot carry ranks .* allowed: collective"):
-        current_worlds().choose((0, 1), torch.device("meta"), "symmetric")
+    with pytest.raises(
+        shardweave.UnsupportedError, match="transport: symmetric cannot carry ranks .* allowed: collective"
+    ):
+        current_transports().choose((0, 1), torch.device("meta"), "symmetric_memory")
 
 
 def test_devices_without_symmetric_memory_are_refused() -> None:
@@ -641,18 +656,18 @@ def replayed(rank: int, direction: str) -> None:
     """Graphs of one, two and three redistributions, each captured as the very first calls of their request, replayed
     with other data, with calls in between; and a call behind work that the device has not done."""
     size = torch.distributed.get_world_size()
-    world_of("cuda").windows.direction = direction  # type: ignore[assignment]
+    transport_of("cuda").windows.direction = direction  # type: ignore[assignment]
     mesh = init_device_mesh("cuda", (size,))
-    shardweave.prepare(mesh, 1 << 16, world="symmetric")
+    shardweave.prepare(mesh, 1 << 16, transport="symmetric_memory")
 
     def carry(y: DTensor, number: int) -> list[torch.Tensor]:
-        return [shardweave.redistribute(y, [Shard(1)], world="symmetric").to_local() for _ in range(number)]
+        return [shardweave.redistribute(y, [Shard(1)], transport="symmetric_memory").to_local() for _ in range(number)]
 
     for uses in (1, 2, 3):
         whole = torch.arange(63.0 + 9 * uses).view(-1, 9)
         x = made(whole, mesh, [Shard(0)], {}, "cuda")
         local = x.to_local()
-        shardweave.bind(x, [Shard(1)], world="symmetric")
+        shardweave.bind(x, [Shard(1)], transport="symmetric_memory")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -668,7 +683,7 @@ def replayed(rank: int, direction: str) -> None:
             if n % 3 == 0:
                 assert torch.equal(carry(x, 1)[0].cpu(), want), (uses, n)
     calls_while_the_device_is_busy(mesh)
-    assert world_of("cuda").error is None
+    assert transport_of("cuda").error is None
 
 
 def calls_while_the_device_is_busy(mesh: DeviceMesh) -> None:
@@ -678,7 +693,7 @@ def calls_while_the_device_is_busy(mesh: DeviceMesh) -> None:
     given = [(x, Shard(1), whole), (x, Replicate(), whole), (p, Replicate(), whole * mesh.size())]
 
     def call() -> list[DTensor]:
-        return [shardweave.redistribute(y, [target], world="symmetric") for y, target, _ in given]
+        return [shardweave.redistribute(y, [target], transport="symmetric_memory") for y, target, _ in given]
 
     call()  # the allocator's first blocks of these sizes, and what is bound without `bind`
     torch.cuda.synchronize()
@@ -708,19 +723,19 @@ def never_comes_to_the_gpu(rank: int) -> str:
     x = made(torch.arange(12.0), mesh, [Shard(0)], {}, "cuda")
     y = made(torch.arange(12), mesh, [Shard(0)], {}, "cuda")
     for _ in range(3):
-        shardweave.redistribute(x, [Replicate()], world="symmetric")
-        shardweave.redistribute(y, [Replicate()], world="symmetric")
+        shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
+        shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
     torch.cuda.synchronize()
     store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 was told"], timedelta(seconds=100))
         return ""
-    world_of("cuda").polls = polls_within(0.2, torch.device("cuda"))  # both have come until here
-    out = shardweave.redistribute(x, [Replicate()], world="symmetric").to_local()
+    transport_of("cuda").polls = polls_within(0.2, torch.device("cuda"))  # both have come until here
+    out = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local()
     torch.cuda.synchronize()
     assert out.isnan().all()
     with pytest.raises(shardweave.MeetingTimeoutError) as told:
-        shardweave.redistribute(y, [Replicate()], world="symmetric")
+        shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
     store.set("rank 0 was told", "")
     return str(told.value)
 

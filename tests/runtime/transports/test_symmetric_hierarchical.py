@@ -16,21 +16,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardweave
-from shardweave.runtime.transports.hierarchical import MixedWorld
-from shardweave.runtime.transports.select import current_worlds
-from shardweave.runtime.transports.symmetric import SymmetricWorld
+from shardweave.runtime.transports.hierarchical import HierarchicalTransport
+from shardweave.runtime.transports.select import current_transports
+from shardweave.runtime.transports.symmetric import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.multi
-SYMMETRIC = {**PRETENDED, "SHARDWEAVE_WORLD": "symmetric"}
+SYMMETRIC = {**PRETENDED, "SHARDWEAVE_TRANSPORT": "symmetric_memory"}
 
 
 def directed(rank: int, direction: str, function: Any, *args: Any) -> Any:
-    """In a world whose ranks of one node push, or pull."""
-    world, _ = current_worlds().choose((0, 1), torch.device("cpu"), "symmetric")
-    assert isinstance(world, SymmetricWorld)
-    world.windows.direction = direction  # type: ignore[assignment]
+    """In a transport whose ranks of one node push, or pull."""
+    transport, _ = current_transports().choose((0, 1), torch.device("cpu"), "symmetric_memory")
+    assert isinstance(transport, SymmetricMemoryTransport)
+    transport.windows.direction = direction  # type: ignore[assignment]
     value = function(rank, *args)
-    assert world.error is None
+    assert transport.error is None
     return value
 
 
@@ -46,15 +46,15 @@ def directed(rank: int, direction: str, function: Any, *args: Any) -> Any:
     ],
 )
 def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int, direction: str) -> None:
-    asked = ranks, "symmetric", 100 * ranks, count
+    asked = ranks, "symmetric_memory", 100 * ranks, count
     found = run_ranks(directed, ranks, direction, digests, *asked, environment=SYMMETRIC)
     assert found == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
 
 
 def test_other_meshes_topologies_and_batches() -> None:
-    assert min(run_ranks(to_other_meshes, 4, "symmetric", environment=SYMMETRIC)) == 200
-    assert run_ranks(on_nodes, 4, "symmetric", environment=SYMMETRIC) == [144] * 4
-    assert run_ranks(batches, 4, "symmetric", environment=SYMMETRIC) == [270] * 4
+    assert min(run_ranks(to_other_meshes, 4, "symmetric_memory", environment=SYMMETRIC)) == 200
+    assert run_ranks(on_nodes, 4, "symmetric_memory", environment=SYMMETRIC) == [144] * 4
+    assert run_ranks(batches, 4, "symmetric_memory", environment=SYMMETRIC) == [270] * 4
 
 
 def crossing(rank: int) -> None:
@@ -73,8 +73,11 @@ def crossing(rank: int) -> None:
         # What stays inside a node does not pass through torch (`Counted` looks at the ranks).
         assert counted.received > 0
     text = shardweave.explain(made(whole, mesh, [Shard(0), Shard(1)], {}, "cpu"), [Shard(1), Shard(0)])
-    assert text.endswith("on world mixed symmetric: asked for") and "by push and send: ranks of a node write" in text
-    assert shardweave.stats().worlds[0, 1, 2, 3] == "mixed symmetric: asked for"
+    assert (
+        text.endswith("on transport hierarchical symmetric_memory: asked for")
+        and "by push and send: ranks of a node write" in text
+    )
+    assert shardweave.stats().transports[0, 1, 2, 3] == "hierarchical symmetric_memory: asked for"
 
 
 def test_bytes_inside_a_node_do_not_pass_through_torch() -> None:
@@ -86,23 +89,27 @@ def test_the_drop_in_mixes() -> None:
 
 
 def installed_symmetric(rank: int) -> None:
-    # It counts calls of the world called "mixed".
-    shardweave.stats().calls["mixed"] = 4
+    # It counts calls of the transport called "hierarchical".
+    shardweave.stats().calls["hierarchical"] = 4
     installed(rank)
-    assert shardweave.stats().calls["mixed symmetric"] > 3
+    assert shardweave.stats().calls["hierarchical symmetric_memory"] > 3
 
 
 def chosen(rank: int) -> None:
-    for ranks, kind in (((0, 1), SymmetricWorld), ((1, 2, 3), MixedWorld), ((0, 2), MixedWorld)):
+    for ranks, kind in (
+        ((0, 1), SymmetricMemoryTransport),
+        ((1, 2, 3), HierarchicalTransport),
+        ((0, 2), HierarchicalTransport),
+    ):
         if rank in ranks:
-            assert isinstance(current_worlds().choose(ranks, torch.device("cpu"), "symmetric")[0], kind)
+            assert isinstance(current_transports().choose(ranks, torch.device("cpu"), "symmetric_memory")[0], kind)
 
 
-def test_the_world_follows_from_the_nodes() -> None:
+def test_the_transport_follows_from_the_nodes() -> None:
     run_ranks(chosen, 4, environment=PRETENDED)
 
 
-def prepared(rank: int, world: str | None) -> None:
+def prepared(rank: int, transport: str | None) -> None:
     """After `prepare` and `bind` a first call makes nothing but tensors, and meets nobody but to exchange."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(63.0).view(7, 9)
@@ -110,11 +117,11 @@ def prepared(rank: int, world: str | None) -> None:
         (made(whole, mesh, [Shard(0), Shard(1)], {}, "cpu"), [Shard(1), Shard(0)]),
         (made(whole, mesh, [Replicate(), Shard(1)], {}, "cpu"), [Shard(0), Replicate()]),
     ]
-    shardweave.prepare(mesh, 1 << 12, world=world)
-    shardweave.prepare(mesh, 1 << 12, world=world)
+    shardweave.prepare(mesh, 1 << 12, transport=transport)
+    shardweave.prepare(mesh, 1 << 12, transport=transport)
     for x, placements in pairs:
-        shardweave.bind(x, placements, world=world)
-        shardweave.bind(x, placements, forward_dtype=torch.bfloat16, world=world)
+        shardweave.bind(x, placements, transport=transport)
+        shardweave.bind(x, placements, forward_dtype=torch.bfloat16, transport=transport)
     with pytest.raises(shardweave.ArgumentError, match="forward_dtype: 'half'; allowed: a torch.dtype, or None"):
         shardweave.bind(*pairs[0], forward_dtype="half")  # type: ignore[arg-type]
     with pytest.raises(shardweave.ArgumentError, match="dtensor: Tensor; allowed: a DTensor"):
@@ -125,17 +132,17 @@ def prepared(rank: int, world: str | None) -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("shardweave.runtime.dtensor.local._bind", refuse)
-        monkeypatch.setattr("shardweave.runtime.transports.symmetric.SymmetricWorld._memory", refuse)
+        monkeypatch.setattr("shardweave.runtime.transports.symmetric.SymmetricMemoryTransport._memory", refuse)
         for x, placements in pairs:
             for dtype in (None, torch.bfloat16):
-                y = shardweave.redistribute(x, placements, forward_dtype=dtype, world=world)
+                y = shardweave.redistribute(x, placements, forward_dtype=dtype, transport=transport)
                 assert y.to_local().equal(made(whole.to(dtype), mesh, placements, {}, "cpu").to_local())
 
 
-@pytest.mark.parametrize("world", [None, "collective", "symmetric"])
+@pytest.mark.parametrize("transport", [None, "process_group", "symmetric_memory"])
 @pytest.mark.parametrize("nodes", [{}, PRETENDED])
-def test_what_is_prepared_and_bound_is_not_made_in_the_first_call(nodes: dict[str, str], world: str | None) -> None:
-    run_ranks(prepared, 4, world, environment=nodes)
+def test_what_is_prepared_and_bound_is_not_made_in_the_first_call(nodes: dict[str, str], transport: str | None) -> None:
+    run_ranks(prepared, 4, transport, environment=nodes)
 
 
 def begun_and_waited_for(rank: int) -> None:
@@ -159,14 +166,14 @@ def test_what_is_begun_is_waited_for_when_it_is_used() -> None:
 
 def test_a_dead_rank_is_named() -> None:
     environment = {**SYMMETRIC, "SHARDWEAVE_TIMEOUT": "3"}
-    ends = end_ranks(die_or_wait, 4, "killed", "symmetric", environment=environment, timeout=50)
+    ends = end_ranks(die_or_wait, 4, "killed", "symmetric_memory", environment=environment, timeout=50)
     others = [end for r, end in enumerate(ends) if r != 1]
     assert {end.error for end in others} <= {"PeerError", "MeetingTimeoutError"}
     assert any("rank 1" in end.message for end in others)
 
 
 def test_ranks_that_ask_for_different_things_are_told() -> None:
-    ends = end_ranks(disagree, 4, "symmetric", environment={**SOON, **SYMMETRIC}, timeout=60)
+    ends = end_ranks(disagree, 4, "symmetric_memory", environment={**SOON, **SYMMETRIC}, timeout=60)
     assert "DisagreementError" in {end.error for end in ends}, ends
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError", "MeetingTimeoutError"}, ends
 
