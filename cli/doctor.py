@@ -134,9 +134,9 @@ def gpus() -> Iterator[Finding]:
 
 def _without_peers(i: int, j: int) -> str:
     return (
-        f"GPUs {i} and {j} do not reach each other, so transport symmetric_memory cannot join them: name GPUs that do in "
-        "CUDA_VISIBLE_DEVICES (`nvidia-smi topo -p2p r` shows them), or leave SHARDWEAVE_TRANSPORT unset: they exchange "
-        "by NCCL then"
+        f"GPUs {i} and {j} do not reach each other, so transport symmetric_memory cannot join them: name GPUs that do "
+        "in CUDA_VISIBLE_DEVICES (`nvidia-smi topo -p2p r` shows them), or leave SHARDWEAVE_TRANSPORT unset: they "
+        "exchange by NCCL then"
     )
 
 

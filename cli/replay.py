@@ -175,8 +175,8 @@ def check_device(device: str, transport: str | None, ranks: int) -> None:
         )
     if there < ranks and transport != "symmetric_memory":
         raise ArgumentError(
-            f"--device: 'cuda', {there} GPUs for {ranks} ranks; allowed: a GPU for each, or --transport symmetric_memory, "
-            f"where ranks share GPUs and times say little"
+            f"--device: 'cuda', {there} GPUs for {ranks} ranks; allowed: a GPU for each, or --transport "
+            f"symmetric_memory, where ranks share GPUs and times say little"
         )
 
 

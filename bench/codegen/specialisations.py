@@ -42,8 +42,8 @@ DTYPES = (torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torc
 
 
 class WindowsNowhere(InProcessTransport):
-    """Programs are bound as in a symmetric-memory transport: through windows, here without memory. With nodes of `node_size`
-    ranks through those of a node, with messages between nodes."""
+    """Programs are bound as for symmetric memory: through windows, here without memory. With nodes of `node_size` ranks
+    through those of a node, with messages between nodes."""
 
     def __init__(self, direction: Direction, node_size: int | None = None) -> None:
         super().__init__(node_size is None, "nccl", node_size)

@@ -179,7 +179,8 @@ def test_a_transport_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("symmetric_memory")[here].found == "symmetric_memory: asked for"
     assert found("symmetric_memory")[there].found == "hierarchical symmetric_memory, gloo between machines: asked for"
     assert (
-        found(None, 1)[here].found == "collective on gloo: each rank is on another machine, by SHARDWEAVE_NODE_SIZE=1"
+        found(None, 1)[here].found
+        == "process_group on gloo: each rank is on another machine, by SHARDWEAVE_NODE_SIZE=1"
     )
     refused = found("shared_memory", 1)[here]
     assert refused.found.startswith("refused: ") and "unset it" in (refused.off or "")
@@ -193,7 +194,7 @@ def test_ranks_of_gpus_are_told_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(select, "why_no_symmetric_memory", lambda device: None)
     for asked, one, two in (
-        (None, "collective on nccl: tensors are on cuda", "collective on nccl: tensors are on cuda"),
+        (None, "process_group on nccl: tensors are on cuda", "process_group on nccl: tensors are on cuda"),
         (
             "symmetric_memory",
             "symmetric_memory: asked for",
