@@ -242,7 +242,7 @@ def meeting(
     if not has_backend and name == "process_group":
         return f"nowhere: no {backend}", None
     if name == "process_group":
-        return f"collective on {backend}: {why}", None
+        return f"process_group on {backend}: {why}", None
     return (f"{name}, {backend} between machines: {why}" if name.startswith("hierarchical") else f"{name}: {why}"), None
 
 

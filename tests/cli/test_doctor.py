@@ -120,7 +120,7 @@ def test_a_transport_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(shared_segments, "NAMED_FOLDER", str(tmp_path / "missing"))
     outcomes = self_test.self_test()
     errors = {name: error for name, _, error in outcomes}
-    assert "missing" in errors["two ranks on shared_memory"] and errors["two ranks on collective"] is None
+    assert "missing" in errors["two ranks on shared_memory"] and errors["two ranks on process_group"] is None
     findings = {finding.what: finding for finding in doctor._tested(outcomes)}
     assert "What to do: have ranks meet elsewhere: SHARDWEAVE_TRANSPORT=" in findings["two ranks on shared_memory"].off
 
@@ -137,7 +137,7 @@ def test_transports_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None
     errors = [error for _, _, error in self_test.self_test()]
     assert errors[0] == "not done within 1 s" and errors[-1] == "not tried: the others took 2 s"
     assert all(finding.off and "mend what else is off" in finding.off for finding in doctor._tested(
-        [("two ranks on mixed", 1.0, error) for error in errors]
+        [("two ranks on hierarchical", 1.0, error) for error in errors]
     ))  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_the_command_with_hardly_any_shared_memory(tmp_path: Path) -> None:
     said = found["two ranks on shared_memory"]["off"]
     assert "No space left" in said and "raise " not in said
     assert "What to do: have ranks meet elsewhere: SHARDWEAVE_TRANSPORT=process_group" in said
-    assert found["two ranks on collective"]["off"] is None
+    assert found["two ranks on process_group"]["off"] is None
 
 
 @pytest.mark.plan
@@ -172,10 +172,10 @@ def test_a_transport_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         on(monkeypatch, transport, node_size)
         return {finding.what: finding for finding in doctor.transports()}
 
-    assert found(None)[there].found == "mixed, gloo between machines: 8 ranks are on 2 machines"
+    assert found(None)[there].found == "hierarchical, gloo between machines: 8 ranks are on 2 machines"
     assert found("shared_memory")[here].found == "shared_memory: asked for"
     refused = found("shared_memory")[there]
-    assert "rank 4 is on another machine; allowed: mixed" in refused.found and refused.off is None
+    assert "rank 4 is on another machine; allowed: hierarchical" in refused.found and refused.off is None
     assert found("symmetric_memory")[here].found == "symmetric_memory: asked for"
     assert found("symmetric_memory")[there].found == "hierarchical symmetric_memory, gloo between machines: asked for"
     assert (
@@ -185,7 +185,7 @@ def test_a_transport_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = found("shared_memory", 1)[here]
     assert refused.found.startswith("refused: ") and "unset it" in (refused.off or "")
     with_four = found(None, 4)["8 CPU ranks of this machine"].found
-    assert with_four == "mixed, gloo between machines: 8 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=4"
+    assert with_four == "hierarchical, gloo between machines: 8 ranks are on 2 machines, by SHARDWEAVE_NODE_SIZE=4"
 
 
 @pytest.mark.plan
