@@ -115,7 +115,7 @@ def as_markdown(rows: Sequence[Row], about: dict[str, Any], dry: bool = False) -
         if not dry and row.detail and "kinds" in row.detail:
             # fmt: off
             lines += ["", "Host work, µs a call: through `DTensor.redistribute`, stock on a fake group and ours on "
-                      "a transport that meets nobody; in the loop inside it, stock; through windows, launches (of boxes "
+                      "a transport that meets nobody; in the loop inside it, stock; by windows, launches (of boxes "
                       "+ of signals) excluded and made; by messages, launches and torch.distributed excluded.", ""]
             # fmt: on
             lines += ["| kind | stock | ours | loop, stock | windows | launched | launches | messages |"]

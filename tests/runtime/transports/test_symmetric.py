@@ -604,7 +604,7 @@ def test_ranks_that_refuse_alike_go_on() -> None:
 
 def no_windows_on_meta(rank: int) -> None:
     with pytest.raises(
-        shardweave.UnsupportedError, match="transport: symmetric cannot carry ranks .* allowed: collective"
+        shardweave.UnsupportedError, match="transport: symmetric_memory cannot carry ranks .* allowed: process_group"
     ):
         current_transports().choose((0, 1), torch.device("meta"), "symmetric_memory")
 
