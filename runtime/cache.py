@@ -43,11 +43,11 @@ def forget_dead_groups() -> None:
         return
     _end(_life)
     _group, _life = group, next(_lives)
-    ranks = c10d._transport.pg_group_ranks.get(group)
+    ranks = c10d._world.pg_group_ranks.get(group)
     if ranks is not None:
         # Meshes, which are kept as well, hold the group, and anybody may hold its store; nobody but torch's own table
         # holds this entry, until `destroy_process_group`.
-        watched = c10d._transport.pg_group_ranks[group] = _Ranks(ranks)
+        watched = c10d._world.pg_group_ranks[group] = _Ranks(ranks)
         weakref.finalize(watched, _end, _life).atexit = False
 
 
