@@ -101,8 +101,7 @@ class Rendezvous:
         self._failed = self._spoke = False
         self._told = ""
         for kind in ("failed", "waiting", "refused"):
-            with suppress(RuntimeError):  # a store that keeps nothing, as that of a fake group, cannot forget
-                store.delete_key(self._key(kind, rank))
+            self._forget(kind)
         self.tell_settings()
 
     def begin(self, ranks: Ranks, fingerprint: int, words: str | Callable[[], str]) -> int:
@@ -358,8 +357,7 @@ class Rendezvous:
     def write_no_more(self) -> None:
         if self._spoke:  # peers want these words for their errors
             return
-        with suppress(RuntimeError):
-            self.store.delete_key(self._key("waiting", self.rank))
+        self._forget("waiting")
 
     def waits_in(self, peer: int) -> tuple[CallRecord, int, dict[str, int]] | None:
         """What a peer waits in, how often it wrote so, and its calls so far; None if it wrote nothing."""
@@ -417,7 +415,13 @@ class Rendezvous:
 
     def _get(self, kind: str, rank: int) -> str | None:
         key = self._key(kind, rank)
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        text = self.store.get(key).decode() if self.store.check([key]) else ""
+        return text or None
+
+    def _forget(self, kind: str) -> None:
+        # Not `delete_key`: a peer that has found the key would wait for it to come back, or read nothing.
+        with suppress(RuntimeError):  # a store that keeps nothing, as that of a fake group
+            self.store.set(self._key(kind, self.rank), "")
 
     @staticmethod
     def _key(kind: str, rank: int) -> str:

@@ -216,3 +216,14 @@ def test_long_wait_warns_once_and_says_what_is_known(
     assert "rank 1 has the same settings and waits nowhere" in said[0]
     assert "rank 1 waits in call 1 of ranks (0, 1): S0 to R" in said[1]
     assert "rank 7 has not used shardweave in this process group" in said[2] and "shardweave.install()" in said[2]
+
+
+def test_a_wait_that_ends_takes_no_key_from_the_store() -> None:
+    """A peer may be between finding the key and reading it."""
+    one, other = met()
+    one.begin((0, 1), 5, "a")
+    one.write_waiting(1)
+    found = other.waits_in(0)
+    assert found is not None and found[0].words == "a"
+    one.write_no_more()
+    assert other.store.check(["waiting/0"]) and other.waits_in(0) is None
