@@ -175,7 +175,7 @@ def test_rows_and_report() -> None:
         ("one NVLink domain", "inside a node", "5", "450"),
     ]
     assert "| llama3_8b | flat InfiniBand |" in text
-    assert "| 2 | collective | latency | 1 | 100% | 100% | a: 2 for 4 µs |" in text
+    assert "| 2 | process_group | latency | 1 | 100% | 100% | a: 2 for 4 µs |" in text
     assert "Predicted" not in projection_report.report(about, rows, None, TOPOLOGIES)
 
 

@@ -260,7 +260,7 @@ def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_device("cuda", "process_group", 3)
     for transport in ("shared_memory", "hierarchical"):
         with pytest.raises(
-            ArgumentError, match=f"'{transport}' is for CPUs; allowed with --device cuda: collective, sym"
+            ArgumentError, match=f"'{transport}' is for CPUs; allowed with --device cuda: process_group, sym"
         ):
             check_device("cuda", transport, 2)
 
