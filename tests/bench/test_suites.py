@@ -151,7 +151,10 @@ def test_bench_writes_compares_and_fails(
     monkeypatch.setattr(measure, "measured", found)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
     # The files of an earlier import of conftest hold the real `measured`.
-    monkeypatch.delitem(sys.modules, "shardweave.bench.conftest", raising=False)
+    for name in [
+        name for name in sys.modules if name.endswith("bench.conftest")
+    ]:  # after the clone's folder, it may be
+        monkeypatch.delitem(sys.modules, name)
     status, said = bench(check=True)
     assert status == 0 and "there are no committed results of this kind of machine" in said
     results = read(tmp_path / "r.json", "A")
