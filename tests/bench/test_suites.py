@@ -150,6 +150,7 @@ def test_bench_writes_compares_and_fails(
 
     monkeypatch.setattr(measure, "measured", found)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # where pytest-benchmark measures nothing
     # The files of an earlier import of conftest hold the real `measured`.
     for name in [
         name for name in sys.modules if name.endswith("bench.conftest")

@@ -293,7 +293,7 @@ def test_batch_of_two_devices_is_refused_and_peers_are_told(transport: str) -> N
     assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
     assert "right" not in first[2:] and "wrong" not in first, first
     for said in others:
-        assert said[0] == "right" and said[1].startswith("DisagreementError"), said
+        assert said[0] == "right" and said[1].startswith(("DisagreementError", "PeerError")), said  # of one that failed
         assert "refused its arguments" in said[1] and "right" not in said[2:], said
 
 
