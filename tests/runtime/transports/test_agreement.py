@@ -294,7 +294,8 @@ def test_batch_of_two_devices_is_refused_and_peers_are_told(transport: str) -> N
     assert "right" not in first[2:] and "wrong" not in first, first
     for said in others:
         assert said[0] == "right" and said[1].startswith(("DisagreementError", "PeerError")), said  # of one that failed
-        assert "refused its arguments" in said[1] and "right" not in said[2:], said
+        assert "right" not in said[2:], said
+    assert any("refused its arguments" in said[1] for said in others), others
 
 
 def skewed(rank: int, transport: str) -> bool:
