@@ -7,6 +7,7 @@ from .dtypes import ITEMSIZE, check_dtype
 from .exchange import FILL, Boxes, Row, change_of
 from .index_sets import held_sizes, held_spans, parts_of
 from .layout import Layout, Orders
+from .local_slice import LocalSlice
 from .mesh import MOST_RANKS, Mesh, whole_numbers
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
@@ -30,6 +31,7 @@ __all__ = [
     "Layout",
     "Link",
     "Local",
+    "LocalSlice",
     "Mesh",
     "Orders",
     "Partial",

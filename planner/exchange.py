@@ -310,7 +310,7 @@ class Change:
             return False
         if self.reduced:
             return True
-        if self.closure == self.shards_split or self._stays:
+        if self.closure == self.shards_split or self.stays:
             return False
         if self.shards_split:
             if self.mesh.size > _MOST_COUNTED:
@@ -334,7 +334,8 @@ class Change:
         return bool((wanted & ~inside).any())
 
     @cached_property
-    def _stays(self) -> bool:
+    def stays(self) -> bool:
+        """Whether every rank holds all that it ends with, partial values apart, whatever the shape."""
         return receivers_contribute(self.source, self.target)
 
     def _has_all(self, shape: tuple[int, ...], coordinate: Coordinate) -> bool:

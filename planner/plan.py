@@ -18,9 +18,10 @@ from .dtypes import ITEMSIZE, check_dtype
 from .exchange import Change, change_of
 from .index_sets import held_sizes
 from .layout import Layout
+from .local_slice import LocalSlice
 from .mesh import Mesh, whole_numbers
 from .mesh_split import narrowed, refined
-from .placements import Replicate, Shard
+from .placements import Shard
 from .program import Program
 from .ranks import PRICED_WHOLE
 from .search import Route, Search
@@ -97,7 +98,11 @@ def planner_of(
 
 class Planner:
     """Makes the programs of one request for tensors of ever new shapes: what the layouts alone decide is worked out
-    once."""
+    once.
+
+    Attributes:
+        local_slice: of a request by which each rank keeps a part of what it holds, which needs no program; else None.
+    """
 
     def __init__(
         self,
@@ -113,13 +118,17 @@ class Planner:
     ) -> None:
         self.mesh, self.other, self.rank = mesh, other, rank
         self.crosses = not mesh.same_ranks(other)
+        self.dtype, self.src, self.dst = dtype, src, dst
         self._asked = dtype, src, dst, rank, topology, max_bytes
         self._changes: tuple[Change, ...] | None = None
         """Of a route that is the same for tensors of all shapes."""
+        self.local_slice: LocalSlice | None = None
         if not self.crosses and topology is None and max_bytes is None:
             stops = checked(mesh, ndim, dtype, src, dst)
             if len(stops) == 1 or not change_of(mesh, dtype, *stops).reduced:
                 self._changes = changes_along(mesh, dtype, stops)
+            if self._changes and rank is not None and LocalSlice.applies(self._changes[0]):
+                self.local_slice = LocalSlice(self._changes[0], rank)
 
     def program(self, shape: tuple[int, ...]) -> Program:
         """The program for a tensor of a shape, whole numbers of 0 and up; kept.
@@ -132,9 +141,8 @@ class Planner:
     def make(self, shape: tuple[int, ...]) -> Program:
         """A new program for a tensor of a shape."""
         if self._changes is not None:
-            dtype, src, dst = self._asked[:3]
             steps = tuple([step_of(change, shape, self.rank) for change in self._changes])
-            return Program(self.mesh, shape, dtype, src, dst, steps, self.rank)
+            return Program(self.mesh, shape, self.dtype, self.src, self.dst, steps, self.rank)
         asked = Asked(shape, *self._asked)
         return _plan_crossing(self.mesh, self.other, asked) if self.crosses else _plan(self.mesh, asked)
 
@@ -256,19 +264,19 @@ def _cheapest_route(
     very many terms in stages.
 
     Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike. Among
-    equals a stop wins where a reduced mesh dim ends up replicated: it reduces every element once, not once per replica.
+    equals the direct exchange wins: two ranks that each take in the other's whole value bring as many bytes as two that
+    reduce a half each and then exchange halves, and meet once.
     """
     change = change_of(mesh, dtype, source, target)
     if not change.reduced:
         return source, target
-    replicated = any(target.placements[m] == Replicate() for m in change.reduced)
     size, first = ITEMSIZE[dtype], (0,) * mesh.ndim
 
     def price(route: _Scattered) -> tuple[int, int]:
         taken = 0
         for layout, contributors in route.takes:
             taken += math.prod(held_sizes(shape, layout, mesh.shape, first)) * contributors * size
-        return taken, -len(route.stops) if replicated else len(route.stops)
+        return taken, len(route.stops)
 
     routes = [route for route in _routes(change, len(shape)) if route.dim is None or shape[route.dim] > 1]
     return min(routes, key=price).staged

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from ..convert import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, check_backend, check_ranks, refuse, transport_for
 from ..executor.dispatch_modes import as_one_operator
+from ..executor.local_slice import BoundSlice
 from ..executor.lower import Reduction, check_reduction, explain_on
 from ..transports.select import AnyTransport
 from .partials import Plain, norms_in_turn, plain_request
@@ -81,22 +82,29 @@ class _Form(NamedTuple):
 
 def _program(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> Program:
     """This rank's program, planned and checked; nothing is communicated."""
-    meta = current.tensor_meta
-    if meta is None:
+    form = _kept_form(x, current, target, how) or _form(x, current, target, how)
+    return form.planner.program(_global_shape(current))
+
+
+def _global_shape(spec: DTensorSpec) -> tuple[int, ...]:
+    if spec.tensor_meta is None:
         raise UnsupportedError("the source spec has no tensor_meta, so the global shape is not known")
+    return check_shape(spec.tensor_meta.shape)
+
+
+def _form_key(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> tuple:
     source = current.placements, current.shard_order, current.use_strided_shard_as_shard_order, id(current.mesh)
     wanted = target.placements, target.shard_order, target.use_strided_shard_as_shard_order, id(target.mesh)
-    key = (source, wanted, len(meta.shape), x.dtype, x.device, how)
-    form = _forms.get(key)
-    if form is None:
-        form = _form(x, len(meta.shape), current, target, how)
-        if len(_forms) >= _KEPT:
-            _forms.pop(next(iter(_forms)))
-        _forms[key] = form
-    return form.planner.program(check_shape(meta.shape))
+    ndim = None if current.tensor_meta is None else len(current.tensor_meta.shape)
+    return source, wanted, ndim, x.dtype, x.device, how
 
 
-def _form(x: torch.Tensor, ndim: int, current: DTensorSpec, target: DTensorSpec, how: How) -> _Form:
+def _kept_form(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> _Form | None:
+    return _forms.get(_form_key(x, current, target, how))
+
+
+def _form(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How) -> _Form:
+    ndim = len(_global_shape(current))
     check_backend(x.device, max(current.mesh.size(), target.mesh.size()), how.transport)
     mesh, other = mesh_of(current.mesh), mesh_of(target.mesh)
     planner = planner_of(
@@ -111,7 +119,10 @@ def _form(x: torch.Tensor, ndim: int, current: DTensorSpec, target: DTensorSpec,
     )
     for named in (mesh, other):
         check_ranks(named)
-    return _Form(planner, (current.mesh, target.mesh))
+    if len(_forms) >= _KEPT:
+        _forms.pop(next(iter(_forms)))
+    form = _forms[_form_key(x, current, target, how)] = _Form(planner, (current.mesh, target.mesh))
+    return form
 
 
 def _transport(program: Program, x: torch.Tensor, how: How, *meshes: DeviceMesh) -> tuple[AnyTransport, str]:
@@ -124,20 +135,25 @@ def _bind(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, how: How
 ) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     """Plan and bind a request; nothing is communicated, except what each rank posted when its transport started."""
-    if plain := plain_request(current, target):
-        for spec in (plain.current, plain.target):
-            layout_of_spec(spec)  # raises before a mask is applied, and released
-        if between := norms_in_turn(current, target):
-            return partial(_run_in_turn, list(pairwise([current, *between, target])), how)
-        return partial(_run_transformed, plain, how)
-    program = _program(x, current, target, how)
+    form = _kept_form(x, current, target, how)
+    if form is None:
+        if plain := plain_request(current, target):
+            for spec in (plain.current, plain.target):
+                layout_of_spec(spec)  # raises before a mask is applied, and released
+            if between := norms_in_turn(current, target):
+                return partial(_run_in_turn, list(pairwise([current, *between, target])), how)
+            return partial(_run_transformed, plain, how)
+        form = _form(x, current, target, how)
+    planner, shape = form.planner, _global_shape(current)
+    if planner.local_slice is not None:
+        transport, _ = transport_for((dist.get_rank(),), x.device, how.transport)
+        with _nobody_waits():
+            return Call(BoundSlice(planner, planner.local_slice, shape, x, transport), transport, ())
+    program = planner.program(shape)
     (position,) = program.ranks
     if program.is_identity:
-        try:
+        with _nobody_waits():
             check_local_shape(program, position, x.shape)
-        except ArgumentError as error:
-            error.peers_know = True  # or need not: nobody waits
-            raise
         return Call(None, None, ())
     transport, _ = _transport(program, x, how, current.mesh, target.mesh)
     try:
@@ -150,6 +166,16 @@ def _bind(
     with transport.rendezvous.making_ready(company, partial(title, program)) if meets else nullcontext():
         bound = BoundProgram(program, position, x.stride(), transport, x.dtype, x.device, how.reduction)
     return Call(bound, transport, company)
+
+
+@contextmanager
+def _nobody_waits() -> Iterator[None]:
+    """Of arguments that are refused here, peers need not know."""
+    try:
+        yield
+    except ArgumentError as error:
+        error.peers_know = True
+        raise
 
 
 def _run_in_turn(

@@ -25,6 +25,7 @@ from .async_work import Joined, Pending, Turn
 from .batch import BoundBatch
 from .bind import BoundProgram
 from .dispatch_modes import below_modes
+from .local_slice import BoundSlice
 
 
 class Call:
@@ -34,7 +35,10 @@ class Call:
     """
 
     def __init__(
-        self, bound: BoundProgram | BoundBatch | None, transport: AnyTransport | None, company: tuple[int, ...]
+        self,
+        bound: BoundProgram | BoundSlice | BoundBatch | None,
+        transport: AnyTransport | None,
+        company: tuple[int, ...],
     ) -> None:
         self.bound, self.transport, self.company = bound, transport, company
         self.meets = len(company) > 1
@@ -183,7 +187,8 @@ def transport_for(
     it is that one."""
     transport, why = current_transports().choose(ranks, device, asked)
     if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
-        transport.knows([*groups, *(group for mesh in meshes for group in _groups_of(mesh))])
+        distinct = {id(mesh): mesh for mesh in meshes}.values()
+        transport.knows([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
     return transport, why
 
 

@@ -20,6 +20,7 @@ from .rendezvous import Rendezvous
 from .wait_watcher import WaitWatcher
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
+_ROUNDING = 2e-3  # gloo drops what is less than a millisecond: its waits would end before a deadline
 
 # Messages on gloo, which pairs sends with receives by their tags. Ours have this bit: those of users are small numbers.
 _OURS = 1 << 30
@@ -177,7 +178,7 @@ class ProcessGroupTransport:
                 late = partial(tuple, watched)
                 watcher.awaits(late) if i else watcher.began(late)
                 try:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.0) + _ROUNDING))
                 except RuntimeError as error:
                     watcher.ended()
                     if watcher.error is not None:

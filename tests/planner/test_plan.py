@@ -441,3 +441,11 @@ def test_receivers_contribute_is_never_said_of_others(case: oracle.Case) -> None
 def test_receivers_contribute(source: str, target: str, said: bool) -> None:
     first = plan((2, 2), (8, 8), "float32", source, target).steps[0]
     assert first.reduce is not None and first.receivers_contribute == said
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (4096, 1024)], ids=str)
+def test_plan_reduces_between_two_ranks_in_one_exchange_of_as_many_bytes(shape: tuple[int, ...]) -> None:
+    program = plan((2,), shape, "float32", "P", "R")
+    assert program.exchanges == 1
+    assert program.bytes_received == [4 * math.prod(shape)] * 2
+    assert plan((4,), shape, "float32", "P", "R").exchanges == 2, "among more ranks a stop brings fewer bytes"

@@ -1,0 +1,48 @@
+"""A request by which each rank keeps one box of what it holds: no tables, no kernels, no peers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...planner import LocalSlice, Planner, check_local_shape, title
+from ..statistics import Summary
+from .copies import Where, place
+from .step import Run, Transport
+
+
+def _title(planner: Planner, shape: tuple[int, ...]) -> str:
+    return title(planner.program(shape))
+
+
+def _summary(planner: Planner, shape: tuple[int, ...]) -> Summary:
+    return _title(planner, shape), 0, 0
+
+
+class BoundSlice:
+    """As a `BoundProgram` of one local step: torch copies the box into a new tensor of the transport.
+
+    Raises:
+        ArgumentError: the input has not the shape of this rank's source shard.
+    """
+
+    token = 0  # nobody is met
+
+    def __init__(
+        self, planner: Planner, sliced: LocalSlice, shape: tuple[int, ...], x: torch.Tensor, transport: Transport
+    ) -> None:
+        held, start, extent = sliced.of(shape)
+        if x.shape != held:
+            program = planner.program(shape)
+            check_local_shape(program, program.ranks[0], x.shape)
+        self.transport, self.dtype, self.device = transport, x.dtype, x.device
+        self.asked = planner.src, planner.dst, shape, planner.dtype, planner.mesh, None
+        self.title, self.summary = partial(_title, planner, shape), partial(_summary, planner, shape)
+        self.where: Where = place(extent, start, x.stride())
+
+    def run(self, x: torch.Tensor, token: int) -> Run:
+        yield from ()  # a generator, as all runs are
+        extent, strides, offset = self.where
+        out = self.transport.empty(extent, self.dtype, self.device)
+        return out.copy_(x.as_strided(extent, strides, x.storage_offset() + offset))
