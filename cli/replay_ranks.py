@@ -22,7 +22,7 @@ from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, Mesh
 from ..runtime.convert import spec_of_layout
 from ..runtime.dtensor.drop_in import stock_redistribute_local_tensor
-from ..runtime.dtensor.local import How, run_redistribution
+from ..runtime.dtensor.local import RedistributeOptions, run_redistribution
 from ..runtime.tracing.trace import Entry
 from .replay_values import Values
 
@@ -72,7 +72,7 @@ def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: S
     """What this rank found: faults, notes, and seconds of each side by round."""
     source, target = _specs(case, entry, meshes)
     at, ends_at = source.mesh.get_coordinate(), target.mesh.get_coordinate()
-    how = How(transport=setting.transport)
+    how = RedistributeOptions(transport=setting.transport)
 
     def carried_out(x: torch.Tensor) -> torch.Tensor:
         return run_redistribution(x, source, target, how)

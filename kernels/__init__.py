@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .boxes import Boxes, SourceRows, TargetRows, Where, source_views, target_views
+from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, target_views
 from .combine_rows import combine_rows
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_kernel, copy_boxes_reference, copy_launches, copy_table
@@ -30,7 +30,7 @@ __all__ = [
     "SLOT",
     "UNLIMITED",
     "AddressTables",
-    "Boxes",
+    "StridedBoxes",
     "Buffers",
     "Channel",
     "ChosenBuffers",

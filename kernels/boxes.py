@@ -18,7 +18,7 @@ SourceRows = list[list[tuple[int, Where]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
+class StridedBoxes:
     """n strided N-D boxes over `axes` axes.
 
     Offsets and strides count elements, relative to the buffer tensor's first element (its data_ptr). The targets of
@@ -81,7 +81,7 @@ class Boxes:
             )
 
     @classmethod
-    def of_rows(cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool) -> Boxes:
+    def of_rows(cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool) -> StridedBoxes:
         """At least one box, by their `target_rows` and `source_rows`."""
         axes, contributors = len(targets[0][1][0]), max(1, max(map(len, sources)))
         nothing = [(-1, ((0,) * axes, (0,) * axes, 0))] * contributors
@@ -155,10 +155,10 @@ def _view(buffer: torch.Tensor, extent: tuple[int, ...], stride: tuple[int, ...]
     return buffer.as_strided(extent, stride, buffer.storage_offset() + offset)
 
 
-def split_elements(boxes: Boxes, parts: int) -> Boxes:
+def split_elements(boxes: StridedBoxes, parts: int) -> StridedBoxes:
     """The same boxes over elements cut into `parts` equal, adjacent ones (complex into reals, words into halves)."""
     n, contributors = boxes.source.shape
-    return Boxes(
+    return StridedBoxes(
         source=boxes.source,
         target=boxes.target,
         source_offset=boxes.source_offset * parts,
@@ -170,9 +170,9 @@ def split_elements(boxes: Boxes, parts: int) -> Boxes:
     )
 
 
-def take(boxes: Boxes, index: np.ndarray) -> Boxes:
+def take(boxes: StridedBoxes, index: np.ndarray) -> StridedBoxes:
     """The boxes at `index`, an integer array."""
-    return Boxes(
+    return StridedBoxes(
         boxes.source[index],
         boxes.target[index],
         boxes.source_offset[index],
@@ -184,7 +184,7 @@ def take(boxes: Boxes, index: np.ndarray) -> Boxes:
     )
 
 
-def permute(boxes: Boxes, order: np.ndarray) -> Boxes:
+def permute(boxes: StridedBoxes, order: np.ndarray) -> StridedBoxes:
     """The boxes with axes reordered, each by its own row of `order`, [n, axes]."""
     return replace(
         boxes,

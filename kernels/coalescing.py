@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from .boxes import Boxes, permute, take
+from .boxes import StridedBoxes, permute, take
 
 
-def coalesce(boxes: Boxes) -> Boxes:
+def coalesce(boxes: StridedBoxes) -> StridedBoxes:
     """The same boxes without empty ones, axes innermost first by target stride, merged where every buffer allows it.
 
     Axes of extent 1 vanish; at least two of extent 1 and stride 0 follow the last real one. Fill rows get source
@@ -48,7 +48,7 @@ def coalesce(boxes: Boxes) -> Boxes:
     )
 
 
-def classify(boxes: Boxes) -> tuple[np.ndarray, Boxes]:
+def classify(boxes: StridedBoxes) -> tuple[np.ndarray, StridedBoxes]:
     """Each coalesced box's kind (0 straight, 1 strided, 2 transposed), and the boxes: axis 0 the columns, 1 the rows.
 
     Straight: the columns are adjacent in every buffer. Transposed: the columns are adjacent in every source, the rows

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .boxes import Boxes, source_views, split_elements, target_views
+from .boxes import StridedBoxes, source_views, split_elements, target_views
 from .pointers import (
     MOST_BUFFERS,
     SOURCE_ARGUMENTS,
@@ -91,7 +91,7 @@ class CopyTable:
 
     def __init__(
         self,
-        boxes: Boxes,
+        boxes: StridedBoxes,
         dtype: torch.dtype | None,
         itemsize: int,
         device: torch.device,
@@ -150,7 +150,7 @@ def copy_constants(
 
 
 def copy_launches(
-    boxes: Boxes,
+    boxes: StridedBoxes,
     itemsize: int,
     source_align: int = 16,
     target_align: int = 16,
@@ -167,7 +167,7 @@ def copy_launches(
 
 
 def copy_table(
-    boxes: Boxes,
+    boxes: StridedBoxes,
     itemsize_or_dtype: int | torch.dtype,
     device: torch.device | str = "cpu",
     config: LaunchConfig | None = None,
@@ -196,7 +196,7 @@ def copy_boxes(table: CopyTable, sources: Sequence[torch.Tensor], targets: Seque
 
 
 @torch.no_grad()
-def copy_boxes_reference(boxes: Boxes, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+def copy_boxes_reference(boxes: StridedBoxes, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """One copy_ (or fill_) per box through its views."""
     if boxes.contributors != 1:
         raise ArgumentError(f"boxes have {boxes.contributors} contributors; copy_boxes takes 1 (see reduce_boxes)")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .boxes import Boxes, source_views, split_elements, target_views
+from .boxes import StridedBoxes, source_views, split_elements, target_views
 from .codecs import decode, encode
 from .pointers import (
     MOST_BUFFERS,
@@ -213,7 +213,7 @@ class ReduceTable:
 
     def __init__(
         self,
-        boxes: Boxes,
+        boxes: StridedBoxes,
         dtype: torch.dtype,
         op: str,
         divisor: float | None,
@@ -296,7 +296,7 @@ def _has_float8(device: torch.device) -> bool:
 
 
 def reduce_launches(
-    boxes: Boxes,
+    boxes: StridedBoxes,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     source_align: int = 16,
@@ -319,7 +319,7 @@ def reduce_launches(
 
 
 def reduce_table(
-    boxes: Boxes,
+    boxes: StridedBoxes,
     dtype: torch.dtype,
     op: str,
     divisor: float | None = None,
@@ -351,7 +351,7 @@ def reduce_boxes(table: ReduceTable, sources: Sequence[torch.Tensor], targets: S
 
 @torch.no_grad()
 def reduce_boxes_reference(
-    boxes: Boxes,
+    boxes: StridedBoxes,
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     op: str,

@@ -74,13 +74,13 @@ if interpreted(give_way):
 # Peers are served in ascending order of rank and a program signals before it waits, so that programs that run one after
 # another, as in the interpreter or on a device with little room, never wait for each other: of all unfinished pairs of
 # ranks the lowest has both of its ranks at it.
-@triton.jit(do_not_specialize=["told", "token", "polls", "out", "words", "poison"])
+@triton.jit(do_not_specialize=["told", "fingerprint", "polls", "out", "words", "poison"])
 def signal_kernel(
     table,  # int64 [4, peers]: counts sent, counts awaited, addresses of this rank's slots, codes
     pad,  # int64 [peers, SLOT]
     error,  # int64 [1]
     told: tl.int64,  # address of an int64 of the host
-    token: tl.int64,
+    fingerprint: tl.int64,
     polls: tl.int64,
     out: tl.int64,  # address
     words: tl.int64,  # in out
@@ -107,7 +107,7 @@ def signal_kernel(
             count = tl.atomic_add(table + peer, 1, sem="relaxed", scope="gpu") + 1
             if CREDIT < _UNLIMITED:
                 # Of this count alone: a use that is not made leaves what is there, which a peer may not have read yet.
-                mixed = token.to(tl.int64) ^ ((count & _COUNTED) << _ABOVE)
+                mixed = fingerprint.to(tl.int64) ^ ((count & _COUNTED) << _ABOVE)
                 tl.atomic_xchg(there + 1 + (count & 1), mixed, sem="relaxed", scope="sys")
             tl.atomic_xchg(there, count, sem="release", scope="sys")
         if WAIT:
@@ -121,7 +121,7 @@ def signal_kernel(
                 kind = tl.full((), _LATE, tl.int64)
             elif CREDIT == 0:
                 theirs = tl.atomic_add(slot + 1 + (goal & 1), 0, sem="relaxed", scope="sys")
-                if theirs != token.to(tl.int64) ^ ((goal & _COUNTED) << _ABOVE):
+                if theirs != fingerprint.to(tl.int64) ^ ((goal & _COUNTED) << _ABOVE):
                     kind = tl.full((), _DISAGREES, tl.int64)
         if seen < 0:
             kind = tl.full((), _PEER_FAILED, tl.int64)
@@ -254,9 +254,9 @@ class PreparedSignal:
         grid = (channel.peers, 1, 1)
         self._start = prepared(signal_kernel, grid, channel.pad.device, arguments, constants["num_warps"])
 
-    def __call__(self, token: int, polls: int, out: int, words: int) -> None:
+    def __call__(self, fingerprint: int, polls: int, out: int, words: int) -> None:
         """`out`: an address; `words`: how many there are."""
-        self._start(*self._before, token, polls, out, words, *self._after)
+        self._start(*self._before, fingerprint, polls, out, words, *self._after)
 
 
 def signal(
@@ -265,7 +265,7 @@ def signal(
     send: bool = False,
     wait: bool = False,
     credit: int = 0,
-    token: int = 0,
+    fingerprint: int = 0,
     polls: int = 1 << 62,
     poison: torch.Tensor | None = None,
 ) -> None:
@@ -273,13 +273,13 @@ def signal(
     awaited, less `credit`.
 
     Args:
-        token: 63 bits that ranks compare at a barrier; not where there is credit.
+        fingerprint: 63 bits that ranks compare at a barrier; not where there is credit.
         polls: of each peer's word, after which the peer is late.
         poison: a contiguous tensor that is overwritten if this rank has failed: by NaN, or the largest value of dtypes
             that have none.
     """
     if channel.by_reference:
-        signal_reference(channel, send, wait, credit, token, polls, poison)
+        signal_reference(channel, send, wait, credit, fingerprint, polls, poison)
         return
     dtype = None if poison is None else poison.dtype
     launch = channel.launches.get((send, wait, credit, dtype)) or channel.launch(send, wait, credit, dtype)
@@ -287,7 +287,7 @@ def signal(
     if poison is not None:
         out, words = poison.data_ptr(), poison.numel() * poison.itemsize // launch.word
     with on_device(channel.pad.device):
-        launch(token, polls, out, words)
+        launch(fingerprint, polls, out, words)
 
 
 def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, credit: int = 0,
@@ -313,7 +313,7 @@ def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = Fal
 
 
 def signal_reference(
-    channel: Channel, send: bool, wait: bool, credit: int, token: int, polls: int, poison: torch.Tensor | None
+    channel: Channel, send: bool, wait: bool, credit: int, fingerprint: int, polls: int, poison: torch.Tensor | None
 ) -> None:
     """The same for CPU memory that processes share; x86-64 keeps their stores in order."""
     pad, (sent, awaited, _, codes), theirs = channel.words
@@ -323,7 +323,7 @@ def signal_reference(
         if send and not failed:
             count = sent[peer] = sent[peer] + 1
             if credit < UNLIMITED:
-                theirs[peer][1 + (count & 1)] = _mixed(token, count)
+                theirs[peer][1 + (count & 1)] = _mixed(fingerprint, count)
             theirs[peer][0] = count
     for peer in range(channel.peers):
         slot = SLOT * peer
@@ -337,7 +337,7 @@ def signal_reference(
                     seen, left = pad[slot], left - 1
                 if seen < goal:
                     kind = 1
-                elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(token, goal):
+                elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(fingerprint, goal):
                     kind = 3
             if seen < 0:
                 kind = 2
@@ -353,9 +353,9 @@ def signal_reference(
             poison.view(-1).view(integers).copy_(torch.tensor(filler, device="cpu").to(integers))
 
 
-def _mixed(token: int, count: int) -> int:
+def _mixed(fingerprint: int, count: int) -> int:
     """What is written in place of a token, so that it differs from the one that stood there before."""
-    return token ^ (count & _COUNTED.value) << _ABOVE.value
+    return fingerprint ^ (count & _COUNTED.value) << _ABOVE.value
 
 
 @functools.lru_cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import ArgumentError
-from .boxes import Boxes, take
+from .boxes import StridedBoxes, take
 from .coalescing import classify, coalesce
 
 DESCRIPTOR = (
@@ -82,7 +82,7 @@ class Launch:
 
 
 def tile_launches(
-    boxes: Boxes,
+    boxes: StridedBoxes,
     source_size: int,
     target_size: int,
     source_align: int,
@@ -169,7 +169,7 @@ def _bits(numbers: np.ndarray) -> np.ndarray:
     return np.bitwise_or.reduce(numbers, axis=tuple(range(1, numbers.ndim)))
 
 
-def _widened(boxes: Boxes, factor: int) -> Boxes:
+def _widened(boxes: StridedBoxes, factor: int) -> StridedBoxes:
     """The boxes over words of `factor` elements; the columns are axis 0."""
     if factor == 1:
         return boxes
@@ -190,7 +190,9 @@ def _widened(boxes: Boxes, factor: int) -> Boxes:
     )
 
 
-def _tile_shape(boxes: Boxes, kind: str, word: int, vectors: tuple[int, int], config: LaunchConfig) -> tuple[int, int]:
+def _tile_shape(
+    boxes: StridedBoxes, kind: str, word: int, vectors: tuple[int, int], config: LaunchConfig
+) -> tuple[int, int]:
     """Rows and columns of a tile in words, powers of two."""
     if kind == "transposed":
         side = 64 if word <= 2 and min(vectors) > 1 else 32
@@ -216,7 +218,7 @@ def _tile_shape(boxes: Boxes, kind: str, word: int, vectors: tuple[int, int], co
     return min(words // cols, most_rows), cols
 
 
-def _descriptors(boxes: Boxes, transposed: bool, tile_rows: int, tile_columns: int) -> np.ndarray:
+def _descriptors(boxes: StridedBoxes, transposed: bool, tile_rows: int, tile_columns: int) -> np.ndarray:
     """int64 [tiles, 3 * contributors + 5]: the rows that the module's docstring describes."""
     k = boxes.contributors
     across, down = -(-boxes.extent[:, 0] // tile_columns), -(-boxes.extent[:, 1] // tile_rows)

@@ -71,12 +71,12 @@ class Batch:
         """Rounds in which ranks meet."""
         return max((program.exchanges for program in self.programs), default=0)
 
-    def company(self, rank: int) -> tuple[int, ...]:
+    def participants(self, rank: int) -> tuple[int, ...]:
         """The ranks that run the batch in step with a rank, itself included: all that take part in any program that
         exchanges, or it alone."""
         return self.everyone if self.exchanges else (rank,)
 
-    def first_met(self, rank: int) -> tuple[int, ...]:
+    def first_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that a rank meets in its first round, itself included, ascending."""
         for number in range(self.exchanges):
             met = {rank}

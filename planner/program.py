@@ -166,7 +166,7 @@ class Program:
         )
         return tuple(np.unique(np.append(peers, position)).tolist())
 
-    def first_met(self, position: int) -> tuple[int, ...]:
+    def first_group(self, position: int) -> tuple[int, ...]:
         """The ranks of the first exchange of a mesh position, itself included, ascending; itself if there is none."""
         for step in self.steps:
             members = self.members(step, position)
@@ -174,7 +174,7 @@ class Program:
                 return self._ranks(members)
         return self._ranks([position])
 
-    def company(self, position: int) -> tuple[int, ...]:
+    def participants(self, position: int) -> tuple[int, ...]:
         """The ranks that run the program in step with a mesh position, itself included, ascending."""
         exchanges = [step for step in self.steps if isinstance(step, Exchange)]
         if not exchanges:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from shardweave.kernels import (
-    Boxes,
     CopyTable,
     ReduceTable,
+    StridedBoxes,
     copy_boxes,
     copy_boxes_reference,
     copy_table,
@@ -65,10 +65,10 @@ def transposition_case(name: str, share: float, device: torch.device, side: int,
 
 def _one_box(
     offsets: list[int], extent: tuple[int, ...], source_stride: tuple[int, ...], target_stride: tuple[int, ...]
-) -> Boxes:
+) -> StridedBoxes:
     """From places in one source, a contributor each, to the beginning of one target."""
     zero = np.zeros(1, np.int64)
-    return Boxes(
+    return StridedBoxes(
         source=np.zeros((1, len(offsets)), np.int64),
         target=zero,
         source_offset=np.array([offsets]),
@@ -80,7 +80,7 @@ def _one_box(
 
 
 def _copies(
-    boxes: Boxes, sizes: Sequence[int], first: int, dtype: torch.dtype, device: torch.device
+    boxes: StridedBoxes, sizes: Sequence[int], first: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Made], Callable[[], Made]]:
     @cache
     def table() -> CopyTable:
@@ -94,7 +94,7 @@ def _copies(
     return partial(make, True), partial(make, False)
 
 
-def _right(boxes: Boxes, source: torch.Tensor, target: torch.Tensor) -> bool:
+def _right(boxes: StridedBoxes, source: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether the target has the sum of the one box's sources, element by element, and is poison otherwise."""
     expected = torch.full_like(target.view(torch.uint8), 255).view(target.dtype)
     at = _places(boxes.extent[0], boxes.target_stride[0], target.device)

@@ -19,7 +19,7 @@ from shardweave.planner import plan
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.executor.simulate import bind_in_process, simulate
-from shardweave.runtime.executor.step_sendrecv import TwoSidedStep
+from shardweave.runtime.executor.step_sendrecv import SendRecvStep
 from shardweave.runtime.transports.in_process import InProcessTransport
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def pack_and_unpack(row: Row, shape: tuple[int, int], device: torch.device, time
     held = program.source_shape(0)
     bound = BoundProgram(program, 0, contiguous_strides(held), transport, torch.bfloat16, device)
     (step,) = bound.steps
-    assert isinstance(step, TwoSidedStep)
+    assert isinstance(step, SendRecvStep)
     calls, stock = [], []
     group = _fake_group(device)
     try:
@@ -75,7 +75,7 @@ def _verify(shape: tuple[int, int], device: torch.device) -> None:
         raise AssertionError("the program's result is wrong")
 
 
-def _around(step: TwoSidedStep, x: torch.Tensor) -> Callable[[], object]:
+def _around(step: SendRecvStep, x: torch.Tensor) -> Callable[[], object]:
     def call() -> torch.Tensor:
         packed = torch.empty(step.packed, dtype=x.dtype, device=x.device)
         step.pack([x], [packed])

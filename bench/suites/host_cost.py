@@ -42,11 +42,11 @@ from shardweave.bench.suites.host_transports import (
     without_launches,
 )
 from shardweave.runtime.dtensor import drop_in
-from shardweave.runtime.dtensor.local import How, run_redistribution
+from shardweave.runtime.dtensor.local import RedistributeOptions, run_redistribution
 from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.executor.copies import Copies, Reduction, is_plain_memory
-from shardweave.runtime.executor.step_put import OneSidedStep
-from shardweave.runtime.transports.base import Meet
+from shardweave.runtime.executor.step_put import PutStep
+from shardweave.runtime.transports.base import Barrier
 from shardweave.runtime.transports.select import AnyTransport
 
 RANKS = 4
@@ -90,10 +90,10 @@ class NullTransport:
     def open(self, address: int, nbytes: int) -> torch.Tensor:
         return self._bytes[address]
 
-    def landings(self, ranks: tuple[int, ...]) -> None:
+    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
         return None
 
-    def answer(self, request: Meet) -> list[None]:
+    def answer(self, request: Barrier) -> list[None]:
         if request.meanwhile is not None:
             request.meanwhile()
         return [None] * len(request.peers)
@@ -107,7 +107,7 @@ class ScratchTransport(NullTransport):
         self._scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
         self._bytes[self._scratch.data_ptr()] = self._scratch
 
-    def answer(self, request: Meet) -> list[int]:  # type: ignore[override]
+    def answer(self, request: Barrier) -> list[int]:  # type: ignore[override]
         super().answer(request)
         return [self._scratch.data_ptr()] * len(request.peers)
 
@@ -123,12 +123,12 @@ class NullTransports:
         return NullTransport() if is_plain_memory(device) else ScratchTransport(device), "nothing is to be moved"
 
 
-def push_to_nobody(step: OneSidedStep, x: torch.Tensor, copies: Copies, address: Any, nbytes: int) -> None:
+def push_to_nobody(step: PutStep, x: torch.Tensor, copies: Copies, address: Any, nbytes: int) -> None:
     if address is not None:
         push(step, x, copies, address, nbytes)
 
 
-push = OneSidedStep.push
+push = PutStep.push
 
 
 def microseconds(call: Callable[[], Any], number: int = CALLS, device: str = "cpu") -> float:
@@ -204,7 +204,8 @@ def sampled_on_device_transports(
     device = mesh.device_type
     local, specs = given(mesh, shape, source, target)
     windows, messages = (
-        partial(run_redistribution, local, *specs, How(transport=transport)) for transport in NullTransports.named
+        partial(run_redistribution, local, *specs, RedistributeOptions(transport=transport))
+        for transport in NullTransports.named
     )
     counts, sent = counted_launches(windows), counted_launches(messages)
     times: dict[str, list[float]] = {}
@@ -244,7 +245,7 @@ def nothing_is_moved(device: str) -> Iterator[None]:
     well be made."""
     with ExitStack() as stack:
         if is_plain_memory(torch.device(device)):
-            stack.enter_context(mock.patch.object(OneSidedStep, "push", push_to_nobody))
+            stack.enter_context(mock.patch.object(PutStep, "push", push_to_nobody))
             stack.enter_context(mock.patch.object(Reduction, "__call__", lambda *_: None))
         yield
 

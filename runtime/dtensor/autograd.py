@@ -17,7 +17,7 @@ Move = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, bool], torch.Tensor]
 """A local tensor from one spec to another; whether the caller would wait for it later."""
 
 
-class Carry(NamedTuple):
+class RedistributeArgs(NamedTuple):
     """How a DTensor is carried over.
 
     Attributes:
@@ -36,42 +36,42 @@ class Carry(NamedTuple):
     async_op: bool = False
 
 
-def carried(x: DTensor, how: Carry, requires_grad: bool = False) -> DTensor:
+def redistribute_forward(x: DTensor, args: RedistributeArgs, requires_grad: bool = False) -> DTensor:
     """`x` as asked, outside of autograd."""
-    source, target, local = x._spec, how.target, x._local_tensor
-    if local.dtype != how.op_dtype:
-        local = local.to(how.op_dtype)
-        source, target = with_dtype(source, how.op_dtype), with_dtype(target, how.op_dtype)
+    source, target, local = x._spec, args.target, x._local_tensor
+    if local.dtype != args.op_dtype:
+        local = local.to(args.op_dtype)
+        source, target = with_dtype(source, args.op_dtype), with_dtype(target, args.op_dtype)
     if not same_layout(source, target):
-        local = how.move(local, source, target, how.async_op)
-    if local.dtype != how.out_dtype:
-        local, target = local.to(how.out_dtype), with_dtype(target, how.out_dtype)
+        local = args.move(local, source, target, args.async_op)
+    if local.dtype != args.out_dtype:
+        local, target = local.to(args.out_dtype), with_dtype(target, args.out_dtype)
     return as_dtensor(local, target, requires_grad)
 
 
-def carried_with_gradient(x: DTensor, how: Carry) -> DTensor:
-    return Redistribute.apply(x, how)
+def redistribute_with_gradient(x: DTensor, args: RedistributeArgs) -> DTensor:
+    return Redistribute.apply(x, args)
 
 
 class Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, how: Carry) -> DTensor:  # type: ignore[override]
-        ctx.source, ctx.how = x._spec, how
-        return carried(x, how, x.requires_grad)
+    def forward(ctx: Any, x: DTensor, args: RedistributeArgs) -> DTensor:  # type: ignore[override]
+        ctx.source, ctx.args = x._spec, args
+        return redistribute_forward(x, args, x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        how: Carry = ctx.how
+        args: RedistributeArgs = ctx.args
         spec, source = gradient._spec, ctx.source
         partial = [m for m, p in enumerate(spec.placements) if p.is_partial()] if spec.mesh == source.mesh else ()
-        back = Carry(
+        back = RedistributeArgs(
             _with_meta(spec_of_gradient(source, partial), spec.tensor_meta),
-            how.move,
-            how.backward_dtype,
-            how.gradient_dtype,
-            how.backward_dtype,
+            args.move,
+            args.backward_dtype,
+            args.gradient_dtype,
+            args.backward_dtype,
             gradient._local_tensor.dtype,
-            how.async_op,
+            args.async_op,
         )
         return Redistribute.apply(gradient, back), None
 
@@ -97,7 +97,7 @@ def is_in(mesh: DeviceMesh) -> bool:
     return mesh.get_coordinate() is not None
 
 
-def nothing_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def empty_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """What a rank that is not in the mesh of a DTensor holds of it."""
     assert spec.tensor_meta is not None
     return local.new_empty((0,) * max(len(spec.tensor_meta.shape), 1))

@@ -18,7 +18,7 @@ from ..convert import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
 from ..executor.call import Call, check_backend, check_ranks, refuse, refuse_unplanned, transport_for
 from .autograd import as_dtensor
-from .local import How, how_asked
+from .local import RedistributeOptions, requested_options
 from .redistribute import plain_local, target_of
 
 _KEPT = 256
@@ -59,8 +59,8 @@ def redistribute_batch(
         if torch.is_inference_mode_enabled():
             # Views and buffers that are kept outlive the mode.
             with torch.inference_mode(False):
-                return _run(dtensors, targets, how_asked(transport, topology))
-        return _run(dtensors, targets, how_asked(transport, topology))
+                return _run(dtensors, targets, requested_options(transport, topology))
+        return _run(dtensors, targets, requested_options(transport, topology))
     except (ArgumentError, UnsupportedError) as error:
         given = dtensors if isinstance(dtensors, Sequence) else ()
         meshes = [x.device_mesh for x in given if isinstance(x, DTensor)]
@@ -85,26 +85,28 @@ def _targets(
     return [target_of(x, p, device_mesh, None) for x, p in zip(dtensors, placements, strict=True)]
 
 
-def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], how: How) -> list[DTensor]:
+def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: RedistributeOptions) -> list[DTensor]:
     forget_dead_groups()
     locals_ = [plain_local(x._local_tensor, x._spec).resolve_conj().resolve_neg() for x in dtensors]
     specs = [(x._spec, target) for x, target in zip(dtensors, targets, strict=True)]
     form = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]
     meshes = [(id(source.mesh), id(target.mesh)) for source, target in specs]
-    key = (tuple(specs), tuple(meshes), tuple(form), how)
+    key = (tuple(specs), tuple(meshes), tuple(form), options)
     call = _calls.get(key)
     if call is None:
-        call = _bind(specs, locals_, how)
+        call = _bind(specs, locals_, options)
         if len(_calls) >= _KEPT:
             _calls.pop(next(iter(_calls)))
         _calls[key] = call
     return [as_dtensor(x, target) for x, target in zip(call(locals_), targets, strict=True)]
 
 
-def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], how: How) -> Call:
+def _bind(
+    specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
+) -> Call:
     """Plan and bind a batch; nothing is communicated."""
     device = locals_[0].device
-    check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), how.transport)
+    check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), options.transport)
     rank = dist.get_rank()
     requests: list[Any] = []
     for (source, target), x in zip(specs, locals_, strict=True):
@@ -112,13 +114,15 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
         layouts = layout_of_spec(source), layout_of_spec(target)
         shape = tuple(source.tensor_meta.shape)
         requests.append(Request(mesh_of(source.mesh), shape, dtype_name(x.dtype), *layouts, mesh_of(target.mesh)))
-    batch = plan_batch(requests, rank=rank, topology=how.topology)
+    batch = plan_batch(requests, rank=rank, topology=options.topology)
     for program in batch.programs:
         check_ranks(program.mesh)
-    company = batch.company(rank)
-    if rank not in company:
+    participants = batch.participants(rank)
+    if rank not in participants:
         return Call(None, None, ())  # a rank in none of the meshes: it holds nothing, and nobody waits for it
-    transport, _ = transport_for(company, device, how.transport, *(spec.mesh for pair in specs for spec in pair))
+    transport, _ = transport_for(
+        participants, device, options.transport, *(spec.mesh for pair in specs for spec in pair)
+    )
     try:
         for i, (program, x) in enumerate(zip(batch.programs, locals_, strict=True)):
             if x.device != device:
@@ -127,8 +131,8 @@ def _bind(specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[to
             if position is not None:
                 check_local_shape(program, position, x.shape, f"dtensors[{i}]")
     except ArgumentError as error:
-        refuse(transport, company, batch.first_met(rank), error)
+        refuse(transport, participants, batch.first_group(rank), error)
         raise
-    with transport.rendezvous.making_ready(company, batch.explain):
+    with transport.rendezvous.making_ready(participants, batch.explain):
         bound = BoundBatch(batch, rank, [x.stride() for x in locals_], transport, [x.dtype for x in locals_], device)
-    return Call(bound, transport, company)
+    return Call(bound, transport, participants)

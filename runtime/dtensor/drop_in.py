@@ -19,7 +19,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ..executor.dispatch_modes import REPLACES, REPORTS, active_modes, note_decision, why_not_under
 from ..statistics import left_to_torch, stats
 from ..transports.select import why_not_backend
-from .autograd import Carry, carried, carried_with_gradient, is_in, kept_spec, nothing_of
+from .autograd import RedistributeArgs, empty_local, is_in, kept_spec, redistribute_forward, redistribute_with_gradient
 from .local import run_redistribution
 from .observer import observer
 
@@ -141,7 +141,7 @@ def redistribute_local_tensor(
         raise UnsupportedError(f"to another mesh: {reason}, and torch itself cannot; allowed: without that")
     if reason is None:
         if not is_in(current_spec.mesh):
-            x = nothing_of(x, current_spec)
+            x = empty_local(x, current_spec)
         try:
             found = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec, later=async_op)
             if modes:
@@ -191,10 +191,10 @@ class Redistribute:
             op_dtype = out_dtype = forward_dtype or own
             backward_dtype, gradient_dtype = backward_dtype or own, own
         target = _target(x._spec, device_mesh, placements)
-        how = Carry(target, _as_torch, op_dtype, out_dtype, backward_dtype, gradient_dtype, async_op)
+        args = RedistributeArgs(target, _as_torch, op_dtype, out_dtype, backward_dtype, gradient_dtype, async_op)
         if x.requires_grad and torch.is_grad_enabled():
-            return carried_with_gradient(x, how)
-        return carried(x, how)
+            return redistribute_with_gradient(x, args)
+        return redistribute_forward(x, args)
 
 
 def _as_torch(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:

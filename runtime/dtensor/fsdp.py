@@ -25,7 +25,7 @@ from ..executor.copies import contiguous_strides
 from ..executor.dispatch_modes import below_modes
 from ..transports.rendezvous import remarks
 from ..transports.select import tell_settings
-from .local import How, default
+from .local import RedistributeOptions, default
 from .overlap import overlaps_itself
 
 _KEPT = 2048
@@ -197,9 +197,9 @@ def _telling(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) ->
         ours = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
         # Of tensors without elements nothing is exchanged.
         if ours and group.size() > 1 and isinstance(x, torch.Tensor) and (x.numel() or output.numel()):
-            ranks, how = tuple(sorted(dist.get_process_group_ranks(group))), default()
-            check_backend(x.device, len(ranks), how.transport)
-            refuse(transport_for(ranks, x.device, how.transport, groups=[group])[0], ranks, ranks, error)
+            ranks, options = tuple(sorted(dist.get_process_group_ranks(group))), default()
+            check_backend(x.device, len(ranks), options.transport)
+            refuse(transport_for(ranks, x.device, options.transport, groups=[group])[0], ranks, ranks, error)
         raise
 
 
@@ -256,11 +256,11 @@ def _carry(
         # Views and buffers that are kept outlive inference mode.
         with torch.inference_mode(False), torch.no_grad():
             forget_dead_groups()
-            how = default()
-            key = group, numel, x.dtype, x.device, source, target, how
+            options = default()
+            key = group, numel, x.dtype, x.device, source, target, options
             call = _calls.get(key)
             if call is None:
-                call = _bind(x.dtype, x.device, group, numel, source, target, how)
+                call = _bind(x.dtype, x.device, group, numel, source, target, options)
                 if len(_calls) >= _KEPT:
                     _calls.pop(next(iter(_calls)))
                 _calls[key] = call
@@ -290,17 +290,19 @@ def _bind(
     numel: int,
     source: str,
     target: str,
-    how: How,
+    options: RedistributeOptions,
 ) -> Call:
     ranks = tuple(dist.get_process_group_ranks(group))
-    check_backend(device, len(ranks), how.transport)
+    check_backend(device, len(ranks), options.transport)
     position = ranks.index(dist.get_rank())
     mesh = Mesh((len(ranks),), ranks=ranks)
-    program = plan(mesh, (numel,), dtype_name(dtype), source, target, rank=position, topology=how.topology)
+    program = plan(mesh, (numel,), dtype_name(dtype), source, target, rank=position, topology=options.topology)
     if program.is_identity:
         return Call(None, None, ())
-    transport, _ = transport_for(tuple(sorted(ranks)), device, how.transport, groups=[group])
-    company = program.company(position)
-    with transport.rendezvous.making_ready(company, partial(title, program)):
-        bound = BoundProgram(program, position, contiguous_strides((numel,)), transport, dtype, device, how.reduction)
-    return Call(bound, transport, company)
+    transport, _ = transport_for(tuple(sorted(ranks)), device, options.transport, groups=[group])
+    participants = program.participants(position)
+    with transport.rendezvous.making_ready(participants, partial(title, program)):
+        bound = BoundProgram(
+            program, position, contiguous_strides((numel,)), transport, dtype, device, options.reduction
+        )
+    return Call(bound, transport, participants)

@@ -14,7 +14,7 @@ from ..transports.rendezvous import settings
 from ..transports.select import tell_settings
 from . import drop_in
 from .drop_in import Policy, carry_out_under, policy, policy_asked
-from .local import How, default, how_asked, run_by_default
+from .local import RedistributeOptions, default, requested_options, set_default_options
 from .observer import observed, observer
 from .sharding_costs import price_on, priced_on
 
@@ -94,10 +94,10 @@ def install(
     Raises:
         ArgumentError: an argument is none of these.
     """
-    how = how_asked(None, topology, reduction)._replace(topology=topology, reduction=reduction)
+    options = requested_options(None, topology, reduction)._replace(topology=topology, reduction=reduction)
     carried_out = policy_asked(min_bytes, only)
     bind_seams(True)
-    run_by_default(how)
+    set_default_options(options)
     carry_out_under(carried_out)
     price_on((topology or NVLINK_NODE) if costs else None)
     tell_settings()
@@ -106,7 +106,7 @@ def install(
 def uninstall() -> None:
     """Give torch its own redistribution and its own prices back."""
     bind_seams(False)
-    run_by_default(How())
+    set_default_options(RedistributeOptions())
     carry_out_under(Policy())
     price_on(None)
     tell_settings()
@@ -135,7 +135,7 @@ def installed(
         yield
     finally:
         bind_seams(before)
-        run_by_default(how_before)
+        set_default_options(how_before)
         carry_out_under(policy_before)
         price_on(prices_before)
         tell_settings()

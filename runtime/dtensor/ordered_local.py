@@ -13,7 +13,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...planner import Topology, whole_numbers
 from ..executor.call import refuse_unplanned
 from .autograd import with_placements
-from .local import How, how_asked
+from .local import RedistributeOptions, requested_options
 from .redistribute import cuts_of, given_order, move_local, ordered
 
 
@@ -48,10 +48,10 @@ def ordered_redistribute_local_tensor(
             _in_order(name, spec, order)
             for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
         )
-        how = how_asked(transport, topology)
+        options = requested_options(transport, topology)
         if tensor.requires_grad and torch.is_grad_enabled():
-            return _Local.apply(tensor, source, target, how)
-        return move_local(how, tensor, source, target, False)
+            return _Local.apply(tensor, source, target, options)
+        return move_local(options, tensor, source, target, False)
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [spec.mesh for spec in (src_spec, dst_spec) if isinstance(spec, DTensorSpec)])
         raise
@@ -62,17 +62,17 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, source: DTensorSpec, target: DTensorSpec, how: How
+        ctx: Any, x: torch.Tensor, source: DTensorSpec, target: DTensorSpec, options: RedistributeOptions
     ) -> torch.Tensor:
-        ctx.source, ctx.target, ctx.how = source, target, how
-        found = move_local(how, x, source, target, False)
+        ctx.source, ctx.target, ctx.options = source, target, options
+        found = move_local(options, x, source, target, False)
         return found.view_as(found) if found is x else found
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         # Plain tensors have no spec that could forget their order.
         here, there = (_replicated_where_partial(spec) for spec in (ctx.target, ctx.source))
-        return _Local.apply(gradient, here, there, ctx.how), None, None, None
+        return _Local.apply(gradient, here, there, ctx.options), None, None, None
 
 
 def _replicated_where_partial(spec: DTensorSpec) -> DTensorSpec:

@@ -19,14 +19,22 @@ from ..convert import layout_of_spec, normal_placements
 from ..executor.call import refuse_unplanned
 from ..executor.lower import Reduction
 from ..statistics import stats
-from .autograd import Carry, carried, carried_with_gradient, is_in, nothing_of, same_layout, with_dtype
+from .autograd import (
+    RedistributeArgs,
+    empty_local,
+    is_in,
+    redistribute_forward,
+    redistribute_with_gradient,
+    same_layout,
+    with_dtype,
+)
 from .install import is_installed
 from .local import (
-    How,
+    RedistributeOptions,
     bind_redistribution,
     explain_redistribution,
-    how_asked,
     refuse_redistribution,
+    requested_options,
     run_redistribution,
 )
 from .observer import observer
@@ -101,9 +109,9 @@ def redistribute(
         _check_dtype("forward_dtype", forward_dtype)
         _check_dtype("backward_dtype", backward_dtype)
         target = target_of(dtensor, placements, device_mesh, shard_order)
-        move = partial(move_local, how_asked(transport, topology, reduction))
+        move = partial(move_local, requested_options(transport, topology, reduction))
         moved = forward_dtype or own
-        carry = Carry(target, move, moved, moved, backward_dtype or own, own, async_op)
+        carry = RedistributeArgs(target, move, moved, moved, backward_dtype or own, own, async_op)
         differentiable = dtensor.requires_grad and torch.is_grad_enabled()
         if out is not None:
             try:
@@ -113,11 +121,11 @@ def redistribute(
                 if is_in(source.mesh) or is_in(target.mesh):
                     local = plain_local(dtensor._local_tensor, source).to(moved)
                     specs = with_dtype(source, moved), with_dtype(target, moved)
-                    refuse_redistribution(local, *specs, how_asked(transport, topology, reduction), error)
+                    refuse_redistribution(local, *specs, requested_options(transport, topology, reduction), error)
                 raise
-            out._local_tensor.copy_(carried(dtensor, carry)._local_tensor)
+            out._local_tensor.copy_(redistribute_forward(dtensor, carry)._local_tensor)
             return out
-        return carried_with_gradient(dtensor, carry) if differentiable else carried(dtensor, carry)
+        return redistribute_with_gradient(dtensor, carry) if differentiable else redistribute_forward(dtensor, carry)
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [dtensor.device_mesh, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
         raise
@@ -176,9 +184,9 @@ def explain(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    how = how_asked(transport, topology, reduction)
+    options = requested_options(transport, topology, reduction)
     target = target_of(dtensor, placements, device_mesh, shard_order)
-    return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, how)
+    return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, options)
 
 
 def bind(
@@ -209,17 +217,17 @@ def bind(
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     _check_dtype("forward_dtype", forward_dtype)
-    how = how_asked(transport, topology, reduction)
+    options = requested_options(transport, topology, reduction)
     target = target_of(dtensor, placements, device_mesh, shard_order)
     moved = forward_dtype or dtensor._local_tensor.dtype
-    carried(dtensor, Carry(target, partial(_bind_local, how), moved, moved, moved, moved))
+    redistribute_forward(dtensor, RedistributeArgs(target, partial(_bind_local, options), moved, moved, moved, moved))
 
 
 def _bind_local(
-    how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool
+    options: RedistributeOptions, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool
 ) -> torch.Tensor:
     if is_in(source.mesh) or is_in(target.mesh):
-        bind_redistribution(plain_local(local, source), source, target, how)
+        bind_redistribution(plain_local(local, source), source, target, options)
     return local
 
 
@@ -329,12 +337,14 @@ def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
     if local.requires_grad:
         local = local.detach()
-    return local if is_in(spec.mesh) else nothing_of(local, spec)
+    return local if is_in(spec.mesh) else empty_local(local, spec)
 
 
-def move_local(how: How, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
+def move_local(
+    options: RedistributeOptions, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool
+) -> torch.Tensor:
     if (told := observer()) is not None:
         told.note(local.dtype, source, target)
     if is_in(source.mesh) or is_in(target.mesh):
-        return run_redistribution(plain_local(local, source), source, target, how, async_op)
+        return run_redistribution(plain_local(local, source), source, target, options, async_op)
     return local

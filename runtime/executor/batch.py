@@ -11,19 +11,19 @@ import torch
 
 from ...planner import Batch, Exchange, Program
 from ..statistics import Summary
-from ..transports.base import Ask, Meet, Mixed, Transfer
+from ..transports.base import Barrier, CommRequest, HierarchicalExchange, Transfer
 from ..transports.symmetric_window import Window, WindowedTransport
 from .bind import kind_of
 from .copies import contiguous_strides
 from .lower import Lowering, lower
 from .step import Transport
-from .step_collective import VendorReduction
-from .step_hierarchical import MixedStep
-from .step_put import OneSidedStep
-from .step_sendrecv import SharedBuffers, TwoSidedStep
-from .step_window import Place, WindowedStep, place_of
+from .step_collective import CollectiveReduction
+from .step_hierarchical import HierarchicalStep
+from .step_put import PutStep
+from .step_sendrecv import SendRecvStep, SharedBuffers
+from .step_window import Place, WindowStep, place_of
 
-BatchRun = Generator[Ask, Any, list[torch.Tensor]]
+BatchRun = Generator[CommRequest, Any, list[torch.Tensor]]
 
 _AS_MESSAGES = Lowering("send and receive", "one message has parts of many tensors")
 _MIX = 1000003  # odd: what came before is not forgotten
@@ -46,47 +46,47 @@ class _Round:
 class OneSidedRound(_Round):
     """Every tensor has a buffer of its own; a rank tells its peers all of them at once."""
 
-    steps: Mapping[int, OneSidedStep]
+    steps: Mapping[int, PutStep]
 
     def bind(self, tensors: int) -> None:
         self.tensors = tensors
         self.peers = self.meets()
 
-    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        yield from self.exchange(xs, token, None, None)
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
+        yield from self.exchange(xs, fingerprint, None, None)
 
     def exchange(
-        self, xs: list[torch.Tensor], token: int, transfer: Transfer | None, received: torch.Tensor | None
-    ) -> Generator[Ask, Any, None]:
+        self, xs: list[torch.Tensor], fingerprint: int, transfer: Transfer | None, received: torch.Tensor | None
+    ) -> Generator[CommRequest, Any, None]:
         """Carry out the round, with a transfer under way meanwhile, if one is given, that fills `received`."""
         transport = self.transport
-        landings = {i: step.land() for i, step in self.steps.items()}
-        address, book = transport.offer([landings.get(i) for i in range(self.tensors)])
-        addresses = (yield Meet(self.peers, token, address)) if self.peers else []
+        receive_buffers = {i: step.new_receive_buffer() for i, step in self.steps.items()}
+        address, book = transport.offer([receive_buffers.get(i) for i in range(self.tensors)])
+        addresses = (yield Barrier(self.peers, fingerprint, address)) if self.peers else []
         books = {r: transport.offered(a, self.tensors) for r, a in zip(self.peers, addresses, strict=True)}
-        push, own = partial(self._push, xs, books), partial(self._push_own, xs, landings)
+        push, own = partial(self._push, xs, books), partial(self._push_own, xs, receive_buffers)
         if transfer is not None:
-            yield Mixed(transfer, push, Meet(self.peers, token + 1, None, own))
+            yield HierarchicalExchange(transfer, push, Barrier(self.peers, fingerprint + 1, None, own))
         else:
             push()
             if self.peers:
-                yield Meet(self.peers, token + 1, None, own)
+                yield Barrier(self.peers, fingerprint + 1, None, own)
             else:
                 own()
         del book  # every peer has read it
         for i, step in self.steps.items():
             came = None if received is None else received.view(step.dtype)
-            xs[i] = step.finish(xs[i], landings[i], step.output(landings[i]), came)
+            xs[i] = step.finish(xs[i], receive_buffers[i], step.output(receive_buffers[i]), came)
 
     def _push(self, xs: list[torch.Tensor], books: dict[int, Sequence[Any]]) -> None:
         for i, step in self.steps.items():
             for index, nbytes, copies in step.pushes:
                 step.push(xs[i], copies, books[step.peer_ranks[index]][i], nbytes)
 
-    def _push_own(self, xs: list[torch.Tensor], landings: dict[int, torch.Tensor]) -> None:
+    def _push_own(self, xs: list[torch.Tensor], receive_buffers: dict[int, torch.Tensor]) -> None:
         for i, step in self.steps.items():
             if step.own:
-                step.push(xs[i], step.own, self.transport.address(landings[i]), step.own_nbytes)
+                step.push(xs[i], step.own, self.transport.address(receive_buffers[i]), step.own_nbytes)
 
 
 class WindowedRound(_Round):
@@ -95,23 +95,23 @@ class WindowedRound(_Round):
     What goes to other nodes as well goes tensor by tensor, after that.
     """
 
-    steps: Mapping[int, WindowedStep | TwoSidedStep]
+    steps: Mapping[int, WindowStep | SendRecvStep]
 
     def bind(self) -> None:
-        self.together: dict[int, WindowedStep] = {}
-        self.apart: dict[int, WindowedStep | TwoSidedStep] = {}
+        self.together: dict[int, WindowStep] = {}
+        self.apart: dict[int, WindowStep | SendRecvStep] = {}
         # In the order of the first tensors that take them: the same on all ranks.
         self.last_in: dict[Window, int] = {}
         self.ways: dict[Window, int] = defaultdict(int)
         for i, step in self.steps.items():
-            if type(step) is WindowedStep and step.window is not None:
+            if type(step) is WindowStep and step.window is not None:
                 self.together[i] = step
                 self.last_in[step.window] = i
                 self.ways[step.window] = (self.ways[step.window] * _MIX + 1 + step.pulls) % (1 << 40)
             else:
                 self.apart[i] = step
 
-    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
         transport: WindowedTransport = self.transport  # type: ignore[assignment]
         outs = {i: step.empty() for i, step in self.together.items()}
         for window in self.last_in:
@@ -119,7 +119,7 @@ class WindowedRound(_Round):
         for i, step in self.together.items():
             step.fill_windows(xs[i])
         for window in self.last_in:
-            transport.signal(window, "meet", token ^ self.ways[window] << 16)
+            transport.signal(window, "meet", fingerprint ^ self.ways[window] << 16)
         for i, step in self.together.items():
             step.read_windows(xs[i], outs[i])
         for i, step in self.together.items():
@@ -129,7 +129,7 @@ class WindowedRound(_Round):
         if self.together:
             transport.check()
         for i, alone in self.apart.items():
-            outs[i] = yield from alone.run(xs[i], token)
+            outs[i] = yield from alone.run(xs[i], fingerprint)
         for i, out in outs.items():
             xs[i] = out
 
@@ -137,7 +137,7 @@ class WindowedRound(_Round):
 class TwoSidedRound(_Round):
     """One message to each peer and one from it: what each tensor has in it, one after the other."""
 
-    steps: Mapping[int, TwoSidedStep]
+    steps: Mapping[int, SendRecvStep]
     one_mesh = True
     """All tensors of the batch are on one mesh. Else ranks know different ones of its process groups, and messages go
     by the group of everyone."""
@@ -147,8 +147,8 @@ class TwoSidedRound(_Round):
         self.sends, self.receives = sends, receives
         self.packed, self.received = (max((end for _, _, end in x), default=0) for x in (sends, receives))
 
-    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        transfer, received = self.messages(xs, token)
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
+        transfer, received = self.messages(xs, fingerprint)
         if self.sends or self.receives:
             yield transfer
         for i, step in self.steps.items():
@@ -162,7 +162,7 @@ class TwoSidedRound(_Round):
         groups = {step.of_group for step in self.steps.values()}
         return next(iter(groups)) if self.one_mesh and len(groups) == 1 else None
 
-    def messages(self, xs: list[torch.Tensor], token: int) -> tuple[Transfer, torch.Tensor]:
+    def messages(self, xs: list[torch.Tensor], fingerprint: int) -> tuple[Transfer, torch.Tensor]:
         """What is to be sent, all packed, and received, and the buffer for that."""
         packed, received = (
             torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (self.packed, self.received)
@@ -171,20 +171,20 @@ class TwoSidedRound(_Round):
             step.pack([xs[i]], [packed.view(step.dtype)])
         sends = tuple((rank, packed[a:b]) for rank, a, b in self.sends)
         receives = tuple((rank, received[a:b]) for rank, a, b in self.receives)
-        return Transfer(sends, receives, token, group=self.group), received
+        return Transfer(sends, receives, fingerprint, group=self.group), received
 
 
 class MixedRound(OneSidedRound):
     """As one-sided inside a node; meanwhile one message to each peer of another node and one from it."""
 
-    steps: Mapping[int, MixedStep]
+    steps: Mapping[int, HierarchicalStep]
     far: TwoSidedRound
 
-    def run(self, xs: list[torch.Tensor], token: int) -> Generator[Ask, Any, None]:
-        yield from self.exchange(xs, token, *self.far.messages(xs, token))
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
+        yield from self.exchange(xs, fingerprint, *self.far.messages(xs, fingerprint))
 
 
-_BoundStep = OneSidedStep | TwoSidedStep | WindowedStep | VendorReduction
+_BoundStep = PutStep | SendRecvStep | WindowStep | CollectiveReduction
 _BoundRound = OneSidedRound | TwoSidedRound | WindowedRound
 
 
@@ -207,7 +207,7 @@ class BoundBatch:
     Tensors of programs that the rank has no part in pass through as they are.
 
     Attributes:
-        token: what ranks compare when they meet; differs for different batches.
+        fingerprint: what ranks compare when they meet; differs for different batches.
         asked, title, summary: as of `BoundProgram`.
     """
 
@@ -220,13 +220,13 @@ class BoundBatch:
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> None:
-        self.batch, self.rank, self.token = batch, rank, batch.digest & ~0xFFFF
+        self.batch, self.rank, self.fingerprint = batch, rank, batch.digest & ~0xFFFF
         self.asked, self.title, self.summary = batch.digest, partial(_title, batch), partial(_summary, batch, rank)
         self.transport, self.dtypes, self.device = transport, dtypes, device
         self.rounds: list[tuple[list[tuple[int, _BoundStep]], _BoundRound | None]] = []
         """Steps without an exchange, by tensor, and the exchange after them."""
-        nodes = {transport.node_of(rank) for rank in batch.company(rank)}
-        self.mixes = not transport.one_sided and len(nodes) < len(batch.company(rank))
+        nodes = {transport.node_of(rank) for rank in batch.participants(rank)}
+        self.mixes = not transport.one_sided and len(nodes) < len(batch.participants(rank))
         """Whether some of the ranks share a node."""
         taking_part = [i for i in range(len(batch.programs)) if batch.position(i, rank) is not None]
         left = {i: list(batch.programs[i].steps) for i in taking_part}
@@ -254,11 +254,11 @@ class BoundBatch:
             kind, options = kind_of(lowering, self.transport), {"place": shared} if shared else {}
             bound: _BoundStep = kind(*form, lowering=lowering, **options)
         elif self.transport.one_sided:
-            bound = OneSidedStep(*form)
+            bound = PutStep(*form)
         elif self.mixes and isinstance(step, Exchange):
-            bound = MixedStep(*form, lowering=_AS_MESSAGES, shared=shared)
+            bound = HierarchicalStep(*form, lowering=_AS_MESSAGES, shared=shared)
         else:
-            bound = TwoSidedStep(*form, lowering=_AS_MESSAGES, shared=shared)
+            bound = SendRecvStep(*form, lowering=_AS_MESSAGES, shared=shared)
         given[i] = contiguous_strides(bound.shape)
         return bound
 
@@ -300,7 +300,7 @@ class BoundBatch:
             assert position is not None
             lowering = lower(program, step, position, self.transport)
             place = place_of(program, step, position, self.transport, lowering)
-            if place is not None and kind_of(lowering, self.transport) is WindowedStep:
+            if place is not None and kind_of(lowering, self.transport) is WindowStep:
                 first = ends.get(place.ranks, 0)
                 found[i] = place._replace(first=first)
                 ends[place.ranks] = aligned(first + place.nbytes)
@@ -331,18 +331,18 @@ class BoundBatch:
                 messages.append((rank, first, end))
         return messages, places
 
-    def run(self, xs: Sequence[torch.Tensor], token: int | None = None) -> BatchRun:
+    def run(self, xs: Sequence[torch.Tensor], fingerprint: int | None = None) -> BatchRun:
         """Yields where ranks meet; returns the target shards. The inputs are only read.
 
         Args:
-            token: what ranks compare; None: that of the request.
+            fingerprint: what ranks compare; None: that of the request.
         """
-        outs, token = list(xs), self.token if token is None else token
+        outs, fingerprint = list(xs), self.fingerprint if fingerprint is None else fingerprint
         for number, (before, exchange) in enumerate(self.rounds):
             for i, step in before:
-                outs[i] = yield from step.run(outs[i], token)
+                outs[i] = yield from step.run(outs[i], fingerprint)
             if exchange is not None:
-                yield from exchange.run(outs, token + 2 * number)
+                yield from exchange.run(outs, fingerprint + 2 * number)
         return outs
 
 

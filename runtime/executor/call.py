@@ -31,17 +31,17 @@ from .local_slice import BoundSlice
 class Call:
     """A program or a batch bound to its transport, ready to be called; None and None where nothing is to be done.
 
-    `company` are the ranks that run it in step, this one included.
+    `participants` are the ranks that run it in step, this one included.
     """
 
     def __init__(
         self,
         bound: BoundProgram | BoundSlice | BoundBatch | None,
         transport: AnyTransport | None,
-        company: tuple[int, ...],
+        participants: tuple[int, ...],
     ) -> None:
-        self.bound, self.transport, self.company = bound, transport, company
-        self.meets = len(company) > 1
+        self.bound, self.transport, self.participants = bound, transport, participants
+        self.meets = len(participants) > 1
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
             self.order.join()  # binding has uploaded what calls on other streams read
@@ -76,10 +76,10 @@ class Call:
         with Turn(transport, self.kind):
             reply: Any = None
             try:
-                token = bound.token
+                fingerprint = bound.fingerprint
                 if self.meets:
-                    token = transport.rendezvous.begin(self.company, token, bound.title)
-                run = bound.run(x, token)
+                    fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title)
+                run = bound.run(x, fingerprint)
                 if later and isinstance(transport, SymmetricMemoryTransport):
                     return self._beside(run, x, transport)
                 if later:
@@ -127,20 +127,22 @@ class Call:
                     reply = transport.answer(request)
 
 
-def refuse(transport: AnyTransport, company: tuple[int, ...], first_met: tuple[int, ...], error: ArgumentError) -> None:
+def refuse(
+    transport: AnyTransport, participants: tuple[int, ...], first_group: tuple[int, ...], error: ArgumentError
+) -> None:
     """Tell the ranks that make a call in step that this one does not, because of an argument; wait for none of them.
 
     Where all ranks refuse alike, what they call next works.
 
     Args:
-        first_met: those of `company` that this rank would have met first.
+        first_group: those of `participants` that this rank would have met first.
     """
     error.peers_know = True
     with suppress(TransportError):  # peers that are gone need not be told
         while transport.pending is not None:
             transport.pending.finish()  # its meetings come before this call's
-        transport.rendezvous.refuse(company, str(error))
-        transport.refuse(first_met, company)
+        transport.rendezvous.refuse(participants, str(error))
+        transport.refuse(first_group, participants)
 
 
 def refuse_unplanned(

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import Boxes as StridedBoxes
 from ...kernels import (
     CopyTable,
     ReduceTable,
     SourceRows,
+    StridedBoxes,
     TargetRows,
     Where,
     copy_boxes,

@@ -27,7 +27,7 @@ class BoundSlice:
         ArgumentError: the input has not the shape of this rank's source shard.
     """
 
-    token = 0  # nobody is met
+    fingerprint = 0  # nobody is met
 
     def __init__(
         self, planner: Planner, sliced: LocalSlice, shape: tuple[int, ...], x: torch.Tensor, transport: Transport
@@ -41,7 +41,7 @@ class BoundSlice:
         self.title, self.summary = partial(_title, planner, shape), partial(_summary, planner, shape)
         self.where: Where = place(extent, start, x.stride())
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         yield from ()  # a generator, as all runs are
         extent, strides, offset = self.where
         out = self.transport.empty(extent, self.dtype, self.device)

@@ -22,15 +22,15 @@ _REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "i
 
 @dataclass(frozen=True)
 class Lowering:
-    """`how`: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather", "reduce-scatter"
-    or "all-reduce"; `group`: the ranks of a collective in the order of its process group."""
+    """`algorithm`: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
+    "reduce-scatter" or "all-reduce"; `group`: the ranks of a collective in the order of its process group."""
 
-    how: str
+    algorithm: str
     why: str
     group: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.how}: {self.why}"
+        return f"{self.algorithm}: {self.why}"
 
 
 _PUSH = Lowering("push", "ranks write into each other's memory")
@@ -94,7 +94,7 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
     """What takes less time. A push is a window's bytes to peers, and then out of the own one; a pull is the input into
     the own window, and then what a push brings from peers. Push where both take as long: a store is sent and forgotten.
     """
-    pushed, published = (window_bytes(program, step, members, how) for how in ("push", "pull"))
+    pushed, published = (window_bytes(program, step, members, algorithm) for algorithm in ("push", "pull"))
     bytes_of = {"push": pushed, "pull": published}
     if policy.direction != "auto":
         return Lowering(policy.direction, f"asked for; windows of {format_bytes(bytes_of[policy.direction])}")
@@ -104,11 +104,11 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
         "push": pushed / rates.push + pushed / rates.local,
         "pull": published / rates.local + pushed / rates.pull,
     }
-    how, other = ("pull", "push") if seconds["pull"] < seconds["push"] else ("push", "pull")
-    why = f"windows of {format_bytes(bytes_of[how])}, {format_bytes(bytes_of[other])} for {other}"
+    algorithm, other = ("pull", "push") if seconds["pull"] < seconds["push"] else ("push", "pull")
+    why = f"windows of {format_bytes(bytes_of[algorithm])}, {format_bytes(bytes_of[other])} for {other}"
     if measured:
-        why += f"; {1e6 * seconds[how]:.3g} µs, {1e6 * seconds[other]:.3g} for {other}, by measured rates"
-    return Lowering(how, why)
+        why += f"; {1e6 * seconds[algorithm]:.3g} µs, {1e6 * seconds[other]:.3g} for {other}, by measured rates"
+    return Lowering(algorithm, why)
 
 
 def window_members(program: Program, step: Step, position: int) -> tuple[int, ...]:
@@ -119,9 +119,9 @@ def window_members(program: Program, step: Step, position: int) -> tuple[int, ..
     return program.members(step, position)
 
 
-def window_bytes(program: Program, step: Step, members: Sequence[int], how: str) -> int:
+def window_bytes(program: Program, step: Step, members: Sequence[int], algorithm: str) -> int:
     """What windows of these positions hold: for a pull the input, else a slab of the output for each contribution."""
-    if how == "pull":
+    if algorithm == "pull":
         sizes = [math.prod(program.shape_before(step, p)) for p in members]
     else:
         sizes = [math.prod(program.shape_after(step, p)) * max(step.slabs, 1) for p in members]

@@ -10,12 +10,12 @@ import torch
 
 from ...kernels import Where
 from ...planner import FILL, Boxes, Program, Row, Step
-from ..transports.base import Address, Ask
+from ..transports.base import Address, CommRequest
 from ..transports.capabilities import WindowPolicy
-from ..transports.receive_buffers import Landings
+from ..transports.receive_buffers import ReceiveBuffers
 from .copies import Copies, Move, Part, Reduction, box_at, contiguous_strides
 
-Run = Generator[Ask, Any, Any]
+Run = Generator[CommRequest, Any, Any]
 Terms = dict[tuple[int, int], Part]
 """Where contributions of others lie: by the number of the row among `incoming`, and of the contributor."""
 
@@ -24,7 +24,7 @@ class Transport(Protocol):
     """Where ranks meet."""
 
     one_sided: bool
-    """All ranks write into each other's buffers (`Meet`), instead of sending and receiving (`Transfer`)."""
+    """All ranks write into each other's buffers (`Barrier`), instead of sending and receiving (`Transfer`)."""
     recycles: bool
     """The same address always means the same memory, so views on it may be kept."""
 
@@ -67,7 +67,7 @@ class Transport(Protocol):
         """The ranks of a process group of exactly these ranks, in its order; None if there is none that all of them
         know. Of transports that are not one-sided."""
 
-    def landings(self, ranks: tuple[int, ...]) -> Landings | None:
+    def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers | None:
         """What the group of these ranks keeps ready between runs; None where no run follows another."""
 
 

@@ -15,7 +15,7 @@ from .lower import Lowering
 from .step import BoundStep, Run
 
 
-class VendorReduction(BoundStep):
+class CollectiveReduction(BoundStep):
     """A reduce-scatter, of a term for each rank of the group one after the other; or an all-reduce in the output.
 
     Sums of 16-bit floats are rounded as the backend does it, and divided after that.
@@ -25,7 +25,7 @@ class VendorReduction(BoundStep):
         super().__init__(*args)
         assert self.step.reduce is not None
         self.op, self.divisor = self.step.reduce.op, self.step.reduce.divisor
-        self.group, self.scatters = lowering.group, lowering.how == "reduce-scatter"
+        self.group, self.scatters = lowering.group, lowering.algorithm == "reduce-scatter"
         if self.scatters:
             self._bind_scatter()
         else:
@@ -53,16 +53,18 @@ class VendorReduction(BoundStep):
         self.lands = run_of(where for (_, where), _ in moves) == 0
         self.unpack = Copies(moves, self.step.fill, self.dtype, self.device)
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out = self.empty()
         if self.scatters:
             landed = out if self.lands else torch.empty(out.numel(), dtype=self.dtype, device=self.device)
-            yield ReduceScatter(self.group, self._terms(x), landed.view(-1), self.op, token, out if self.last else None)
+            yield ReduceScatter(
+                self.group, self._terms(x), landed.view(-1), self.op, fingerprint, out if self.last else None
+            )
             if not self.lands:
                 self.unpack([landed], [out])
         else:
             self.pack([x], [out])
-            yield AllReduce(self.group, out.view(-1), self.op, token, out if self.last else None)
+            yield AllReduce(self.group, out.view(-1), self.op, fingerprint, out if self.last else None)
         return out if self.divisor == 1 else out.div_(self.divisor)
 
     def _terms(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from ...planner import Program, Row, Step
-from ..transports.base import Meet, Mixed, Transfer
+from ..transports.base import Barrier, HierarchicalExchange, Transfer
 from .copies import Copies, Move, Part
 from .lower import Lowering, window_members
 from .step import Run, Terms, Transport
-from .step_put import OneSidedStep
-from .step_sendrecv import SharedBuffers, TwoSidedStep
-from .step_window import WindowedStep
+from .step_put import PutStep
+from .step_sendrecv import SendRecvStep, SharedBuffers
+from .step_window import WindowStep
 
 _RECEIVED = 2  # what is read: the input, what has landed, this
 
 
-class _Messages(TwoSidedStep):
+class _Messages(SendRecvStep):
     """What a step exchanges with other nodes: packed and sent, received where it belongs or beside it."""
 
     def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
@@ -34,8 +34,8 @@ class _Messages(TwoSidedStep):
         """`staged`, in a buffer of that number."""
         return {at: (source, where) for at, (_, where) in self.staged.items()}
 
-    def begun(self, x: torch.Tensor, received: torch.Tensor, token: int, out: torch.Tensor) -> Transfer:
-        asked = self.messages([x], out, received, token)
+    def begun(self, x: torch.Tensor, received: torch.Tensor, fingerprint: int, out: torch.Tensor) -> Transfer:
+        asked = self.messages([x], out, received, fingerprint)
         assert isinstance(asked, Transfer)
         return asked
 
@@ -49,7 +49,7 @@ def _far_and_near(
     return far, tuple(p for p in members if node[p] == node[me])
 
 
-class MixedStep(OneSidedStep):
+class HierarchicalStep(PutStep):
     """A one-sided step among the ranks of a node, with messages (`far`) to and from the others under way meanwhile.
 
     Each pair of ranks meets in one of the two ways, by their nodes alone, so both know which. What messages bring is
@@ -74,23 +74,25 @@ class MixedStep(OneSidedStep):
     def bind_reduction(self) -> None:
         self.reduce = self.reduction({**self.far.staged_in(_RECEIVED), **self.staged()})
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         received = torch.empty(self.far.received, dtype=self.dtype, device=self.device)
-        landing, out = yield from self.exchange(x, token, partial(self.far.begun, x, received, token))
-        return self.finish(x, landing, out, received)
+        receive_buffer, out = yield from self.exchange(
+            x, fingerprint, partial(self.far.begun, x, received, fingerprint)
+        )
+        return self.finish(x, receive_buffer, out, received)
 
     def finish(
-        self, x: torch.Tensor, landing: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None
+        self, x: torch.Tensor, receive_buffer: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert received is not None
         if self.own:
             self.unpack([x, received], [out])
         else:
-            self.reduce([x, landing, received], [out])
+            self.reduce([x, receive_buffer, received], [out])
         return out
 
 
-class WindowedMixedStep(WindowedStep):
+class HierarchicalWindowStep(WindowStep):
     """Pushes into windows among the ranks of a node, with messages (`far`) to and from the others under way meanwhile.
 
     The host waits for no device: on one, what messages bring is waited for by the stream.
@@ -111,13 +113,15 @@ class WindowedMixedStep(WindowedStep):
             return self.reduction({**self.far.staged_in(_RECEIVED), **self.landed()})
         return self.copied([*self.came(), *self.far.unpacked_from(_RECEIVED)])
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out, far, window = self.empty(), self.far, self.window
         received = torch.empty(far.received, dtype=self.dtype, device=self.device)
         if window is not None:
             self.windows.signal(window, "enter")
         given = out if self.last else None
-        yield Mixed(far.begun(x, received, token, out), partial(self._push, x, token), Meet((), 0, None), given)
+        yield HierarchicalExchange(
+            far.begun(x, received, fingerprint, out), partial(self._push, x, fingerprint), Barrier((), 0, None), given
+        )
         own = received if window is None else self.own_window
         self.finish([x, own, received], [out])
         if window is not None:
@@ -125,7 +129,7 @@ class WindowedMixedStep(WindowedStep):
             self.windows.check()
         return out
 
-    def _push(self, x: torch.Tensor, token: int) -> None:
+    def _push(self, x: torch.Tensor, fingerprint: int) -> None:
         if self.window is not None:
             self.fill_windows(x)
-            self.windows.signal(self.window, "meet", token)
+            self.windows.signal(self.window, "meet", fingerprint)

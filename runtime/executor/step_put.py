@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ...planner import FILL, Exchange, Row
-from ..transports.base import Address, Meet, Mixed, Transfer
+from ..transports.base import Address, Barrier, HierarchicalExchange, Transfer
 from ..transports.receive_buffers import LARGEST_KEPT
 from ..transports.shared_allocator import block_size
 from .copies import Copies, Move, contiguous_strides
 from .step import BoundStep, Run, Terms
 
 
-class OneSidedStep(BoundStep):
+class PutStep(BoundStep):
     """Ranks push into each other's buffers and meet: the outputs themselves, or slabs of contributions.
 
     Where contributions are reduced, a rank's buffer is [slabs, *output shape], as many as contributions of peers to one
@@ -30,9 +30,9 @@ class OneSidedStep(BoundStep):
         super().__init__(*args, **options)
         step, reduce = self.step, self.step.reduce
         # Of more terms than two the reduction would write over one before it is read.
-        self.lands_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
-        slabs = 1 if self.lands_in_output else min(step.slabs, len(self.peers))
-        self.landing_shape = self.shape if self.lands_in_output else (slabs, *self.shape)
+        self.receives_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
+        slabs = 1 if self.receives_in_output else min(step.slabs, len(self.peers))
+        self.receive_shape = self.shape if self.receives_in_output else (slabs, *self.shape)
         shapes = {p: self.shape if p == self.me else self.program.shape_after(step, p) for p in self.members}
         nbytes = {p: math.prod(shape) * slabs * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
@@ -44,9 +44,9 @@ class OneSidedStep(BoundStep):
                 self.pushes.append((index, nbytes[peer], written[peer]))
         # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
         alike = isinstance(step, Exchange) and step.group is not None
-        self.landings = None
+        self.receive_buffers = None
         if alike and self.peers and largest <= LARGEST_KEPT:
-            self.landings = self.transport.landings(
+            self.receive_buffers = self.transport.receive_buffers(
                 tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
             )
         self.has_run = False
@@ -89,68 +89,72 @@ class OneSidedStep(BoundStep):
         pushed = [i for i, p in enumerate(row.senders) if p in self.members and p != row.receiver]
         return {i: slab for slab, i in enumerate(pushed)}
 
-    def land(self) -> torch.Tensor:
+    def new_receive_buffer(self) -> torch.Tensor:
         """A buffer for what peers push."""
-        return self.transport.empty(self.landing_shape, self.dtype, self.device)
+        return self.transport.empty(self.receive_shape, self.dtype, self.device)
 
     def push(self, x: torch.Tensor, copies: Copies, address: Address, nbytes: int) -> None:
         """Copy boxes of `x` into the buffer at an address, this rank's own included."""
         key = address if self.transport.recycles else None
         copies([x], () if copies.knows(key) else [self.transport.open(address, nbytes).view(self.dtype)], key)
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         if self.peers:
-            landing, out = yield from self.exchange(x, token)
-            return self.finish(x, landing, out)
+            receive_buffer, out = yield from self.exchange(x, fingerprint)
+            return self.finish(x, receive_buffer, out)
         if self.own:
-            landing = self.land()
-            self.push(x, self.own, self.transport.address(landing), self.own_nbytes)
+            receive_buffer = self.new_receive_buffer()
+            self.push(x, self.own, self.transport.address(receive_buffer), self.own_nbytes)
         else:
-            landing = x  # nothing comes from anyone else
-        return self.finish(x, landing, self.output(landing))
+            receive_buffer = x  # nothing comes from anyone else
+        return self.finish(x, receive_buffer, self.output(receive_buffer))
 
-    def output(self, landing: torch.Tensor) -> torch.Tensor:
+    def output(self, receive_buffer: torch.Tensor) -> torch.Tensor:
         """What the step ends with: the buffer that everything lands in, or another."""
-        return landing if self.own or self.lands_in_output else self.empty()
+        return receive_buffer if self.own or self.receives_in_output else self.empty()
 
     def finish(
-        self, x: torch.Tensor, landing: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None
+        self, x: torch.Tensor, receive_buffer: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The output, when everything has landed. `received`: what came otherwise."""
         if not self.own:
-            self.reduce([x, landing], [out])
+            self.reduce([x, receive_buffer], [out])
         return out
 
-    def exchange(self, x: torch.Tensor, token: int, messages: Callable[[torch.Tensor], Transfer] | None = None) -> Run:
+    def exchange(
+        self, x: torch.Tensor, fingerprint: int, messages: Callable[[torch.Tensor], Transfer] | None = None
+    ) -> Run:
         """Push to peers and be pushed to, while what `messages` makes for an output goes to others."""
-        transport, landings = self.transport, self.landings
-        kept = landings.take(token) if landings else None
+        transport, receive_buffers = self.transport, self.receive_buffers
+        kept = receive_buffers.take(fingerprint) if receive_buffers else None
         if kept is None:
-            landing = self.land()
-            address = transport.address(landing)
-            addresses = yield Meet(self.peer_ranks, token, address)
+            receive_buffer = self.new_receive_buffer()
+            address = transport.address(receive_buffer)
+            addresses = yield Barrier(self.peer_ranks, fingerprint, address)
         else:
-            landing, address, addresses = kept[:3]
+            receive_buffer, address, addresses = kept[:3]
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
-        out = self.output(landing)
+        out = self.output(receive_buffer)
         given = out if self.last else None
         following = offer = None
-        if landings and self.has_run and landings.have_room(0 if kept else self.block):
-            following = self.land()
+        if receive_buffers and self.has_run and receive_buffers.have_room(0 if kept else self.block):
+            following = self.new_receive_buffer()
             offer = transport.address(following)
-        meet = Meet(self.peer_ranks, token + 1, offer, own, given)
+        meet = Barrier(self.peer_ranks, fingerprint + 1, offer, own, given)
         if messages is None:
             self.push_all(x, addresses)
             addresses = yield meet
         else:
-            addresses = yield Mixed(messages(out), partial(self.push_all, x, addresses), meet, given)
-        if landings:
+            addresses = yield HierarchicalExchange(messages(out), partial(self.push_all, x, addresses), meet, given)
+        if receive_buffers:
             if following is not None and None not in addresses:
-                landings.keep(token, following, offer, addresses, self.block, self.largest, kept is not None)
+                receive_buffers.keep(
+                    fingerprint, following, offer, addresses, self.block, self.largest, kept is not None
+                )
             elif kept is not None:
-                landings.let_go(self.block, self.largest)
+                receive_buffers.let_go(self.block, self.largest)
         self.has_run = True
-        return landing, out
+        return receive_buffer, out
 
     def push_all(self, x: torch.Tensor, addresses: Sequence[Address]) -> None:
         for index, nbytes, copies in self.pushes:

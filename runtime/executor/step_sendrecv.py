@@ -27,7 +27,7 @@ class SharedBuffers(NamedTuple):
     received_at: Mapping[int, int]
 
 
-class TwoSidedStep(BoundStep):
+class SendRecvStep(BoundStep):
     """Pack what peers need, send and receive with exact sizes, unpack or reduce what came: a kernel before, one after.
 
     By a message to each peer, where what lies in one run of memory is sent from where it is and received where it
@@ -59,7 +59,7 @@ class TwoSidedStep(BoundStep):
         # Of a step between meshes each rank has members of its own.
         within = isinstance(self.step, Exchange) and self.step.group is not None
         self.of_group = self.transport.group_order(everyone) if within else None
-        self.together, self.gathers = lowering.how == "all-to-all", lowering.how == "all-gather"
+        self.together, self.gathers = lowering.algorithm == "all-to-all", lowering.algorithm == "all-gather"
         # Of an all-to-all, in elements: what stands before the data of a message, and the room for one that comes,
         # which is alike for all requests.
         self.header = HEADER // self.dtype.itemsize if self.together else 0
@@ -169,13 +169,13 @@ class TwoSidedStep(BoundStep):
     def _aligned(self, elements: int) -> int:
         return -(-elements // self.unit) * self.unit
 
-    def run(self, x: torch.Tensor | list[torch.Tensor], token: int) -> Run:
+    def run(self, x: torch.Tensor | list[torch.Tensor], fingerprint: int) -> Run:
         buffers = x if isinstance(x, list) else [x]
         out = None if self.leave_apart else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
         # To a collective every rank of the group comes, also one that has nothing to send and gets nothing.
         if self.group or self.sends or self.receives:
-            asked = self.messages(buffers, received if out is None else out, received, token)
+            asked = self.messages(buffers, received if out is None else out, received, fingerprint)
             yield asked._replace(output=out) if self.last else asked
         buffers = [*buffers, received]
         if out is None:
@@ -184,14 +184,14 @@ class TwoSidedStep(BoundStep):
         return out
 
     def messages(
-        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, token: int
+        self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, fingerprint: int
     ) -> Transfer | AllToAll | AllGather:
         """What the transport is to do, with all packed that is sent from there."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
         flat, arrived, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
         if self.together:
-            return AllToAll(self.group, flat, arrived, self.sent, self.came, token)
+            return AllToAll(self.group, flat, arrived, self.sent, self.came, fingerprint)
         sends = []
         for rank, buffer, first, last in self.sends:
             if buffer == _PACKED:
@@ -202,12 +202,12 @@ class TwoSidedStep(BoundStep):
             sends.append((rank, part.view(torch.uint8)))
         landed = out.view(-1).view(torch.uint8)
         if self.gathers:
-            return AllGather(self.group, sends[0][1], landed if self.receives[0][3] else arrived, token)
+            return AllGather(self.group, sends[0][1], landed if self.receives[0][3] else arrived, fingerprint)
         receives = [
             (rank, (landed if final else arrived)[first * size : last * size])
             for rank, first, last, final in self.receives
         ]
-        return Transfer(tuple(sends), tuple(receives), token, group=self.of_group)
+        return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.of_group)
 
 
 def _elements(rows: Iterable[Row]) -> int:

@@ -29,13 +29,13 @@ def place_of(program: Program, step: Step, position: int, transport: Transport, 
     members = window_members(program, step, position)
     here = transport.node_of(program.mesh.rank_at(position))
     near = [p for p in members if transport.node_of(program.mesh.rank_at(p)) == here]
-    if lowering.how not in ("push", "pull", "push and send") or len(near) == 1:
+    if lowering.algorithm not in ("push", "pull", "push and send") or len(near) == 1:
         return None
-    nbytes = window_bytes(program, step, near, lowering.how)
+    nbytes = window_bytes(program, step, near, lowering.algorithm)
     return Place(tuple(sorted(map(program.mesh.rank_at, near))), 0, nbytes)
 
 
-class WindowedStep(BoundStep):
+class WindowStep(BoundStep):
     """Push into the peers' windows and unpack one's own; or publish the input in one's own window and pull from the
     peers'. Either way one launch writes windows, one reads them, and three signals say when.
 
@@ -52,7 +52,7 @@ class WindowedStep(BoundStep):
         super().__init__(*args, **options)
         self.windows: WindowedTransport = self.transport  # type: ignore[assignment]
         self.window: Window | None = None
-        self.pulls = lowering.how == "pull"
+        self.pulls = lowering.algorithm == "pull"
         place = place or place_of(self.program, self.step, self.me, self.transport, lowering)
         if place is not None:
             self.window = self.windows.window(place.ranks, place.first + place.nbytes)
@@ -139,7 +139,7 @@ class WindowedStep(BoundStep):
         moves = [Move((0, self.target(row)), [(0, self.source(row))]) for row in kept]
         return Copies([*moves, *self.fills(), *came], self.step.fill, self.dtype, self.device)
 
-    def run(self, x: torch.Tensor, token: int) -> Run:
+    def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         yield from ()  # a generator, as all steps are
         out = self.empty()
         if self.window is None:
@@ -148,15 +148,15 @@ class WindowedStep(BoundStep):
         signal = self.windows.signal
         signal(self.window, "enter")
         self.fill_windows(x)
-        signal(self.window, "meet", self.token(token))
+        signal(self.window, "meet", self.fingerprint(fingerprint))
         self.read_windows(x, out)
         signal(self.window, "leave", poison=out)
         self.windows.check()
         return out
 
-    def token(self, token: int) -> int:
+    def fingerprint(self, fingerprint: int) -> int:
         """What ranks compare: that they also go the same way."""
-        return token ^ (_PULLS if self.pulls else 0)
+        return fingerprint ^ (_PULLS if self.pulls else 0)
 
     def fill_windows(self, x: torch.Tensor) -> None:
         self.write([x], self.written)

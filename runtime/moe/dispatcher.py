@@ -258,8 +258,8 @@ class TokenDispatcher(TokenEngine):
 class _Telling:
     """Peers are told when this rank refuses an argument."""
 
-    def __init__(self, transport: AnyTransport | InProcessTransport, company: tuple[int, ...]) -> None:
-        self._transport, self._company = transport, company
+    def __init__(self, transport: AnyTransport | InProcessTransport, participants: tuple[int, ...]) -> None:
+        self._transport, self._company = transport, participants
 
     def __enter__(self) -> None:
         pass

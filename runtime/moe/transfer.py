@@ -27,7 +27,7 @@ from ...kernels import (
     weigh_rows,
 )
 from ..executor.step import Transport
-from ..transports.base import Ask
+from ..transports.base import CommRequest
 from .config import DispatchLayout, fill_of
 from .routing import Sent
 
@@ -118,7 +118,7 @@ class TokenRank:
         ids: torch.Tensor,
         weights: torch.Tensor,
         outs: Sequence[torch.Tensor] | None = None,
-    ) -> Generator[Ask, Any, tuple[torch.Tensor, Sent]]:
+    ) -> Generator[CommRequest, Any, tuple[torch.Tensor, Sent]]:
         """The rows that this rank received, [rows, H], and what combine needs. With `outs`, memory for rows and for
         their weights, copies of those in the transport's memory."""
         routed = route_tokens(ids, self.layout.num_experts, self.slot_of, self.slots.number)
@@ -139,7 +139,7 @@ class TokenRank:
         weights: torch.Tensor | None,
         add: torch.Tensor | None,
         numbers: torch.Tensor | None = None,
-    ) -> Generator[Ask, Any, torch.Tensor | None]:
+    ) -> Generator[CommRequest, Any, torch.Tensor | None]:
         """Each token's sum into `out`. With `numbers`, float32 [rows] of each owner, those of each entry: [T, K]."""
 
         def read(buffers: Sequence[Buffers]) -> list[torch.Tensor]:
@@ -152,7 +152,7 @@ class TokenRank:
 
     def combine_backward(
         self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor | None = None
-    ) -> Generator[Ask, Any, tuple[torch.Tensor, torch.Tensor | None]]:
+    ) -> Generator[CommRequest, Any, tuple[torch.Tensor, torch.Tensor | None]]:
         """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries. With
         `out`, memory for the former, a copy of them."""
         outs, of_weights = None if out is None else (out,), None
@@ -175,7 +175,7 @@ class TokenRank:
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Generator[Ask, Any, tuple[Any, torch.Tensor | None]]:
+    ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
         """What `_deliver` needs to write into all ranks' `own` buffers; and what all ranks counted, for `_located`: of
         this dispatch alone."""
         raise NotImplementedError
@@ -188,14 +188,14 @@ class TokenRank:
         into: Any,
         weights: torch.Tensor | None = None,
         take: Take | None = None,
-    ) -> Generator[Ask, Any, None]:
+    ) -> Generator[CommRequest, Any, None]:
         """Rows of tokens, [T, H], to their places at the owners, and weights, [T, K], if there are any; padding rows
         zero. Rows that came are this rank's own, or `take` makes those of them."""
         raise NotImplementedError
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[Ask, Any, list[torch.Tensor]]:
+    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
         """What `read` makes of all owners' `given`, which `sent.rows` index."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ import torch
 
 from ...kernels import Buffers, Groups, Routed, TokenRows, locate_rows, push_rows
 from ...planner import NVLINK_INFINIBAND, price_splits
-from ..transports.base import Ask
+from ..transports.base import CommRequest
 from .config import DispatchLayout
 from .routing import Sent, Slabs
 from .transfer import Read, Take, TokenRank
@@ -86,7 +86,7 @@ class FixedSlabRank(SlabRank):
         into: Any,
         weights: torch.Tensor | None = None,
         take: Take | None = None,
-    ) -> Generator[Ask, Any, None]:
+    ) -> Generator[CommRequest, Any, None]:
         assert sent.slabs is not None
         owners, places = self.layout.ranks, sent.slabs.places
         packed, several = [self._empty((len(places), self.layout.hidden), x.dtype)], None
@@ -112,7 +112,7 @@ class FixedSlabRank(SlabRank):
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[Ask, Any, list[torch.Tensor]]:
+    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
         yield from ()  # a generator, as for all ranks
         assert sent.slabs is not None
         owners, sizes = self.layout.ranks, [self._capacity] * self.layout.ranks

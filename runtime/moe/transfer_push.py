@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...kernels import Buffers, push_rows, share_counts
-from ..transports.base import Address, Ask, Meet
+from ..transports.base import Address, Barrier, CommRequest
 from .config import DispatchLayout
 from .routing import Sent
 from .transfer import Read, Take, TokenRank
@@ -37,7 +37,7 @@ class PushingRank(TokenRank):
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Generator[Ask, Any, tuple[Any, torch.Tensor | None]]:
+    ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
         if counts is None:
             return (yield from self._offer(what, *own)), None
         if self._matrix is None or self._matrices is None:
@@ -56,7 +56,7 @@ class PushingRank(TokenRank):
         into: Any,
         weights: torch.Tensor | None = None,
         take: Take | None = None,
-    ) -> Generator[Ask, Any, None]:
+    ) -> Generator[CommRequest, Any, None]:
         rows, *numbers = into
         push_rows(
             x, sent.rows, rows, sent.groups, self.me, weights, numbers[0] if numbers else None, self.layout.most_padding
@@ -67,15 +67,15 @@ class PushingRank(TokenRank):
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[Ask, Any, list[torch.Tensor]]:
+    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
         found = read((yield from self._offer(what, *[self._addressable(x, sent) for x in given])))
         yield self._meet(what + _LAST)
         return found
 
-    def _meet(self, what: int, offer: Address | None = None) -> Meet:
-        return Meet(self.peers, self.token + what, offer)
+    def _meet(self, what: int, offer: Address | None = None) -> Barrier:
+        return Barrier(self.peers, self.token + what, offer)
 
-    def _offer(self, what: int, *own: torch.Tensor) -> Generator[Ask, Any, list[Buffers]]:
+    def _offer(self, what: int, *own: torch.Tensor) -> Generator[CommRequest, Any, list[Buffers]]:
         """Offer buffers; the same ones of all ranks, in their order."""
         transport, number = self.transport, len(own)
         address, held = transport.offer(own)

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels import Buffers, Groups, Routed, Slots, locate_rows, padding_rows, push_rows
 from ..statistics import stats
-from ..transports.base import Ask, Transfer
+from ..transports.base import CommRequest, Transfer
 from .config import DispatchLayout
 from .routing import Sent, Slabs
 from .transfer import ROUTING, Read, Take, TokenRank
@@ -48,7 +48,7 @@ class SlabRank(TokenRank):
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Generator[Ask, Any, tuple[Any, torch.Tensor | None]]:
+    ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
         yield from ()  # a generator, as for all ranks
         if counts is None:
             return own, None
@@ -96,7 +96,7 @@ class SlabRank(TokenRank):
         into: Any,
         weights: torch.Tensor | None = None,
         take: Take | None = None,
-    ) -> Generator[Ask, Any, None]:
+    ) -> Generator[CommRequest, Any, None]:
         slabs, owners = sent.slabs, self.layout.ranks
         assert slabs is not None
         sends, receives, number = _sizes(slabs)
@@ -118,7 +118,7 @@ class SlabRank(TokenRank):
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[Ask, Any, list[torch.Tensor]]:
+    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
         slabs = sent.slabs
         assert slabs is not None
         sends, receives, _ = _sizes(slabs)
@@ -132,7 +132,7 @@ class SlabRank(TokenRank):
 
     def _exchange(
         self, what: int, sends: torch.Tensor, send_sizes: list[int], receives: torch.Tensor, receive_sizes: list[int]
-    ) -> Generator[Ask, Any, None]:
+    ) -> Generator[CommRequest, Any, None]:
         """One contiguous piece of `sends` to each rank, one from each; sizes count rows."""
         outgoing, incoming = sends.split(send_sizes), receives.split(receive_sizes)
         incoming[self.me].copy_(outgoing[self.me])

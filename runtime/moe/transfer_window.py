@@ -19,7 +19,7 @@ import torch
 
 from ...kernels import Buffers, ChosenBuffers, copy_rows, push_rows, share_counts
 from ..statistics import stats
-from ..transports.base import Ask
+from ..transports.base import CommRequest
 from ..transports.buffer_pool import Leases, LendingTransport
 from ..transports.symmetric_window import ALIGNMENT, window_size
 from .config import DispatchLayout, up
@@ -109,7 +109,7 @@ class WindowRank(TokenRank):
 
     def combine(
         self, sent: Sent, values: torch.Tensor, out: torch.Tensor, *rest: Any, **named: Any
-    ) -> Generator[Ask, Any, torch.Tensor | None]:
+    ) -> Generator[CommRequest, Any, torch.Tensor | None]:
         # What is overwritten where a rank failed is contiguous.
         whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         try:
@@ -131,7 +131,7 @@ class WindowRank(TokenRank):
 
     def _share(
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Generator[Ask, Any, tuple[Any, torch.Tensor | None]]:
+    ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
         yield from ()  # a generator, as for all ranks
         self._signal("enter")
         if counts is None:
@@ -151,7 +151,7 @@ class WindowRank(TokenRank):
         into: Any,
         weights: torch.Tensor | None = None,
         take: Take | None = None,
-    ) -> Generator[Ask, Any, None]:
+    ) -> Generator[CommRequest, Any, None]:
         yield from ()
         places, own = into
         push_rows(
@@ -170,7 +170,7 @@ class WindowRank(TokenRank):
 
     def _fetch(
         self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[Ask, Any, list[torch.Tensor]]:
+    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
         yield from ()
         windows = [self._rows if values.dim() == 2 else self._numbers for values in given]
         self._signal("enter")

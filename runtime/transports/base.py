@@ -15,15 +15,15 @@ Address = Any
 """What `Transport.address` makes of a buffer."""
 
 
-class Meet(NamedTuple):
+class Barrier(NamedTuple):
     """Wait until every peer has come to the same point. One-sided transports only.
 
-    Safe after it: peers' writes made before their own `Meet` are visible here. The answer is one address per peer, in
-    the order of `peers`: of the buffer it offers, None if it offers none.
+    Safe after it: peers' writes made before their own `Barrier` are visible here. The answer is one address per peer,
+    in the order of `peers`: of the buffer it offers, None if it offers none.
     """
 
     peers: tuple[int, ...]
-    token: int
+    fingerprint: int
     """Equal on all ranks that run the same point of the same request."""
     offer: Address | None
     """The address of a buffer from `Transport.empty` that peers may write into from now on."""
@@ -37,14 +37,14 @@ class Transfer(NamedTuple):
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
-    token: int
-    """Equal on all ranks that run the same point of the same request, as of `Meet`; of collectives as well."""
+    fingerprint: int
+    """Equal on all ranks that run the same point of the same request, as of `Barrier`; of collectives as well."""
     output: torch.Tensor | None = None
     group: tuple[int, ...] | None = None
     """The ranks of the process group whose members all exchange, in its order; None: some of everyone."""
 
 
-class Mixed(NamedTuple):
+class HierarchicalExchange(NamedTuple):
     """Exchange with ranks of other nodes and push to those of this one meanwhile. Transports that mix both only.
 
     The transfer begins; `push` writes into what the peers of `meet` have offered; then these meet, and both are waited
@@ -53,7 +53,7 @@ class Mixed(NamedTuple):
 
     transfer: Transfer
     push: Callable[[], None]
-    meet: Meet
+    meet: Barrier
     output: torch.Tensor | None = None
 
 
@@ -74,7 +74,7 @@ class AllToAll(NamedTuple):
     receives: torch.Tensor
     send_sizes: list[int]
     receive_sizes: list[int]
-    token: int
+    fingerprint: int
     output: torch.Tensor | None = None
 
 
@@ -87,7 +87,7 @@ class AllGather(NamedTuple):
     group: tuple[int, ...]
     sends: torch.Tensor
     receives: torch.Tensor
-    token: int
+    fingerprint: int
     output: torch.Tensor | None = None
 
 
@@ -98,7 +98,7 @@ class ReduceScatter(NamedTuple):
     sends: torch.Tensor
     receives: torch.Tensor
     op: str
-    token: int
+    fingerprint: int
     output: torch.Tensor | None = None
 
 
@@ -108,12 +108,12 @@ class AllReduce(NamedTuple):
     group: tuple[int, ...]
     values: torch.Tensor
     op: str
-    token: int
+    fingerprint: int
     output: torch.Tensor | None = None
 
 
 Collective = AllToAll | AllGather | ReduceScatter | AllReduce
-Ask = Meet | Transfer | Mixed | Collective
+CommRequest = Barrier | Transfer | HierarchicalExchange | Collective
 
 
 class PendingCall(Protocol):

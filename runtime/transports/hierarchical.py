@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import TransportError
-from .base import Address, Ask, Meet, Mixed, PendingCall
+from .base import Address, Barrier, CommRequest, HierarchicalExchange, PendingCall
 from .capabilities import WindowPolicy
 from .process_group import ProcessGroupTransport
-from .receive_buffers import Landings
+from .receive_buffers import ReceiveBuffers
 from .rendezvous import Rendezvous
 from .shared_memory import SharedMemoryTransport
 from .symmetric import SymmetricMemoryTransport
@@ -54,9 +54,9 @@ class HierarchicalTransport:
         assert isinstance(self.inside, SymmetricMemoryTransport)
         return self.inside.window(ranks, nbytes)
 
-    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
+    def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
         assert isinstance(self.inside, SymmetricMemoryTransport)
-        self.inside.signal(window, use, token, poison)
+        self.inside.signal(window, use, fingerprint, poison)
 
     def check(self) -> None:
         """
@@ -87,8 +87,8 @@ class HierarchicalTransport:
     def offered(self, address: Address, number: int) -> Sequence[Address]:
         return self.inside.offered(address, number)
 
-    def landings(self, ranks: tuple[int, ...]) -> Landings | None:
-        return self.inside.landings(ranks)
+    def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers | None:
+        return self.inside.receive_buffers(ranks)
 
     def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
         self.across.knows(groups)
@@ -96,14 +96,14 @@ class HierarchicalTransport:
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         return self.across.group_order(ranks)
 
-    def answer(self, request: Ask) -> Any:
+    def answer(self, request: CommRequest) -> Any:
         return self.begin(request)()
 
-    def begin(self, request: Ask) -> Callable[[], Any]:
+    def begin(self, request: CommRequest) -> Callable[[], Any]:
         """`answer`, but what it returns waits for the peers."""
-        if isinstance(request, Meet):
+        if isinstance(request, Barrier):
             return self.inside.begin(request)
-        if not isinstance(request, Mixed):
+        if not isinstance(request, HierarchicalExchange):
             return self.across.begin(request)
         received = self.across.begin(request.transfer)
         request.push()
@@ -117,12 +117,13 @@ class HierarchicalTransport:
 
         return wait
 
-    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
         """Tell peers of this node at their next meeting; wait for nobody."""
-        if len(first_met) > 1:
-            # Which of them are met first, or at all, depends on the step: who waits for this rank is of its company.
-            near = tuple(rank for rank in company if self._nodes[rank] == self._nodes[self.rank])
-            self.inside.refuse(near, company)
+        if len(first_group) > 1:
+            # Which of them are met first, or at all, depends on the step: who waits for this rank is of its
+            # participants.
+            near = tuple(rank for rank in participants if self._nodes[rank] == self._nodes[self.rank])
+            self.inside.refuse(near, participants)
 
     def fail(self, error: TransportError) -> None:
         """Tell peers of this node and of others that wait for this rank, now or later, that it will not come."""

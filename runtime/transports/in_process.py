@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from ...errors import DisagreementError
-from .base import AllGather, AllReduce, AllToAll, Ask, Collective, Meet, Mixed, ReduceScatter, Transfer
+from .base import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Collective,
+    CommRequest,
+    HierarchicalExchange,
+    ReduceScatter,
+    Transfer,
+)
 from .capabilities import node_of
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
@@ -55,14 +65,14 @@ class InProcessTransport:
     def offered(self, address: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
         return address
 
-    def landings(self, ranks: tuple[int, ...]) -> None:
+    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
         return None
 
     def check(self) -> None:
         pass
 
 
-def run_all(runs: Mapping[int, Generator[Ask, Any, Any]]) -> dict[int, Any]:
+def run_all(runs: Mapping[int, Generator[CommRequest, Any, Any]]) -> dict[int, Any]:
     """Each rank goes on as soon as its peers have posted what it waits for; their outputs.
 
     Raises:
@@ -70,7 +80,7 @@ def run_all(runs: Mapping[int, Generator[Ask, Any, Any]]) -> dict[int, Any]:
     """
     outputs: dict[int, Any] = {}
     posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from one rank to another
-    waiting: dict[int, Ask] = {}
+    waiting: dict[int, CommRequest] = {}
 
     def go_on(rank: int, reply: Any) -> None:
         try:
@@ -92,10 +102,10 @@ def run_all(runs: Mapping[int, Generator[Ask, Any, Any]]) -> dict[int, Any]:
     return outputs
 
 
-def _awaited(request: Ask, rank: int) -> list[int]:
-    if isinstance(request, Mixed):
+def _awaited(request: CommRequest, rank: int) -> list[int]:
+    if isinstance(request, HierarchicalExchange):
         return _awaited(request.transfer, rank) + _awaited(request.meet, rank)
-    if isinstance(request, Meet):
+    if isinstance(request, Barrier):
         return list(request.peers)
     if isinstance(request, Collective):
         return [peer for peer in request.group if peer != rank]  # also those that send nothing
@@ -122,15 +132,15 @@ def _sends(request: Transfer | Collective) -> Sequence[tuple[int, torch.Tensor]]
     return list(zip(request.group, request.sends.chunk(len(request.group)), strict=True))
 
 
-def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> None:
-    if isinstance(request, Mixed):
+def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[Any]]) -> None:
+    if isinstance(request, HierarchicalExchange):
         _post(rank, request.transfer, posted)
         request.push()
         _post(rank, request.meet, posted)
         return
-    if isinstance(request, Meet):
+    if isinstance(request, Barrier):
         for peer in request.peers:
-            posted[rank, peer].append((request.token, request.offer))
+            posted[rank, peer].append((request.fingerprint, request.offer))
         if request.meanwhile is not None:
             request.meanwhile()
         return
@@ -138,19 +148,19 @@ def _post(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) ->
     for peer, buffer in _sends(request):
         messages[peer].append(buffer.clone())
     for peer, buffers in messages.items():
-        posted[rank, peer].append((request.token, buffers))
+        posted[rank, peer].append((request.fingerprint, buffers))
 
 
-def _answered(rank: int, request: Ask, posted: dict[tuple[int, int], deque[Any]]) -> Any:
-    if isinstance(request, Mixed):
+def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[Any]]) -> Any:
+    if isinstance(request, HierarchicalExchange):
         _answered(rank, request.transfer, posted)
         return _answered(rank, request.meet, posted)
     own = [rank] if isinstance(request, Collective) else []
     came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
-    for peer, (token, _) in came.items():
-        if token != request.token:
+    for peer, (fingerprint, _) in came.items():
+        if fingerprint != request.fingerprint:
             raise DisagreementError(f"rank {rank} met rank {peer} at another point of the program")
-    if isinstance(request, Meet):
+    if isinstance(request, Barrier):
         return [came[peer][1] for peer in request.peers]
     if isinstance(request, ReduceScatter | AllReduce):
         into = request.receives if isinstance(request, ReduceScatter) else request.values

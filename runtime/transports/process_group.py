@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, TransportError
-from .base import AllGather, AllReduce, AllToAll, Ask, Collective, PendingCall, ReduceScatter, Transfer
+from .base import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
 from .fingerprint_check import WordCheck
 from .rendezvous import Rendezvous
 from .wait_watcher import WaitWatcher
@@ -28,9 +28,9 @@ _NEVER_SENT = _OURS - 1
 _PROBE = _OURS - 2
 
 
-def message_tag(token: int, number: int) -> int:
+def message_tag(fingerprint: int, number: int) -> int:
     """Of the messages of one point of a program in one call: 31 bits that differ for other points and calls."""
-    mixed = (token * 0x9E3779B97F4A7C15 + number * 0xC2B2AE3D27D4EB4F) & 0xFFFFFFFFFFFFFFFF
+    mixed = (fingerprint * 0x9E3779B97F4A7C15 + number * 0xC2B2AE3D27D4EB4F) & 0xFFFFFFFFFFFFFFFF
     return _OURS | (mixed ^ mixed >> 29) >> 20 & (_OURS - 1)
 
 
@@ -101,10 +101,10 @@ class ProcessGroupTransport:
     def offered(self, address: object, number: int) -> Sequence[object]:
         raise NotImplementedError("a two-sided transport has no addresses")
 
-    def landings(self, ranks: tuple[int, ...]) -> None:
+    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
         return None
 
-    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
         """What the rendezvous tells is enough: this rank's messages of later calls are never taken for this one's."""
 
     def knows(self, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -139,10 +139,10 @@ class ProcessGroupTransport:
                 sends, receives = (tuple((p, x[i : i + 1]) for i, p in enumerate(peers)) for x in (sent, came))
                 self.answer(Transfer(sends, receives, 0, group=group))
 
-    def answer(self, request: Ask) -> None:
+    def answer(self, request: CommRequest) -> None:
         self.begin(request)()
 
-    def begin(self, request: Ask) -> Callable[[], None]:
+    def begin(self, request: CommRequest) -> Callable[[], None]:
         """`answer`, but what it returns waits for the peers."""
         assert isinstance(request, Transfer | Collective)
         if not self.has_tags:
@@ -153,7 +153,7 @@ class ProcessGroupTransport:
             self._agree(request)
             return self._collective(request)
         everyone: Any = dist.distributed_c10d.GroupMember.WORLD
-        tag = message_tag(request.token, self.rendezvous.call.number)
+        tag = message_tag(request.fingerprint, self.rendezvous.call.number)
         peers, works = [], []
         try:
             for peer, buffer in request.receives:
@@ -191,7 +191,7 @@ class ProcessGroupTransport:
 
     def _with_headers(self, request: AllToAll) -> Callable[[], None]:
         """An all-to-all of gloo, which has no tags: each message begins with two words that say what it is of."""
-        words, address = [request.token, self.rendezvous.call.number], request.sends.data_ptr()
+        words, address = [request.fingerprint, self.rendezvous.call.number], request.sends.data_ptr()
         for nbytes in request.send_sizes:
             if nbytes:
                 _Header.from_address(address)[:] = words  # type: ignore[assignment]
@@ -218,7 +218,7 @@ class ProcessGroupTransport:
         following, preceding = group[(at + 1) % len(group)], group[at - 1]
         if len(group) > 1:
             came = torch.empty(1, dtype=torch.uint8, device="cpu")
-            self.begin(Transfer(((following, word),), ((preceding, came),), request.token))()
+            self.begin(Transfer(((following, word),), ((preceding, came),), request.fingerprint))()
 
     def _collective(self, request: Collective) -> Callable[[], None]:
         assert isinstance(request.group, Members)
@@ -243,7 +243,7 @@ class ProcessGroupTransport:
         check = self._checks.get(device)
         if check is None:
             check = self._checks[device] = WordCheck(self.rank, self.size, device)
-        expected = message_tag(request.token, self.rendezvous.call.number)
+        expected = message_tag(request.fingerprint, self.rendezvous.call.number)
         words = check.words(expected)
         # A backend may connect the ranks of a group when it is first used, all of them at once: so it is the group of
         # exactly those that exchange, where there is one.

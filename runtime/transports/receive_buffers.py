@@ -13,7 +13,7 @@ MOST_KEPT = 16 << 20
 """Bytes a group keeps at most, counting each step's largest buffer."""
 
 
-class Landings:
+class ReceiveBuffers:
     """Where the next run of each step will land: this rank's buffer, and the addresses of its peers'.
 
     The meeting that ends a run offers the buffers of the next one, so that one meeting a run is enough. A rank offers
@@ -28,10 +28,10 @@ class Landings:
         self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int, int]] = {}
         self._bytes = 0
 
-    def take(self, token: int) -> tuple[torch.Tensor, Address, list[Address], int, int] | None:
-        """The buffers of the step that `token` names, if they are kept: this rank's, its address, and those of the
-        peers' buffers. What follows is `keep` or `let_go`: until then they count as kept."""
-        return self._kept.pop(token, None)
+    def take(self, fingerprint: int) -> tuple[torch.Tensor, Address, list[Address], int, int] | None:
+        """The buffers of the step that `fingerprint` names, if they are kept: this rank's, its address, and those of
+        the peers' buffers. What follows is `keep` or `let_go`: until then they count as kept."""
+        return self._kept.pop(fingerprint, None)
 
     def have_room(self, nbytes: int) -> bool:
         """Whether this rank may offer a buffer whose block is of so many bytes besides what counts as kept."""
@@ -39,7 +39,7 @@ class Landings:
 
     def keep(
         self,
-        token: int,
+        fingerprint: int,
         buffer: torch.Tensor,
         own: Address,
         peers: list[Address],
@@ -54,7 +54,7 @@ class Landings:
             largest: the size of the largest buffer; alike on all ranks.
             counted: those that they follow have just been taken.
         """
-        self._kept[token] = buffer, own, peers, nbytes, largest
+        self._kept[fingerprint] = buffer, own, peers, nbytes, largest
         if counted:
             return
         self._bytes += largest

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, TransportError
-from .base import Ask, Meet, PendingCall
-from .receive_buffers import Landings
+from .base import Barrier, CommRequest, PendingCall
+from .receive_buffers import ReceiveBuffers
 from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
 from .shared_segments import (
     Segment,
@@ -147,7 +147,7 @@ class SharedMemoryTransport:
         self._peers: dict[int, _Peer] = {}
         self._met: dict[tuple[int, ...], list[_Peer]] = {}
         self._addresses: dict[int, Address] = {}  # a place in the pool is the same for ever
-        self._landings: dict[tuple[int, ...], Landings] = {}
+        self._landings: dict[tuple[int, ...], ReceiveBuffers] = {}
         self.error: TransportError | None = None
         self.busy = False
         self.pending: PendingCall | None = None
@@ -211,17 +211,17 @@ class SharedMemoryTransport:
         words = (ctypes.c_int64 * (2 * number)).from_address(self.open(address, 16 * number).data_ptr())
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
 
-    def landings(self, ranks: tuple[int, ...]) -> Landings:
-        return self._landings.setdefault(ranks, Landings(self._pool.allocator))
+    def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers:
+        return self._landings.setdefault(ranks, ReceiveBuffers(self._pool.allocator))
 
-    def answer(self, request: Ask) -> list[Address | None]:
-        assert isinstance(request, Meet)
-        return self._arrived(self._come_to(request), request.token)
+    def answer(self, request: CommRequest) -> list[Address | None]:
+        assert isinstance(request, Barrier)
+        return self._arrived(self._come_to(request), request.fingerprint)
 
-    def begin(self, request: Ask) -> Callable[[], list[Address | None]]:
+    def begin(self, request: CommRequest) -> Callable[[], list[Address | None]]:
         """`answer`, but what it returns waits for the peers."""
-        assert isinstance(request, Meet)
-        return partial(self._arrived, self._come_to(request), request.token)
+        assert isinstance(request, Barrier)
+        return partial(self._arrived, self._come_to(request), request.fingerprint)
 
     def fail(self, error: TransportError) -> None:
         """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
@@ -233,18 +233,18 @@ class SharedMemoryTransport:
             # Who fails may end without a word; those who have mapped this rank's memory keep it.
             unlink_names(os.getpid())
 
-    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
         """Come to the first meeting of a program to say that this rank's argument is wrong, and wait for nobody.
 
         Where all ranks refuse alike their transport lives on.
         """
-        peers = tuple(rank for rank in first_met if rank != self.rank)
+        peers = tuple(rank for rank in first_group if rank != self.rank)
         found = self._met.get(peers) or self._find_all(peers)
         self._come(found, _REFUSED, _NOWHERE)
         for peer in found:
             peer.awaited = False
 
-    def _come(self, peers: list[_Peer], token: int, offer: Address) -> None:
+    def _come(self, peers: list[_Peer], fingerprint: int, offer: Address) -> None:
         """Tell peers that this rank has come to their next meeting."""
         page, me = self._page, self.rank + 1
         _, segment, offset = offer
@@ -255,21 +255,21 @@ class SharedMemoryTransport:
                 peer.awaited = True
             number = peer.meetings = peer.meetings + 1
             slot = peer.slots[number & 1]
-            page[slot + _TOKEN] = token
+            page[slot + _TOKEN] = fingerprint
             page[slot + _SEGMENT] = segment
             page[slot + _OFFSET] = offset
             page[slot + _NUMBER] = number
             if peer.page[_SLEEPS_FOR] == me:
                 wake(self._control.address + 8 * slot)
 
-    def _come_to(self, request: Meet) -> list[_Peer]:
+    def _come_to(self, request: Barrier) -> list[_Peer]:
         peers = self._met.get(request.peers) or self._find_all(request.peers)
-        self._come(peers, request.token, request.offer or _NOWHERE)
+        self._come(peers, request.fingerprint, request.offer or _NOWHERE)
         if request.meanwhile is not None:
             request.meanwhile()
         return peers
 
-    def _arrived(self, peers: list[_Peer], token: int) -> list[Address | None]:
+    def _arrived(self, peers: list[_Peer], fingerprint: int) -> list[Address | None]:
         """Wait for peers at the meeting that this rank has come to; what they offer."""
         addresses: list[Address | None] = []
         for peer in peers:
@@ -284,20 +284,20 @@ class SharedMemoryTransport:
                         if refused := self.rendezvous.refused(peer.rank):
                             raise refused from None
                     for other in peers:
-                        self._compare(other, token)
+                        self._compare(other, fingerprint)
                     raise
-            if theirs[slot + _TOKEN] != token:
-                self._compare(peer, token)
+            if theirs[slot + _TOKEN] != fingerprint:
+                self._compare(peer, fingerprint)
             segment = theirs[slot + _SEGMENT]
             addresses.append(None if segment == _NO_SEGMENT else (peer.rank, segment, theirs[slot + _OFFSET]))
         return addresses
 
-    def _compare(self, peer: _Peer, token: int) -> None:
+    def _compare(self, peer: _Peer, fingerprint: int) -> None:
         """Raises DisagreementError if a peer came to this meeting with another token."""
         slot = self._slots[peer.meetings & 1]
         theirs = peer.page[slot + _TOKEN]
         # A rank that refuses waits for nobody: its number may have gone beyond.
-        if peer.page[slot + _NUMBER] < peer.meetings or theirs == token:
+        if peer.page[slot + _NUMBER] < peer.meetings or theirs == fingerprint:
             return
         raise self.rendezvous.disagreement(peer.rank, theirs == _REFUSED)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ...kernels import Code, Failure, polls_within
-from .base import Ask, Meet, PendingCall
+from .base import Barrier, CommRequest, PendingCall
 from .buffer_pool import Leases
 from .capabilities import WindowPolicy
 from .rendezvous import Rendezvous
@@ -24,7 +24,7 @@ from .wait_watcher import WaitWatcher
 class SymmetricMemoryTransport:
     """The ranks of a process group whose memory comes from a provider.
 
-    Steps go through windows (`WindowedStep`). A window belongs to a group of ranks; a step takes the group's smallest
+    Steps go through windows (`WindowStep`). A window belongs to a group of ranks; a step takes the group's smallest
     that is large enough, and where none is, all ranks of the group make one as they bind the program. So a group's
     windows only grow, what a step takes never changes, and all ranks of the group take the same, whatever else they
     have bound. Windows stay for as long as the transport. **Binding a program that needs a larger one is collective**:
@@ -92,14 +92,14 @@ class SymmetricMemoryTransport:
     def group_order(self, ranks: Sequence[int]) -> None:
         return None
 
-    def landings(self, ranks: tuple[int, ...]) -> None:
+    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
         return None
 
-    def answer(self, request: Ask) -> None:
+    def answer(self, request: CommRequest) -> None:
         raise NotImplementedError("ranks meet on the device: steps ask nothing of the host")
 
-    def begin(self, request: Ask) -> Callable[[], None]:
-        assert request == Meet((), 0, None), "ranks meet on the device: steps ask nothing of the host"
+    def begin(self, request: CommRequest) -> Callable[[], None]:
+        assert request == Barrier((), 0, None), "ranks meet on the device: steps ask nothing of the host"
         return lambda: None
 
     def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
@@ -177,13 +177,13 @@ class SymmetricMemoryTransport:
         self.rendezvous.store.set(f"{where}/{self.rank}", text)
         return {r: self.rendezvous.read(f"{where}/{r}", r) for r in ranks}
 
-    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None:
+    def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
         if self._watcher is None or use not in ("enter", "meet"):
-            window.signal(use, token, self.polls, poison)
+            window.signal(use, fingerprint, self.polls, poison)
             return
         self._watcher.began(partial(window.late, use))
         try:
-            window.signal(use, token, self.polls, poison)
+            window.signal(use, fingerprint, self.polls, poison)
         finally:
             self._watcher.ended()
 
@@ -242,12 +242,12 @@ class SymmetricMemoryTransport:
             for window in self._all:
                 window.say_failed()
 
-    def refuse(self, first_met: tuple[int, ...], company: tuple[int, ...]) -> None:
+    def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
         """Enqueue in every window that the call may use that this rank does not make it; wait for nobody.
 
         Where all ranks refuse alike their transport lives on.
         """
         with suppress(RuntimeError):  # as in `fail`
             for window in self._all:
-                if set(window.ranks) <= set(company):
+                if set(window.ranks) <= set(participants):
                     window.refuse()

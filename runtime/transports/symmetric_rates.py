@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...kernels import Boxes, copy_boxes, copy_table
+from ...kernels import StridedBoxes, copy_boxes, copy_table
 from .capabilities import Rates
 from .symmetric import SymmetricMemoryTransport
 
@@ -52,7 +52,7 @@ def _copied(
 ) -> Callable[[], None]:
     """A copy of as many bytes from each source, or into each target, as there are places to begin at."""
     number = len(starts)
-    boxes = Boxes(
+    boxes = StridedBoxes(
         source=np.arange(number)[:, None] % len(sources),
         target=np.arange(number) % len(targets),
         source_offset=np.array(starts)[:, None],

@@ -60,12 +60,12 @@ class Window:
         channel = len(_CHANNELS) * self.number + which
         return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
 
-    def signal(self, use: Use, token: int, polls: int, poison: torch.Tensor | None = None) -> None:
+    def signal(self, use: Use, fingerprint: int, polls: int, poison: torch.Tensor | None = None) -> None:
         """Enqueue one of the three; `leave` overwrites `poison` if this rank has failed; `spoil` does that alone."""
         if use == "enter":
             signal(self.released, wait=True, credit=1, polls=polls)
         elif use == "meet":
-            signal(self.arrived, send=True, wait=True, token=token, polls=polls)
+            signal(self.arrived, send=True, wait=True, fingerprint=fingerprint, polls=polls)
         else:
             signal(self.released, send=use == "leave", poison=poison)
 
@@ -80,7 +80,7 @@ class Window:
     def refuse(self) -> None:
         """Enqueue a use that this rank does not make: it comes to meet with no token, and waits for nobody."""
         for channel in (self.arrived, self.released):
-            signal(channel, send=True, wait=True, credit=UNLIMITED, token=_REFUSED)
+            signal(channel, send=True, wait=True, credit=UNLIMITED, fingerprint=_REFUSED)
 
     def end_waits(self) -> None:
         """Have waits of this rank find that its peers have failed. Of CPU memory, from another thread."""
@@ -113,6 +113,6 @@ class WindowedTransport(Protocol):
 
     def window(self, ranks: tuple[int, ...], nbytes: int) -> Window: ...
 
-    def signal(self, window: Window, use: Use, token: int = 0, poison: torch.Tensor | None = None) -> None: ...
+    def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None: ...
 
     def check(self) -> None: ...

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardweave.kernels import Boxes, target_views
+from shardweave.kernels import StridedBoxes, target_views
 
 
 @dataclass
 class Case:
-    boxes: Boxes
+    boxes: StridedBoxes
     source_sizes: list[int]  # elements
     target_sizes: list[int]
 
@@ -77,7 +77,7 @@ def random_case(
         ):
             rows[name].append(value)
     n = count
-    boxes = Boxes(
+    boxes = StridedBoxes(
         np.array(rows["s"], np.int64).reshape(n, contributors),
         np.array(rows["t"], np.int64),
         np.array(rows["so"], np.int64).reshape(n, contributors),
@@ -133,7 +133,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, signed_zeros: bool = True
     )
 
 
-def written(boxes: Boxes, sizes: list[int]) -> list[np.ndarray]:
+def written(boxes: StridedBoxes, sizes: list[int]) -> list[np.ndarray]:
     """Per target, [elements] bool: what the boxes write."""
     masks = [torch.zeros(size, dtype=torch.bool) for size in sizes]
     for view in target_views(boxes.target_rows, masks):

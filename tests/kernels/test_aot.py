@@ -16,7 +16,7 @@ from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.aot import TARGETS, accesses
 from shardweave.bench.codegen.specialisations import of_ranks, specialisations
 from shardweave.bench.codegen.token_specialisations import token_specialisations
-from shardweave.kernels import Boxes, copy_launches, reduce_launches
+from shardweave.kernels import StridedBoxes, copy_launches, reduce_launches
 from shardweave.kernels.copy_boxes import copy_boxes_kernel, copy_constants
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel, reduce_constants
 from shardweave.kernels.signal import signal_constants, signal_kernel
@@ -36,7 +36,7 @@ DTYPES = [
 ]
 
 
-def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> Boxes:
+def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> StridedBoxes:
     """A 512 x 512 box in which every vector fits ("wide"), or one column too many ("odd"), and so on."""
     rows, cols = 512, 512
     source, target = {
@@ -46,7 +46,7 @@ def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> Boxes:
         "odd transposed": ([1, 1021], [1021, 1]),
         "strided": ([1024, 2], [1024, 2]),
     }[kind]
-    return Boxes(
+    return StridedBoxes(
         np.full((1 + fill, contributors), [[-1]] * fill + [[1]]),
         np.arange(1 + fill),
         np.zeros((1 + fill, contributors), np.int64),

@@ -9,8 +9,8 @@ from kernel_box_cases import Case, random_bytes, random_case, raw
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels import (
-    Boxes,
     LaunchConfig,
+    StridedBoxes,
     copy_boxes,
     copy_boxes_reference,
     copy_launches,
@@ -36,8 +36,8 @@ DTYPES = [
 SMALL = LaunchConfig(tile_bytes=64, accesses_per_thread=1, num_warps=1)  # many tiles from small boxes
 
 
-def one_box(extent, source_stride, target_stride, fill=0, source=0, source_offset=0, target_offset=0) -> Boxes:
-    return Boxes(
+def one_box(extent, source_stride, target_stride, fill=0, source=0, source_offset=0, target_offset=0) -> StridedBoxes:
+    return StridedBoxes(
         np.array([[source]]),
         np.array([0]),
         np.array([[source_offset]]),
@@ -49,7 +49,7 @@ def one_box(extent, source_stride, target_stride, fill=0, source=0, source_offse
     )
 
 
-def enumerate_copy(boxes: Boxes, sources: list[np.ndarray], targets: list[np.ndarray], fill: np.ndarray) -> None:
+def enumerate_copy(boxes: StridedBoxes, sources: list[np.ndarray], targets: list[np.ndarray], fill: np.ndarray) -> None:
     """Element by element over [elements, itemsize] bytes."""
     for i in range(len(boxes)):
         for index in itertools.product(*map(range, boxes.extent[i])):
@@ -118,7 +118,7 @@ def test_descriptors_cover_every_byte_once(kind, itemsize, unit, align):
         assert sorted(got) == want
 
 
-def _moves_of_boxes(boxes: Boxes, itemsize: int):
+def _moves_of_boxes(boxes: StridedBoxes, itemsize: int):
     for i in range(len(boxes)):
         for index in itertools.product(*map(range, boxes.extent[i])):
             for byte in range(itemsize):
@@ -174,7 +174,7 @@ def test_tiles_take_runs_of_a_row_and_leave_little_of_it(columns, itemsize):
 @pytest.mark.plan
 def test_one_odd_box_does_not_narrow_large_ones():
     n = 1 << 20
-    boxes = Boxes([[0], [0]], [0, 0], [[0], [n]], [0, n], [[n], [3]], [[[1]], [[1]]], [[1], [1]])
+    boxes = StridedBoxes([[0], [0]], [0, 0], [[0], [n]], [0, n], [[n], [3]], [[[1]], [[1]]], [[1], [1]])
     wide, narrow = copy_launches(boxes, 4)
     assert (wide.source_word, wide.source_vector, narrow.source_word) == (8, 2, 4)
 
@@ -203,7 +203,7 @@ def test_boxes_that_do_not_fit_together_are_refused(change, text):
         "target_stride": [[1]],
     }
     with pytest.raises(ArgumentError, match=text):
-        Boxes(**{**fields, **change})
+        StridedBoxes(**{**fields, **change})
 
 
 def test_wrong_buffers_and_fills_are_refused():
@@ -281,7 +281,7 @@ def test_kernel_moves_inf_and_true_as_fills(device):
 
 
 def test_kernel_follows_pointers_that_change(device):
-    boxes = Boxes([[0], [1]], [1, 0], [[0], [0]], [0, 0], [[4], [4]], [[[1]], [[1]]], [[1], [1]])
+    boxes = StridedBoxes([[0], [1]], [1, 0], [[0], [0]], [0, 0], [[4], [4]], [[[1]], [[1]]], [[1], [1]])
     table = copy_table(boxes, torch.float32, device)
     for value in range(20):
         sources = [torch.full((4,), float(value + i), device=device) for i in range(2)]

@@ -16,7 +16,7 @@ from kernel_box_cases import random_case
 from triton.backends.compiler import GPUTarget
 
 import shardweave
-from shardweave.kernels import Boxes, copy_table, reduce_table
+from shardweave.kernels import StridedBoxes, copy_table, reduce_table
 from shardweave.kernels.copy_boxes import copy_boxes_kernel
 from shardweave.kernels.pointers import Pointers, PreparedLaunch
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
@@ -129,7 +129,7 @@ def test_a_prepared_launch_is_the_kernels_own(which: int, driver: Recorder) -> N
 
 
 def test_addresses_and_fills_are_64_bits_whatever_their_value(driver: Recorder) -> None:
-    boxes = Boxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
+    boxes = StridedBoxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
     ((launch, constants),) = copy_table(boxes, torch.int32).specialisations()
     PreparedLaunch(copy_boxes_kernel, launch, torch.device("cpu"), [0], constants)
     (compiled,) = copy_boxes_kernel.device_caches[0][0].values()

@@ -7,8 +7,8 @@ from kernel_box_cases import Case, assert_same, random_bytes, random_case, rando
 
 from shardweave.errors import ArgumentError
 from shardweave.kernels import (
-    Boxes,
     LaunchConfig,
+    StridedBoxes,
     reduce_boxes,
     reduce_boxes_reference,
     reduce_launches,
@@ -144,7 +144,7 @@ def test_what_is_not_defined_is_refused(arguments, text):
 
 @pytest.mark.plan
 def test_descriptors_hold_every_contributor():
-    boxes = Boxes([[0, 2, 1]], [3], [[0, 64, 128]], [32], [[4, 16]], [[[16, 1], [32, 1], [64, 1]]], [[48, 1]])
+    boxes = StridedBoxes([[0, 2, 1]], [3], [[0, 64, 128]], [32], [[4, 16]], [[[16, 1], [32, 1], [64, 1]]], [[48, 1]])
     (launch,) = reduce_launches(boxes, torch.bfloat16, torch.float32)
     assert launch.descriptors.tolist() == [[0, 2, 1, 3, 0, 64, 128, 32, 16, 32, 64, 48, 4, 16]]
     assert (launch.kind, launch.source_vector, launch.target_vector) == ("straight", 8, 4)
@@ -191,7 +191,7 @@ def test_kernel_casts_as_torch_does(device, dtype, out_dtype):
     check_reduce(rng, case, dtype, "sum", None, device, out_dtype)
     source = random_values(rng, 97, dtype)
     target = torch.empty(97, dtype=out_dtype, device=device)
-    flat = Boxes([[0]], [0], [[0]], [0], [[97]], [[[1]]], [[1]])
+    flat = StridedBoxes([[0]], [0], [[0]], [0], [[97]], [[[1]]], [[1]])
     reduce_boxes(reduce_table(flat, dtype, "sum", None, out_dtype, device), [source.to(device)], [target])
     through = source.float() if out_dtype.itemsize < 4 and out_dtype.is_floating_point else source
     if out_dtype is torch.float8_e4m3fn:
@@ -213,12 +213,12 @@ def test_kernel_rounds_every_float32_near_a_boundary_as_torch_does(device, dtype
     inf = torch.tensor(float("inf"))
     points = torch.cat([points, points.nextafter(inf), points.nextafter(-inf)])
     target = torch.empty(len(points), dtype=dtype, device=device)
-    flat = Boxes([[0]], [0], [[0]], [0], [[len(points)]], [[[1]]], [[1]])
+    flat = StridedBoxes([[0]], [0], [[0]], [0], [[len(points)]], [[[1]]], [[1]])
     reduce_boxes(reduce_table(flat, torch.float32, "sum", None, dtype, device), [points.to(device)], [target])
     want = (points.clamp(-448, 448) if dtype is torch.float8_e4m3fn else points).to(dtype)
     assert_same(target.cpu(), want)
     back = torch.empty(len(words), device=device)
-    flat = Boxes([[0]], [0], [[0]], [0], [[len(words)]], [[[1]]], [[1]])
+    flat = StridedBoxes([[0]], [0], [[0]], [0], [[len(words)]], [[[1]]], [[1]])
     reduce_boxes(reduce_table(flat, dtype, "sum", None, torch.float32, device), [words.to(device)], [back])
     assert_same(back.cpu(), values)
 
@@ -226,7 +226,7 @@ def test_kernel_rounds_every_float32_near_a_boundary_as_torch_does(device, dtype
 def test_kernel_propagates_nan_through_max_and_min(device):
     nan = float("nan")
     a, b = torch.tensor([nan, 1.0, nan, 2.0], device=device), torch.tensor([1.0, nan, nan, 3.0], device=device)
-    boxes = Boxes([[0, 1]], [0], [[0, 0]], [0], [[4]], [[[1], [1]]], [[1]])
+    boxes = StridedBoxes([[0, 1]], [0], [[0, 0]], [0], [[4]], [[[1], [1]]], [[1]])
     for op, last in (("max", 3.0), ("min", 2.0)):
         out = torch.zeros(4, device=device)
         reduce_boxes(reduce_table(boxes, torch.float32, op, device=device), [a, b], [out])
@@ -234,7 +234,7 @@ def test_kernel_propagates_nan_through_max_and_min(device):
 
 
 def test_kernel_needs_aligned_elements(device):
-    boxes = Boxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
+    boxes = StridedBoxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
     table = reduce_table(boxes, torch.float32, "sum", device=device)
     odd = torch.zeros(17, dtype=torch.uint8, device=device)[1:]
     whole = torch.zeros(4, device=device)

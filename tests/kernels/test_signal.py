@@ -42,7 +42,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
             rank.windows[peer, rank.rank] = 1000 * n + 10 * rank.rank + peer
         if generator.random() < late:
             time.sleep(0.01)
-        signal(rank.arrived, send=True, wait=True, token=7 + n, polls=FOREVER)
+        signal(rank.arrived, send=True, wait=True, fingerprint=7 + n, polls=FOREVER)
         want = torch.tensor([1000 * n + 10 * peer + rank.rank for peer in rank.peers])[:, None]
         first = rank.windows[rank.rank, rank.peers] == want
         if generator.random() < late:
@@ -85,7 +85,7 @@ def barrier_rounds(rank: Rank, rounds: int) -> None:
         if n % 7 == rank.rank:
             time.sleep(0.01)
         rank.words[rank.rank, 0] = n
-        signal(rank.arrived, send=True, wait=True, token=n, polls=FOREVER)
+        signal(rank.arrived, send=True, wait=True, fingerprint=n, polls=FOREVER)
         assert all(int(rank.words[peer, 0]) in (n, n + 1) for peer in rank.peers)
 
 
@@ -168,8 +168,8 @@ def test_what_was_read_while_a_failed_peer_wrote_is_overwritten(how: str) -> Non
 
 
 def other_request(rank: Rank) -> Code | None:
-    signal(rank.arrived, send=True, wait=True, token=5, polls=FOREVER)
-    signal(rank.arrived, send=True, wait=True, token=6 + (rank.rank == 2), polls=FOREVER)
+    signal(rank.arrived, send=True, wait=True, fingerprint=5, polls=FOREVER)
+    signal(rank.arrived, send=True, wait=True, fingerprint=6 + (rank.rank == 2), polls=FOREVER)
     return rank.failure.read()
 
 

@@ -257,7 +257,7 @@ def policies(rank: int) -> None:
     x = whole(8, 4)
     stats = shardweave.stats()
 
-    def carried(**policy: Any) -> list[int]:
+    def redistribute_forward(**policy: Any) -> list[int]:
         """Redistributions carried out of a large tensor, a small one, and a large one on the other mesh."""
         counts = []
         for value, on in ((x, mesh), (x[:2], mesh), (x, line)):
@@ -268,12 +268,12 @@ def policies(rank: int) -> None:
             counts.append(stats.calls.total() - before)
         return [n > 0 for n in counts]
 
-    assert carried() == [True] * 3
-    assert carried(min_bytes=128) == [True, False, True]
+    assert redistribute_forward() == [True] * 3
+    assert redistribute_forward(min_bytes=128) == [True, False, True]
     assert stats.delegations["smaller than install(min_bytes=)"] > 0
-    assert carried(min_bytes=129) == [False] * 3
-    assert carried(only=line) == [False, False, True]
-    assert carried(only=[mesh, line]) == [True] * 3
+    assert redistribute_forward(min_bytes=129) == [False] * 3
+    assert redistribute_forward(only=line) == [False, False, True]
+    assert redistribute_forward(only=[mesh, line]) == [True] * 3
     assert stats.delegations["a mesh that install(only=) leaves out"] > 0
     for wrong in ({"min_bytes": -1}, {"min_bytes": 2.5}, {"only": "a"}, {"only": [mesh, 3]}):
         (name,) = wrong

@@ -14,7 +14,7 @@ import shardweave
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, Batch, Mesh
 from shardweave.runtime.transports import in_process
-from shardweave.runtime.transports.base import Meet, Transfer
+from shardweave.runtime.transports.base import Barrier, Transfer
 
 pytestmark = pytest.mark.plan
 
@@ -98,7 +98,7 @@ def test_ranks_meet_as_often_as_for_one_tensor(
         asked.clear()
         shardweave.simulate(batch, given, one_sided=one_sided, node_size=node_size)
         sends = sum(len(request.sends) for request in asked if isinstance(request, Transfer))
-        meets = sum(len(request.peers) for request in asked if isinstance(request, Meet))
+        meets = sum(len(request.peers) for request in asked if isinstance(request, Barrier))
         counts.append((meets, sends))
         assert batch.messages == [3] * 4 and batch.messages_one_by_one == [3 * number] * 4
     # Twice with each of 3 peers, or a message to each; or with the one of the node and to the two of the other.

@@ -112,7 +112,7 @@ def test_a_ranks_program_is_its_part_of_the_whole(meshes: str) -> None:
                     assert alone.digest == whole.digest
                     assert alone.bytes_received == [whole.bytes_received[rank]]
                     assert alone.peak_bytes == [whole.peak_bytes[rank]]
-                    assert alone.company(rank) == whole.company(rank)
+                    assert alone.participants(rank) == whole.participants(rank)
                     for mine, step in zip(alone.steps, whole.steps, strict=True):
                         assert type(mine) is type(step)
                         assert alone.members(mine, rank) == whole.members(step, rank)

@@ -156,12 +156,12 @@ def check_in_process(case: Case) -> None:
 def placements_of(text: str) -> tuple[Any, ...]:
     ops = {"P": "sum", "Pavg": "avg", "Pmax": "max", "Pmin": "min"}
     found: list[Any] = []
-    for token in oracle.read(text).tokens:
-        if token.startswith("S"):
-            dim, _, split = token[1:].partition("//")
+    for fingerprint in oracle.read(text).tokens:
+        if fingerprint.startswith("S"):
+            dim, _, split = fingerprint[1:].partition("//")
             found.append(_StridedShard(int(dim), split_factor=int(split)) if split else Shard(int(dim)))
         else:
-            found.append(Replicate() if token == "R" else Partial(ops[token]))
+            found.append(Replicate() if fingerprint == "R" else Partial(ops[fingerprint]))
     return tuple(found)
 
 
@@ -250,11 +250,13 @@ def many_on_ranks(rank: int, ranks: int, transport: str, first: int, count: int)
         cut = {m for text in (case.source, case.target) for m, t in enumerate(oracle.read(text).tokens) if t[0] == "S"}
         try:
             check_on_a_rank(case, mesh, order.index(rank), transport)
-            carried = True
+            redistribute_forward = True
         except UnsupportedError as error:
             assert "whose ranks do not ascend" in str(error)
-            carried = False
-        assert carried != bool(cut & descending_dims(order, shape)) or (carried and case.source == case.target), case
+            redistribute_forward = False
+        assert redistribute_forward != bool(cut & descending_dims(order, shape)) or (
+            redistribute_forward and case.source == case.target
+        ), case
     return count
 
 

@@ -77,12 +77,12 @@ class Life:
 
     def lying(self, x: torch.Tensor) -> torch.Tensor:
         """The same values in memory of any strides, which each rank chooses for itself."""
-        how = self.own.randrange(4)
-        if how == 0 or not x.dim():
+        algorithm = self.own.randrange(4)
+        if algorithm == 0 or not x.dim():
             return x.clone()
-        if how == 1:
+        if algorithm == 1:
             return x.repeat_interleave(2, -1)[..., ::2]
-        if how == 2:
+        if algorithm == 2:
             return x.transpose(0, -1).contiguous().transpose(0, -1)
         room = x.new_zeros(x.numel() + 3)
         room[3:] = x.reshape(-1)
@@ -91,7 +91,7 @@ class Life:
     def redistribute(self, given: Given, **options: Any) -> DTensor:
         return shardweave.redistribute(given.x, given.target, transport=self.transport, **options)
 
-    def carried(self, given: Given) -> bool:
+    def redistribute_forward(self, given: Given) -> bool:
         return self.check(self.redistribute(given), given.want)
 
     def check(self, y: DTensor, want: torch.Tensor) -> bool:
@@ -101,7 +101,7 @@ class Life:
     # Each step is one call of all ranks, and whether its values are right.
 
     def now(self) -> bool:
-        return self.carried(self.drawn(self.random.choice(self.meshes)))
+        return self.redistribute_forward(self.drawn(self.random.choice(self.meshes)))
 
     def begun(self) -> bool:
         """Waited for later, twice, or never."""
@@ -206,7 +206,7 @@ def with_a_fault(rank: int, transport: str, first: int, count: int, kinds: tuple
             given = calls[i]
             if i == at and rank == odd and kind == "refuse":
                 given = Given(misfit_of(given.x), given.target, given.want)
-            said.append(outcome(partial(life.carried, given)))
+            said.append(outcome(partial(life.redistribute_forward, given)))
         found.append([f"{kind} by rank {odd} at {at}", *said])
         store.set(f"ended/{seed}/{rank}", "")
         store.wait([f"ended/{seed}/{other}" for other in range(size)])

@@ -29,7 +29,7 @@ MESH = Mesh((2, 2))
 
 @pytest.mark.plan
 @pytest.mark.parametrize(
-    ("source", "target", "shape", "one_sided", "how", "why"),
+    ("source", "target", "shape", "one_sided", "algorithm", "why"),
     [
         ("S0 S1", "S1 S0", (8, 6), True, "push", "ranks write into each other's memory"),
         ("S0 S1", "S1 S0", (8, 6), False, "send and receive", "along several mesh dims a rank has few of the group"),
@@ -40,12 +40,12 @@ MESH = Mesh((2, 2))
     ],
 )
 def test_the_means_and_why(
-    source: str, target: str, shape: tuple[int, ...], one_sided: bool, how: str, why: str
+    source: str, target: str, shape: tuple[int, ...], one_sided: bool, algorithm: str, why: str
 ) -> None:
     program = shardweave.plan(MESH, shape, "float32", source, target)
     found = lower(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
-    assert found.how == how and why in found.why
-    assert f"     by {found.how}: {found.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
+    assert found.algorithm == algorithm and why in found.why
+    assert f"     by {found.algorithm}: {found.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
 
 
 @pytest.mark.plan
@@ -53,15 +53,15 @@ def test_a_subset_of_mesh_dims_has_no_group() -> None:
     mesh = Mesh((2, 2, 2))
     program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
     found = lower(program, program.steps[0], 0, AssumedTransport(mesh, False))
-    assert found.how == "send and receive" and "no process group of a mesh dim, or of all" in found.why
+    assert found.algorithm == "send and receive" and "no process group of a mesh dim, or of all" in found.why
     crossing = shardweave.plan(MESH, (8, 8), "float32", "S0 S1", "S0", target_mesh=Mesh((4,)))
     found = lower(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
-    assert found.how == "send and receive" and "between two meshes" in found.why
+    assert found.algorithm == "send and receive" and "between two meshes" in found.why
 
 
 @pytest.mark.plan
 @pytest.mark.parametrize(
-    ("source", "target", "shape", "backend", "reduction", "how"),
+    ("source", "target", "shape", "backend", "reduction", "algorithm"),
     [
         ("S0 R", "R R", (8, 6), "gloo", "fast", "all-to-all"),
         ("S0 R", "R R", (8, 6), "nccl", "ordered", "all-gather"),
@@ -82,12 +82,12 @@ def test_a_subset_of_mesh_dims_has_no_group() -> None:
     ],
 )
 def test_the_collectives_of_a_backend(
-    source: str, target: str, shape: tuple[int, ...], backend: str, reduction: Any, how: str
+    source: str, target: str, shape: tuple[int, ...], backend: str, reduction: Any, algorithm: str
 ) -> None:
     topology = None if shape != (1, 1) else shardweave.NVLINK_NODE  # on which one step is cheaper than two
     program = shardweave.plan(MESH, shape, "float32", source, target, topology=topology)
     found = [lower(program, program.steps[0], r, AssumedTransport(MESH, False, backend), reduction) for r in range(4)]
-    assert {lowering.how for lowering in found} == {how}, (program.explain(), found[0])
+    assert {lowering.algorithm for lowering in found} == {algorithm}, (program.explain(), found[0])
     exact = shape == (1, 1) or "P" not in source
     contributed = integers(oracle.contribution_shape((2, 2), shape, source), source + target)
     for dtype in (torch.float32, torch.int64) if exact or "avg" not in source else (torch.float32,):
@@ -98,7 +98,7 @@ def test_the_collectives_of_a_backend(
 def test_what_backends_do_not_reduce_is_reduced_here() -> None:
     for dtype in ("bool", "complex64"):
         program = shardweave.plan(MESH, (8, 6), dtype, "P R", "S0 R")
-        assert lower(program, program.steps[0], 0, AssumedTransport(MESH, False), "fast").how == "all-to-all"
+        assert lower(program, program.steps[0], 0, AssumedTransport(MESH, False), "fast").algorithm == "all-to-all"
 
 
 @pytest.mark.plan
@@ -116,7 +116,7 @@ def test_all_who_meet_choose_alike(case: Any) -> None:
                 assert all(other == found[0] for other in found)
                 here = len(members) == 1 or 0 in (program.shape_before(step, members[0]))
                 allowed = ("all-to-all", "send and receive", *(["local"] if here else []))
-                assert not isinstance(step, Exchange) or found[0].how in allowed
+                assert not isinstance(step, Exchange) or found[0].algorithm in allowed
 
 
 @pytest.mark.plan
@@ -192,7 +192,7 @@ COLLECTIVES = (
 def carry_out_by_collectives(rank: int) -> None:
     lower_module.BACKENDS["gloo"] = lower_module.BACKENDS["nccl"]
     mesh = init_device_mesh("cpu", (2, 2))
-    for how, shape, (source, target), dtype in COLLECTIVES:
+    for algorithm, shape, (source, target), dtype in COLLECTIVES:
         terms = torch.arange(4 * math.prod(shape)).view(4, *shape) % 7  # whole numbers: exact in any order
         partial = [isinstance(p, Partial) for p in source]
         op = next((p.reduce_op for p in source if isinstance(p, Partial)), "sum")
@@ -207,9 +207,11 @@ def carry_out_by_collectives(rank: int) -> None:
         local = distribute_tensor(mine.view(torch.uint8) if dtype == "float8_e4m3fn" else mine, mesh, held,
                                   src_data_rank=None).to_local().view(mine.dtype)  # fmt: skip
         x = DTensor.from_local(local, mesh, source, run_check=False, shape=mine.shape, stride=mine.stride())
-        assert re.search(f"by ({how}): ", shardweave.explain(x, target, transport="process_group", reduction="fast"))
+        assert re.search(
+            f"by ({algorithm}): ", shardweave.explain(x, target, transport="process_group", reduction="fast")
+        )
         got = shardweave.redistribute(x, target, transport="process_group", reduction="fast").full_tensor()
-        assert got.view(torch.uint8).equal(whole.view(torch.uint8)) if shape else got.equal(whole), how
+        assert got.view(torch.uint8).equal(whole.view(torch.uint8)) if shape else got.equal(whole), algorithm
 
 
 def asked_differently(rank: int) -> None:

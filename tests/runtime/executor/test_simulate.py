@@ -287,7 +287,7 @@ def test_simulate_is_as_near_to_float64_as_its_arithmetic(dtype: torch.dtype, op
     generator = torch.Generator().manual_seed(11)
     single = torch.finfo(torch.float32).eps
     for mesh, shape, source, target in random_pairs()[::7]:
-        source = " ".join(f"P{op}" if token == "P" else token for token in source.split(" "))
+        source = " ".join(f"P{op}" if fingerprint == "P" else fingerprint for fingerprint in source.split(" "))
         contributed = (
             torch.randn(oracle.contribution_shape(mesh, shape, source), generator=generator).to(dtype).double()
         )
@@ -383,29 +383,29 @@ def test_simulate_moves_unsigned_integers(dtype: torch.dtype) -> None:
 # Memory
 
 
-def rearranged(x: torch.Tensor, how: str) -> torch.Tensor:
+def rearranged(x: torch.Tensor, algorithm: str) -> torch.Tensor:
     """The same values in other memory."""
-    if how == "transposed":
+    if algorithm == "transposed":
         return x.mT.contiguous().mT
-    if how == "spread":
+    if algorithm == "spread":
         wide = torch.full((2 * x.shape[0] + 1, 3 * x.shape[1] + 2), 99, dtype=x.dtype)
         view = wide[1::2, 2::3]
         return view.copy_(x)
-    if how == "offset":
+    if algorithm == "offset":
         return torch.cat([torch.full((3,), 99, dtype=x.dtype), x.reshape(-1)])[3:].view(x.shape)
-    raise AssertionError(how)
+    raise AssertionError(algorithm)
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-@pytest.mark.parametrize("how", ["transposed", "spread", "offset"])
+@pytest.mark.parametrize("algorithm", ["transposed", "spread", "offset"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_simulate_reads_inputs_of_any_strides(dtype: torch.dtype, how: str, one_sided: bool) -> None:
+def test_simulate_reads_inputs_of_any_strides(dtype: torch.dtype, algorithm: str, one_sided: bool) -> None:
     mesh, shape = (2, 2), (7, 6)
     texts = list(oracle.layout_texts(2, ("R", "P", "S0", "S1")))
     for source, target in [(a, b) for a in texts for b in texts][::7]:
         contributed = integers(oracle.contribution_shape(mesh, shape, source), source + target, -4, 4, 4)
         program = shardweave.plan(mesh, shape, dtype, source, target)
-        locals_ = [rearranged(x.to(dtype), how) for x in oracle.local_shards(mesh, shape, source, contributed)]
+        locals_ = [rearranged(x.to(dtype), algorithm) for x in oracle.local_shards(mesh, shape, source, contributed)]
         # Ranks need not agree on strides.
         locals_[0] = locals_[0].contiguous()
         outs = shardweave.simulate(program, locals_, one_sided=one_sided)

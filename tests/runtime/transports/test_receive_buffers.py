@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardweave
 from shardweave.runtime.transports import receive_buffers
-from shardweave.runtime.transports.receive_buffers import Landings
+from shardweave.runtime.transports.receive_buffers import ReceiveBuffers
 from shardweave.runtime.transports.shared_allocator import Allocator
 
 
@@ -23,9 +23,9 @@ from shardweave.runtime.transports.shared_allocator import Allocator
 def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive_buffers, "MOST_KEPT", 100)
     allocator = Allocator("shardweave-test", False, 2000)
-    kept, buffer = Landings(allocator), torch.empty(0)
-    for token in (1, 2, 3):
-        kept.keep(token, buffer, token, [token], 30, 40)
+    kept, buffer = ReceiveBuffers(allocator), torch.empty(0)
+    for fingerprint in (1, 2, 3):
+        kept.keep(fingerprint, buffer, fingerprint, [fingerprint], 30, 40)
     assert allocator.ready == 2 * 30
     assert kept.take(1) is None
     assert kept.take(3) == (buffer, 3, [3], 30, 40) and kept.take(3) is None

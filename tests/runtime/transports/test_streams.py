@@ -119,12 +119,12 @@ def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monke
 def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
 
-    def run(x: object, token: int) -> Iterator[None]:
+    def run(x: object, fingerprint: int) -> Iterator[None]:
         return
         yield
 
     bound: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), token=1, run=run, asked=(), title=str, summary=lambda: ("what", 0, 0)
+        device=torch.device("cuda", 0), fingerprint=1, run=run, asked=(), title=str, summary=lambda: ("what", 0, 0)
     )
     transport: Any = SimpleNamespace(
         name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,
