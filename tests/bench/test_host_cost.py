@@ -20,4 +20,5 @@ def test_every_kind_is_timed() -> None:
     # Two of boxes, as much as one exchange takes, and three signals; nothing is launched where there is no GPU.
     launches = {row[0].strip(): (row[2].strip(), int(row[5])) for row in on_devices[1:]}
     assert launches["S0 → S1"] == ("2 + 3", 2) and launches["P → R"][0] == "4 + 6", launches
-    assert launches["R → S0"] == ("1 + 0", 1) and launches["nothing to do"] == ("0 + 0", 0), launches
+    # torch copies what a rank keeps of its own.
+    assert launches["R → S0"] == ("0 + 0", 0) and launches["nothing to do"] == ("0 + 0", 0), launches
