@@ -19,7 +19,7 @@ def pictures() -> dict[str, str]:
         "order": shardweave.plan((2, 2), (8, 6), "float32", "S0 S0", "S0 S0 @ 0:1,0"),
         "uneven": shardweave.plan((2, 2), (7, 5), "float32", "S0 S1", "R S1"),
         "gradient": shardweave.plan((2, 2), (8, 6), "float32", "P S0", "S0 S0"),
-        "all_reduce": shardweave.plan((2, 2), (8, 6), "float32", "P R", "R R"),
+        "all_reduce": shardweave.plan((4,), (8, 6), "float32", "P", "R"),
         "two_nodes": shardweave.plan((2, 2), (4096, 4096), "bfloat16", "S0 S0", "R R", topology=nodes_of_2),
         "two_meshes": shardweave.plan((2, 3), (8, 6), "float32", "S0 S1", "S1", target_mesh=generator),
     }

@@ -244,7 +244,11 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--mesh", "2,2", "--shape", "8,6", "--transport", "process_group"]
     assert main([*asked, "S0 R", "S1 R"]) == 0
     assert "     by all-to-all: shards of 96 B at most" in capsys.readouterr().out
-    assert main([*asked, "--backend", "nccl", "--reduction", "fast", "P S1", "R S1"]) == 0
+    fast = [*asked, "--backend", "nccl", "--reduction", "fast"]
+    assert main([*fast, "P S1", "R S1"]) == 0
+    assert '     by all-reduce: reduction="fast" leaves the order of terms to nccl' in capsys.readouterr().out
+    fast[fast.index("2,2")] = "4,2"
+    assert main([*fast, "P S1", "R S1"]) == 0
     shown = capsys.readouterr().out
     assert '     by reduce-scatter: reduction="fast" leaves the order of terms to nccl' in shown
     assert "     by all-gather: every rank ends with 96 B, an equal part from each" in shown
