@@ -24,7 +24,7 @@ from ..bench.harness.ranks import RanksFailed, timeout_seconds
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
-from ..runtime.transports.selection_rule import NAMES
+from ..runtime.transports.select import NAMES
 
 LARGEST = 32 << 20
 _LEAST_LARGEST = 4096

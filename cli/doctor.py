@@ -29,10 +29,9 @@ from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.render.explain import format_bytes
 from ..runtime.environment import poison_asked_for, pool_limit_asked_for, pretended_node_size, timeout_asked_for
-from ..runtime.transports import shared_segments
-from ..runtime.transports.select import why_no_memory
-from ..runtime.transports.selection_rule import check_name, choose_transport
-from ..runtime.transports.shared_memory import why_not_here
+from ..runtime.transports.select import check_name, choose_transport, why_no_memory
+from ..runtime.transports.shared_memory import segments
+from ..runtime.transports.shared_memory.transport import why_not_here
 from .self_test import self_test
 
 # As pyproject.toml requires them: from this version on, below that one.
@@ -85,7 +84,7 @@ def settings() -> Iterator[Finding]:
     checks: dict[str, Callable[[], object]] = {
         "SHARDWEAVE_TIMEOUT": timeout_asked_for,
         "SHARDWEAVE_TRANSPORT": lambda: check_name(os.environ["SHARDWEAVE_TRANSPORT"]),
-        "SHARDWEAVE_SEGMENTS": shared_segments.uses_names,
+        "SHARDWEAVE_SEGMENTS": segments.uses_names,
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
         "SHARDWEAVE_POISON_ROWS": poison_asked_for,
         "SHARDWEAVE_POOL_LIMIT": pool_limit_asked_for,
@@ -151,11 +150,11 @@ def memory() -> Iterator[Finding]:
         yield Finding("ranks on this machine", "shared memory", obstacle, off)
         return
     try:
-        named = shared_segments.uses_names()
+        named = segments.uses_names()
     except ArgumentError:  # which settings() tells
         return
     why = "asked for" if os.environ.get("SHARDWEAVE_SEGMENTS") else "this process may not be looked into"
-    found = f"named segments in {shared_segments.NAMED_FOLDER} ({why})" if named else "anonymous segments (memfd)"
+    found = f"named segments in {segments.NAMED_FOLDER} ({why})" if named else "anonymous segments (memfd)"
     yield Finding("ranks on this machine", "shared memory", found)
     yield from _named_folder(named)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -169,7 +168,7 @@ def memory() -> Iterator[Finding]:
 
 def _named_folder(named: bool) -> Iterator[Finding]:
     """Room where named segments go; anonymous ones need none there."""
-    what = shared_segments.NAMED_FOLDER
+    what = segments.NAMED_FOLDER
     try:
         space = shutil.disk_usage(what)
     except OSError as error:

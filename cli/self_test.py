@@ -14,8 +14,7 @@ from ..bench.harness.ranks import Ranks, RanksFailed, Send
 from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.dtensor.redistribute import redistribute
 from ..runtime.environment import pretended_node_size, timeout_asked_for
-from ..runtime.transports.select import why_no_memory
-from ..runtime.transports.selection_rule import NAMES, choose_transport
+from ..runtime.transports.select import NAMES, choose_transport, why_no_memory
 
 _SIZE = 2
 _TIMEOUT = 15.0  # seconds that one transport may take, on machines that are busy with something else

@@ -21,7 +21,7 @@ from .moe.torchtitan import TorchtitanDispatcher
 from .statistics import Statistics, stats
 from .tracing.record import record
 from .transports.in_process import InProcessTransport
-from .transports.pool_limit import PoolMemory, empty_cache, pool_memory, set_pool_limit
+from .transports.shared_memory.pool_controls import PoolMemory, empty_cache, pool_memory, set_pool_limit
 
 __all__ = [
     "ExpertParallel",

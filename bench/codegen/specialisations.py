@@ -21,9 +21,9 @@ from shardweave.kernels.signal import Failure
 from shardweave.planner import Program, plan
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
-from shardweave.runtime.transports.capabilities import Direction, WindowPolicy
 from shardweave.runtime.transports.in_process import InProcessTransport
-from shardweave.runtime.transports.symmetric_window import Window, pad_bytes, window_size
+from shardweave.runtime.transports.policies import Direction, WindowPolicy
+from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes, window_size
 
 KERNELS = {
     name.removesuffix("_kernel"): kernel

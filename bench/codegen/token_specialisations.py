@@ -26,7 +26,7 @@ from shardweave.kernels.compare_words import WordComparison
 from shardweave.kernels.signal import Failure
 from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.moe.activation import silu_and_mul
-from shardweave.runtime.transports.symmetric_window import Window, pad_bytes
+from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes
 
 _SPELLED = GPUTarget("cuda", 90, 32)  # whose rules say what of an argument a kernel is compiled for: alike on all
 _ADDRESS = 1 << 40  # as large as a device's, and as aligned

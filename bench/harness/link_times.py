@@ -23,7 +23,7 @@ import shardweave
 from ...errors import ArgumentError
 from ...runtime.environment import pretended_node_size
 from ...runtime.transports.select import current_transports
-from ...runtime.transports.shared_memory import machine_name
+from ...runtime.transports.shared_memory.transport import machine_name
 from .interleaved import rotated, rotating
 from .link_fit import Sample
 from .ranks import Send

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.environment import timeout_asked_for
-from ...runtime.transports.shared_segments import unlink_names
+from ...runtime.transports.shared_memory.segments import unlink_names
 
 DEFAULT_TIMEOUT = 120.0
 GRACE = 3.0  # seconds that ranks get to say themselves which peer they lost

@@ -46,7 +46,7 @@ from shardweave.runtime.dtensor.local import RedistributeOptions, run_redistribu
 from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.executor.copies import Copies, Reduction, is_plain_memory
 from shardweave.runtime.executor.step_put import PutStep
-from shardweave.runtime.transports.base import Barrier
+from shardweave.runtime.transports.requests import Barrier
 from shardweave.runtime.transports.select import AnyTransport
 
 RANKS = 4

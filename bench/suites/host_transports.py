@@ -22,7 +22,7 @@ from shardweave.runtime.executor import copies
 from shardweave.runtime.transports import process_group
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
 from shardweave.runtime.transports.rendezvous import Rendezvous
-from shardweave.runtime.transports.symmetric import SymmetricMemoryTransport
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 TIMEOUT = 10.0
 _LAUNCHED = (PreparedLaunch, PreparedSignal)

@@ -10,8 +10,8 @@ from ...bench.harness.writable import check_writable
 from ...errors import ArgumentError, shown
 from ...planner import Mesh, Program, draw, plan
 from ...runtime.executor.lower import AssumedTransport, explain_on
-from ...runtime.transports.capabilities import WindowPolicy
-from ...runtime.transports.selection_rule import NAMES
+from ...runtime.transports.policies import WindowPolicy
+from ...runtime.transports.select import NAMES
 from .shared import TOPOLOGIES, dtype, file_of, topology, whole_number
 
 HELP = "show how a tensor gets from one layout to another, and what it costs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...runtime.transports.selection_rule import NAMES
+from ...runtime.transports.select import NAMES
 from .shared import TOPOLOGIES, interruptible, need_rich, number_of, topology
 
 HELP = "carry a trace out again, by torch and by shardweave, and time both"

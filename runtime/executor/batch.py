@@ -11,8 +11,8 @@ import torch
 
 from ...planner import Batch, Exchange, Program
 from ..statistics import Summary
-from ..transports.base import Barrier, CommRequest, HierarchicalExchange, Transfer
-from ..transports.symmetric_window import Window, WindowedTransport
+from ..transports.requests import Barrier, CommRequest, HierarchicalExchange, Transfer
+from ..transports.symmetric_memory.window import Window, WindowedTransport
 from .bind import kind_of
 from .copies import contiguous_strides
 from .lower import Lowering, lower

@@ -20,7 +20,7 @@ from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
-from ..transports.symmetric import SymmetricMemoryTransport
+from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .async_work import Joined, Pending, Turn
 from .batch import BoundBatch
 from .bind import BoundProgram

@@ -26,7 +26,7 @@ from ...kernels import (
     target_views,
 )
 from ...planner import Boxes, Reduce, Row
-from ..transports.base import Address
+from ..transports.requests import Address
 
 _CACHED_ADDRESSES = 64
 

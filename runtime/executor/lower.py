@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import ArgumentError, shown
 from ...planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Shard, Step, format_bytes
-from ..transports.capabilities import BACKENDS, Means, Rates, WindowPolicy, node_of
+from ..transports.policies import BACKENDS, Means, Rates, WindowPolicy, node_of
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")

@@ -16,8 +16,8 @@ from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport
 from ..transports.streams import order_on
-from ..transports.symmetric import SymmetricMemoryTransport
-from ..transports.symmetric_rates import measure_rates
+from ..transports.symmetric_memory.rates import measure_rates
+from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .call import check_backend, check_ranks, transport_for
 
 _MOST_BYTES = 1 << 62

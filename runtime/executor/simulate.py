@@ -10,8 +10,8 @@ import torch
 from ...errors import ArgumentError, shown
 from ...planner import Batch, Program, check_local_shape
 from ..convert import name_of
-from ..transports.capabilities import BACKENDS
 from ..transports.in_process import InProcessTransport, run_all
+from ..transports.policies import BACKENDS
 from ..transports.streams import captured
 from .batch import BoundBatch
 from .bind import BoundProgram

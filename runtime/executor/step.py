@@ -10,9 +10,9 @@ import torch
 
 from ...kernels import Where
 from ...planner import FILL, Boxes, Program, Row, Step
-from ..transports.base import Address, CommRequest
-from ..transports.capabilities import WindowPolicy
-from ..transports.receive_buffers import ReceiveBuffers
+from ..transports.policies import WindowPolicy
+from ..transports.requests import Address, CommRequest
+from ..transports.shared_memory.receive_buffers import ReceiveBuffers
 from .copies import Copies, Move, Part, Reduction, box_at, contiguous_strides
 
 Run = Generator[CommRequest, Any, Any]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...planner import Row
-from ..transports.base import AllReduce, ReduceScatter
+from ..transports.requests import AllReduce, ReduceScatter
 from .copies import Copies, Move, packed, run_of
 from .lower import Lowering
 from .step import BoundStep, Run

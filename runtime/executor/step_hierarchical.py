@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...planner import Program, Row, Step
-from ..transports.base import Barrier, HierarchicalExchange, Transfer
+from ..transports.requests import Barrier, HierarchicalExchange, Transfer
 from .copies import Copies, Move, Part
 from .lower import Lowering, window_members
 from .step import Run, Terms, Transport

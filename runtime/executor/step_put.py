@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...planner import FILL, Exchange, Row
-from ..transports.base import Address, Barrier, HierarchicalExchange, Transfer
-from ..transports.receive_buffers import LARGEST_KEPT
-from ..transports.shared_allocator import block_size
+from ..transports.requests import Address, Barrier, HierarchicalExchange, Transfer
+from ..transports.shared_memory.allocator import block_size
+from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
 from .copies import Copies, Move, contiguous_strides
 from .step import BoundStep, Run, Terms
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...planner import FILL, Exchange, Row, Step
-from ..transports.base import HEADER, AllGather, AllToAll, Transfer
-from ..transports.capabilities import BACKENDS
+from ..transports.policies import BACKENDS
+from ..transports.requests import HEADER, AllGather, AllToAll, Transfer
 from .copies import Copies, Move, Part, Patchwork, Reduction, Whole, is_plain, packed, run_of
 from .lower import Lowering
 from .step import BoundStep, Run, Terms

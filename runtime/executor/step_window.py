@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...planner import Program, Step
-from ..transports.symmetric_window import Window, WindowedTransport
+from ..transports.symmetric_memory.window import Window, WindowedTransport
 from .copies import Copies, Move, contiguous_strides, packed
 from .lower import Lowering, window_bytes, window_members
 from .step import BoundStep, Run, Terms, Transport

@@ -27,7 +27,7 @@ from ...kernels import (
     weigh_rows,
 )
 from ..executor.step import Transport
-from ..transports.base import CommRequest
+from ..transports.requests import CommRequest
 from .config import DispatchLayout, fill_of
 from .routing import Sent
 

@@ -18,7 +18,7 @@ import torch
 
 from ...kernels import Buffers, Groups, Routed, TokenRows, locate_rows, push_rows
 from ...planner import NVLINK_INFINIBAND, price_splits
-from ..transports.base import CommRequest
+from ..transports.requests import CommRequest
 from .config import DispatchLayout
 from .routing import Sent, Slabs
 from .transfer import Read, Take, TokenRank

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...kernels import Buffers, push_rows, share_counts
-from ..transports.base import Address, Barrier, CommRequest
+from ..transports.requests import Address, Barrier, CommRequest
 from .config import DispatchLayout
 from .routing import Sent
 from .transfer import Read, Take, TokenRank

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels import Buffers, Groups, Routed, Slots, locate_rows, padding_rows, push_rows
 from ..statistics import stats
-from ..transports.base import CommRequest, Transfer
+from ..transports.requests import CommRequest, Transfer
 from .config import DispatchLayout
 from .routing import Sent, Slabs
 from .transfer import ROUTING, Read, Take, TokenRank

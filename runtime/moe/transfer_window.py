@@ -19,9 +19,9 @@ import torch
 
 from ...kernels import Buffers, ChosenBuffers, copy_rows, push_rows, share_counts
 from ..statistics import stats
-from ..transports.base import CommRequest
 from ..transports.buffer_pool import Leases, LendingTransport
-from ..transports.symmetric_window import ALIGNMENT, window_size
+from ..transports.requests import CommRequest
+from ..transports.symmetric_memory.window import ALIGNMENT, window_size
 from .config import DispatchLayout, up
 from .routing import Sent
 from .transfer import Read, Take, TokenRank

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from ...errors import TransportError
-from .base import Address, Barrier, CommRequest, HierarchicalExchange, PendingCall
-from .capabilities import WindowPolicy
+from .policies import WindowPolicy
 from .process_group import ProcessGroupTransport
-from .receive_buffers import ReceiveBuffers
 from .rendezvous import Rendezvous
-from .shared_memory import SharedMemoryTransport
-from .symmetric import SymmetricMemoryTransport
-from .symmetric_window import Use, Window
+from .requests import Address, Barrier, CommRequest, HierarchicalExchange, PendingCall
+from .shared_memory.receive_buffers import ReceiveBuffers
+from .shared_memory.transport import SharedMemoryTransport
+from .symmetric_memory.transport import SymmetricMemoryTransport
+from .symmetric_memory.window import Use, Window
 
 InsideNodes = SharedMemoryTransport | SymmetricMemoryTransport
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...errors import DisagreementError
-from .base import (
+from .policies import node_of
+from .requests import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -21,7 +22,6 @@ from .base import (
     ReduceScatter,
     Transfer,
 )
-from .capabilities import node_of
 
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, TransportError
-from .base import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
-from .fingerprint_check import WordCheck
+from .device_fingerprints import WordCheck
 from .rendezvous import Rendezvous
-from .wait_watcher import WaitWatcher
+from .requests import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
+from .watchdog import WaitWatcher
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 _ROUNDING = 2e-3  # gloo drops what is less than a millisecond: its waits would end before a deadline

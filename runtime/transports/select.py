@@ -17,17 +17,92 @@ from ...errors import ArgumentError, UnsupportedError
 from ..cache import at_end_of_group, forget_dead_groups
 from ..environment import pretended_node_size, timeout_asked_for, transport_asked_for
 from ..statistics import stats
-from .capabilities import BACKENDS
 from .hierarchical import HierarchicalTransport, InsideNodes
+from .policies import BACKENDS
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, settings
-from .selection_rule import check_name, choose_transport
-from .shared_memory import SharedMemoryTransport, machine_name, why_not_here
-from .symmetric import SymmetricMemoryTransport
-from .symmetric_memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
+from .shared_memory.transport import SharedMemoryTransport, machine_name, why_not_here
+from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
+from .symmetric_memory.transport import SymmetricMemoryTransport
 
 AnyTransport = SharedMemoryTransport | ProcessGroupTransport | HierarchicalTransport | SymmetricMemoryTransport
+NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 _GRACE = 2.0  # seconds, for peers that have not begun yet what this rank has when it destroys the group
+
+
+def check_name(asked: object) -> None:
+    """
+    Raises:
+        ArgumentError: no transport has this name; None is none asked for.
+    """
+    if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
+        raise ArgumentError(f"transport: {asked!r} is not known; allowed: {', '.join(NAMES)}")
+
+
+def choose_transport(
+    asked: str | None,
+    ranks: Sequence[int],
+    here: int,
+    node_of: Callable[[int], Hashable],
+    *,
+    no_memory: str | None,
+    no_messages: str | None,
+    node_size: int | None,
+) -> tuple[str, str]:
+    """The transport of `ranks`, one of `NAMES` or "hierarchical symmetric_memory", and why.
+
+    Args:
+        asked: for a transport, by argument or environment; None: by what the ranks share.
+        here: the rank that asks.
+        node_of: of a rank, what is equal for ranks that reach each other's memory. Called only where it matters.
+        no_memory: why no ranks at all reach each other's memory, in the way that the transport asked for wants; or
+            None.
+        no_messages: why no messages go between nodes; or None.
+        node_size: what SHARDWEAVE_NODE_SIZE pretends, if anything: for what is said.
+
+    Raises:
+        ArgumentError: an unknown transport.
+        UnsupportedError: the transport asked for cannot carry these ranks.
+    """
+    check_name(asked)
+    pretended = f", by SHARDWEAVE_NODE_SIZE={node_size}" if node_size else ""
+
+    def refused(why: str, allowed: str) -> UnsupportedError:
+        return UnsupportedError(f"transport: {asked} cannot carry ranks {tuple(ranks)}: {why}; allowed: {allowed}")
+
+    def several(inside: str) -> None:
+        if no_messages:
+            raise UnsupportedError(f"transport: {inside} is of several nodes, and between them: {no_messages}")
+
+    if asked == "process_group":
+        return "process_group", "asked for"
+    if no_memory:
+        if asked:
+            raise refused(no_memory, "process_group")
+        return "process_group", no_memory
+    nodes = [node_of(rank) for rank in ranks]
+    count = len(set(nodes))
+    if asked == "symmetric_memory":
+        # Asked for only. On GPUs that reach each other it is meant to be the default, once a GPU has proved it; on
+        # CPUs pushing into the outputs themselves copies less.
+        if count == 1:
+            return "symmetric_memory", "asked for"
+        several("symmetric_memory")
+        return "hierarchical symmetric_memory", "asked for"
+    if count == 1:
+        name, why = "shared_memory", f"all ranks are on this machine{pretended}"
+    elif count < len(ranks):
+        name, why = "hierarchical", f"{len(ranks)} ranks are on {count} machines{pretended}"
+    else:
+        name, why = "process_group", f"each rank is on another machine{pretended}"
+    if asked == "shared_memory" and count > 1:
+        elsewhere = next(rank for rank, node in zip(ranks, nodes, strict=True) if node != node_of(here))
+        raise refused(f"rank {elsewhere} is on another machine{pretended}", name)
+    if asked:
+        name, why = asked, "asked for"
+    if name == "hierarchical":
+        several("shared_memory")
+    return name, why
 
 
 class Transports:

@@ -19,11 +19,11 @@ from shardweave import stats
 from shardweave.bench.harness.ranks import Ranks, Send
 from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
-from shardweave.runtime.transports import select, shared_segments
-from shardweave.runtime.transports.select import current_transports
-from shardweave.runtime.transports.selection_rule import NAMES
+from shardweave.runtime.transports import select
+from shardweave.runtime.transports.select import NAMES, current_transports
+from shardweave.runtime.transports.shared_memory import segments
 
-SHM = shared_segments.NAMED_FOLDER
+SHM = segments.NAMED_FOLDER
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -117,7 +117,7 @@ def test_the_doctor_supports_what_pyproject_requires() -> None:
 @pytest.mark.multi
 def test_a_transport_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_SEGMENTS", "named")
-    monkeypatch.setattr(shared_segments, "NAMED_FOLDER", str(tmp_path / "missing"))
+    monkeypatch.setattr(segments, "NAMED_FOLDER", str(tmp_path / "missing"))
     outcomes = self_test.self_test()
     errors = {name: error for name, _, error in outcomes}
     assert "missing" in errors["two ranks on shared_memory"] and errors["two ranks on process_group"] is None

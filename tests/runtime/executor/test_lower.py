@@ -21,7 +21,7 @@ from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor import lower as lower_module
 from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
-from shardweave.runtime.transports.capabilities import BACKENDS
+from shardweave.runtime.transports.policies import BACKENDS
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 MESH = Mesh((2, 2))

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardweave.errors import CapacityError
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.transports.shared_memory import SharedMemoryTransport
-from shardweave.runtime.transports.shared_segments import Segment, bytes_of, open_segment
+from shardweave.runtime.transports.shared_memory.segments import Segment, bytes_of, open_segment
+from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 
 TRANSPORTS = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 E, K, H, ROUNDS = 5, 3, 24, 3

@@ -27,7 +27,7 @@ from shardweave.kernels.signal import signal_kernel
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.transfer_window import window_nbytes
 from shardweave.runtime.statistics import stats
-from shardweave.runtime.transports.symmetric_window import window_size
+from shardweave.runtime.transports.symmetric_memory.window import window_size
 
 pytestmark = pytest.mark.multi
 

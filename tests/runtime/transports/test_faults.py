@@ -136,7 +136,7 @@ def fail_alone(rank: int) -> None:
     d = distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])
     shardweave.redistribute(d, [Replicate()])
     if rank == 1:
-        from shardweave.runtime.transports.shared_tensors import SharedPool
+        from shardweave.runtime.transports.shared_memory.tensors import SharedPool
 
         def full(*arguments: object) -> torch.Tensor:
             raise shardweave.TransportError("no room")

@@ -26,8 +26,8 @@ from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 from shardweave.planner import Mesh, Topology
 from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
-from shardweave.runtime.transports.base import HEADER, AllToAll, Transfer
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
+from shardweave.runtime.transports.requests import HEADER, AllToAll, Transfer
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
@@ -465,7 +465,7 @@ def fail_alone(rank: int, topology: Topology | None, where: str) -> str:
             def no_room(*arguments: object) -> torch.Tensor:
                 raise shardweave.TransportError("no room")
 
-            monkeypatch.setattr("shardweave.runtime.transports.shared_tensors.SharedPool.empty", no_room)
+            monkeypatch.setattr("shardweave.runtime.transports.shared_memory.tensors.SharedPool.empty", no_room)
             with pytest.raises(shardweave.TransportError, match="no room"):
                 call(inside if where == "inside" else x)
     with pytest.raises(shardweave.TransportError) as told:

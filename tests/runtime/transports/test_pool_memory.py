@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.runtime.transports.shared_allocator import allocators, block_size
+from shardweave.runtime.transports.shared_memory.allocator import allocators, block_size
 
 pytestmark = pytest.mark.multi
 

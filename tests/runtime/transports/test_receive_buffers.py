@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
-from shardweave.runtime.transports import receive_buffers
-from shardweave.runtime.transports.receive_buffers import ReceiveBuffers
-from shardweave.runtime.transports.shared_allocator import Allocator
+from shardweave.runtime.transports.shared_memory import receive_buffers
+from shardweave.runtime.transports.shared_memory.allocator import Allocator
+from shardweave.runtime.transports.shared_memory.receive_buffers import ReceiveBuffers
 
 
 @pytest.mark.plan

@@ -14,10 +14,10 @@ import torch
 
 import shardweave
 from shardweave.errors import ArgumentError, TransportError
-from shardweave.runtime.transports import memory_pressure, pool_limit
-from shardweave.runtime.transports import shared_allocator as allocators
-from shardweave.runtime.transports.shared_allocator import DEFAULT_LIMIT, Gaps, block_size
-from shardweave.runtime.transports.shared_tensors import SharedPool
+from shardweave.runtime.transports.shared_memory import allocator as allocators
+from shardweave.runtime.transports.shared_memory import memory_pressure, pool_controls
+from shardweave.runtime.transports.shared_memory.allocator import DEFAULT_LIMIT, Gaps, block_size
+from shardweave.runtime.transports.shared_memory.tensors import SharedPool
 
 pytestmark = pytest.mark.plan
 
@@ -28,11 +28,11 @@ PAGE = os.sysconf("SC_PAGESIZE")
 @pytest.fixture(autouse=True)
 def limit_as_before() -> Iterator[None]:
     yield
-    pool_limit._asked = None
+    pool_controls._asked = None
 
 
 def made(limit: int | None = None, named: bool = False) -> SharedPool:
-    pool_limit._asked = limit
+    pool_controls._asked = limit
     return SharedPool("shardweave-test", named)
 
 

@@ -29,11 +29,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
 from shardweave.kernels.signal import polls_within
-from shardweave.runtime.transports.capabilities import Rates
+from shardweave.runtime.transports.policies import Rates
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.streams import SideStream
-from shardweave.runtime.transports.symmetric import SymmetricMemoryTransport
-from shardweave.runtime.transports.symmetric_window import pad_bytes, window_size
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
+from shardweave.runtime.transports.symmetric_memory.window import pad_bytes, window_size
 
 pytestmark = pytest.mark.multi
 DIRECTIONS = ["push", "pull"]

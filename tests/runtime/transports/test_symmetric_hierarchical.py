@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import shardweave
 from shardweave.runtime.transports.hierarchical import HierarchicalTransport
 from shardweave.runtime.transports.select import current_transports
-from shardweave.runtime.transports.symmetric import SymmetricMemoryTransport
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.multi
 SYMMETRIC = {**PRETENDED, "SHARDWEAVE_TRANSPORT": "symmetric_memory"}
@@ -132,7 +132,7 @@ def prepared(rank: int, transport: str | None) -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("shardweave.runtime.dtensor.local._bind", refuse)
-        monkeypatch.setattr("shardweave.runtime.transports.symmetric.SymmetricMemoryTransport._memory", refuse)
+        monkeypatch.setattr(SymmetricMemoryTransport, "_memory", refuse)
         for x, placements in pairs:
             for dtype in (None, torch.bfloat16):
                 y = shardweave.redistribute(x, placements, forward_dtype=dtype, transport=transport)

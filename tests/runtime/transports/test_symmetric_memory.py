@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 
-from shardweave.runtime.transports.symmetric_memory import TorchSymmetricMemory, _OwnNumbers
+from shardweave.runtime.transports.symmetric_memory.memory import TorchSymmetricMemory, _OwnNumbers
 
 pytestmark = pytest.mark.plan
 

@@ -14,8 +14,8 @@ from multiprocessing.util import Finalize
 import numpy as np
 import torch
 
-from ...errors import TransportError
-from ..environment import segments_asked_for
+from ....errors import TransportError
+from ...environment import segments_asked_for
 
 NAMED_FOLDER = "/dev/shm"
 _serial = itertools.count(1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import ArgumentError
-from ..cache import forget_dead_groups
-from ..environment import pool_limit_asked_for
-from .shared_allocator import DEFAULT_LIMIT, allocators
+from ....errors import ArgumentError
+from ...cache import forget_dead_groups
+from ...environment import pool_limit_asked_for
+from .allocator import DEFAULT_LIMIT, allocators
 
 _asked: int | None = None  # by `set_pool_limit`
 

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...kernels import StridedBoxes, copy_boxes, copy_table
-from .capabilities import Rates
-from .symmetric import SymmetricMemoryTransport
+from ....kernels import StridedBoxes, copy_boxes, copy_table
+from ..policies import Rates
+from .transport import SymmetricMemoryTransport
 
 _MOST = 64 << 20  # bytes of a trial
 _TRIALS = 5

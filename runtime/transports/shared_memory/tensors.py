@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .pool_limit import pool_limit
-from .shared_allocator import MAX_SEGMENTS, Allocator, Piece, block_size
+from .allocator import MAX_SEGMENTS, Allocator, Piece, block_size
+from .pool_controls import pool_limit
 
 __all__ = ["MAX_SEGMENTS", "SharedPool"]
 

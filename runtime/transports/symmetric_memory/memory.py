@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 
-from ...errors import PeerError, TransportError
-from .shared_segments import Segment, bytes_of, open_segment, segment_path, uses_names
+from ....errors import PeerError, TransportError
+from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_path, uses_names
 
 
 class Provider(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .base import Address
-from .shared_allocator import Allocator
+from ..requests import Address
+from .allocator import Allocator
 
 LARGEST_KEPT = 1 << 20
 """Bytes; a step with a larger buffer on any rank meets before it pushes, which then costs little beside the copies."""

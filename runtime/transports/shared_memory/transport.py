@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...errors import PeerError, TransportError
-from .base import Barrier, CommRequest, PendingCall
+from ....errors import PeerError, TransportError
+from ..rendezvous import FIRST_LOOK, LongWait, Rendezvous
+from ..requests import Barrier, CommRequest, PendingCall
 from .receive_buffers import ReceiveBuffers
-from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
-from .shared_segments import (
+from .segments import (
     Segment,
     bytes_of,
     open_segment,
@@ -30,7 +30,7 @@ from .shared_segments import (
     uses_names,
     wake,
 )
-from .shared_tensors import MAX_SEGMENTS, SharedPool
+from .tensors import MAX_SEGMENTS, SharedPool
 
 Address = tuple[int, int, int]  # rank, segment, offset
 

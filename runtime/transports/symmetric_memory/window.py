@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ...kernels import SLOT, UNLIMITED, Channel, Failure, build_signal, pack, signal
+from ....kernels import SLOT, UNLIMITED, Channel, Failure, build_signal, pack, signal
 
 Use = Literal["enter", "meet", "leave", "spoil"]
 _SMALLEST = 1 << 16

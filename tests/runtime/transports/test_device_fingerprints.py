@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 
 import shardweave
 from shardweave.runtime.transports import select
-from shardweave.runtime.transports.fingerprint_check import _merged
+from shardweave.runtime.transports.device_fingerprints import _merged
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
 
 pytestmark = pytest.mark.multi

@@ -9,16 +9,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ...errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
-from ...kernels import Code, Failure, polls_within
-from .base import Barrier, CommRequest, PendingCall
-from .buffer_pool import Leases
-from .capabilities import WindowPolicy
-from .rendezvous import Rendezvous
-from .streams import SideStream
-from .symmetric_memory import Provider
-from .symmetric_window import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
-from .wait_watcher import WaitWatcher
+from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
+from ....kernels import Code, Failure, polls_within
+from ..buffer_pool import Leases
+from ..policies import WindowPolicy
+from ..rendezvous import Rendezvous
+from ..requests import Barrier, CommRequest, PendingCall
+from ..streams import SideStream
+from ..watchdog import WaitWatcher
+from .memory import Provider
+from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
 
 
 class SymmetricMemoryTransport:

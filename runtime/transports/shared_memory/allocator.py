@@ -10,9 +10,9 @@ import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 
-from ...errors import TransportError
+from ....errors import TransportError
 from .memory_pressure import is_short_of_memory
-from .shared_segments import NAMED_FOLDER, Segment
+from .segments import NAMED_FOLDER, Segment
 
 MAX_SEGMENTS = 512
 _SEGMENT_BYTES = 64 << 20

@@ -1,0 +1,1 @@
+"""CPU ranks of one machine that write into each other's memory."""

@@ -1,0 +1,1 @@
+"""Ranks that share symmetric memory and synchronise on the device."""
