@@ -31,7 +31,7 @@ from ..planner.render.explain import format_bytes
 from ..runtime.environment import poison_asked_for, pool_limit_asked_for, pretended_node_size, timeout_asked_for
 from ..runtime.transports.select import check_name, choose_transport, why_no_memory
 from ..runtime.transports.shared_memory import segments
-from ..runtime.transports.shared_memory.transport import why_not_here
+from ..runtime.transports.shared_memory.transport import why_unsupported
 from .self_test import self_test
 
 # As pyproject.toml requires them: from this version on, below that one.
@@ -142,7 +142,7 @@ def _without_peers(i: int, j: int) -> str:
 def memory() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("ranks on this machine", "cores", str(cores))
-    if obstacle := why_not_here():
+    if obstacle := why_unsupported():
         off = (
             "CPU ranks exchange through torch.distributed, which is slower: for shared memory start them "
             "on Linux and x86-64"

@@ -174,6 +174,6 @@ def tables(asked: Asked, transport: InProcessTransport) -> Iterator[tuple[CopyTa
     dtype = getattr(torch, asked.program.dtype)
     bound = BoundProgram(asked.program, asked.position, asked.strides, transport, dtype, NOWHERE)
     for number, step in enumerate(bound.steps):
-        for kept in step.launched():
+        for kept in step.launches:
             assert kept.table is not None
             yield kept.table, asked.aligned if number == 0 else 16

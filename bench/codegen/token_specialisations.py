@@ -256,11 +256,11 @@ def _signals() -> None:
     memory = {r: torch.empty(pad_bytes(size) + 4096, dtype=torch.uint8, device=NOWHERE) for r in range(size)}
     window = Window(3, memory, 0, Failure(NOWHERE))
     for dtype in (*DTYPES, torch.bfloat16):
-        window.signal("enter", 0, 1)
-        window.signal("meet", 5, 1)
-        for use in ("leave", "spoil"):
+        window.signal("acquire", 0, 1)
+        window.signal("barrier", 5, 1)
+        for use in ("release", "poison"):
             window.signal(use, 0, 1, torch.empty(5, dtype=dtype, device=NOWHERE))
     window.refuse()
-    window.say_failed()
+    window.signal_failure()
     words = torch.empty(size, dtype=torch.int64, device=NOWHERE)
     WordComparison(words, Failure(NOWHERE))(words, 5, words)

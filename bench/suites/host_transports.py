@@ -51,7 +51,7 @@ class Alone(Rendezvous):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(dist.HashStore(), rank, TIMEOUT, lambda rank: False)
 
-    def _met(self, ranks: tuple[int, ...]) -> str:
+    def _new_session(self, ranks: tuple[int, ...]) -> str:
         return ""
 
 
@@ -61,7 +61,7 @@ class MirrorTransport(SymmetricMemoryTransport):
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(0, size, TIMEOUT, _Mirror(device), Alone(0, size))
 
-    def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
+    def exchange_text(self, key: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
         return dict.fromkeys(ranks, text)
 
 

@@ -24,7 +24,7 @@ from ..executor.call import Call, check_backend, refuse, transport_for
 from ..executor.copies import contiguous_strides
 from ..executor.dispatch_modes import below_modes
 from ..transports.rendezvous import remarks
-from ..transports.select import tell_settings
+from ..transports.select import publish_settings
 from .local import RedistributeOptions, default
 from .overlap import overlaps_itself
 
@@ -148,7 +148,7 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             if not isinstance(before[name], type(comm)):
                 _replaced.setdefault(group, {})[name] = before[name]
                 setattr(group, name, comm)
-    tell_settings()
+    publish_settings()
 
 
 def restore_fsdp(module: torch.nn.Module) -> None:

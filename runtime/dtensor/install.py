@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...planner import NVLINK_NODE, Topology
 from ..executor.lower import Reduction
 from ..transports.rendezvous import settings
-from ..transports.select import tell_settings
+from ..transports.select import publish_settings
 from . import drop_in
 from .drop_in import Policy, carry_out_under, policy, policy_asked
 from .local import RedistributeOptions, default, requested_options, set_default_options
@@ -100,7 +100,7 @@ def install(
     set_default_options(options)
     carry_out_under(carried_out)
     price_on((topology or NVLINK_NODE) if costs else None)
-    tell_settings()
+    publish_settings()
 
 
 def uninstall() -> None:
@@ -109,7 +109,7 @@ def uninstall() -> None:
     set_default_options(RedistributeOptions())
     carry_out_under(Policy())
     price_on(None)
-    tell_settings()
+    publish_settings()
 
 
 @contextmanager
@@ -138,4 +138,4 @@ def installed(
         set_default_options(how_before)
         carry_out_under(policy_before)
         price_on(prices_before)
-        tell_settings()
+        publish_settings()

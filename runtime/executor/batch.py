@@ -11,60 +11,65 @@ import torch
 
 from ...planner import Batch, Exchange, Program
 from ..statistics import Summary
+from ..transports.base import OneSidedTransport, Transport, WindowedTransport
 from ..transports.requests import Barrier, CommRequest, HierarchicalExchange, Transfer
-from ..transports.symmetric_memory.window import Window, WindowedTransport
-from .bind import kind_of
+from ..transports.symmetric_memory.window import Window
+from .bind import AnyStep, step_type
 from .copies import contiguous_strides
 from .lower import Lowering, lower
-from .step import Transport
-from .step_collective import CollectiveReduction
 from .step_hierarchical import HierarchicalStep
 from .step_put import PutStep
 from .step_sendrecv import SendRecvStep, SharedBuffers
-from .step_window import Place, WindowStep, place_of
+from .step_window import WindowRegion, WindowStep, window_region
 
 BatchRun = Generator[CommRequest, Any, list[torch.Tensor]]
+RoundRun = Generator[CommRequest, Any, None]
 
 _AS_MESSAGES = Lowering("send and receive", "one message has parts of many tensors")
-_MIX = 1000003  # odd: what came before is not forgotten
-_ALIGNMENT = 16  # bytes; of what a tensor sends or receives, in a message that others share
+_HASH_FACTOR = 1000003  # odd, so that earlier values are not lost
+_ALIGNMENT = 16  # bytes; of each tensor's part of a shared message
 
 
 class _Round:
-    """The next exchange of every program, as this rank takes part in it; `steps` by the number of the tensor."""
+    """The next exchange of every program of a batch that this rank takes part in.
+
+    Attributes:
+        steps: by the index of the tensor.
+    """
 
     def __init__(self, transport: Transport, rank: int, device: torch.device) -> None:
         self.transport, self.rank, self.device = transport, rank, device
         self.steps: Mapping[int, Any] = {}
 
-    def meets(self) -> tuple[int, ...]:
-        """The ranks that any of its steps meets, the one after this rank first."""
+    def peer_ranks(self) -> tuple[int, ...]:
+        """The peers of all steps, beginning after this rank."""
         ranks = sorted({rank for step in self.steps.values() for rank in step.peer_ranks})
         return tuple([r for r in ranks if r > self.rank] + [r for r in ranks if r < self.rank])
 
 
 class OneSidedRound(_Round):
-    """Every tensor has a buffer of its own; a rank tells its peers all of them at once."""
+    """Every tensor has a receive buffer of its own; a rank offers all of them in one barrier."""
 
+    transport: OneSidedTransport
     steps: Mapping[int, PutStep]
 
     def bind(self, tensors: int) -> None:
         self.tensors = tensors
-        self.peers = self.meets()
+        self.peers = self.peer_ranks()
 
-    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> RoundRun:
         yield from self.exchange(xs, fingerprint, None, None)
 
     def exchange(
         self, xs: list[torch.Tensor], fingerprint: int, transfer: Transfer | None, received: torch.Tensor | None
-    ) -> Generator[CommRequest, Any, None]:
-        """Carry out the round, with a transfer under way meanwhile, if one is given, that fills `received`."""
+    ) -> RoundRun:
+        """Run the round, with a transfer into `received` at the same time, if there is one."""
         transport = self.transport
         receive_buffers = {i: step.new_receive_buffer() for i, step in self.steps.items()}
-        address, book = transport.offer([receive_buffers.get(i) for i in range(self.tensors)])
-        addresses = (yield Barrier(self.peers, fingerprint, address)) if self.peers else []
-        books = {r: transport.offered(a, self.tensors) for r, a in zip(self.peers, addresses, strict=True)}
-        push, own = partial(self._push, xs, books), partial(self._push_own, xs, receive_buffers)
+        address, offered = transport.offer([receive_buffers.get(i) for i in range(self.tensors)])
+        replies = (yield Barrier(self.peers, fingerprint, address)) if self.peers else []
+        addresses = {r: transport.offered(a, self.tensors) for r, a in zip(self.peers, replies, strict=True)}
+        push, own = partial(self._push, xs, addresses), partial(self._push_own, xs, receive_buffers)
         if transfer is not None:
             yield HierarchicalExchange(transfer, push, Barrier(self.peers, fingerprint + 1, None, own))
         else:
@@ -73,15 +78,15 @@ class OneSidedRound(_Round):
                 yield Barrier(self.peers, fingerprint + 1, None, own)
             else:
                 own()
-        del book  # every peer has read it
+        del offered  # every peer has read it
         for i, step in self.steps.items():
-            came = None if received is None else received.view(step.dtype)
-            xs[i] = step.finish(xs[i], receive_buffers[i], step.output(receive_buffers[i]), came)
+            messages = None if received is None else received.view(step.dtype)
+            xs[i] = step.finish(xs[i], receive_buffers[i], step.output(receive_buffers[i]), messages)
 
-    def _push(self, xs: list[torch.Tensor], books: dict[int, Sequence[Any]]) -> None:
+    def _push(self, xs: list[torch.Tensor], addresses: dict[int, Sequence[Any]]) -> None:
         for i, step in self.steps.items():
             for index, nbytes, copies in step.pushes:
-                step.push(xs[i], copies, books[step.peer_ranks[index]][i], nbytes)
+                step.push(xs[i], copies, addresses[step.peer_ranks[index]][i], nbytes)
 
     def _push_own(self, xs: list[torch.Tensor], receive_buffers: dict[int, torch.Tensor]) -> None:
         for i, step in self.steps.items():
@@ -90,64 +95,67 @@ class OneSidedRound(_Round):
 
 
 class WindowedRound(_Round):
-    """Tensors of the same ranks share a window: ranks meet once on the device, and the host waits for none of them.
+    """Tensors of the same ranks share a window: one set of signals for all of them, and the host waits for nothing.
 
-    What goes to other nodes as well goes tensor by tensor, after that.
+    Tensors that also go to other nodes follow, one at a time.
     """
 
+    transport: WindowedTransport
     steps: Mapping[int, WindowStep | SendRecvStep]
 
     def bind(self) -> None:
-        self.together: dict[int, WindowStep] = {}
-        self.apart: dict[int, WindowStep | SendRecvStep] = {}
-        # In the order of the first tensors that take them: the same on all ranks.
+        self.sharing: dict[int, WindowStep] = {}
+        self.separate: dict[int, WindowStep | SendRecvStep] = {}
+        # By window, the last tensor in it, in the order of the first tensors: the same order on all ranks.
         self.last_in: dict[Window, int] = {}
-        self.ways: dict[Window, int] = defaultdict(int)
+        self.directions: dict[Window, int] = defaultdict(int)
+        """By window, a hash of whether its steps push or pull, for the fingerprint."""
         for i, step in self.steps.items():
             if type(step) is WindowStep and step.window is not None:
-                self.together[i] = step
+                self.sharing[i] = step
                 self.last_in[step.window] = i
-                self.ways[step.window] = (self.ways[step.window] * _MIX + 1 + step.pulls) % (1 << 40)
+                mixed = self.directions[step.window] * _HASH_FACTOR + 1 + step.pulls
+                self.directions[step.window] = mixed % (1 << 40)
             else:
-                self.apart[i] = step
+                self.separate[i] = step
 
-    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
-        transport: WindowedTransport = self.transport  # type: ignore[assignment]
-        outs = {i: step.empty() for i, step in self.together.items()}
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> RoundRun:
+        transport = self.transport
+        outs = {i: step.empty() for i, step in self.sharing.items()}
         for window in self.last_in:
-            transport.signal(window, "enter")
-        for i, step in self.together.items():
+            transport.signal(window, "acquire")
+        for i, step in self.sharing.items():
             step.fill_windows(xs[i])
         for window in self.last_in:
-            transport.signal(window, "meet", fingerprint ^ self.ways[window] << 16)
-        for i, step in self.together.items():
+            transport.signal(window, "barrier", fingerprint ^ self.directions[window] << 16)
+        for i, step in self.sharing.items():
             step.read_windows(xs[i], outs[i])
-        for i, step in self.together.items():
+        for i, step in self.sharing.items():
             assert step.window is not None
-            # Every output is overwritten where this rank has failed; after the last of a window it is left.
-            transport.signal(step.window, "leave" if self.last_in[step.window] == i else "spoil", poison=outs[i])
-        if self.together:
+            # After a failure every output is poisoned; the last one of a window also releases it.
+            transport.signal(step.window, "release" if self.last_in[step.window] == i else "poison", poison=outs[i])
+        if self.sharing:
             transport.check()
-        for i, alone in self.apart.items():
+        for i, alone in self.separate.items():
             outs[i] = yield from alone.run(xs[i], fingerprint)
         for i, out in outs.items():
             xs[i] = out
 
 
 class TwoSidedRound(_Round):
-    """One message to each peer and one from it: what each tensor has in it, one after the other."""
+    """One message to each peer and one from each, with the data of all tensors one after the other."""
 
     steps: Mapping[int, SendRecvStep]
     one_mesh = True
-    """All tensors of the batch are on one mesh. Else ranks know different ones of its process groups, and messages go
-    by the group of everyone."""
+    """Whether all tensors of the batch are on one mesh. Otherwise ranks know different process groups of their meshes,
+    and messages use that of the world."""
 
-    def meet(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
-        """Rank, first and last byte of each message in a buffer of what is sent, and in one of what comes."""
+    def set_messages(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
+        """Set rank, first and last byte of each message in the send buffer and in the receive buffer."""
         self.sends, self.receives = sends, receives
         self.packed, self.received = (max((end for _, _, end in x), default=0) for x in (sends, receives))
 
-    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> RoundRun:
         transfer, received = self.messages(xs, fingerprint)
         if self.sends or self.receives:
             yield transfer
@@ -158,12 +166,12 @@ class TwoSidedRound(_Round):
 
     @cached_property
     def group(self) -> tuple[int, ...] | None:
-        """The process group of all its steps, if it is one."""
-        groups = {step.of_group for step in self.steps.values()}
+        """The process group of all steps, if they have the same."""
+        groups = {step.transfer_group for step in self.steps.values()}
         return next(iter(groups)) if self.one_mesh and len(groups) == 1 else None
 
     def messages(self, xs: list[torch.Tensor], fingerprint: int) -> tuple[Transfer, torch.Tensor]:
-        """What is to be sent, all packed, and received, and the buffer for that."""
+        """Pack all tensors. Returns the transfer and its receive buffer."""
         packed, received = (
             torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (self.packed, self.received)
         )
@@ -174,18 +182,17 @@ class TwoSidedRound(_Round):
         return Transfer(sends, receives, fingerprint, group=self.group), received
 
 
-class MixedRound(OneSidedRound):
-    """As one-sided inside a node; meanwhile one message to each peer of another node and one from it."""
+class HierarchicalRound(OneSidedRound):
+    """One-sided inside a node, with one message to and from each peer of other nodes at the same time."""
 
     steps: Mapping[int, HierarchicalStep]
-    far: TwoSidedRound
+    remote: TwoSidedRound
 
-    def run(self, xs: list[torch.Tensor], fingerprint: int) -> Generator[CommRequest, Any, None]:
-        yield from self.exchange(xs, fingerprint, *self.far.messages(xs, fingerprint))
+    def run(self, xs: list[torch.Tensor], fingerprint: int) -> RoundRun:
+        yield from self.exchange(xs, fingerprint, *self.remote.messages(xs, fingerprint))
 
 
-_BoundStep = PutStep | SendRecvStep | WindowStep | CollectiveReduction
-_BoundRound = OneSidedRound | TwoSidedRound | WindowedRound
+_AnyRound = OneSidedRound | TwoSidedRound | WindowedRound
 
 
 def aligned(nbytes: int) -> int:
@@ -204,11 +211,11 @@ def _summary(batch: Batch, rank: int) -> Summary:
 class BoundBatch:
     """One rank's part of a batch on one transport, for inputs with the given strides.
 
-    Tensors of programs that the rank has no part in pass through as they are.
+    Tensors of programs without this rank are returned as they are.
 
     Attributes:
-        fingerprint: what ranks compare when they meet; differs for different batches.
-        asked, title, summary: as of `BoundProgram`.
+        fingerprint: compared by ranks in each exchange; differs for different batches.
+        request, title, summary: as in `BoundProgram`.
     """
 
     def __init__(
@@ -221,104 +228,111 @@ class BoundBatch:
         device: torch.device,
     ) -> None:
         self.batch, self.rank, self.fingerprint = batch, rank, batch.digest & ~0xFFFF
-        self.asked, self.title, self.summary = batch.digest, partial(_title, batch), partial(_summary, batch, rank)
+        self.request, self.title, self.summary = batch.digest, partial(_title, batch), partial(_summary, batch, rank)
         self.transport, self.dtypes, self.device = transport, dtypes, device
-        self.rounds: list[tuple[list[tuple[int, _BoundStep]], _BoundRound | None]] = []
-        """Steps without an exchange, by tensor, and the exchange after them."""
+        self.rounds: list[tuple[list[tuple[int, AnyStep]], _AnyRound | None]] = []
+        """Local steps with the indices of their tensors, and the exchange after them."""
         nodes = {transport.node_of(rank) for rank in batch.participants(rank)}
-        self.mixes = not transport.one_sided and len(nodes) < len(batch.participants(rank))
+        self.is_hierarchical = not transport.one_sided and len(nodes) < len(batch.participants(rank))
         """Whether some of the ranks share a node."""
-        taking_part = [i for i in range(len(batch.programs)) if batch.position(i, rank) is not None]
-        left = {i: list(batch.programs[i].steps) for i in taking_part}
-        given = {i: tuple(strides[i]) for i in taking_part}
-        while any(left.values()):
-            before: list[tuple[int, _BoundStep]] = []
+        own_programs = [i for i in range(len(batch.programs)) if batch.position(i, rank) is not None]
+        remaining = {i: list(batch.programs[i].steps) for i in own_programs}
+        current_strides = {i: tuple(strides[i]) for i in own_programs}
+        while any(remaining.values()):
+            before: list[tuple[int, AnyStep]] = []
             exchanges: dict[int, Exchange] = {}
-            for i, steps in left.items():
+            for i, steps in remaining.items():
                 while steps and i not in exchanges:
                     step = steps.pop(0)
                     if isinstance(step, Exchange):
                         exchanges[i] = step
                     else:
-                        before.append((i, self._bound(i, step, given)))
-            self.rounds.append((before, self._round(exchanges, given) if exchanges else None))
+                        before.append((i, self._bound(i, step, current_strides)))
+            self.rounds.append((before, self._round(exchanges, current_strides) if exchanges else None))
 
-    def _bound(self, i: int, step: Any, given: dict[int, tuple[int, ...]], shared: Any = None) -> Any:
-        """`shared`: the part of what tensors share that is this one's, of the kind that its step takes."""
+    def _bound(self, i: int, step: Any, strides: dict[int, tuple[int, ...]], shared: Any = None) -> Any:
+        """Bind the next step of tensor `i` and update its strides.
+
+        Args:
+            shared: the part of the batch's buffers that is this tensor's: a `WindowRegion` or `SharedBuffers`.
+        """
         program = self.batch.programs[i]
         position = self.batch.position(i, self.rank)
         assert position is not None
-        form = program, step, position, given[i], self.transport, self.dtypes[i], self.device
+        arguments = program, step, position, strides[i], self.transport, self.dtypes[i], self.device
         if self.transport.windows:
             lowering = lower(program, step, position, self.transport)
-            kind, options = kind_of(lowering, self.transport), {"place": shared} if shared else {}
-            bound: _BoundStep = kind(*form, lowering=lowering, **options)
+            options = {"region": shared} if shared else {}
+            bound: AnyStep = step_type(lowering, self.transport)(*arguments, lowering=lowering, **options)
         elif self.transport.one_sided:
-            bound = PutStep(*form)
-        elif self.mixes and isinstance(step, Exchange):
-            bound = HierarchicalStep(*form, lowering=_AS_MESSAGES, shared=shared)
+            bound = PutStep(*arguments)
+        elif self.is_hierarchical and isinstance(step, Exchange):
+            bound = HierarchicalStep(*arguments, lowering=_AS_MESSAGES, shared=shared)
         else:
-            bound = SendRecvStep(*form, lowering=_AS_MESSAGES, shared=shared)
-        given[i] = contiguous_strides(bound.shape)
+            bound = SendRecvStep(*arguments, lowering=_AS_MESSAGES, shared=shared)
+        strides[i] = contiguous_strides(bound.shape)
         return bound
 
-    def _round(self, exchanges: dict[int, Exchange], given: dict[int, tuple[int, ...]]) -> _BoundRound:
+    def _round(self, exchanges: dict[int, Exchange], strides: dict[int, tuple[int, ...]]) -> _AnyRound:
         if self.transport.windows:
             windowed = WindowedRound(self.transport, self.rank, self.device)
-            parts = self._places(exchanges)
-            windowed.steps = {i: self._bound(i, step, given, parts.get(i)) for i, step in exchanges.items()}
+            regions = self._regions(exchanges)
+            windowed.steps = {i: self._bound(i, step, strides, regions.get(i)) for i, step in exchanges.items()}
             windowed.bind()
             return windowed
         if self.transport.one_sided:
             one_sided = OneSidedRound(self.transport, self.rank, self.device)
-            one_sided.steps = {i: self._bound(i, step, given) for i, step in exchanges.items()}
+            one_sided.steps = {i: self._bound(i, step, strides) for i, step in exchanges.items()}
             one_sided.bind(len(self.batch.programs))
             return one_sided
-        # What a peer gets of each tensor lies in its message in the order of tensors, and so does what comes from it.
+        # Each message has the data of all tensors in their order.
         sends, sent_at = self._messages(exchanges, elements_to)
         receives, received_at = self._messages(exchanges, elements_from)
         two_sided = TwoSidedRound(self.transport, self.rank, self.device)
-        places = {i: SharedBuffers(sent_at[i], received_at[i]) for i in exchanges}
-        steps: dict[int, Any] = {i: self._bound(i, step, given, places[i]) for i, step in exchanges.items()}
+        shared = {i: SharedBuffers(sent_at[i], received_at[i]) for i in exchanges}
+        steps: dict[int, Any] = {i: self._bound(i, step, strides, shared[i]) for i, step in exchanges.items()}
         two_sided.one_mesh = len({program.mesh for program in self.batch.programs}) == 1
-        two_sided.meet(sends, receives)
-        if not self.mixes:
+        two_sided.set_messages(sends, receives)
+        if not self.is_hierarchical:
             two_sided.steps = steps
             return two_sided
-        mixed = MixedRound(self.transport, self.rank, self.device)
-        mixed.far, mixed.steps = two_sided, steps
-        two_sided.steps = {i: step.far for i, step in steps.items()}
-        mixed.bind(len(self.batch.programs))
-        return mixed
+        hierarchical = HierarchicalRound(self.transport, self.rank, self.device)
+        hierarchical.remote, hierarchical.steps = two_sided, steps
+        two_sided.steps = {i: step.remote for i, step in steps.items()}
+        hierarchical.bind(len(self.batch.programs))
+        return hierarchical
 
-    def _places(self, exchanges: dict[int, Exchange]) -> dict[int, Place]:
-        """Where each tensor that goes through windows alone has its part of the one of its ranks."""
-        found: dict[int, Place] = {}
+    def _regions(self, exchanges: dict[int, Exchange]) -> dict[int, WindowRegion]:
+        """The region of its group's window for each tensor that is exchanged through windows only."""
+        regions: dict[int, WindowRegion] = {}
         ends: dict[tuple[int, ...], int] = {}
         for i, step in exchanges.items():
             program, position = self.batch.programs[i], self.batch.position(i, self.rank)
             assert position is not None
             lowering = lower(program, step, position, self.transport)
-            place = place_of(program, step, position, self.transport, lowering)
-            if place is not None and kind_of(lowering, self.transport) is WindowStep:
-                first = ends.get(place.ranks, 0)
-                found[i] = place._replace(first=first)
-                ends[place.ranks] = aligned(first + place.nbytes)
-        # All of them in one: the window that the last of its ranks needs.
-        return {i: place._replace(nbytes=ends[place.ranks] - place.first) for i, place in found.items()}
+            region = window_region(program, step, position, self.transport, lowering)
+            if region is not None and step_type(lowering, self.transport) is WindowStep:
+                first = ends.get(region.ranks, 0)
+                regions[i] = region._replace(first=first)
+                ends[region.ranks] = aligned(first + region.nbytes)
+        # All regions of a group extend to the same end, so that they are in the same window.
+        return {i: region._replace(nbytes=ends[region.ranks] - region.first) for i, region in regions.items()}
 
     def _messages(
         self, exchanges: dict[int, Exchange], elements_of: Callable[[Program, Exchange, int], list[tuple[int, int]]]
     ) -> tuple[list[tuple[int, int, int]], dict[int, dict[int, int]]]:
-        """Messages with parts of all tensors, one after the other in a buffer: rank, first and last byte of each; and
-        for each tensor the first element of every peer's part. `elements_of`: how long such a part is."""
+        """Lay out the messages of all tensors in one buffer. `elements_of` returns the elements of a tensor per peer.
+
+        Returns:
+            Rank, first and last byte of each message; and by tensor and peer the first element of the tensor's part.
+        """
         lengths: dict[int, list[tuple[int, int, int]]] = {}
         for i, step in exchanges.items():
             program, position = self.batch.programs[i], self.batch.position(i, self.rank)
             assert position is not None
             for peer, elements in elements_of(program, step, position):
                 rank = program.mesh.rank_at(peer)
-                if not self.mixes or self.transport.node_of(rank) != self.transport.node_of(self.rank):
+                if not self.is_hierarchical or self.transport.node_of(rank) != self.transport.node_of(self.rank):
                     lengths.setdefault(rank, []).append((i, peer, elements))
         places: dict[int, dict[int, int]] = {i: {} for i in exchanges}
         messages, end = [], 0
@@ -332,10 +346,10 @@ class BoundBatch:
         return messages, places
 
     def run(self, xs: Sequence[torch.Tensor], fingerprint: int | None = None) -> BatchRun:
-        """Yields where ranks meet; returns the target shards. The inputs are only read.
+        """Yields requests and returns the target shards. The inputs are only read.
 
         Args:
-            fingerprint: what ranks compare; None: that of the request.
+            fingerprint: compared by ranks in each exchange; None: that of the batch.
         """
         outs, fingerprint = list(xs), self.fingerprint if fingerprint is None else fingerprint
         for number, (before, exchange) in enumerate(self.rounds):
@@ -347,7 +361,7 @@ class BoundBatch:
 
 
 def elements_from(program: Program, step: Exchange, position: int) -> list[tuple[int, int]]:
-    """Every peer of a position in a step, and the elements that it sends; 0 where it sends nothing."""
+    """Every peer of a position in a step, and the number of elements received from it, which may be 0."""
     boxes = step.boxes.select(step.boxes.receiver == position)
     sizes = boxes.elements
     return [
@@ -358,7 +372,7 @@ def elements_from(program: Program, step: Exchange, position: int) -> list[tuple
 
 
 def elements_to(program: Program, step: Exchange, position: int) -> list[tuple[int, int]]:
-    """Every peer of a position in a step, and the elements that it gets; 0 where it gets nothing."""
+    """Every peer of a position in a step, and the number of elements sent to it, which may be 0."""
     sizes = (step.boxes.sender == position).sum(axis=1) * step.boxes.elements
     return [
         (peer, int(sizes[step.boxes.receiver == peer].sum()))

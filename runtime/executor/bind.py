@@ -1,7 +1,4 @@
-"""A rank's program bound to a transport: a call then allocates, copies and meets.
-
-Written once for every transport, as a generator that yields where ranks meet.
-"""
+"""Binding: one rank's program with a transport and strides, so that a call only allocates, copies and exchanges."""
 
 from __future__ import annotations
 
@@ -12,22 +9,23 @@ import torch
 
 from ...planner import Program, check_local_shape, title
 from ..statistics import Summary
+from ..transports.base import Transport
 from .copies import contiguous_strides
 from .lower import Lowering, Reduction, lower
-from .step import Run, Transport
+from .run import Run, run_steps
 from .step_collective import CollectiveReduction
 from .step_hierarchical import HierarchicalStep, HierarchicalWindowStep
 from .step_put import PutStep
-from .step_sendrecv import SendRecvStep, may_leave_apart
+from .step_sendrecv import SendRecvStep, can_stay_scattered
 from .step_window import WindowStep
 
-_FAST = 1 << 62  # in the token of a program whose sums may be vendors'
+_FAST = 1 << 62  # in the fingerprint of a program whose backend may reduce
+
+AnyStep = PutStep | SendRecvStep | WindowStep | CollectiveReduction
 
 
-def kind_of(
-    lowering: Lowering, transport: Transport
-) -> type[PutStep | SendRecvStep | WindowStep | CollectiveReduction]:
-    """The kind of step that a lowering is carried out by."""
+def step_type(lowering: Lowering, transport: Transport) -> type[AnyStep]:
+    """The class that implements a lowering on a transport."""
     if lowering.algorithm == "push and send":
         return HierarchicalWindowStep if transport.windows else HierarchicalStep
     if lowering.algorithm in ("reduce-scatter", "all-reduce"):
@@ -46,10 +44,10 @@ class BoundProgram:
     """One rank's program on one transport, for inputs with the given strides.
 
     Attributes:
-        fingerprint: what ranks compare when they meet; differs for different requests.
-        asked: equal for programs of the same request.
-        title: makes its text.
-        summary: makes that and its bytes; keeps the program alive, and nothing that is bound.
+        fingerprint: compared by ranks in each exchange; differs for different requests.
+        request: equal for programs of the same request.
+        title: returns the request as text.
+        summary: returns the text and the bytes received. Keeps the program alive, but none of the bound buffers.
     """
 
     def __init__(
@@ -63,54 +61,55 @@ class BoundProgram:
         reduction: Reduction = "ordered",
     ) -> None:
         self.program, self.position, self.device = program, position, device
-        other = program.target_mesh if program.crosses else None
-        self.asked = program.src, program.dst, program.shape, program.dtype, program.source_mesh, other
+        target_mesh = program.target_mesh if program.crosses else None
+        self.request = program.src, program.dst, program.shape, program.dtype, program.source_mesh, target_mesh
         self.title, self.summary = partial(title, program), partial(_summary, program, position)
-        meets = program.exchanges > 0
-        self.fingerprint = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0) if meets else 0
-        self.steps: list[PutStep | SendRecvStep | WindowStep | CollectiveReduction] = []
+        self.fingerprint = 0
+        if program.exchanges:
+            self.fingerprint = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
+        self.steps: list[AnyStep] = []
         lowerings = [lower(program, step, position, transport, reduction) for step in program.steps]
-        kinds = [kind_of(lowering, transport) for lowering in lowerings]
-        origin, buffers = None, 1
+        types = [step_type(lowering, transport) for lowering in lowerings]
+        scattered, buffers = None, 1
         for i, step in enumerate(program.steps):
-            before = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
-            given = program, step, position, before, transport, dtype, device
-            if kinds[i] is PutStep:
-                self.steps.append(PutStep(*given))
+            source_strides = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
+            arguments = program, step, position, source_strides, transport, dtype, device
+            if types[i] is PutStep:
+                self.steps.append(PutStep(*arguments))
                 continue
-            if kinds[i] is not SendRecvStep:
-                self.steps.append(kinds[i](*given, lowering=lowerings[i]))
+            if types[i] is not SendRecvStep:
+                self.steps.append(types[i](*arguments, lowering=lowerings[i]))
                 continue
-            apart = kinds[i + 1 : i + 2] == [SendRecvStep] and may_leave_apart(step, program.steps[i + 1])
-            bound = SendRecvStep(*given, lowering=lowerings[i], origin=origin, buffers=buffers, leave_apart=apart)
+            scatters = types[i + 1 : i + 2] == [SendRecvStep] and can_stay_scattered(step, program.steps[i + 1])
+            bound = SendRecvStep(
+                *arguments, lowering=lowerings[i], scattered=scattered, buffers=buffers, keep_scattered=scatters
+            )
             self.steps.append(bound)
-            origin, buffers = (bound.patchwork, buffers + 1) if apart else (None, 1)
+            scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)
         for earlier in self.steps[:-1]:
             earlier.last = False
 
     def check(self, x: torch.Tensor) -> None:
+        """
+        Raises:
+            ArgumentError: `x` does not have the shape of this rank's source shard.
+        """
         check_local_shape(self.program, self.position, x.shape)
 
     def build(self, address: int) -> None:
-        """Compile and upload what is launched for an input at an address that is a multiple of fewer than 16 bytes, and
-        not ready yet."""
+        """Compile and upload the launches for an input at `address` that are not ready yet: those for inputs aligned to
+        fewer than 16 bytes."""
         aligned = (address | 16) & -(address | 16)
-        for copies in self.steps[0].launched():
-            copies.build(aligned)
+        for launch in self.steps[0].launches:
+            launch.build(aligned)
 
     def run(self, x: torch.Tensor, fingerprint: int | None = None) -> Run:
-        """Yields where ranks meet; returns the target shard. The input is only read.
+        """Yields requests and returns the target shard. The input is only read.
 
         Args:
-            fingerprint: what ranks compare; None: that of the request.
+            fingerprint: compared by ranks in each exchange; None: that of the request.
         """
         fingerprint = self.fingerprint if fingerprint is None else fingerprint
         if len(self.steps) == 1:
             return self.steps[0].run(x, fingerprint)
-        return self._run_all(x, fingerprint)
-
-    def _run_all(self, x: torch.Tensor, fingerprint: int) -> Run:
-        between: torch.Tensor | list[torch.Tensor] = x
-        for i, step in enumerate(self.steps):
-            between = yield from step.run(between, fingerprint + 2 * i)  # type: ignore[arg-type]
-        return between
+        return run_steps(self.steps, x, fingerprint)

@@ -1,4 +1,4 @@
-"""Programs and batches on real transports: what has to hold before a call, and the call itself."""
+"""Calls of bound programs: checks before a call, the choice of a transport, notice of refused arguments, the call."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
-from .async_work import Joined, Pending, Turn
+from .async_work import AsyncRun, HostTransport, SideStreamRun
 from .batch import BoundBatch
 from .bind import BoundProgram
 from .dispatch_modes import below_modes
 from .local_slice import BoundSlice
+from .run import ExclusiveCall, Run, run_profiled, run_to_end
 
 
 class Call:
-    """A program or a batch bound to its transport, ready to be called; None and None where nothing is to be done.
+    """A bound program or batch that is ready to be called.
 
-    `participants` are the ranks that run it in step, this one included.
+    Args:
+        bound, transport: None if there is nothing to do: a call then returns its input.
+        participants: the ranks that make the call together, this one included.
     """
 
     def __init__(
@@ -41,106 +44,93 @@ class Call:
         participants: tuple[int, ...],
     ) -> None:
         self.bound, self.transport, self.participants = bound, transport, participants
-        self.meets = len(participants) > 1
+        self.has_peers = len(participants) > 1
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
-            self.order.join()  # binding has uploaded what calls on other streams read
+            self.order.join()  # binding has uploaded tables that calls on other streams read
         if bound is not None and transport is not None:
-            self.kind = stats().kind(bound.asked, transport.name, bound.summary)
+            self.statistics = stats().kind(bound.request, transport.name, bound.summary)
 
     def build(self, x: torch.Tensor) -> None:
-        """Make ready what the first call with a tensor as aligned as this one would."""
+        """Compile and upload what the first call with a tensor of the alignment of `x` needs."""
         if isinstance(self.bound, BoundProgram):
             self.bound.build(x.data_ptr())
             if self.order is not None:
                 self.order.join()
 
-    def __call__(self, x: Any, later: bool = False) -> Any:
-        """What the program makes of `x`; with `later`, where its last exchange can be waited for later, an
-        `AsyncCollectiveTensor` that does so when it is first used."""
+    def __call__(self, x: Any, async_op: bool = False) -> Any:
+        """Run on `x` and return the output: with `async_op`, if the last exchange can be awaited later, an
+        `AsyncCollectiveTensor` that waits for it on first use.
+
+        Raises:
+            TransportError: a peer failed, timed out or made a different request, now or in an earlier call.
+        """
         if self.bound is None or self.transport is None:
             return x
         transport, bound = self.transport, self.bound
         while transport.pending is not None:
-            transport.pending.finish()  # its meetings come before this call's
+            transport.pending.finish()  # its exchanges come before those of this call
         if transport.error is not None:
-            # Before anything is pushed: buffers that peers kept ready may have found another use. Where the call that
-            # failed was in a part of this transport alone, ranks of the other part have not been told.
+            # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
+            # one part of a hierarchical transport has failed, the peers of the other part are notified here.
             error = transport.error
             transport.fail(error)
             raise error
         stats().calls[transport.name] += 1
-        self.kind.calls += 1
+        self.statistics.calls += 1
         if self.order is not None:
             self.order.join(self)
-        with Turn(transport, self.kind):
-            reply: Any = None
-            try:
-                fingerprint = bound.fingerprint
-                if self.meets:
-                    fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title)
-                run = bound.run(x, fingerprint)
-                if later and isinstance(transport, SymmetricMemoryTransport):
-                    return self._beside(run, x, transport)
-                if later:
-                    return self._begun(run, transport)
-                if _profiler_enabled():
-                    return self._profiled(run, transport)
-                while True:
-                    reply = transport.answer(run.send(reply))
-            except StopIteration as end:
-                return end.value
+        with ExclusiveCall(transport, self.statistics):
+            fingerprint = bound.fingerprint
+            if self.has_peers:
+                fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title)
+            run = bound.run(x, fingerprint)
+            if async_op:
+                if isinstance(transport, SymmetricMemoryTransport):
+                    return self._run_on_side_stream(run, x, transport)
+                return self._start(run, transport)
+            if _profiler_enabled():
+                return run_profiled(run, transport.answer)
+            return run_to_end(run, transport.answer)
 
-    def _beside(self, run: Any, x: torch.Tensor, transport: SymmetricMemoryTransport) -> AsyncCollectiveTensor:
-        def call() -> torch.Tensor:
-            try:
-                run.send(None)
-            except StopIteration as end:
-                return end.value
-            raise AssertionError("ranks meet on the device: a run asks nothing of the host")
-
+    def _run_on_side_stream(self, run: Run, x: torch.Tensor, transport: SymmetricMemoryTransport) -> Any:
         with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
             try:
-                out, join = transport.side.run(x, call)
+                out, join = transport.side.run(x, lambda: run_to_end(run, transport.answer))
             finally:
                 if self.order is not None:
-                    self.order.went_on(transport.side.stream)
-        transport.pending = Joined(transport, join)
+                    self.order.moved_to(transport.side.stream)
+        transport.pending = SideStreamRun(transport, join)
         return transport.pending.as_tensor(out)
 
-    def _begun(self, run: Any, transport: AnyTransport) -> AsyncCollectiveTensor:
-        with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
-            request = run.send(None)
-            while request.output is None:
-                request = run.send(transport.answer(request))
-            transport.pending = Pending(run, transport, transport.begin(request), self.kind, request.output)
-        return transport.pending.as_tensor(request.output)
-
-    def _profiled(self, run: Any, transport: AnyTransport) -> Any:
-        """The same with a named range for each phase, which costs time of its own."""
-        reply: Any = None
-        with record_function("shardweave::redistribute"):
-            while True:
-                with record_function("shardweave::copy"):
-                    request = run.send(reply)
-                with record_function("shardweave::exchange"):
-                    reply = transport.answer(request)
+    def _start(self, run: Run, transport: HostTransport) -> torch.Tensor | AsyncCollectiveTensor:
+        """Run up to the last exchange and start it. Returns the output itself if there is no exchange."""
+        try:
+            with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+                request = run.send(None)
+                while request.output is None:
+                    request = run.send(transport.answer(request))
+                output, complete = request.output, transport.begin(request)
+        except StopIteration as end:
+            return end.value
+        transport.pending = AsyncRun(run, transport, complete, self.statistics, output)
+        return transport.pending.as_tensor(output)
 
 
 def refuse(
     transport: AnyTransport, participants: tuple[int, ...], first_group: tuple[int, ...], error: ArgumentError
 ) -> None:
-    """Tell the ranks that make a call in step that this one does not, because of an argument; wait for none of them.
+    """Notify the participants of a call that this rank does not make it, because of an invalid argument. Does not wait.
 
-    Where all ranks refuse alike, what they call next works.
+    If all ranks refuse the same call, their next call works.
 
     Args:
-        first_group: those of `participants` that this rank would have met first.
+        first_group: the participants of this rank's first exchange.
     """
     error.peers_know = True
-    with suppress(TransportError):  # peers that are gone need not be told
+    with suppress(TransportError):  # peers that are gone need no notice
         while transport.pending is not None:
-            transport.pending.finish()  # its meetings come before this call's
+            transport.pending.finish()  # its exchanges come before those of this call
         transport.rendezvous.refuse(participants, str(error))
         transport.refuse(first_group, participants)
 
@@ -148,30 +138,33 @@ def refuse(
 def refuse_unplanned(
     error: ArgumentError | UnsupportedError, meshes: Iterable[DeviceMesh]
 ) -> ArgumentError | UnsupportedError:
-    """Tell the ranks of meshes that this one does not make a call of some of them, unless they know: it refused its
-    arguments before it was known whose call it is. No mesh: all ranks. Returns the error."""
+    """Notify the ranks of `meshes` (all ranks if there are none) that this rank does not make a call of some of them,
+    because its arguments were invalid before the participants were known. Does nothing if they have been notified.
+    Returns the error."""
     if not error.peers_know and dist.is_initialized():
         error.peers_know = True
-        with below_modes():  # which may take the mesh's own tensor for one of the user's
+        with below_modes():  # they may take the mesh's own tensor for one of the user's
             ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} or range(dist.get_world_size())
         current_transports().rendezvous.refuse_within(tuple(sorted(ranks)), str(error))
     return error
 
 
-def check_backend(device: torch.device, mesh_size: int, asked: str | None = None) -> None:
-    """
+def check_backend(device: torch.device, mesh_size: int, requested: str | None = None) -> None:
+    """Check that the default process group can exchange data on a device.
+
     Raises:
-        UnsupportedError: the process group cannot carry programs on the device.
+        UnsupportedError: it cannot.
     """
-    reason = why_not_backend(device, asked)
+    reason = why_not_backend(device, requested)
     if reason is not None and mesh_size > 1:
         raise UnsupportedError(f"programs cannot be carried out: {reason}; allowed: gloo or nccl among several ranks")
 
 
 def check_ranks(mesh: Mesh) -> None:
-    """
+    """Check that the default process group has all ranks of a mesh.
+
     Raises:
-        ArgumentError: the mesh names a rank that there is not.
+        ArgumentError: it does not.
     """
     last, size = int(mesh.rank_array.max()), dist.get_world_size()
     if last >= size:
@@ -181,29 +174,29 @@ def check_ranks(mesh: Mesh) -> None:
 def transport_for(
     ranks: tuple[int, ...],
     device: torch.device,
-    asked: str | None,
+    requested: str | None,
     *meshes: DeviceMesh,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> tuple[AnyTransport, str]:
-    """The transport of some ranks, in which the program bound next may use process groups and those of meshes; and why
-    it is that one."""
-    transport, why = current_transports().choose(ranks, device, asked)
+    """The transport of some ranks and the reason for it. The program that is bound next may use the process groups
+    `groups` and those of `meshes`."""
+    transport, why = current_transports().choose(ranks, device, requested)
     if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
         distinct = {id(mesh): mesh for mesh in meshes}.values()
-        transport.knows([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
+        transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
     return transport, why
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Process groups that every rank of a mesh has had since the mesh was made: of each dim, and of everyone.
+    """The process groups that every rank of a mesh has had since the mesh was made: of each dim, and of the world.
 
     Never of a flattened mesh: such groups are made later, and some ranks may bind a program before, some after.
     """
-    everyone = dist.distributed_c10d.GroupMember.WORLD
-    assert everyone is not None
+    world = dist.distributed_c10d.GroupMember.WORLD
+    assert world is not None
     if mesh.get_coordinate() is None:
-        return [everyone]
+        return [world]
     try:
-        return [everyone, *(mesh.get_group(m) for m in range(mesh.ndim))]
-    except RuntimeError:  # a mesh that was made without process groups
-        return [everyone]
+        return [world, *(mesh.get_group(m) for m in range(mesh.ndim))]
+    except RuntimeError:  # the mesh was made without process groups
+        return [world]

@@ -1,4 +1,4 @@
-"""Boxes bound to buffers: views or kernel tables made once, so that a call only copies or reduces."""
+"""Copies and reductions of boxes, with views or kernel tables made once, so that a call only executes them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _CACHED_ADDRESSES = 64
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -40,86 +41,90 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_plain_memory(device: torch.device) -> bool:
-    """Whether torch's own operations move boxes there: on the CPU, except where kernels are interpreted."""
+    """Whether boxes on this device are copied by torch operations: on the CPU, unless kernels are interpreted."""
     return device.type == "cpu" and not interpreted(copy_boxes_kernel)
 
 
 Part = tuple[int, Where]
-"""A buffer, by its number, and where in it."""
+"""The index of a buffer, and a place in it."""
 
 
 class Move(NamedTuple):
-    """A box that is written, and what from: one box, terms that are reduced in order, or none where it is filled."""
+    """A box to write and its sources: one box to copy, terms to reduce in order, or none to fill it."""
 
     target: Part
     sources: list[Part]
 
 
 def packed(extent: Sequence[int], base: int) -> Where:
-    """A contiguous box in a buffer, from element `base` on."""
+    """The place of a contiguous box that begins at element `base` of a buffer."""
     return tuple(extent), contiguous_strides(extent), base
 
 
 def place(extent: Sequence[int], start: Sequence[int], strides: Sequence[int], base: int = 0) -> Where:
-    """A plain box in a buffer with strides."""
+    """The place of a box of adjacent elements in a tensor with these strides that begins at element `base`."""
     return tuple(extent), tuple(strides), base + sum(map(mul, start, strides))
 
 
-class Piece(NamedTuple):
-    """The part of a box that lies in one buffer.
+class BoxPart(NamedTuple):
+    """The part of a box that is in one buffer.
 
-    `into`: how far into the box it begins, along each axis; None where it is all of it.
+    Attributes:
+        place: where this part is.
+        start: its first element in the box, by axis; None if it is the whole box.
     """
 
-    part: Part
-    into: tuple[int, ...] | None
+    place: Part
+    start: tuple[int, ...] | None
 
     def of(self, where: Where) -> Where:
-        """The same part of the box, where that lies as a whole."""
-        return where if self.into is None else place(self.part[1][0], self.into, where[1], where[2])
+        """The place of this part in a buffer that has the whole box at `where`."""
+        return where if self.start is None else place(self.place[1][0], self.start, where[1], where[2])
 
     def row(self, row: Row) -> Row:
-        """The row of this part of the box of a row."""
-        if self.into is None:
+        """The row of a box, cut down to this part."""
+        if self.start is None:
             return row
-        starts = [list(map(add, start, self.into)) for start in (row.source_start, row.target_start)]
-        return row._replace(source_start=starts[0], target_start=starts[1], extent=list(self.part[1][0]))
+        starts = [list(map(add, start, self.start)) for start in (row.source_start, row.target_start)]
+        return row._replace(source_start=starts[0], target_start=starts[1], extent=list(self.place[1][0]))
 
 
-class Whole:
-    """A tensor that lies in one buffer, with its strides."""
+class StridedTensor:
+    """A tensor in one buffer, with strides."""
 
     def __init__(self, buffer: int, strides: Sequence[int]) -> None:
         self.buffer, self.strides = buffer, strides
 
-    def pieces(self, row: Row, axes: Sequence[int]) -> list[Piece]:
-        """Where the box of a row that is read from the tensor lies; `axes`: as of `Boxes`."""
+    def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
+        """Where the source box of a row is; `axes`: of the `Boxes`."""
         where = box_at(row.extent, row.source_start, row.source_step, self.strides, axes)
-        return [Piece((self.buffer, where), None)]
+        return [BoxPart((self.buffer, where), None)]
 
 
-class Patchwork:
-    """A tensor that was never put together: boxes of it, by their places in the tensor (`target_start`), in buffers.
+class ScatteredTensor:
+    """A tensor whose boxes are in several buffers, because copying it into one buffer and out again is avoided.
 
-    What would be copied into it and out again is copied once. All boxes are plain (`is_plain`).
+    Args:
+        boxes: rows that are plain (`is_plain`), each with its place; `target_start` is the start in the tensor.
     """
 
-    def __init__(self, parts: Sequence[tuple[Row, Part]]) -> None:
-        self.parts = parts
+    def __init__(self, boxes: Sequence[tuple[Row, Part]]) -> None:
+        self.boxes = boxes
 
-    def pieces(self, row: Row, axes: Sequence[int]) -> list[Piece]:
-        """As of `Whole`; the box is cut where the tensor's parts end."""
-        found = []
-        for there, (buffer, (_, strides, offset)) in self.parts:
-            low = list(map(max, row.source_start, there.target_start))
+    def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
+        """As `StridedTensor.locate`; one part for each box of this tensor that the source box of the row intersects."""
+        parts = []
+        for box, (buffer, (_, strides, offset)) in self.boxes:
+            low = list(map(max, row.source_start, box.target_start))
             high = [
                 min(a + n, b + k)
-                for a, n, b, k in zip(row.source_start, row.extent, there.target_start, there.extent, strict=True)
+                for a, n, b, k in zip(row.source_start, row.extent, box.target_start, box.extent, strict=True)
             ]
             if all(map(lt, low, high)):
-                into, at = map(sub, low, row.source_start), map(sub, low, there.target_start)
-                found.append(Piece((buffer, place(list(map(sub, high, low)), list(at), strides, offset)), tuple(into)))
-        return found
+                start, at = map(sub, low, row.source_start), map(sub, low, box.target_start)
+                where = place(list(map(sub, high, low)), list(at), strides, offset)
+                parts.append(BoxPart((buffer, where), tuple(start)))
+        return parts
 
 
 def box_at(
@@ -130,20 +135,20 @@ def box_at(
     axes: Sequence[int],
     base: int = 0,
 ) -> Where:
-    """A box of a row in a buffer with strides, as kernels say it."""
+    """The place of a row's box in a tensor with these strides that begins at element `base` of a buffer."""
     offset = base + sum(map(mul, start, strides))
     return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
 
 
 def is_plain(boxes: Boxes) -> bool:
-    """Whether each axis of boxes runs along a tensor dim of its own, without steps."""
+    """Whether each axis of the boxes is a tensor dim of its own, with step 1."""
     return boxes.axes == tuple(range(boxes.source_start.shape[1])) and bool(
         (boxes.source_step == 1).all() and (boxes.target_step == 1).all()
     )
 
 
-def run_of(boxes: Iterable[Where]) -> int | None:
-    """Where boxes begin that lie in memory one after the other, each contiguous, as if packed; None if they do not."""
+def contiguous_start(boxes: Iterable[Where]) -> int | None:
+    """The first element of boxes that are contiguous and adjacent in memory, as if packed; None if they are not."""
     first = end = None
     for extent, strides, offset in boxes:
         if first is None:
@@ -160,7 +165,7 @@ def run_of(boxes: Iterable[Where]) -> int | None:
 
 
 class Copies:
-    """Boxes copied from some tensors into others, or filled."""
+    """Copies boxes from source tensors into target tensors, or fills them."""
 
     table: CopyTable | None = None
 
@@ -175,21 +180,21 @@ class Copies:
             self.table = copy_table(StridedBoxes.of_rows(self._targets, self._sources, fill), dtype, device)
 
     def build(self, aligned: int) -> None:
-        """Compile and upload what is launched for sources at multiples of so many bytes."""
+        """Compile and upload the launch for sources whose addresses are multiples of `aligned` bytes."""
         if not self.empty and self.table is not None and not self.table.by_reference:
             self.table.variant(aligned, 16)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
-        """Buffers that every call is given; None for the others."""
+        """Set buffers that are the same in every call; None for those that are not."""
         if not self.empty and self.table is not None:
             _fix(self.table, sources, targets)
 
     def knows(self, key: Address) -> bool:
-        """Whether views on the memory that `key` names are kept, so that a call needs no targets."""
+        """Whether views for `key` are cached, so that a call needs no targets."""
         return key is not None and not self.empty and key in self._views
 
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], key: Address = None) -> None:
-        """`key` names the targets' memory: views on it are kept for the next call with the same key."""
+        """Execute the copies. `key` identifies the targets' memory, of which views are cached for the next calls."""
         if self.empty:
             return
         if self.table is not None:
@@ -210,7 +215,7 @@ class Copies:
 
 
 class Reduction:
-    """Boxes written with their terms reduced in order, or filled."""
+    """Reduces the terms of boxes in a fixed order into target tensors, or fills them."""
 
     table: ReduceTable | None = None
 
@@ -226,12 +231,12 @@ class Reduction:
             self.table = reduce_table(boxes, dtype, reduce.op, divisor=self.divisor, device=device)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
-        """As of `Copies`."""
+        """As in `Copies`."""
         if self.table is not None:
             _fix(self.table, sources, targets)
 
     def build(self, aligned: int) -> None:
-        """As of `Copies`."""
+        """As in `Copies`."""
         if self.table is not None and not self.table.by_reference:
             self.table.variant(aligned, 16)
 

@@ -1,8 +1,8 @@
-"""Redistributions while dispatch modes are active: one operator of shardweave's, or torch's own collectives.
+"""Redistributions under active dispatch modes: one shardweave operator, or torch's own collectives.
 
-A mode that may see the operator gets a tensor in and a tensor out, and what runs inside is below all modes. Selective
-activation checkpointing is such a mode: it keeps the operator's output where its policy would have kept that of the
-collectives that torch issues for the same redistribution, so that backward finds it and nobody communicates again.
+A mode that supports the operator sees its input and output tensors; the execution itself is below all modes. Selective
+activation checkpointing is such a mode: it saves the operator's output if its policy would save that of the collectives
+that torch issues for the same redistribution, so that the recomputation in backward does not communicate again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.utils.checkpoint import (
 REPORTS, REPLACES, UNKNOWN = "reports torch's own collectives", "replaces tensors", "is a dispatch mode not known"
 _SEES_ONE_OPERATOR = None
 _MODES: dict[tuple[str, str], str | None] = {
-    # It saves what its policy says, and finds it again.
+    # They save outputs by a policy, and return them in the recomputation.
     ("torch.utils.checkpoint", "_CachingTorchDispatchMode"): _SEES_ONE_OPERATOR,
     ("torch.utils.checkpoint", "_CachedTorchDispatchMode"): _SEES_ONE_OPERATOR,
-    # They look at what an operator takes and returns, and pass it on.
+    # They inspect the inputs and outputs of operators.
     ("torch.utils.flop_counter", "_FlopCounterMode"): _SEES_ONE_OPERATOR,
     ("torch.distributed._tools.mem_tracker", "MemTracker"): _SEES_ONE_OPERATOR,
     ("torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"): _SEES_ONE_OPERATOR,
@@ -40,34 +40,35 @@ _MODES: dict[tuple[str, str], str | None] = {
     ("torch.distributed.tensor.debug", "CommDebugMode"): REPORTS,
     ("torch.utils._debug_mode", "DebugMode"): REPORTS,
     ("torch.utils._debug_mode._mode", "DebugMode"): REPORTS,
-    # There is no memory that could be moved, or not one rank's.
+    # Their tensors have no memory, or that of several ranks.
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): REPLACES,
     ("torch._subclasses.functional_tensor", "FunctionalTensorMode"): REPLACES,
     ("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode"): REPLACES,
     ("torch.distributed._local_tensor", "LocalTensorMode"): REPLACES,
 }
-"""What each mode is given, by the module and name of its type, so that none has to be imported; not of subclasses."""
+"""Why a mode gets torch's collectives, or None if it gets the operator, by the module and name of its type, so that
+none has to be imported. Subclasses are not included."""
 
 _c10d: Any = torch.ops._c10d_functional
 _DECISIONS = "shardweave::left_to_torch"
-"""In the storage of a checkpointed region, beside operators: why each redistribution in turn was left to torch."""
+"""A key in the storage of a checkpointed region: the reasons why its redistributions, by index, were left to torch."""
 
 
 def active_modes() -> Sequence[Any]:
-    """The dispatch modes that see what is called now, the innermost last."""
+    """The active dispatch modes, the innermost last."""
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
 
 
 def below_modes() -> AbstractContextManager[Any]:
-    """What is called in the block is seen by no dispatch mode."""
+    """A context without dispatch modes."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def why_not_under(modes: Sequence[Any]) -> str | None:
-    """Why torch itself carries a redistribution out under these modes, or None.
+    """The reason why torch executes a redistribution under these modes; or None.
 
-    A region that is recomputed does what its forward did, whatever modes are active now: it finds again what was saved
-    then, and nothing else.
+    A recomputed region follows the decisions of its forward, whatever modes are active now, because it can only return
+    what was saved then.
     """
     for mode in modes:
         if isinstance(mode, _CachedTorchDispatchMode):
@@ -86,7 +87,7 @@ def _name(mode: Any) -> str:
 
 
 def note_decision(modes: Sequence[Any], reason: str | None) -> None:
-    """Tell the checkpointed regions among `modes` why a redistribution was left to torch, or that it was not."""
+    """Record in the checkpointed regions among `modes` why a redistribution was left to torch; None if it was not."""
     for mode in modes:
         if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
             at = mode.func_counter[_DECISIONS]
@@ -100,10 +101,10 @@ _handles = itertools.count()
 
 
 def _run(x: torch.Tensor, request: int) -> torch.Tensor:
-    """What modes see: `request` is a number that means something during one call alone."""
-    found = _requests[request](x)
-    # Operators return memory of their own.
-    return found.clone() if found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else found
+    """The operator that modes see; `request` is an index that is valid during one call only."""
+    result = _requests[request](x)
+    # An operator must not return its input's memory.
+    return result.clone() if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else result
 
 
 _operator = torch.library.custom_op(
@@ -114,9 +115,9 @@ _operator = torch.library.custom_op(
 def as_one_operator(
     run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, current: DTensorSpec, target: DTensorSpec
 ) -> torch.Tensor:
-    """`run(x)`, which redistributes `x`, as one operator to all active modes; `run` itself is below them.
+    """Call `run(x)`, which redistributes `x`, as one operator that all active modes see; `run` itself is below them.
 
-    A policy of selective activation checkpointing is asked for the collectives that torch would have issued instead.
+    Policies of selective activation checkpointing are applied to the collectives that torch would have issued instead.
     """
     regions = [mode for mode in active_modes() if isinstance(mode, _CachingTorchDispatchMode)]
     policies = [mode.policy_fn for mode in regions]
@@ -133,26 +134,26 @@ def as_one_operator(
 
 
 def _policy(policy: Callable[..., Any], collectives: list[tuple[Any, ...]], context: Any, *_: Any) -> Any:
-    """What a policy says of the first of torch's operators that it would save, or else of the first."""
-    found = [policy(context, operator, *args) for operator, *args in collectives]
+    """A policy's answer for the first of torch's operators that it would save, or else for the first operator."""
+    answers = [policy(context, operator, *args) for operator, *args in collectives]
     saving = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-    return next((answer for answer in found if answer in saving), found[0])
+    return next((answer for answer in answers if answer in saving), answers[0])
 
 
 def torchs_collectives(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> list[tuple[Any, ...]]:
-    """The collectives that torch would issue to carry `x` over, each an operator and its arguments; the copy that it
-    makes where it issues none. Of several steps all are given `x`. Alike on all ranks, but for `x`."""
+    """The collectives that torch would issue to redistribute `x`, each as an operator and its arguments; a copy if it
+    would issue none. All steps have `x` as input. Equal on all ranks, except for `x`."""
     steps = [_collective(x, current.mesh, *step) for step in _torchs_steps(current, target)]
     return [step for step in steps if step] or [(torch.ops.aten.clone.default, x)]
 
 
 def _torchs_steps(current: DTensorSpec, target: DTensorSpec) -> list[tuple[int, Placement, Placement]]:
-    """The mesh dims that torch would change in turn, each from one placement to another."""
+    """The steps that torch would take: mesh dim, placement before, placement after."""
     if current.mesh != target.mesh:
         return []
     try:
         steps = torch_redistribute._gen_transform_infos(current, target)
-    except Exception:  # of any kind: torch refuses some of what shardweave carries
+    except Exception:  # of any type: torch refuses some redistributions that shardweave supports
         return list(zip(range(current.mesh.ndim), current.placements, target.placements, strict=True))
     return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
 
@@ -165,14 +166,14 @@ def _collective(
         return None
     try:
         name = str(mesh.get_group(dim).group_name)
-    except RuntimeError:  # a mesh that was made without process groups
+    except RuntimeError:  # the mesh was made without process groups
         name = ""
     if source.is_partial():
         op = getattr(source, "reduce_op", "sum")
         if goal.is_shard():
             return _c10d.reduce_scatter_tensor.default, x, op, size, name
         return _c10d.all_reduce.default, x, op, name
-    # From one sharded dim to another torch gathers on CPUs, and where a strided shard takes part.
+    # From one sharded dim to another, torch gathers on CPUs and for strided shards.
     if isinstance(source, Shard) and isinstance(goal, Shard) and mesh.device_type != "cpu":
         return torch.ops._dtensor.shard_dim_alltoall.default, x, source.dim, goal.dim, name
     return _c10d.all_gather_into_tensor.default, x, size, name

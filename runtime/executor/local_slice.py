@@ -1,4 +1,4 @@
-"""A request by which each rank keeps one box of what it holds: no tables, no kernels, no peers."""
+"""Redistributions by which each rank keeps one box of its shard, without tables, kernels or peers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from ...planner import LocalSlice, Planner, check_local_shape, title
 from ..statistics import Summary
+from ..transports.base import Transport
 from .copies import Where, place
-from .step import Run, Transport
+from .run import Run
 
 
 def _title(planner: Planner, shape: tuple[int, ...]) -> str:
@@ -21,13 +22,13 @@ def _summary(planner: Planner, shape: tuple[int, ...]) -> Summary:
 
 
 class BoundSlice:
-    """As a `BoundProgram` of one local step: torch copies the box into a new tensor of the transport.
+    """Copies a box of the input into a new tensor of the transport. Has the interface of `BoundProgram`.
 
     Raises:
-        ArgumentError: the input has not the shape of this rank's source shard.
+        ArgumentError: the input does not have the shape of this rank's source shard.
     """
 
-    fingerprint = 0  # nobody is met
+    fingerprint = 0  # there is no exchange
 
     def __init__(
         self, planner: Planner, sliced: LocalSlice, shape: tuple[int, ...], x: torch.Tensor, transport: Transport
@@ -37,7 +38,7 @@ class BoundSlice:
             program = planner.program(shape)
             check_local_shape(program, program.ranks[0], x.shape)
         self.transport, self.dtype, self.device = transport, x.dtype, x.device
-        self.asked = planner.src, planner.dst, shape, planner.dtype, planner.mesh, None
+        self.request = planner.src, planner.dst, shape, planner.dtype, planner.mesh, None
         self.title, self.summary = partial(_title, planner, shape), partial(_summary, planner, shape)
         self.where: Where = place(extent, start, x.stride())
 

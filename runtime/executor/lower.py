@@ -1,17 +1,18 @@
-"""How a transport carries out a step: which of its means, and why."""
+"""Lowering: selects the algorithm by which a transport executes a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from ...errors import ArgumentError, shown
 from ...planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Shard, Step, format_bytes
-from ..transports.policies import BACKENDS, Means, Rates, WindowPolicy, node_of
+from ..transports.base import Capabilities, TwoSidedCapabilities
+from ..transports.policies import BACKENDS, Rates, WindowPolicy, assumed_node
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
@@ -22,8 +23,14 @@ _REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "i
 
 @dataclass(frozen=True)
 class Lowering:
-    """`algorithm`: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
-    "reduce-scatter" or "all-reduce"; `group`: the ranks of a collective in the order of its process group."""
+    """The algorithm of a step.
+
+    Attributes:
+        algorithm: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
+            "reduce-scatter" or "all-reduce".
+        why: the reason, for `explain`.
+        group: of a collective, the ranks of its process group in its order.
+    """
 
     algorithm: str
     why: str
@@ -38,17 +45,20 @@ _LOCAL = Lowering("local", "no rank receives anything")
 
 
 def check_reduction(reduction: object) -> Reduction:
-    """
+    """Validate a `reduction` argument.
+
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is not one of `REDUCTIONS`.
     """
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction: {shown(reduction)}; allowed: {', '.join(map(repr, REDUCTIONS))}")
     return reduction  # type: ignore[return-value]
 
 
-def lower(program: Program, step: Step, position: int, transport: Means, reduction: Reduction = "ordered") -> Lowering:
-    """The means for a step. Follows from what all ranks that meet know alike, so they choose alike."""
+def lower(
+    program: Program, step: Step, position: int, transport: Capabilities, reduction: Reduction = "ordered"
+) -> Lowering:
+    """Select the algorithm of a step. All ranks of the step select the same: it depends on what they all know."""
     if not isinstance(step, Exchange):
         return _LOCAL
     if transport.one_sided and not transport.windows:
@@ -68,7 +78,8 @@ def lower(program: Program, step: Step, position: int, transport: Means, reducti
         return Lowering("push and send", f"ranks of a node write into each other's memory, those of {nodes} nodes send")
     if step.group is None:
         return Lowering("send and receive", "between two meshes each rank has peers of its own")
-    order = transport.group_order(ranks)
+    processes = cast("TwoSidedCapabilities", transport)
+    order = processes.group_order(ranks)
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
     before, after = (
@@ -76,23 +87,26 @@ def lower(program: Program, step: Step, position: int, transport: Means, reducti
         for shape in (program.shape_before, program.shape_after)
     )
     if sum(before) == 0 or sum(after) == 0:
-        return Lowering("local", "the ranks that would meet hold nothing")
-    if reduction == "fast" and (kind := _vendor_reduction(program, step, members)):
-        return Lowering(kind, f'reduction="fast" leaves the order of terms to {transport.backend}', order)
-    limits, largest = BACKENDS[transport.backend], max(*before, *after)
-    if _gathers(step) and len(set(before)) == 1 and largest <= limits.all_gather:
+        return Lowering("local", "the ranks of this step hold nothing")
+    if reduction == "fast" and (kind := _collective_reduction(program, step, members)):
+        return Lowering(kind, f'reduction="fast" leaves the order of terms to {processes.backend}', order)
+    limits, largest = BACKENDS[processes.backend], max(*before, *after)
+    if _is_all_gather(step) and len(set(before)) == 1 and largest <= limits.all_gather:
         return Lowering("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
     if len(step.group) > 1:
         return Lowering("send and receive", "along several mesh dims a rank has few of the group as peers")
-    said = f"shards of {format_bytes(largest)}"
+    shards = f"shards of {format_bytes(largest)}"
     if largest > limits.all_to_all:
-        return Lowering("send and receive", f"{said} are not copied into one buffer first")
-    return Lowering("all-to-all", f"{said} at most cost less in one call", order)
+        return Lowering("send and receive", f"{shards} are not copied into one buffer first")
+    return Lowering("all-to-all", f"{shards} at most cost less in one call", order)
 
 
 def _through_windows(program: Program, step: Step, members: Sequence[int], policy: WindowPolicy) -> Lowering:
-    """What takes less time. A push is a window's bytes to peers, and then out of the own one; a pull is the input into
-    the own window, and then what a push brings from peers. Push where both take as long: a store is sent and forgotten.
+    """Select push or pull, whichever takes less time.
+
+    A push writes a window's bytes to peers and copies them out of the own window. A pull copies the input into the own
+    window and reads from peers what a push would write. If both take the same time it is push, because the device does
+    not wait for stores.
     """
     pushed, published = (window_bytes(program, step, members, algorithm) for algorithm in ("push", "pull"))
     bytes_of = {"push": pushed, "pull": published}
@@ -112,15 +126,16 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
 
 
 def window_members(program: Program, step: Step, position: int) -> tuple[int, ...]:
-    """The positions that share windows in a step. Between two meshes it is everyone: each rank has peers of its own
-    there, and a window is free when everyone has left it."""
+    """The positions that share windows in a step. Between two meshes these are all positions: each rank has other
+    peers, and a window may be written again once all ranks have released it."""
     if isinstance(step, Exchange) and step.group is None:
         return tuple(range(program.mesh.size))
     return program.members(step, position)
 
 
 def window_bytes(program: Program, step: Step, members: Sequence[int], algorithm: str) -> int:
-    """What windows of these positions hold: for a pull the input, else a slab of the output for each contribution."""
+    """The bytes of a window of these positions: of the input for a pull, otherwise of a staging slot of the output's
+    shape for each contribution."""
     if algorithm == "pull":
         sizes = [math.prod(program.shape_before(step, p)) for p in members]
     else:
@@ -128,56 +143,57 @@ def window_bytes(program: Program, step: Step, members: Sequence[int], algorithm
     return max(sizes) * ITEMSIZE[program.dtype]
 
 
-def _gathers(step: Exchange) -> bool:
-    """Whether every rank of the group ends with all that the group holds, each its own part of it."""
-    was, becomes = _of_group(step)
-    return all(isinstance(p, Shard) for p in was) and all(isinstance(p, Replicate) for p in becomes)
+def _is_all_gather(step: Exchange) -> bool:
+    """Whether a step makes shards of the group replicated."""
+    before, after = _group_placements(step)
+    return all(isinstance(p, Shard) for p in before) and all(isinstance(p, Replicate) for p in after)
 
 
-def _vendor_reduction(program: Program, step: Exchange, members: Sequence[int]) -> str | None:
-    """The reduction of torch.distributed that does a step, if there is one."""
-    was, becomes = _of_group(step)
-    if program.dtype not in _REDUCED_BY_BACKENDS or not all(isinstance(p, Partial) for p in was):
+def _collective_reduction(program: Program, step: Exchange, members: Sequence[int]) -> str | None:
+    """The collective of torch.distributed that reduces as a step does; None if there is none."""
+    before, after = _group_placements(step)
+    if program.dtype not in _REDUCED_BY_BACKENDS or not all(isinstance(p, Partial) for p in before):
         return None
     if step.reduce is None or step.reduce.op not in ("sum", "prod"):
-        return None  # nothing is gained by another order, and NaN may be lost
-    if all(isinstance(p, Replicate) for p in becomes):
+        return None  # max and min depend on no order, and backends may lose NaN
+    if all(isinstance(p, Replicate) for p in after):
         return "all-reduce"
     even = len({program.shape_after(step, p) for p in members}) == 1
-    return "reduce-scatter" if even and all(isinstance(p, Shard) for p in becomes) else None
+    return "reduce-scatter" if even and all(isinstance(p, Shard) for p in after) else None
 
 
-def _of_group(step: Exchange) -> tuple[list[object], list[object]]:
-    """What the mesh dims along which ranks meet are before and after."""
+def _group_placements(step: Exchange) -> tuple[list[object], list[object]]:
+    """The placements, before and after a step, of the mesh dims that its group spans."""
     group = step.group or ()
     return [step.source.placements[m] for m in group], [step.target.placements[m] for m in group]
 
 
 @dataclass(frozen=True)
 class AssumedTransport:
-    """A transport for programs that are only looked at, with the process groups of mesh dims and of all ranks."""
+    """The capabilities of a transport that does not exist, for `explain`. It has process groups of each mesh dim and of
+    all ranks."""
 
     mesh: Mesh
     one_sided: bool
     backend: str = "gloo"
     windows: WindowPolicy | None = None
     node_size: int | None = None
-    """Of a transport that mixes: ranks of a node of so many consecutive ones write into each other's memory."""
+    """Of a hierarchical transport: the number of consecutive ranks that write into each other's memory."""
 
     def node_of(self, rank: int) -> int:
-        return node_of(rank, self.one_sided, self.node_size)
+        return assumed_node(rank, self.one_sided, self.node_size)
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
-        found = sorted(ranks)
-        if len(found) == self.mesh.size:
-            return tuple(found)
-        position = int(self.mesh.positions_of(np.array(found[:1]))[0])
+        ordered = tuple(sorted(ranks))
+        if len(ordered) == self.mesh.size:
+            return ordered
+        position = int(self.mesh.positions_of(np.array(ordered[:1]))[0])
         along = (self.mesh.subgroup(position, [m]) for m in range(self.mesh.ndim))
         groups = [tuple(sorted(map(self.mesh.rank_at, members))) for members in along]
-        return tuple(found) if tuple(found) in groups else None
+        return ordered if ordered in groups else None
 
 
-def explain_on(program: Program, transport: Means, reduction: Reduction = "ordered") -> str:
-    """The program as text, with the means of a transport for each step and why."""
+def explain_on(program: Program, transport: Capabilities, reduction: Reduction = "ordered") -> str:
+    """The program as text, with the algorithm of each step on a transport and the reason for it."""
     position = program.ranks[0]
     return program.explain([lower(program, step, position, transport, reduction) for step in program.steps])

@@ -1,4 +1,4 @@
-"""What ranks have to do together before they exchange anything, done ahead."""
+"""Collective setup that redistributions need, done ahead of the first call."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ _MOST_BYTES = 1 << 62
 
 
 def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -> None:
-    """Make what later redistributions on `mesh` exchange through. Collective: every rank of the mesh calls.
+    """Allocate and connect ahead what redistributions on `mesh` need. Collective: every rank of the mesh calls it.
 
-    Where ranks meet on the device it makes a window for every group of ranks along mesh dims that reach each other, so
-    that a request is bound without any rank waiting for another, and measures how fast they write and read through it:
-    steps bound later push or pull by that. Where ranks send and receive it does so once with every rank and in every
-    group, since backends connect ranks when they first meet. Shared memory needs nothing ahead.
+    Where ranks synchronise on the device, this allocates a symmetric window for every group of ranks along mesh dims
+    that reach each other's memory, so that programs are bound without waiting for other ranks, and it measures how fast
+    the ranks write and read through it: steps that are bound later push or pull accordingly. Where ranks send and
+    receive, it exchanges a message with every rank and in every group, because backends connect ranks on first use.
+    Shared memory needs no preparation.
 
     With `bind` afterwards, the first call of a request allocates nothing but tensors, and may be captured in a CUDA
     graph.
 
     Args:
-        mesh: of the DTensors that will be redistributed.
-        max_bytes: what one window holds: of a rank's largest shard, input or output of a step, times the ranks whose
-            contributions are reduced where they push. `explain` shows what a request needs; one that needs more makes
-            its own, which is collective.
+        mesh: the mesh of the DTensors to redistribute.
+        max_bytes: the size of each window. A redistribution needs the bytes of a rank's largest shard, input or output
+            of a step, times the number of contributions that are reduced, if it pushes; `explain` shows it. One that
+            needs more allocates its own window, which is collective.
         transport: as for `redistribute`.
 
     Raises:
-        ArgumentError: `mesh` is no DeviceMesh, `max_bytes` no number of bytes from 1 to 2**62.
-        UnsupportedError: the transport asked for cannot carry the ranks; there is no process group.
+        ArgumentError: `mesh` is not a DeviceMesh, or `max_bytes` is not an int from 1 to 2**62.
+        UnsupportedError: the requested transport cannot carry the ranks, or there is no process group.
         TransportError: a rank of the mesh did not come.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -58,24 +59,24 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    on = mesh_of(mesh)
-    check_backend(device, on.size, transport)
-    check_ranks(on)
-    ranks = tuple(sorted(on.rank_array.tolist()))
-    found, _ = transport_for(ranks, device, transport, mesh)
-    while found.pending is not None:
-        found.pending.finish()
-    if found.error is not None:
-        raise found.error
+    planned_mesh = mesh_of(mesh)
+    check_backend(device, planned_mesh.size, transport)
+    check_ranks(planned_mesh)
+    ranks = tuple(sorted(planned_mesh.rank_array.tolist()))
+    chosen, _ = transport_for(ranks, device, transport, mesh)
+    while chosen.pending is not None:
+        chosen.pending.finish()
+    if chosen.error is not None:
+        raise chosen.error
     order = order_on(device)
     if order is not None:
         order.join()
     try:
         with torch.inference_mode(False):
-            with found.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
-                _prepare(found, on, device, max_bytes)
+            with chosen.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
+                _prepare(chosen, planned_mesh, device, max_bytes)
     except TransportError as error:
-        found.fail(error)
+        chosen.fail(error)
         raise
 
 
@@ -87,14 +88,14 @@ def _prepare(transport: AnyTransport, mesh: Mesh, device: torch.device, max_byte
     if not isinstance(inside, SymmetricMemoryTransport):
         return
     (position,) = [p for p in range(mesh.size) if mesh.rank_at(p) == dist.get_rank()]
-    here = transport.node_of(dist.get_rank())
+    node = transport.node_of(dist.get_rank())
     for number in range(1, mesh.ndim + 1):
         for dims in combinations(range(mesh.ndim), number):
             ranks = sorted(map(mesh.rank_at, mesh.subgroup(position, dims)))
-            near = tuple(rank for rank in ranks if transport.node_of(rank) == here)
-            if len(near) > 1:
-                inside.window(near, max_bytes)
-                if near not in inside.windows.rates:
-                    inside.windows.rates[near] = measure_rates(inside, near, max_bytes)
-                    # Ranks keep what they have bound for as long as it suits each: all bind by the new rates from here.
+            node_ranks = tuple(rank for rank in ranks if transport.node_of(rank) == node)
+            if len(node_ranks) > 1:
+                inside.window(node_ranks, max_bytes)
+                if node_ranks not in inside.windows.rates:
+                    inside.windows.rates[node_ranks] = measure_rates(inside, node_ranks, max_bytes)
+                    # Programs bound before may be cached on some ranks only: all ranks bind again, by the new rates.
                     forget_all()

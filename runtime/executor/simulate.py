@@ -1,4 +1,4 @@
-"""Programs carried out in one process on one device, every rank in turn: proved without a process group."""
+"""Simulation of programs in one process on one device, without a process group."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def simulate(
     reduction: Reduction = "ordered",
     node_size: int | None = None,
 ) -> list[Any]:
-    """Carry out a whole program, or a batch of them, in this process, every rank in turn.
+    """Execute a program of all ranks, or a batch of them, in this process.
 
     Args:
-        program: the program of all ranks (`plan(..., rank=None)`), or a batch of such.
+        program: a program of all ranks (`plan(..., rank=None)`), or a batch of such programs.
         locals_: one tensor per rank in the order of the program's mesh, each of the shape that layout `src` gives it
-            (`Program.source_shape`), all of the program's dtype and on one device; any strides. Of a batch a list of
-            these for each of its programs.
-        one_sided: ranks push into each other's buffers; False: they pack, send, receive and unpack.
-        backend: with `one_sided=False`, any ranks that meet have a process group of it, "gloo" or "nccl", and steps
-            take the collectives that they take there.
-        reduction: "fast" also lets the backend reduce (here in the order of ranks). Not of batches.
-        node_size: with `one_sided=False`, ranks of a node of so many consecutive ones push all the same.
+            (`Program.source_shape`), all of the program's dtype and on one device, with any strides. For a batch, a
+            list of these per program.
+        one_sided: ranks push into each other's buffers; if False, they pack, send, receive and unpack.
+        backend: with `one_sided=False`, any group of ranks has a process group with this backend, "gloo" or "nccl",
+            and steps use its collectives.
+        reduction: "fast" lets the backend reduce (here in the order of ranks). Not for batches.
+        node_size: with `one_sided=False`, this many consecutive ranks are on one node and push to each other.
 
     Returns:
-        One tensor per rank, of the shape that layout `dst` gives it; of a batch a list of these for each program. The
-        inputs themselves where nothing is to be done. No gradients are recorded.
+        One tensor per rank, of the shape that layout `dst` gives it; for a batch, a list of these per program. The
+        inputs themselves if there is nothing to do. No gradients are recorded.
 
     Raises:
-        ArgumentError: a program of one rank; a tensor too many or too few; a shape, dtype or device that does not fit.
+        ArgumentError: a program of one rank, a wrong number of tensors, or a wrong shape, dtype or device.
     """
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ArgumentError(f"backend: {shown(backend)}; allowed: {', '.join(map(repr, BACKENDS))}, or None")
@@ -63,9 +63,10 @@ def simulate(
 def bind_in_process(
     program: Program, like: Sequence[torch.Tensor], transport: InProcessTransport, reduction: Reduction = "ordered"
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """The program of all ranks, bound once and called many times, with tensors of the forms of `like`.
+    """Bind the program of all ranks, for tensors with the shapes and strides of `like`. Returns a function of the
+    tensors.
 
-    On CUDA a call only allocates and launches: it waits for nothing, and may be captured in a graph.
+    On CUDA a call only allocates and launches, without synchronisation, and may be captured in a graph.
     """
     if program.is_identity:
         return list
@@ -98,7 +99,7 @@ def _simulate_batch(
     runs = {}
     for rank in batch.everyone:
         positions = [batch.position(i, rank) for i in range(len(batch.programs))]
-        # A rank that is not in a program's mesh has nothing of it.
+        # A rank outside a program's mesh holds nothing.
         xs = [
             torch.empty(0, dtype=given[0].dtype, device="cpu") if p is None else _plain(given[p])
             for p, given in zip(positions, locals_, strict=True)
@@ -106,14 +107,14 @@ def _simulate_batch(
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         runs[rank] = BoundBatch(batch, rank, strides, transport, dtypes, locals_[0][0].device).run(xs)
     outputs = run_all(runs)
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for i, program in enumerate(batch.programs):
-        found.append([outputs[program.mesh.rank_at(position)][i] for position in range(program.mesh.size)])
-    return found
+        results.append([outputs[program.mesh.rank_at(position)][i] for position in range(program.mesh.size)])
+    return results
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Programs move bytes: lazy views are made what they say first. No gradient is recorded."""
+    """Resolve lazy conjugate and negative views, because programs move bytes. No gradient is recorded."""
     return x.detach().resolve_conj().resolve_neg()
 
 

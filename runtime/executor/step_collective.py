@@ -1,4 +1,4 @@
-"""A step that torch.distributed reduces itself, in an order of its own: only under `reduction="fast"`."""
+"""A step that the backend of torch.distributed reduces, in an order of its own: only with `reduction="fast"`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 
 from ...planner import Row
 from ..transports.requests import AllReduce, ReduceScatter
-from .copies import Copies, Move, packed, run_of
+from .copies import Move, contiguous_start, packed
 from .lower import Lowering
-from .step import BoundStep, Run
+from .run import Run
+from .step import BoundStep
 
 
 class CollectiveReduction(BoundStep):
-    """A reduce-scatter, of a term for each rank of the group one after the other; or an all-reduce in the output.
+    """A reduce-scatter of one term for each rank of the group, or an all-reduce in the output.
 
-    Sums of 16-bit floats are rounded as the backend does it, and divided after that.
+    The backend rounds sums of 16-bit floats in its own way; an average is divided afterwards.
     """
 
     def __init__(self, *args: Any, lowering: Lowering) -> None:
@@ -30,10 +31,10 @@ class CollectiveReduction(BoundStep):
             self._bind_scatter()
         else:
             moves = [Move((0, self.target(row)), [(0, self.source(row))]) for row in self._terms_of(self.me)]
-            self.pack = Copies(moves, self.step.fill, self.dtype, self.device)
+            self.pack = self.copies(moves)
 
     def _terms_of(self, position: int) -> list[Row]:
-        """This rank's terms of what a rank of the group ends with."""
+        """The terms of this rank in the output of a rank of the group."""
         return [row for _, rows in sorted(self.outgoing.get(position, {}).items()) for row in rows]
 
     def _bind_scatter(self) -> None:
@@ -43,33 +44,34 @@ class CollectiveReduction(BoundStep):
             for row in self._terms_of(position):
                 moves.append(Move((0, packed(row.extent, self.packed)), [(0, self.source(row))]))
                 self.packed += math.prod(row.extent)
-        self.from_where_it_is = run_of(where for _, ((_, where),) in moves)
-        in_order = self.from_where_it_is is not None
-        self.pack = Copies([] if in_order else moves, self.step.fill, self.dtype, self.device)
+        # The first element of the terms, if they are in group order in the input already.
+        self.in_place = contiguous_start(where for _, ((_, where),) in moves)
+        self.pack = self.copies([] if self.in_place is not None else moves)
         moves, base = [], 0
         for row in self.incoming:
             moves.append(Move((0, self.target(row)), [(0, packed(row.extent, base))]))
             base += math.prod(row.extent)
-        self.lands = run_of(where for (_, where), _ in moves) == 0
-        self.unpack = Copies(moves, self.step.fill, self.dtype, self.device)
+        self.receives_in_output = contiguous_start(where for (_, where), _ in moves) == 0
+        self.unpack = self.copies(moves)
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
         out = self.empty()
+        output = out if self.last else None
         if self.scatters:
-            landed = out if self.lands else torch.empty(out.numel(), dtype=self.dtype, device=self.device)
-            yield ReduceScatter(
-                self.group, self._terms(x), landed.view(-1), self.op, fingerprint, out if self.last else None
-            )
-            if not self.lands:
-                self.unpack([landed], [out])
+            received = out
+            if not self.receives_in_output:
+                received = torch.empty(out.numel(), dtype=self.dtype, device=self.device)
+            yield ReduceScatter(self.group, self._terms(x), received.view(-1), self.op, fingerprint, output)
+            if not self.receives_in_output:
+                self.unpack([received], [out])
         else:
             self.pack([x], [out])
-            yield AllReduce(self.group, out.view(-1), self.op, fingerprint, out if self.last else None)
+            yield AllReduce(self.group, out.view(-1), self.op, fingerprint, output)
         return out if self.divisor == 1 else out.div_(self.divisor)
 
     def _terms(self, x: torch.Tensor) -> torch.Tensor:
-        if self.from_where_it_is is not None:
-            return x.as_strided((self.packed,), (1,), x.storage_offset() + self.from_where_it_is)
+        if self.in_place is not None:
+            return x.as_strided((self.packed,), (1,), x.storage_offset() + self.in_place)
         terms = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack([x], [terms])
         return terms

@@ -4,57 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ...planner import Program, Row, Step
-from ..transports.requests import Barrier, HierarchicalExchange, Transfer
-from .copies import Copies, Move, Part
+from ..transports.base import Transport
+from ..transports.requests import HierarchicalExchange, Transfer
+from .copies import Copies, Move, Part, Reduction
 from .lower import Lowering, window_members
-from .step import Run, Terms, Transport
+from .run import Run
+from .step import Terms
 from .step_put import PutStep
 from .step_sendrecv import SendRecvStep, SharedBuffers
 from .step_window import WindowStep
 
-_RECEIVED = 2  # what is read: the input, what has landed, this
+_RECEIVED = 2  # index of the receive buffer of messages, after the input and the buffer that peers of the node write
 
 
-class _Messages(SendRecvStep):
-    """What a step exchanges with other nodes: packed and sent, received where it belongs or beside it."""
+class _RemoteMessages(SendRecvStep):
+    """The messages of a step with other nodes: packed and sent; received in the output or in a buffer."""
 
     def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
         self.unpack = [] if self.step.reduce else unpack
 
     def unpacked_from(self, source: int) -> list[Move]:
-        """What is unpacked, from a buffer of that number."""
+        """Copies into the output from a receive buffer with the index `source`."""
         return [Move((0, self.target(row)), [(source, where)]) for row, (_, where) in self.unpack]
 
     def staged_in(self, source: int) -> Terms:
-        """`staged`, in a buffer of that number."""
-        return {at: (source, where) for at, (_, where) in self.staged.items()}
+        """`staged`, with the index `source` for the receive buffer."""
+        return {key: (source, where) for key, (_, where) in self.staged.items()}
 
-    def begun(self, x: torch.Tensor, received: torch.Tensor, fingerprint: int, out: torch.Tensor) -> Transfer:
-        asked = self.messages([x], out, received, fingerprint)
-        assert isinstance(asked, Transfer)
-        return asked
+    def transfer(self, x: torch.Tensor, received: torch.Tensor, fingerprint: int, out: torch.Tensor) -> Transfer:
+        return cast("Transfer", self.messages([x], out, received, fingerprint))
 
 
-def _far_and_near(
+def _split_by_node(
     program: Program, step: Step, me: int, members: Sequence[int], transport: Transport
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of positions that meet those of other nodes and those of this rank's; itself in both."""
+    """The members on other nodes and those on this rank's node; both include this rank."""
     node = {p: transport.node_of(program.mesh.rank_at(p)) for p in members}
-    far = tuple(p for p in members if p == me or node[p] != node[me])
-    return far, tuple(p for p in members if node[p] == node[me])
+    remote = tuple(p for p in members if p == me or node[p] != node[me])
+    return remote, tuple(p for p in members if node[p] == node[me])
 
 
 class HierarchicalStep(PutStep):
-    """A one-sided step among the ranks of a node, with messages (`far`) to and from the others under way meanwhile.
+    """A `PutStep` among the ranks of a node, with messages (`remote`) to and from other nodes at the same time.
 
-    Each pair of ranks meets in one of the two ways, by their nodes alone, so both know which. What messages bring is
-    received in the output where it can be, and otherwise unpacked; terms of a reduction are read from the slabs and
-    from what was received, in the order of contributors as everywhere.
+    How two ranks exchange depends on their nodes only, so both know. Messages are received in the output if possible,
+    and otherwise unpacked. A reduction reads its terms from the staging buffer and from the receive buffer of the
+    messages, in the order of contributors as everywhere.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class HierarchicalStep(PutStep):
         lowering: Lowering,
         shared: SharedBuffers | None = None,
     ) -> None:
-        far, near = _far_and_near(program, step, me, program.members(step, me), args[1])
-        self.far = _Messages(program, step, me, *args, lowering=lowering, shared=shared, members=far)
-        self.unpack = Copies(self.far.unpacked_from(1), step.fill, self.far.dtype, self.far.device)
-        super().__init__(program, step, me, *args, members=near)
+        remote, local = _split_by_node(program, step, me, program.members(step, me), args[1])
+        self.remote = _RemoteMessages(program, step, me, *args, lowering=lowering, shared=shared, members=remote)
+        super().__init__(program, step, me, *args, members=local)
+        self.unpack = self.copies(self.remote.unpacked_from(1))
+        self.launches += self.remote.launches
 
     def bind_reduction(self) -> None:
-        self.reduce = self.reduction({**self.far.staged_in(_RECEIVED), **self.staged()})
+        self.reduce = self.reduction({**self.remote.staged_in(_RECEIVED), **self.staged()})
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
-        received = torch.empty(self.far.received, dtype=self.dtype, device=self.device)
-        receive_buffer, out = yield from self.exchange(
-            x, fingerprint, partial(self.far.begun, x, received, fingerprint)
-        )
+        received = torch.empty(self.remote.received, dtype=self.dtype, device=self.device)
+        transfer = partial(self.remote.transfer, x, received, fingerprint)
+        receive_buffer, out = yield from self.exchange(x, fingerprint, transfer)
         return self.finish(x, receive_buffer, out, received)
 
     def finish(
@@ -93,43 +93,46 @@ class HierarchicalStep(PutStep):
 
 
 class HierarchicalWindowStep(WindowStep):
-    """Pushes into windows among the ranks of a node, with messages (`far`) to and from the others under way meanwhile.
+    """A `WindowStep` that pushes among the ranks of a node, with messages (`remote`) to and from other nodes at the
+    same time.
 
-    The host waits for no device: on one, what messages bring is waited for by the stream.
+    The host waits for no device: on GPUs it is the stream that waits for the messages.
     """
 
-    far: _Messages
+    remote: _RemoteMessages
 
     def __init__(self, program: Program, step: Step, me: int, *args: Any, lowering: Lowering) -> None:
-        peers = program.members(step, me)
-        far, _ = _far_and_near(program, step, me, peers, args[1])
-        _, near = _far_and_near(program, step, me, window_members(program, step, me), args[1])
-        self.far = _Messages(program, step, me, *args, lowering=lowering, members=far)
-        super().__init__(program, step, me, *args, lowering=lowering, members=near)
+        remote, _ = _split_by_node(program, step, me, program.members(step, me), args[1])
+        _, local = _split_by_node(program, step, me, window_members(program, step, me), args[1])
+        self.remote = _RemoteMessages(program, step, me, *args, lowering=lowering, members=remote)
+        super().__init__(program, step, me, *args, lowering=lowering, members=local)
+        self.launches += self.remote.launches
 
-    def _unpacking(self) -> Any:
-        """From the input, this rank's window and what was received (sources 0, 1 and 2) into the output."""
+    def _unpacking(self) -> Copies | Reduction:
+        """From the input, the own window and the receive buffer (sources 0, 1 and 2) into the output."""
         if self.step.reduce:
-            return self.reduction({**self.far.staged_in(_RECEIVED), **self.landed()})
-        return self.copied([*self.came(), *self.far.unpacked_from(_RECEIVED)])
+            return self.reduction({**self.remote.staged_in(_RECEIVED), **self.staged()})
+        return self.output_copies([*self.pushed(), *self.remote.unpacked_from(_RECEIVED)])
 
     def run(self, x: torch.Tensor, fingerprint: int) -> Run:
-        out, far, window = self.empty(), self.far, self.window
-        received = torch.empty(far.received, dtype=self.dtype, device=self.device)
+        out, remote, window = self.empty(), self.remote, self.window
+        received = torch.empty(remote.received, dtype=self.dtype, device=self.device)
         if window is not None:
-            self.windows.signal(window, "enter")
-        given = out if self.last else None
+            self.transport.signal(window, "acquire")
         yield HierarchicalExchange(
-            far.begun(x, received, fingerprint, out), partial(self._push, x, fingerprint), Barrier((), 0, None), given
+            remote.transfer(x, received, fingerprint, out),
+            partial(self._push, x, fingerprint),
+            None,
+            out if self.last else None,
         )
         own = received if window is None else self.own_window
         self.finish([x, own, received], [out])
         if window is not None:
-            self.windows.signal(window, "leave", poison=out)
-            self.windows.check()
+            self.transport.signal(window, "release", poison=out)
+            self.transport.check()
         return out
 
     def _push(self, x: torch.Tensor, fingerprint: int) -> None:
         if self.window is not None:
             self.fill_windows(x)
-            self.windows.signal(self.window, "meet", fingerprint)
+            self.transport.signal(self.window, "barrier", fingerprint)

@@ -10,42 +10,47 @@ from typing import Any
 import torch
 
 from ...planner import FILL, Exchange, Row
+from ..transports.base import OneSidedTransport
 from ..transports.requests import Address, Barrier, HierarchicalExchange, Transfer
 from ..transports.shared_memory.allocator import block_size
 from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
 from .copies import Copies, Move, contiguous_strides
-from .step import BoundStep, Run, Terms
+from .run import Run
+from .step import BoundStep, Terms
 
 
 class PutStep(BoundStep):
-    """Ranks push into each other's buffers and meet: the outputs themselves, or slabs of contributions.
+    """Ranks write into each other's receive buffers between two barriers.
 
-    Where contributions are reduced, a rank's buffer is [slabs, *output shape], as many as contributions of peers to one
-    value: where a box goes follows from the senders of its row and its place in the output, so senders need nothing
-    that the plan does not say. What is one contribution alone, or the one that a rank's own is added to, lands in the
-    output itself.
+    A receive buffer is the output itself or, where contributions are reduced, a staging buffer of shape
+    [staging slots, *output shape], with one slot for each contribution of a peer to the same element. The place of a
+    box follows from the senders of its row and from its place in the output, so senders need nothing beyond the plan.
+    A single contribution, or one that only this rank's own is added to, is written into the output itself.
     """
+
+    transport: OneSidedTransport
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         step, reduce = self.step, self.step.reduce
-        # Of more terms than two the reduction would write over one before it is read.
+        # With more than two terms the reduction would overwrite one of them before it is read.
         self.receives_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
-        slabs = 1 if self.receives_in_output else min(step.slabs, len(self.peers))
-        self.receive_shape = self.shape if self.receives_in_output else (slabs, *self.shape)
+        slots = 1 if self.receives_in_output else min(step.slabs, len(self.peers))
+        self.receive_shape = self.shape if self.receives_in_output else (slots, *self.shape)
         shapes = {p: self.shape if p == self.me else self.program.shape_after(step, p) for p in self.members}
-        nbytes = {p: math.prod(shape) * slabs * self.dtype.itemsize for p, shape in shapes.items()}
+        nbytes = {p: math.prod(shape) * slots * self.dtype.itemsize for p, shape in shapes.items()}
         self.own_nbytes, largest = nbytes[self.me], max(nbytes.values())
         self.largest, self.block = largest, block_size(self.own_nbytes)
         written = self._written(shapes)
         self.pushes: list[tuple[int, int, Copies]] = []
+        """For each peer that this rank writes to: index in `peers`, bytes of its receive buffer, copies."""
         for index, peer in enumerate(self.peers):
             if not written[peer].empty:
                 self.pushes.append((index, nbytes[peer], written[peer]))
-        # Between meshes each rank has peers of its own, so what is kept would not be alike on both sides.
-        alike = isinstance(step, Exchange) and step.group is not None
+        # Buffers are kept only if all ranks have the same peers, so that they all keep theirs; not between meshes.
+        same_peers = isinstance(step, Exchange) and step.group is not None
         self.receive_buffers = None
-        if alike and self.peers and largest <= LARGEST_KEPT:
+        if same_peers and self.peers and largest <= LARGEST_KEPT:
             self.receive_buffers = self.transport.receive_buffers(
                 tuple(sorted((self.program.mesh.rank_at(self.me), *self.peer_ranks)))
             )
@@ -57,8 +62,8 @@ class PutStep(BoundStep):
             self.own = written[self.me]
 
     def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Copies]:
-        """What this rank writes into the buffer of each member, by position: of its own, what it keeps and what is
-        filled, unless values are reduced. `shapes`: of what members end with."""
+        """By position, the copies that this rank writes into the receive buffer of each member. Those into its own are
+        the boxes that it keeps and fills, or none if the step reduces. `shapes`: of the members' outputs."""
         me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
         strides = {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
         moves: dict[int, list[Move]] = {p: [] for p in shapes}
@@ -67,34 +72,33 @@ class PutStep(BoundStep):
             fills = receiver == me and not reduce and senders[0] == FILL
             if receiver not in shapes or not (fills or me in senders) or (receiver == me and reduce):
                 continue
-            base = self.slabs_of(row)[senders.index(me)] * math.prod(shapes[receiver]) if reduce else 0
-            there = 0, self.target(row, strides[receiver], base)
-            moves[receiver].append(Move(there, [] if fills else [(0, self.source(row))]))
-        return {p: Copies(parts, self.step.fill, self.dtype, self.device) for p, parts in moves.items()}
+            base = self.staging_slots(row)[senders.index(me)] * math.prod(shapes[receiver]) if reduce else 0
+            target = 0, self.target(row, strides[receiver], base)
+            moves[receiver].append(Move(target, [] if fills else [(0, self.source(row))]))
+        return {p: self.copies(parts) for p, parts in moves.items()}
 
     def bind_reduction(self) -> None:
         self.reduce = self.reduction(self.staged())
 
     def staged(self) -> Terms:
-        """Where contributions that are pushed lie, in the slabs (source 1)."""
-        found: Terms = {}
+        """Where peers write their contributions, in this rank's receive buffer (source 1)."""
+        terms: Terms = {}
         elements = math.prod(self.shape)
-        for number, row in enumerate(self.incoming):
-            for i, slab in self.slabs_of(row).items():
-                found[number, i] = 1, self.target(row, base=slab * elements)
-        return found
+        for index, row in enumerate(self.incoming):
+            for i, slot in self.staging_slots(row).items():
+                terms[index, i] = 1, self.target(row, base=slot * elements)
+        return terms
 
-    def slabs_of(self, row: Row) -> dict[int, int]:
-        """Which slab of the receiver of a row each contribution to it goes to that is pushed, by its number."""
+    def staging_slots(self, row: Row) -> dict[int, int]:
+        """By index of the contributor, the receiver's staging slot that a contribution to a row is written to."""
         pushed = [i for i, p in enumerate(row.senders) if p in self.members and p != row.receiver]
-        return {i: slab for slab, i in enumerate(pushed)}
+        return {i: slot for slot, i in enumerate(pushed)}
 
     def new_receive_buffer(self) -> torch.Tensor:
-        """A buffer for what peers push."""
         return self.transport.empty(self.receive_shape, self.dtype, self.device)
 
     def push(self, x: torch.Tensor, copies: Copies, address: Address, nbytes: int) -> None:
-        """Copy boxes of `x` into the buffer at an address, this rank's own included."""
+        """Copy boxes of `x` into the receive buffer at an address, of a peer or of this rank."""
         key = address if self.transport.recycles else None
         copies([x], () if copies.knows(key) else [self.transport.open(address, nbytes).view(self.dtype)], key)
 
@@ -106,17 +110,17 @@ class PutStep(BoundStep):
             receive_buffer = self.new_receive_buffer()
             self.push(x, self.own, self.transport.address(receive_buffer), self.own_nbytes)
         else:
-            receive_buffer = x  # nothing comes from anyone else
+            receive_buffer = x  # not read: there are no peers
         return self.finish(x, receive_buffer, self.output(receive_buffer))
 
     def output(self, receive_buffer: torch.Tensor) -> torch.Tensor:
-        """What the step ends with: the buffer that everything lands in, or another."""
+        """The output: the receive buffer, if everything is received in place, or a new tensor."""
         return receive_buffer if self.own or self.receives_in_output else self.empty()
 
     def finish(
         self, x: torch.Tensor, receive_buffer: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The output, when everything has landed. `received`: what came otherwise."""
+        """Complete the output once peers have written. `received`: what messages brought."""
         if not self.own:
             self.reduce([x, receive_buffer], [out])
         return out
@@ -124,7 +128,11 @@ class PutStep(BoundStep):
     def exchange(
         self, x: torch.Tensor, fingerprint: int, messages: Callable[[torch.Tensor], Transfer] | None = None
     ) -> Run:
-        """Push to peers and be pushed to, while what `messages` makes for an output goes to others."""
+        """Push to the peers and wait for their pushes. Returns the receive buffer and the output.
+
+        Args:
+            messages: returns the transfer with ranks of other nodes, for an output; it runs at the same time.
+        """
         transport, receive_buffers = self.transport, self.receive_buffers
         kept = receive_buffers.take(fingerprint) if receive_buffers else None
         if kept is None:
@@ -135,21 +143,22 @@ class PutStep(BoundStep):
             receive_buffer, address, addresses = kept[:3]
         own = partial(self.push, x, self.own, address, self.own_nbytes) if self.own else None
         out = self.output(receive_buffer)
-        given = out if self.last else None
-        following = offer = None
+        output = out if self.last else None
+        next_buffer = next_address = None
         if receive_buffers and self.has_run and receive_buffers.have_room(0 if kept else self.block):
-            following = self.new_receive_buffer()
-            offer = transport.address(following)
-        meet = Barrier(self.peer_ranks, fingerprint + 1, offer, own, given)
+            next_buffer = self.new_receive_buffer()
+            next_address = transport.address(next_buffer)
+        barrier = Barrier(self.peer_ranks, fingerprint + 1, next_address, own, output)
         if messages is None:
             self.push_all(x, addresses)
-            addresses = yield meet
+            addresses = yield barrier
         else:
-            addresses = yield HierarchicalExchange(messages(out), partial(self.push_all, x, addresses), meet, given)
+            push = partial(self.push_all, x, addresses)
+            addresses = yield HierarchicalExchange(messages(out), push, barrier, output)
         if receive_buffers:
-            if following is not None and None not in addresses:
+            if next_buffer is not None and None not in addresses:
                 receive_buffers.keep(
-                    fingerprint, following, offer, addresses, self.block, self.largest, kept is not None
+                    fingerprint, next_buffer, next_address, addresses, self.block, self.largest, kept is not None
                 )
             elif kept is not None:
                 receive_buffers.let_go(self.block, self.largest)

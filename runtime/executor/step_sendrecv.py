@@ -9,159 +9,164 @@ from typing import Any, NamedTuple
 import torch
 
 from ...planner import FILL, Exchange, Row, Step
+from ..transports.base import TwoSidedTransport
 from ..transports.policies import BACKENDS
 from ..transports.requests import HEADER, AllGather, AllToAll, Transfer
-from .copies import Copies, Move, Part, Patchwork, Reduction, Whole, is_plain, packed, run_of
+from .copies import Copies, Move, Part, Reduction, ScatteredTensor, StridedTensor, contiguous_start, is_plain, packed
 from .lower import Lowering
-from .step import BoundStep, Run, Terms
+from .run import Run
+from .step import BoundStep, Terms
 
-_PACKED = -1  # in place of a buffer
-_ALIGNMENT = 16  # bytes; of each message in a buffer that kernels pack or unpack, so that they move wide words
+_PACKED = -1  # in place of the index of a buffer
+_ALIGNMENT = 16  # bytes; messages in a buffer that kernels pack or unpack are aligned, so that kernels move wide words
 
 
 class SharedBuffers(NamedTuple):
-    """Where buffers that other tensors share hold what goes to each peer and what comes from it, in elements, by the
-    peer's position."""
+    """Where the data of one tensor begins in the send and receive buffers of a batch, in elements, by the position of
+    the peer."""
 
     sent_at: Mapping[int, int]
     received_at: Mapping[int, int]
 
 
 class SendRecvStep(BoundStep):
-    """Pack what peers need, send and receive with exact sizes, unpack or reduce what came: a kernel before, one after.
+    """Pack what peers need, exchange messages of exact size, unpack or reduce: one kernel before, one after.
 
-    By a message to each peer, where what lies in one run of memory is sent from where it is and received where it
-    belongs; by an all-to-all, from one buffer into another; or by an all-gather, where all get the same.
+    The exchange is one of three: a message to each peer, where contiguous data is sent and received in place; an
+    all-to-all between two buffers; or an all-gather, where all ranks get the same.
 
     Args:
-        lowering: which of these.
-        shared: of a step whose messages are parts of others, which someone else sends; None: the step is alone.
-        origin: what the step reads, and in which of the buffers that `run` is given; None: one tensor in the only one.
-        buffers: how many `run` is given.
-        leave_apart: what comes is not put together: `run` returns its buffers and one more, where `patchwork` lies.
+        lowering: selects the exchange.
+        shared: the place in a batch's buffers, which the batch exchanges; None: the step exchanges on its own.
+        scattered: the input, if the previous step left it in several buffers; None: `run` gets one tensor.
+        buffers: the number of buffers that `run` gets.
+        keep_scattered: leave the output in several buffers: `run` returns its buffers and one more, and `output_boxes`
+            tells where in them the output is.
     """
+
+    transport: TwoSidedTransport
 
     def __init__(
         self,
         *args: Any,
         lowering: Lowering,
         shared: SharedBuffers | None = None,
-        origin: Patchwork | None = None,
+        scattered: ScatteredTensor | None = None,
         buffers: int = 1,
-        leave_apart: bool = False,
+        keep_scattered: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.origin = origin or Whole(0, self.source_strides)
-        self.arrived, self.leave_apart = buffers, leave_apart
+        self.input = scattered or StridedTensor(0, self.source_strides)
+        self.receive_index, self.keep_scattered = buffers, keep_scattered
         self.group = lowering.group
-        everyone = [self.program.mesh.rank_at(p) for p in self.program.members(self.step, self.me)]
-        # Of a step between meshes each rank has members of its own.
-        within = isinstance(self.step, Exchange) and self.step.group is not None
-        self.of_group = self.transport.group_order(everyone) if within else None
-        self.together, self.gathers = lowering.algorithm == "all-to-all", lowering.algorithm == "all-gather"
-        # Of an all-to-all, in elements: what stands before the data of a message, and the room for one that comes,
-        # which is alike for all requests.
-        self.header = HEADER // self.dtype.itemsize if self.together else 0
-        room = BACKENDS[self.transport.backend].all_to_all if self.together else 0
+        ranks = [self.program.mesh.rank_at(p) for p in self.program.members(self.step, self.me)]
+        # Between meshes each rank has other members, so that there is no process group of all of them.
+        one_group = isinstance(self.step, Exchange) and self.step.group is not None
+        self.transfer_group = self.transport.group_order(ranks) if one_group else None
+        self.is_all_to_all = lowering.algorithm == "all-to-all"
+        self.is_all_gather = lowering.algorithm == "all-gather"
+        # In elements, of an all-to-all: the header of a message, and the room for one, equal for all requests.
+        self.header = HEADER // self.dtype.itemsize if self.is_all_to_all else 0
+        room = BACKENDS[self.transport.backend].all_to_all if self.is_all_to_all else 0
         self.room = self.header + room // self.dtype.itemsize
-        exact = self.together or self.gathers or self.device.type == "cpu"
+        exact = self.is_all_to_all or self.is_all_gather or self.device.type == "cpu"
         self.unit = 1 if exact else max(1, _ALIGNMENT // self.dtype.itemsize)
         peers = list(zip(self.peers, self.peer_ranks, strict=True))
-        if self.together or self.gathers:
+        if self.is_all_to_all or self.is_all_gather:
             peers.sort(key=lambda peer: self.group.index(peer[1]))
-        self._bind_sends(peers[:1] if self.gathers else peers, shared)
-        if self.gathers:
+        self._bind_sends(peers[:1] if self.is_all_gather else peers, shared)
+        if self.is_all_gather:
             rank = self.program.mesh.rank_at(self.me)
             peers.insert(self.group.index(rank), (self.me, rank))
         unpack = self._bind_receives(peers, shared)
         self.bind_finish(unpack)
-        # Bytes for each rank of the group, of an all-to-all.
+        # In bytes by rank of the group, of an all-to-all.
         sent = {rank: self.header + last - first for rank, _, first, last in self.sends}
         me = self.program.mesh.rank_at(self.me)
-        self.sent = [sent.get(rank, 0) * self.dtype.itemsize for rank in self.group]
-        self.came = [self.room * self.dtype.itemsize * (rank != me) for rank in self.group]
+        self.send_sizes = [sent.get(rank, 0) * self.dtype.itemsize for rank in self.group]
+        self.receive_sizes = [self.room * self.dtype.itemsize * (rank != me) for rank in self.group]
 
     def _moves_to(self, peer: int, base: int) -> tuple[list[Move], int]:
-        """What a peer gets, contributor by contributor in the order of rows, packed from `base`; and where it ends."""
+        """The copies that pack a peer's data from element `base` on, by contributor and row, and the end."""
         moves: list[Move] = []
         for _, rows in sorted(self.outgoing.get(peer, {}).items()):
             for row in rows:
-                there = packed(row.extent, base)
-                for piece in self.origin.pieces(row, self.boxes.axes):
-                    moves.append(Move((0, piece.of(there)), [piece.part]))
+                target = packed(row.extent, base)
+                for part in self.input.locate(row, self.boxes.axes):
+                    moves.append(Move((0, part.of(target)), [part.place]))
                 base += math.prod(row.extent)
         return moves, base
 
     def _bind_sends(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> None:
         self.sends: list[tuple[int, int, int, int]] = []
-        """Rank, buffer or `_PACKED`, first and last element there."""
+        """Rank, index of the buffer or `_PACKED`, first and last element in it."""
         packing: list[Move] = []
         self.packed = 0
-        from_where_it_is = shared is None and not self.together
+        may_send_in_place = shared is None and not self.is_all_to_all
         for peer, rank in peers:
             first = self._aligned(self.packed) + self.header if shared is None else shared.sent_at[peer]
             moves, last = self._moves_to(peer, first)
-            if last == first and not self.together:
+            if last == first and not self.is_all_to_all:
                 continue
-            found = _buffer_and_run(moves) if from_where_it_is else None
-            if found is not None:
-                buffer, run = found
-                self.sends.append((rank, buffer, run, run + last - first))
+            in_place = _contiguous_source(moves) if may_send_in_place else None
+            if in_place is not None:
+                buffer, start = in_place
+                self.sends.append((rank, buffer, start, start + last - first))
                 continue
             packing += moves
             self.sends.append((rank, _PACKED, first, last))
             self.packed = last
-        self.pack = Copies(packing, self.step.fill, self.dtype, self.device)
+        self.pack = self.copies(packing)
 
     def _bind_receives(self, peers: Sequence[tuple[int, int]], shared: SharedBuffers | None) -> list[tuple[Row, Part]]:
-        """What is to be unpacked, and where it arrives."""
+        """The rows that have to be unpacked, and where in the receive buffer they are."""
         self.receives: list[tuple[int, int, int, bool]] = []
-        """Rank, first and last element, and whether in the output itself."""
+        """Rank, first and last element, and whether in the output instead of the receive buffer."""
         self.staged: Terms = {}
         unpack: list[tuple[Row, Part]] = []
-        in_place = shared is None and not (self.together or self.leave_apart or self.step.reduce)
-        in_place = in_place and (not self.gathers or self._gathers_in_order(peers))
+        in_place = shared is None and not (self.is_all_to_all or self.keep_scattered or self.step.reduce)
+        in_place = in_place and (not self.is_all_gather or self._gathers_in_order(peers))
         base = 0
         for number, (peer, rank) in enumerate(peers):
             first = base = self._aligned(base) if shared is None else shared.received_at[peer]
-            if self.together:
+            if self.is_all_to_all:
                 first = base = number * self.room + self.header
             for contributor, rows in sorted(self.incoming_from.get(peer, {}).items()):
-                run = run_of(self.target(row) for _, row in rows) if in_place else None
-                if run is not None:
-                    self.receives.append((rank, run, run + _elements(row for _, row in rows), True))
+                start = contiguous_start(self.target(row) for _, row in rows) if in_place else None
+                if start is not None:
+                    self.receives.append((rank, start, start + _elements(row for _, row in rows), True))
                     continue
                 for i, row in rows:
-                    arrives = self.arrived, packed(row.extent, base)
-                    self.staged[i, contributor] = arrives
-                    unpack.append((row, arrives))
+                    place = self.receive_index, packed(row.extent, base)
+                    self.staged[i, contributor] = place
+                    unpack.append((row, place))
                     base += math.prod(row.extent)
             if base > first:
                 self.receives.append((rank, first, base, False))
-        self.received = len(peers) * self.room if self.together else base
+        self.received = len(peers) * self.room if self.is_all_to_all else base
         return unpack
 
     def bind_finish(self, unpack: list[tuple[Row, Part]]) -> None:
         if self.step.reduce:
             self.finish: Reduction | Copies = self.reduction(self.staged)
             return
-        kept = [] if self.gathers else [row for row in self.incoming if row.senders[0] == self.me]
-        found = [(row, piece) for row in kept for piece in self.origin.pieces(row, self.boxes.axes)]
-        if self.leave_apart:
-            self.patchwork = Patchwork([*((piece.row(row), piece.part) for row, piece in found), *unpack])
+        kept = [] if self.is_all_gather else [row for row in self.incoming if row.senders[0] == self.me]
+        parts = [(row, part) for row in kept for part in self.input.locate(row, self.boxes.axes)]
+        if self.keep_scattered:
+            self.output_boxes = ScatteredTensor([*((part.row(row), part.place) for row, part in parts), *unpack])
             return
-        moves = [Move((0, piece.of(self.target(row))), [piece.part]) for row, piece in found]
+        moves = [Move((0, part.of(self.target(row))), [part.place]) for row, part in parts]
         moves += self.fills()
-        moves += [Move((0, self.target(row)), [arrives]) for row, arrives in unpack]
-        self.finish = Copies(moves, self.step.fill, self.dtype, self.device)
+        moves += [Move((0, self.target(row)), [place]) for row, place in unpack]
+        self.finish = self.copies(moves)
 
     def _gathers_in_order(self, peers: Sequence[tuple[int, int]]) -> bool:
-        """Whether the output is what comes from each rank, one after the other."""
+        """Whether the output is the concatenation of the data of all ranks."""
         end = 0
         for peer, _ in peers:
             rows = [row for _, row in self.incoming_from.get(peer, {}).get(0, [])]
-            if run_of(map(self.target, rows)) != end:
+            if contiguous_start(map(self.target, rows)) != end:
                 return False
             end += _elements(rows)
         return True
@@ -171,12 +176,12 @@ class SendRecvStep(BoundStep):
 
     def run(self, x: torch.Tensor | list[torch.Tensor], fingerprint: int) -> Run:
         buffers = x if isinstance(x, list) else [x]
-        out = None if self.leave_apart else self.empty()
+        out = None if self.keep_scattered else self.empty()
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
-        # To a collective every rank of the group comes, also one that has nothing to send and gets nothing.
+        # All ranks of a group take part in a collective, including those that send and receive nothing.
         if self.group or self.sends or self.receives:
-            asked = self.messages(buffers, received if out is None else out, received, fingerprint)
-            yield asked._replace(output=out) if self.last else asked
+            request = self.messages(buffers, received if out is None else out, received, fingerprint)
+            yield request._replace(output=out) if self.last else request
         buffers = [*buffers, received]
         if out is None:
             return buffers
@@ -186,44 +191,46 @@ class SendRecvStep(BoundStep):
     def messages(
         self, buffers: Sequence[torch.Tensor], out: torch.Tensor, received: torch.Tensor, fingerprint: int
     ) -> Transfer | AllToAll | AllGather:
-        """What the transport is to do, with all packed that is sent from there."""
+        """Pack and return the request for the exchange."""
         packed = torch.empty(self.packed, dtype=self.dtype, device=self.device)
         self.pack(buffers, [packed])
-        flat, arrived, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
-        if self.together:
-            return AllToAll(self.group, flat, arrived, self.sent, self.came, fingerprint)
+        packed_bytes, received_bytes, size = packed.view(torch.uint8), received.view(torch.uint8), self.dtype.itemsize
+        if self.is_all_to_all:
+            return AllToAll(self.group, packed_bytes, received_bytes, self.send_sizes, self.receive_sizes, fingerprint)
         sends = []
         for rank, buffer, first, last in self.sends:
             if buffer == _PACKED:
-                sends.append((rank, flat[first * size : last * size]))
+                sends.append((rank, packed_bytes[first * size : last * size]))
                 continue
             source = buffers[buffer]
             part = source.as_strided((last - first,), (1,), source.storage_offset() + first)
             sends.append((rank, part.view(torch.uint8)))
-        landed = out.view(-1).view(torch.uint8)
-        if self.gathers:
-            return AllGather(self.group, sends[0][1], landed if self.receives[0][3] else arrived, fingerprint)
+        out_bytes = out.view(-1).view(torch.uint8)
+        if self.is_all_gather:
+            receives_in_output = self.receives[0][3]
+            return AllGather(self.group, sends[0][1], out_bytes if receives_in_output else received_bytes, fingerprint)
         receives = [
-            (rank, (landed if final else arrived)[first * size : last * size])
-            for rank, first, last, final in self.receives
+            (rank, (out_bytes if in_output else received_bytes)[first * size : last * size])
+            for rank, first, last, in_output in self.receives
         ]
-        return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.of_group)
+        return Transfer(tuple(sends), tuple(receives), fingerprint, group=self.transfer_group)
 
 
 def _elements(rows: Iterable[Row]) -> int:
     return sum([math.prod(row.extent) for row in rows])
 
 
-def _buffer_and_run(moves: Sequence[Move]) -> tuple[int, int] | None:
-    """The buffer in which all that is moved lies as it is to be packed, and where it begins; None if there is none."""
-    parts = [part for _, (part,) in moves]
-    if len({buffer for buffer, _ in parts}) != 1 or run_of(where for (_, where), _ in moves) is None:
+def _contiguous_source(moves: Sequence[Move]) -> tuple[int, int] | None:
+    """The index of the buffer, and the element in it, where the data of moves already is as it would be packed; None if
+    it has to be packed."""
+    places = [place for _, (place,) in moves]
+    if len({buffer for buffer, _ in places}) != 1 or contiguous_start(where for (_, where), _ in moves) is None:
         return None
-    run = run_of(where for _, where in parts)
-    return None if run is None else (parts[0][0], run)
+    start = contiguous_start(where for _, where in places)
+    return None if start is None else (places[0][0], start)
 
 
-def may_leave_apart(step: Step, following: Step) -> bool:
-    """Whether what `step` brings may be read by `following` from where it arrived."""
-    reduces = step.reduce or following.reduce
-    return not reduces and is_plain(step.boxes) and is_plain(following.boxes) and not (step.boxes.sender == FILL).any()
+def can_stay_scattered(step: Step, next_step: Step) -> bool:
+    """Whether `next_step` can read the output of `step` from its receive buffers."""
+    reduces = step.reduce or next_step.reduce
+    return not reduces and is_plain(step.boxes) and is_plain(next_step.boxes) and not (step.boxes.sender == FILL).any()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
-from ..executor.async_work import Turn
 from ..executor.call import refuse
+from ..executor.run import ExclusiveCall, run_to_end
 from ..statistics import stats
 from ..transports.in_process import InProcessTransport, run_all
 from ..transports.select import AnyTransport, current_transports, why_not_backend
@@ -174,14 +174,9 @@ class TokenDispatcher(TokenEngine):
             raise error
         stats().calls[transport.name] += 1
         self._kind.calls += 1
-        with Turn(transport, self._kind):
-            reply: Any = None
-            try:
-                transport.rendezvous.begin(self._company, self.parts[0].token + what, self._said[what])
-                while True:
-                    reply = transport.answer(run.send(reply))
-            except StopIteration as end:
-                return [end.value]
+        with ExclusiveCall(transport, self._kind):
+            transport.rendezvous.begin(self._company, self.parts[0].token + what, self._said[what])
+            return [run_to_end(run, transport.answer)]
 
     def dispatch(
         self,

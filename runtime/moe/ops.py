@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import ArgumentError
-from ..executor.step import Transport
+from ..transports.base import Transport
 from .config import DispatchLayout
 from .routing import Sent, specs_of_sent
 from .transfer import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, TokenRank

@@ -26,7 +26,7 @@ from ...kernels import (
     route_tokens,
     weigh_rows,
 )
-from ..executor.step import Transport
+from ..transports.base import Transport
 from ..transports.requests import CommRequest
 from .config import DispatchLayout, fill_of
 from .routing import Sent

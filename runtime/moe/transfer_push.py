@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...kernels import Buffers, push_rows, share_counts
+from ..transports.base import OneSidedTransport
 from ..transports.requests import Address, Barrier, CommRequest
 from .config import DispatchLayout
 from .routing import Sent
@@ -26,6 +27,7 @@ _LAST, _OPENED = 1, 2
 class PushingRank(TokenRank):
     """Peers write into this rank's memory, and read it."""
 
+    transport: OneSidedTransport
     way = "rows pushed straight to their group at the owner"
     _matrix: torch.Tensor | None = None
     _matrices: Buffers | None = None

@@ -133,12 +133,12 @@ class WindowRank(TokenRank):
         self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
     ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
         yield from ()  # a generator, as for all ranks
-        self._signal("enter")
+        self._signal("acquire")
         if counts is None:
             return (self._rows, own), None
         lent = self._lent(own[0])
         share_counts(counts, self._matrices, self.me, self.me * self._each + (0 if lent is None else 1 + lent))
-        self._signal("meet", what)
+        self._signal("barrier", what)
         # Where a rank did not come, or asked for something else, what lies there are no counts, and no places.
         told = torch.where(self._window.failure.error == 0, self._matrices.tensors[self.me], 0)
         return (ChosenBuffers(self._places, told[:, -1]), own), told[:, :-1].contiguous()
@@ -158,7 +158,7 @@ class WindowRank(TokenRank):
             x, sent.rows, places, sent.groups, self.me, weights, None if weights is None else self._numbers,
             self.layout.most_padding,
         )  # fmt: skip
-        self._signal("meet", what + _LAST)
+        self._signal("barrier", what + _LAST)
         rows, numbers = self._rows.tensors[self.me], self._numbers.tensors[self.me]
         if take is not None:
             take(rows)
@@ -173,10 +173,10 @@ class WindowRank(TokenRank):
     ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
         yield from ()
         windows = [self._rows if values.dim() == 2 else self._numbers for values in given]
-        self._signal("enter")
+        self._signal("acquire")
         for values, window in zip(given, windows, strict=True):
             copy_rows(values.contiguous(), window.tensors[self.me], sent.groups.num_rows)
-        self._signal("meet", what)
+        self._signal("barrier", what)
         found = read(windows)
         self._leave(found)
         return found
@@ -191,6 +191,6 @@ class WindowRank(TokenRank):
     def _leave(self, outs: Sequence[torch.Tensor]) -> None:
         """`outs` are overwritten if this rank has failed."""
         for out in outs[1:]:
-            self._windows.signal(self._window, "spoil", poison=out)
-        self._windows.signal(self._window, "leave", poison=outs[0])
+            self._windows.signal(self._window, "poison", poison=out)
+        self._windows.signal(self._window, "release", poison=outs[0])
         self._windows.check()

@@ -1,1 +1,1 @@
-"""Transports: where ranks meet, and how bytes get from one to another."""
+"""Transports: how ranks synchronise and move bytes from one to another."""

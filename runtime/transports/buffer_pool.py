@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...kernels import on_device
-from .symmetric_memory.window import WindowedTransport
+from .base import WindowedTransport
 
 
 class LendingTransport(WindowedTransport, Protocol):

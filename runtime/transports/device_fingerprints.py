@@ -1,4 +1,4 @@
-"""Agreement of ranks whose backend has no tags: a word beside each message, compared on the receiver's device."""
+"""Comparison of fingerprints on the device, for backends without message tags (NCCL)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from ...kernels import Failure, WordComparison, pack
 
 
-class WordCheck:
-    """What a rank sends beside its messages, and what it makes of the words that come.
+class DeviceFingerprints:
+    """Fingerprints that are sent with each message and compared on the receiver's device.
 
-    The host waits for nothing: it learns of words that differ when it next asks. What came with them, and all that
-    comes later, is overwritten on the device.
+    The host does not wait: it learns of a mismatch when it calls `mismatch`. On the device, the data that was received
+    with a different fingerprint, and all data received later, is overwritten at once.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -23,33 +23,33 @@ class WordCheck:
         self._compare = WordComparison(codes, self._failure)
         self._none = torch.empty(0, dtype=torch.int64, device=device)
 
-    def words(self, expected: int) -> torch.Tensor:
-        """int64 [world size]: this rank's word, which it sends from its own place, and room for the others'. Where no
-        word comes stands what is expected."""
+    def new(self, expected: int) -> torch.Tensor:
+        """int64 [world size], filled with the expected fingerprint: a rank sends the element of its own rank, and
+        receives those of its peers into theirs."""
         return torch.full((self.size,), expected, dtype=torch.int64, device=self.device)
 
-    def compare(self, words: torch.Tensor, expected: int, received: Sequence[torch.Tensor]) -> None:
-        """Overwrite what was received, flat bytes, where a rank's word is another, or one was before."""
+    def compare(self, fingerprints: torch.Tensor, expected: int, received: Sequence[torch.Tensor]) -> None:
+        """Enqueue a comparison, which overwrites `received` (flat bytes) after the first mismatch."""
         for out in _merged(received) or [self._none]:
-            self._compare(words, expected, out)
-            words = self._none
+            self._compare(fingerprints, expected, out)
+            fingerprints = self._none
 
-    def disagrees(self) -> int | None:
-        """The peer whose word differed, as far as the host knows."""
+    def mismatch(self) -> int | None:
+        """The peer with another fingerprint, as far as the host knows; None if there is none."""
         code = self._failure.read()
         return None if code is None else code.peer
 
 
 def _merged(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat bytes, those that follow each other in one piece of memory together."""
-    found: list[torch.Tensor] = []
+    """Flat byte tensors, with adjacent ones of one storage merged."""
+    merged: list[torch.Tensor] = []
     for buffer in sorted((b for b in buffers if b.numel()), key=torch.Tensor.data_ptr):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and last.data_ptr() + last.numel() == buffer.data_ptr() and _share(last, buffer):
-            found[-1] = last.as_strided((last.numel() + buffer.numel(),), (1,))
+            merged[-1] = last.as_strided((last.numel() + buffer.numel(),), (1,))
         else:
-            found.append(buffer)
-    return found
+            merged.append(buffer)
+    return merged
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

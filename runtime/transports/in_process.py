@@ -1,4 +1,4 @@
-"""A transport of virtual ranks in one process on one device."""
+"""A transport of simulated ranks in one process on one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import DisagreementError
-from .policies import node_of
+from .policies import assumed_node
 from .requests import (
     AllGather,
     AllReduce,
@@ -32,17 +32,23 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class InProcessTransport:
-    """Peers are plain buffers of this process. With `one_sided=False` ranks send and receive, as over a network, except
-    to those of their node if there are nodes; with a `backend` any of them have a process group of it."""
+    """A transport whose ranks are run by `run_all`, with plain tensors as the buffers of peers.
+
+    Args:
+        one_sided: ranks write output each other's buffers; if False, they send and receive.
+        backend: with `one_sided=False`, any ranks have a process group with this backend.
+        node_size: with `one_sided=False`, ranks of nodes of this size still write output each other's buffers.
+    """
 
     recycles = False
     windows = None
+    answer = None  # `run_all` answers the requests of all ranks
 
     def __init__(self, one_sided: bool = True, backend: str | None = None, node_size: int | None = None) -> None:
         self.one_sided, self.backend, self.node_size = one_sided, backend or "", node_size
 
     def node_of(self, rank: int) -> int:
-        return node_of(rank, self.one_sided, self.node_size)
+        return assumed_node(rank, self.one_sided, self.node_size)
 
     def group_order(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         return tuple(ranks) if self.backend else None
@@ -73,42 +79,44 @@ class InProcessTransport:
 
 
 def run_all(runs: Mapping[int, Generator[CommRequest, Any, Any]]) -> dict[int, Any]:
-    """Each rank goes on as soon as its peers have posted what it waits for; their outputs.
+    """Run all ranks: each continues as soon as its peers have posted what it waits for. Returns the outputs by rank.
 
     Raises:
-        DisagreementError: ranks meet at different points, expect other sizes than are sent, or wait for each other.
+        DisagreementError: ranks exchange at different points of a program, expect other sizes than are sent, or wait
+            for each other.
     """
     outputs: dict[int, Any] = {}
     posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)  # from one rank to another
     waiting: dict[int, CommRequest] = {}
 
-    def go_on(rank: int, reply: Any) -> None:
+    def resume(rank: int, result: Any) -> None:
         try:
-            waiting[rank] = runs[rank].send(reply)
+            waiting[rank] = runs[rank].send(result)
         except StopIteration as end:
             outputs[rank] = end.value
             return
         _post(rank, waiting[rank], posted)
 
     for rank in runs:
-        go_on(rank, None)
+        resume(rank, None)
     while waiting:
         ready = [r for r, request in waiting.items() if all(posted[peer, r] for peer in _awaited(request, r))]
         if not ready:
             raise DisagreementError(f"ranks {sorted(waiting)} wait for peers that post nothing more")
         for rank in ready:
-            # What a request holds is let go before the rank goes on.
-            go_on(rank, _answered(rank, waiting.pop(rank), posted))
+            # The request, and the tensors it holds, are released before the rank continues.
+            resume(rank, _answered(rank, waiting.pop(rank), posted))
     return outputs
 
 
 def _awaited(request: CommRequest, rank: int) -> list[int]:
     if isinstance(request, HierarchicalExchange):
-        return _awaited(request.transfer, rank) + _awaited(request.meet, rank)
+        assert request.barrier is not None
+        return _awaited(request.transfer, rank) + _awaited(request.barrier, rank)
     if isinstance(request, Barrier):
         return list(request.peers)
     if isinstance(request, Collective):
-        return [peer for peer in request.group if peer != rank]  # also those that send nothing
+        return [peer for peer in request.group if peer != rank]  # including those that send nothing
     return list(dict.fromkeys(peer for peer, _ in request.receives))
 
 
@@ -136,7 +144,8 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
     if isinstance(request, HierarchicalExchange):
         _post(rank, request.transfer, posted)
         request.push()
-        _post(rank, request.meet, posted)
+        assert request.barrier is not None
+        _post(rank, request.barrier, posted)
         return
     if isinstance(request, Barrier):
         for peer in request.peers:
@@ -154,25 +163,26 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
 def _answered(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[Any]]) -> Any:
     if isinstance(request, HierarchicalExchange):
         _answered(rank, request.transfer, posted)
-        return _answered(rank, request.meet, posted)
+        assert request.barrier is not None
+        return _answered(rank, request.barrier, posted)
     own = [rank] if isinstance(request, Collective) else []
-    came = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
-    for peer, (fingerprint, _) in came.items():
+    received = {peer: posted[peer, rank].popleft() for peer in (*_awaited(request, rank), *own)}
+    for peer, (fingerprint, _) in received.items():
         if fingerprint != request.fingerprint:
-            raise DisagreementError(f"rank {rank} met rank {peer} at another point of the program")
+            raise DisagreementError(f"rank {rank} and rank {peer} are at different points of the program")
     if isinstance(request, Barrier):
-        return [came[peer][1] for peer in request.peers]
+        return [received[peer][1] for peer in request.peers]
     if isinstance(request, ReduceScatter | AllReduce):
-        into = request.receives if isinstance(request, ReduceScatter) else request.values
-        terms = [term for peer in request.group for term in came[peer][1]]
-        if len(terms) != len(request.group) or any(t.shape != into.shape or t.dtype != into.dtype for t in terms):
-            raise DisagreementError(f"rank {rank} expects {into.numel()} values of ranks {request.group} each")
-        into.copy_(reduce(_OPS[request.op], terms))
+        output = request.receives if isinstance(request, ReduceScatter) else request.values
+        terms = [term for peer in request.group for term in received[peer][1]]
+        if len(terms) != len(request.group) or any(t.shape != output.shape or t.dtype != output.dtype for t in terms):
+            raise DisagreementError(f"rank {rank} expects {output.numel()} values of ranks {request.group} each")
+        output.copy_(reduce(_OPS[request.op], terms))
         return None
     for peer, buffer in _receives(request):
-        sent = came[peer][1].pop(0) if isinstance(came[peer][1], list) and came[peer][1] else None
+        sent = received[peer][1].pop(0) if isinstance(received[peer][1], list) and received[peer][1] else None
         if sent is not None and isinstance(request, AllToAll):
-            buffer = buffer[: sent.numel()]  # there may be room for more
+            buffer = buffer[: sent.numel()]  # the receive size is an upper bound
         if sent is None or sent.shape != buffer.shape:
             raise DisagreementError(
                 f"rank {rank} expects {buffer.numel()} bytes of rank {peer}, which sends something else"

@@ -1,7 +1,7 @@
-"""What a rank asks of its transport while a program runs: the executor yields it, transports and the simulator answer.
+"""Requests for communication: a program that runs yields them, and transports and the simulator answer them.
 
-Where nothing is asked after a request, its `output` is the tensor that the run returns: a caller may have it at once,
-and wait for it later.
+The `output` of a request is the tensor that the run returns, if no further request follows. A caller may receive this
+tensor at once and wait for it later.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 Address = Any
-"""What `Transport.address` makes of a buffer."""
+"""The address of a buffer, from `OneSidedTransport.address`."""
 
 
 class Barrier(NamedTuple):
-    """Wait until every peer has come to the same point. One-sided transports only.
+    """Wait until every peer has reached the same point. One-sided transports only.
 
-    Safe after it: peers' writes made before their own `Barrier` are visible here. The answer is one address per peer,
-    in the order of `peers`: of the buffer it offers, None if it offers none.
+    Writes that peers made before their own `Barrier` are visible afterwards. The result is a list with one address per
+    peer, in the order of `peers`: of the buffer that the peer offers, or None.
     """
 
     peers: tuple[int, ...]
     fingerprint: int
-    """Equal on all ranks that run the same point of the same request."""
+    """Equal on all ranks that are at the same point of the same request."""
     offer: Address | None
-    """The address of a buffer from `Transport.empty` that peers may write into from now on."""
+    """The address of a buffer from `OneSidedTransport.empty` that peers may write into from now on."""
     meanwhile: Callable[[], None] | None = None
-    """Work that no peer waits for: done between telling peers and waiting for them."""
+    """Called after peers have been notified and before waiting for them: work that no peer waits for."""
     output: torch.Tensor | None = None
 
 
 class Transfer(NamedTuple):
-    """Send flat byte tensors to some peers and fill flat byte tensors from others. Two-sided transports only."""
+    """Send flat byte tensors to peers and receive into flat byte tensors. Two-sided transports only."""
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
     fingerprint: int
-    """Equal on all ranks that run the same point of the same request, as of `Barrier`; of collectives as well."""
+    """As in `Barrier`; collectives have it as well."""
     output: torch.Tensor | None = None
     group: tuple[int, ...] | None = None
-    """The ranks of the process group whose members all exchange, in its order; None: some of everyone."""
+    """The ranks of the process group whose members all take part, in its order; None: some ranks of the world."""
 
 
 class HierarchicalExchange(NamedTuple):
-    """Exchange with ranks of other nodes and push to those of this one meanwhile. Transports that mix both only.
+    """Exchange messages with ranks of other nodes and push to ranks of this node. Hierarchical transports only.
 
-    The transfer begins; `push` writes into what the peers of `meet` have offered; then these meet, and both are waited
-    for. The answer is that of the meeting; it has no peers where they meet on the device.
+    The transfer starts first; `push` then writes into the buffers that the peers of `barrier` offered; then the ranks
+    of the node synchronise, and the transfer is awaited. The result is that of the barrier.
     """
 
     transfer: Transfer
     push: Callable[[], None]
-    meet: Barrier
+    barrier: Barrier | None
+    """None where the ranks of a node synchronise on the device."""
     output: torch.Tensor | None = None
 
 
 HEADER = 16
-"""Bytes before the data of each message of an `AllToAll`, for the transport's own use."""
+"""Bytes before the data of each message of an `AllToAll`, used by the transport."""
 
 
 class AllToAll(NamedTuple):
-    """Every rank of a process group sends some bytes to every other. Two-sided transports only, as the collectives
-    below.
+    """Every rank of a process group sends bytes to every other rank. Two-sided transports only, as all collectives.
 
-    Buffers are flat bytes, in the order of `group`; sizes are bytes for each rank of it, 0 for this one. They include a
-    header. What is received may be shorter than there is room for, so that nothing of another request is too long.
+    Buffers are flat bytes in the order of `group`. Sizes are bytes per rank of the group, including the header; 0 for
+    this rank. A receive size is an upper bound, so that a message of another request always fits.
     """
 
     group: tuple[int, ...]
@@ -79,7 +79,7 @@ class AllToAll(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """Every rank of a process group sends the same number of bytes to all; `receives` has them in its order.
+    """Every rank of a process group sends the same number of bytes to all; `receives` holds them in group order.
 
     Buffers are flat bytes.
     """
@@ -92,7 +92,7 @@ class AllGather(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    """`sends` has a term for each rank of a process group, in its order; each gets the reduced one that is its own."""
+    """`sends` holds one term for each rank of a process group, in its order; each rank receives its reduced term."""
 
     group: tuple[int, ...]
     sends: torch.Tensor
@@ -103,7 +103,7 @@ class ReduceScatter(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """Flat values, a term on every rank of a process group, reduced in place on all of them."""
+    """Reduce a flat tensor over the ranks of a process group, in place on all of them."""
 
     group: tuple[int, ...]
     values: torch.Tensor
@@ -117,6 +117,6 @@ CommRequest = Barrier | Transfer | HierarchicalExchange | Collective
 
 
 class PendingCall(Protocol):
-    """A call whose last exchange has begun, and which a transport finishes before its next one."""
+    """An asynchronous call, which a transport finishes before its next one."""
 
     def finish(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which transport a set of ranks uses: by what they share, or by what is asked for."""
+"""Selection of the transport of a set of ranks: by what the ranks share, or as requested."""
 
 from __future__ import annotations
 
@@ -17,77 +17,79 @@ from ...errors import ArgumentError, UnsupportedError
 from ..cache import at_end_of_group, forget_dead_groups
 from ..environment import pretended_node_size, timeout_asked_for, transport_asked_for
 from ..statistics import stats
-from .hierarchical import HierarchicalTransport, InsideNodes
+from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
 from .policies import BACKENDS
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, settings
-from .shared_memory.transport import SharedMemoryTransport, machine_name, why_not_here
+from .shared_memory.transport import SharedMemoryTransport, machine_name, why_unsupported
 from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
 from .symmetric_memory.transport import SymmetricMemoryTransport
 
-AnyTransport = SharedMemoryTransport | ProcessGroupTransport | HierarchicalTransport | SymmetricMemoryTransport
+AnyHierarchical = HierarchicalSharedMemoryTransport | HierarchicalSymmetricMemoryTransport
+AnyTransport = SharedMemoryTransport | ProcessGroupTransport | SymmetricMemoryTransport | AnyHierarchical
 NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
-_GRACE = 2.0  # seconds, for peers that have not begun yet what this rank has when it destroys the group
+_GRACE = 2.0  # seconds, for peers that have not started a call that is pending when this rank destroys the group
 
 
-def check_name(asked: object) -> None:
+def check_name(requested: object) -> None:
     """
     Raises:
-        ArgumentError: no transport has this name; None is none asked for.
+        ArgumentError: `requested` is neither None nor in `NAMES`.
     """
-    if asked is not None and (not isinstance(asked, str) or asked not in NAMES):
-        raise ArgumentError(f"transport: {asked!r} is not known; allowed: {', '.join(NAMES)}")
+    if requested is not None and (not isinstance(requested, str) or requested not in NAMES):
+        raise ArgumentError(f"transport: {requested!r} is not known; allowed: {', '.join(NAMES)}")
 
 
 def choose_transport(
-    asked: str | None,
+    requested: str | None,
     ranks: Sequence[int],
-    here: int,
+    rank: int,
     node_of: Callable[[int], Hashable],
     *,
     no_memory: str | None,
     no_messages: str | None,
     node_size: int | None,
 ) -> tuple[str, str]:
-    """The transport of `ranks`, one of `NAMES` or "hierarchical symmetric_memory", and why.
+    """The name of the transport of `ranks`, one of `NAMES` or "hierarchical symmetric_memory", and the reason.
+
+    This starts nothing and communicates with no rank, so that `doctor` uses it as well.
 
     Args:
-        asked: for a transport, by argument or environment; None: by what the ranks share.
-        here: the rank that asks.
-        node_of: of a rank, what is equal for ranks that reach each other's memory. Called only where it matters.
-        no_memory: why no ranks at all reach each other's memory, in the way that the transport asked for wants; or
-            None.
-        no_messages: why no messages go between nodes; or None.
-        node_size: what SHARDWEAVE_NODE_SIZE pretends, if anything: for what is said.
+        requested: by argument or environment; None: selected by what the ranks share.
+        rank: this rank.
+        node_of: returns a key that is equal for ranks that reach each other's memory. Called only if it matters.
+        no_memory: the reason why no ranks reach each other's memory, for the requested transport; or None.
+        no_messages: the reason why nodes cannot exchange messages; or None.
+        node_size: the value of SHARDWEAVE_NODE_SIZE, if it is set, for the reason.
 
     Raises:
-        ArgumentError: an unknown transport.
-        UnsupportedError: the transport asked for cannot carry these ranks.
+        ArgumentError: `requested` is not in `NAMES`.
+        UnsupportedError: the transport cannot carry these ranks.
     """
-    check_name(asked)
+    check_name(requested)
     pretended = f", by SHARDWEAVE_NODE_SIZE={node_size}" if node_size else ""
 
     def refused(why: str, allowed: str) -> UnsupportedError:
-        return UnsupportedError(f"transport: {asked} cannot carry ranks {tuple(ranks)}: {why}; allowed: {allowed}")
+        return UnsupportedError(f"transport: {requested} cannot carry ranks {tuple(ranks)}: {why}; allowed: {allowed}")
 
-    def several(inside: str) -> None:
+    def check_messages(inside: str) -> None:
         if no_messages:
             raise UnsupportedError(f"transport: {inside} is of several nodes, and between them: {no_messages}")
 
-    if asked == "process_group":
+    if requested == "process_group":
         return "process_group", "asked for"
     if no_memory:
-        if asked:
+        if requested:
             raise refused(no_memory, "process_group")
         return "process_group", no_memory
-    nodes = [node_of(rank) for rank in ranks]
+    nodes = [node_of(r) for r in ranks]
     count = len(set(nodes))
-    if asked == "symmetric_memory":
-        # Asked for only. On GPUs that reach each other it is meant to be the default, once a GPU has proved it; on
-        # CPUs pushing into the outputs themselves copies less.
+    if requested == "symmetric_memory":
+        # Only on request. It is meant to become the default for GPUs that reach each other once it is proven there; on
+        # CPUs, pushing into the outputs copies less.
         if count == 1:
             return "symmetric_memory", "asked for"
-        several("symmetric_memory")
+        check_messages("symmetric_memory")
         return "hierarchical symmetric_memory", "asked for"
     if count == 1:
         name, why = "shared_memory", f"all ranks are on this machine{pretended}"
@@ -95,18 +97,18 @@ def choose_transport(
         name, why = "hierarchical", f"{len(ranks)} ranks are on {count} machines{pretended}"
     else:
         name, why = "process_group", f"each rank is on another machine{pretended}"
-    if asked == "shared_memory" and count > 1:
-        elsewhere = next(rank for rank, node in zip(ranks, nodes, strict=True) if node != node_of(here))
-        raise refused(f"rank {elsewhere} is on another machine{pretended}", name)
-    if asked:
-        name, why = asked, "asked for"
+    if requested == "shared_memory" and count > 1:
+        remote = next(r for r, node in zip(ranks, nodes, strict=True) if node != node_of(rank))
+        raise refused(f"rank {remote} is on another machine{pretended}", name)
+    if requested:
+        name, why = requested, "asked for"
     if name == "hierarchical":
-        several("shared_memory")
+        check_messages("shared_memory")
     return name, why
 
 
 class Transports:
-    """The transports of one default process group, started when first needed."""
+    """The transports of a default process group, each created on first use."""
 
     def __init__(self) -> None:
         c10d: Any = dist.distributed_c10d
@@ -115,43 +117,43 @@ class Transports:
         self.timeout = _timeout(self.group)
         store = dist.PrefixStore("shardweave", c10d._get_default_store())
         self._node_size = pretended_node_size()
-        here = weakref.ref(self)  # what the transports hold as well must not hold them
+        this = weakref.ref(self)  # the rendezvous, which the transports hold, must not hold them
 
         def is_gone(rank: int) -> bool:
-            transports = here()
+            transports = this()
             return transports is not None and transports._is_gone(rank)
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
         if platform.system() == "Linux":
-            # So that peers can tell who shares memory. The store of a fake group keeps nothing.
+            # Peers read this to find ranks that share memory. The store of a fake group keeps nothing.
             with suppress(RuntimeError):
                 store.set(_machine_key(self.rank), f"{machine_name()} {self._node_size or 0}")
-        self._shared: SharedMemoryTransport | None = None
-        self._collectives: dict[str, ProcessGroupTransport] = {}
-        self._symmetric: dict[str, SymmetricMemoryTransport] = {}
-        self._mixed: dict[tuple[object, str], HierarchicalTransport] = {}
+        self._shared_memory_transport: SharedMemoryTransport | None = None
+        self._process_groups: dict[str, ProcessGroupTransport] = {}
+        self._symmetric_memory_transports: dict[str, SymmetricMemoryTransport] = {}
+        self._hierarchical: dict[tuple[str, str], AnyHierarchical] = {}
         self._nodes: dict[int, Hashable] = {}
         self._obstacles: dict[str, str | None] = {}
         self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyTransport, str]] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
     def finish(self) -> None:
-        """Finish what has begun, which nobody may ever wait for: the group has ended, and peers come now or never."""
-        for transport in (self._shared, *self._symmetric.values()):
+        """Finish asynchronous calls that may never be waited for, because the group has ended."""
+        for transport in (self._shared_memory_transport, *self._symmetric_memory_transports.values()):
             if transport is not None and transport.pending is not None:
                 transport.timeout = min(transport.timeout, _GRACE)
-                with suppress(Exception):  # it is kept for who uses the tensor; messages fail as torch says
+                with suppress(Exception):  # the error is raised when the tensor is used
                     transport.pending.finish()
 
     def number_dispatcher(self, ranks: tuple[int, ...]) -> int:
-        """Of a new token dispatcher of these ranks: its number among theirs, alike on all that make them alike."""
+        """The number of a new token dispatcher of these ranks, equal on all that create theirs in the same order."""
         self._dispatchers[ranks] += 1
         return self._dispatchers[ranks]
 
-    def why_not_backend(self, device_type: str, asked: str | None) -> str | None:
-        """Why the group cannot carry programs on devices of a type in the transport asked for, or None."""
-        if (asked or transport_asked_for()) == "symmetric_memory":
-            # Not through the group's backend, unless there are nodes: that is seen when the transport is chosen.
+    def why_not_backend(self, device_type: str, requested: str | None) -> str | None:
+        """The reason why the group cannot exchange data on a device type with the requested transport; or None."""
+        if (requested or transport_asked_for()) == "symmetric_memory":
+            # It uses the backend only between nodes, which `choose` checks.
             return "world size 1" if self.size == 1 else None
         if device_type not in self._obstacles:
             self._obstacles[device_type] = self._find_obstacle(device_type)
@@ -171,97 +173,97 @@ class Transports:
         return None
 
     def _backend(self, device_type: str) -> str:
-        # Asked of the device: a group that was made without naming a backend has one for each.
+        # By device: a group that was created without naming a backend has one for each device type.
         return self.group._get_backend(torch.device(device_type)).name()
 
-    def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[AnyTransport, str]:
-        """The transport for `ranks` and why. All of `ranks` come to the same answer, from what each posted when it
-        started.
+    def choose(self, ranks: tuple[int, ...], device: torch.device, requested: str | None) -> tuple[AnyTransport, str]:
+        """The transport of `ranks` and the reason. All of `ranks` choose the same, by what each published at its start.
 
         Raises:
-            ArgumentError: an unknown transport.
-            UnsupportedError: the transport asked for cannot carry these ranks.
+            ArgumentError: `requested` is not in `NAMES`.
+            UnsupportedError: the requested transport cannot carry these ranks.
         """
-        asked = asked or transport_asked_for()
-        check_name(asked)
-        key = (ranks, str(device) if asked == "symmetric_memory" else device.type, asked)
-        found = self._chosen.get(key)
-        if found is None:
+        requested = requested or transport_asked_for()
+        check_name(requested)
+        key = (ranks, str(device) if requested == "symmetric_memory" else device.type, requested)
+        chosen = self._chosen.get(key)
+        if chosen is None:
             name, why = choose_transport(
-                asked, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, asked),
+                requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
                 no_messages=self._find_obstacle(device.type), node_size=self._node_size,
             )  # fmt: skip
-            found = self._chosen[key] = self._transport(name, device), why
+            chosen = self._chosen[key] = self._transport(name, device), why
             stats().transports[ranks] = f"{name}: {why}"
-        return found
+        return chosen
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""
-        if self._shared is not None and self._shared.has_died(rank):
+        if self._shared_memory_transport is not None and self._shared_memory_transport.has_died(rank):
             return True
-        return self._find_obstacle("cpu") is None and self._collective("cpu").is_gone(rank)
+        return self._find_obstacle("cpu") is None and self._process_group("cpu").is_gone(rank)
 
     def nodes_of(self, ranks: Sequence[int]) -> list[Hashable]:
-        """The node of each rank. All of `ranks` ask."""
+        """The node of each rank. Waits until all of `ranks` have published theirs."""
         return [self._node_of(rank) for rank in ranks]
-
-    def _symmetric_on(self, device: torch.device) -> SymmetricMemoryTransport:
-        found = self._symmetric.get(device.type)
-        if found is None:
-            store = dist.PrefixStore(f"symmetric/{device.type}", self.rendezvous.store)
-            on_cpu = device.type == "cpu"
-            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
-            found = SymmetricMemoryTransport(self.rank, self.size, self.timeout, provider, self.rendezvous)
-            self._symmetric[device.type] = found
-        if found.provider.device != device:
-            raise UnsupportedError(
-                f"transport: symmetric has the memory of rank {self.rank} on {found.provider.device}; tensors are on "
-                f"{device}; allowed: one device for each rank"
-            )
-        return found
-
-    def _mixing(self, inside: InsideNodes, device_type: str) -> HierarchicalTransport:
-        across = self._collective(device_type)
-        key = inside, across.backend
-        if key not in self._mixed:
-            self._mixed[key] = HierarchicalTransport(inside, across, self._nodes)
-        return self._mixed[key]
 
     def _transport(self, name: str, device: torch.device) -> AnyTransport:
         if name == "shared_memory":
             return self._shared_memory()
-        if name == "process_group":
-            return self._collective(device.type)
         if name == "symmetric_memory":
-            return self._symmetric_on(device)
-        return self._mixing(
-            self._shared_memory() if name == "hierarchical" else self._symmetric_on(device), device.type
-        )
+            return self._symmetric_memory(device)
+        across = self._process_group(device.type)
+        if name == "process_group":
+            return across
+        inside = self._shared_memory() if name == "hierarchical" else self._symmetric_memory(device)
+        key = name, device.type
+        if key not in self._hierarchical:
+            self._hierarchical[key] = (
+                HierarchicalSharedMemoryTransport(inside, across, self._nodes)
+                if isinstance(inside, SharedMemoryTransport)
+                else HierarchicalSymmetricMemoryTransport(inside, across, self._nodes)
+            )
+        return self._hierarchical[key]
 
     def _shared_memory(self) -> SharedMemoryTransport:
-        if self._shared is None:
-            self._shared = SharedMemoryTransport(self.rank, self.size, self.timeout, self.rendezvous)
-        return self._shared
+        if self._shared_memory_transport is None:
+            self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, self.timeout, self.rendezvous)
+        return self._shared_memory_transport
 
-    def _collective(self, device_type: str) -> ProcessGroupTransport:
+    def _symmetric_memory(self, device: torch.device) -> SymmetricMemoryTransport:
+        transport = self._symmetric_memory_transports.get(device.type)
+        if transport is None:
+            store = dist.PrefixStore(f"symmetric/{device.type}", self.rendezvous.store)
+            on_cpu = device.type == "cpu"
+            provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
+            transport = SymmetricMemoryTransport(self.rank, self.size, self.timeout, provider, self.rendezvous)
+            self._symmetric_memory_transports[device.type] = transport
+        if transport.provider.device != device:
+            raise UnsupportedError(
+                f"transport: symmetric_memory has the memory of rank {self.rank} on {transport.provider.device}; "
+                f"tensors are on {device}; allowed: one device for each rank"
+            )
+        return transport
+
+    def _process_group(self, device_type: str) -> ProcessGroupTransport:
         backend = self._backend(device_type)
-        if backend not in self._collectives:
-            self._collectives[backend] = ProcessGroupTransport(
+        if backend not in self._process_groups:
+            self._process_groups[backend] = ProcessGroupTransport(
                 self.rank, self.size, self.timeout, backend, self.rendezvous
             )
-        return self._collectives[backend]
+        return self._process_groups[backend]
 
     def _node_of(self, rank: int) -> Hashable:
-        """
+        """The machine and pretended node of a rank.
+
         Raises:
-            ArgumentError: the rank takes nodes to be of another size.
+            ArgumentError: SHARDWEAVE_NODE_SIZE differs on that rank.
         """
         if rank not in self._nodes:
             machine, size = self.rendezvous.read(_machine_key(rank), rank).split()
             if int(size) != (self._node_size or 0):
-                here, there = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
+                own, other = (f"{n}" if n else "not set" for n in (self._node_size, int(size)))
                 raise ArgumentError(
-                    f"SHARDWEAVE_NODE_SIZE: {here} on rank {self.rank}, {there} on rank {rank}; allowed: one for all"
+                    f"SHARDWEAVE_NODE_SIZE: {own} on rank {self.rank}, {other} on rank {rank}; allowed: one for all"
                 )
             self._nodes[rank] = machine, rank // self._node_size if self._node_size else 0
         return self._nodes[rank]
@@ -271,15 +273,16 @@ def _machine_key(rank: int) -> str:
     return f"machine/{rank}"
 
 
-def why_no_memory(device: torch.device, asked: str | None) -> str | None:
-    """Why no ranks at all reach each other's memory for tensors on `device`, in the transport asked for, or None."""
+def why_no_memory(device: torch.device, requested: str | None) -> str | None:
+    """The reason why no ranks reach each other's memory for tensors on `device` by the requested transport; or
+    None."""
     if device.type == "cpu":
-        return why_not_here()
-    return why_no_symmetric_memory(device) if asked == "symmetric_memory" else f"tensors are on {device.type}"
+        return why_unsupported()
+    return why_no_symmetric_memory(device) if requested == "symmetric_memory" else f"tensors are on {device.type}"
 
 
 def _timeout(group: Any) -> float:
-    """Seconds that a wait may take: those asked for, else the group's own."""
+    """Seconds that a wait may take: SHARDWEAVE_TIMEOUT, or the timeout of the group."""
     seconds = timeout_asked_for()
     if seconds is not None:
         return seconds
@@ -297,7 +300,7 @@ settings["SHARDWEAVE_TRANSPORT"] = _from_environment("SHARDWEAVE_TRANSPORT")
 settings["SHARDWEAVE_NODE_SIZE"] = _from_environment("SHARDWEAVE_NODE_SIZE")
 
 
-_transports: list[Transports] = []  # of the default process group that is alive
+_transports: list[Transports] = []  # of the current default process group, if any
 
 
 def _end_transports() -> None:
@@ -309,10 +312,10 @@ at_end_of_group(_end_transports)
 
 
 def current_transports() -> Transports:
-    """The transports of the default process group that is alive now.
+    """The transports of the current default process group.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: torch.distributed is not initialised.
     """
     if not dist.is_initialized():
         raise UnsupportedError("torch.distributed is not initialised; call init_process_group first")
@@ -322,12 +325,13 @@ def current_transports() -> Transports:
     return _transports[0]
 
 
-def tell_settings() -> None:
-    """Let ranks that wait for this one know its settings, if there is a process group."""
+def publish_settings() -> None:
+    """Publish this rank's settings for warnings of its peers, if there is a process group."""
     if dist.is_initialized():
-        current_transports().rendezvous.tell_settings()
+        current_transports().rendezvous.publish_settings()
 
 
-def why_not_backend(device: torch.device, asked: str | None = None) -> str | None:
-    """Why the default process group cannot carry programs on `device` in the transport asked for, or None."""
-    return current_transports().why_not_backend(device.type, asked)
+def why_not_backend(device: torch.device, requested: str | None = None) -> str | None:
+    """The reason why the default process group cannot exchange tensors on `device` by the requested transport; or
+    None."""
+    return current_transports().why_not_backend(device.type, requested)

@@ -1,4 +1,4 @@
-"""Streams of devices: calls in one order, and calls beside what their process computes."""
+"""CUDA streams: one order for all calls of a process, and a side stream for asynchronous calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 captured: set[object] = set()
-"""What graphs read when they are replayed, whatever is forgotten meanwhile: nothing tells when a graph is gone."""
+"""Objects that captured graphs read when they are replayed. Kept for good: there is no notice when a graph is freed."""
 
 
 class StreamOrder:
-    """Calls of one process on one device in one order, whichever streams they are made on: windows, counts and tables
-    on the device are shared."""
+    """Orders the calls of a process on a device, whichever streams they are made on, because they share windows,
+    counters and tables."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
@@ -23,23 +23,23 @@ class StreamOrder:
         self._raw = 0
 
     def join(self, owner: object = None) -> None:
-        """Have the current stream wait for the last call's, if that was another.
+        """Make the current stream wait for the stream of the last call.
 
-        Where it is being captured nothing is waited for, since who replays a graph orders it; and `owner`, who has what
-        the call reads, lives on.
+        During a capture it does not wait, because the replays of a graph are ordered by the user; `owner`, which holds
+        what the call reads, is then kept for good.
         """
         if torch.cuda.is_current_stream_capturing():
             captured.add(owner)
             return
-        raw = torch._C._cuda_getCurrentRawStream(self._index)  # what `current_stream` wraps in an object
+        raw = torch._C._cuda_getCurrentRawStream(self._index)  # what `torch.cuda.current_stream` wraps in an object
         if raw != self._raw or self._last is None:
             current = torch.cuda.current_stream(self._index)
             if self._last is not None:
                 current.wait_stream(self._last)
             self._last, self._raw = current, raw
 
-    def went_on(self, stream: Any) -> None:
-        """The last call was carried out on another stream than it was made on."""
+    def moved_to(self, stream: Any) -> None:
+        """Record that the last call ran on `stream` instead of the stream that it was made on."""
         if not torch.cuda.is_current_stream_capturing():
             self._last, self._raw = stream, stream.cuda_stream
 
@@ -48,22 +48,22 @@ _orders: dict[torch.device, StreamOrder] = {}
 
 
 def order_on(device: torch.device) -> StreamOrder | None:
-    """The one of a device; None of CPUs."""
+    """The order of calls on a device; None for CPUs."""
     if device.type != "cuda":
         return None
     return _orders.setdefault(device, StreamOrder(device))
 
 
-def own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The current one; None on CPUs."""
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream of a device; None for CPUs."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class SideStream:
-    """A stream of its own for calls that are waited for later.
+    """A stream for asynchronous calls.
 
-    What a call reads and writes is known to both streams, so that its memory is not given away before both are done.
-    Calls of one transport are in one order: who begins the next one joins this stream first.
+    The tensors of a call are recorded on both streams, so that their memory is not reused before both are done. The
+    calls of a transport are in one order: the next call joins this stream first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,8 @@ class SideStream:
         self.stream = self._module.Stream(device) if self._on_device else self._module.Stream()
 
     def run(self, x: torch.Tensor, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """What `call` makes of `x`, and what makes the current stream of who calls it wait for that."""
+        """Run `call`, which reads `x`, on the side stream. Returns its output, and a function that makes the current
+        stream wait for it."""
         current = self._module.current_stream()
         self.stream.wait_stream(current)
         if self._on_device:
@@ -84,7 +85,7 @@ class SideStream:
         except BaseException:
             current.wait_stream(self.stream)
             raise
-        return out, partial(self._join, weakref.ref(out), done)  # nobody waits for what is gone
+        return out, partial(self._join, weakref.ref(out), done)  # an output that is gone needs no wait
 
     def _join(self, out: weakref.ref[torch.Tensor], done: Any) -> None:
         current = self._module.current_stream()

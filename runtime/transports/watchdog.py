@@ -1,4 +1,4 @@
-"""A thread that looks after waits inside of torch.distributed, which the waiting thread cannot leave by itself."""
+"""A thread that ends waits inside torch.distributed, which the waiting thread cannot leave by itself."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from ...errors import TransportError
-from .rendezvous import FIRST_LOOK, LongWait, Rendezvous
+from .rendezvous import FIRST_POLL, LongWait, Rendezvous
 
-_PERIOD = FIRST_LOOK / 2
+_PERIOD = FIRST_POLL / 2
 _IDLE_AFTER = 20  # periods without a wait
 
 
-class WaitWatcher:
-    """Between `began` and `ended` the thread looks for peers that will not come, and then ends the wait from outside.
+class Watchdog:
+    """Between `start` and `stop`, a thread checks whether the awaited peers have failed or make other calls. If so, it
+    ends the wait.
 
-    While no calls are made the thread sleeps; while waits are short it only wakes up now and then.
+    The thread sleeps while there are no calls, and wakes up rarely while waits are short.
 
     Args:
-        end_waits: makes every wait of this process raise.
+        end_waits: a method that makes every wait of this process raise.
 
     Attributes:
-        error: why the wait was ended.
+        error: why a wait was ended.
     """
 
     def __init__(self, rendezvous: Rendezvous, end_waits: Callable[[], None]) -> None:
@@ -34,11 +35,11 @@ class WaitWatcher:
         self._thread: threading.Thread | None = None
         self.error: TransportError | None = None
 
-    def began(self, late: Callable[[], Iterable[int]]) -> None:
-        """This rank waits from now on, for the peers that `late` gives whenever it is asked, by the thread. Peers that
-        have come may be in a later call, and are not among them."""
+    def start(self, peers: Callable[[], Iterable[int]]) -> None:
+        """A wait begins. The thread calls `peers` for the ranks that are still awaited: those that have arrived, which
+        may be in a later call, are not included."""
         self._serial += 1
-        self._awaited = late
+        self._awaited = peers
         if not self._busy.is_set():
             self._busy.set()
             if self._thread is None or not self._thread.is_alive():
@@ -47,22 +48,23 @@ class WaitWatcher:
                 )
                 self._thread.start()
 
-    def awaits(self, late: Callable[[], Iterable[int]]) -> None:
-        """The same wait goes on, for these."""
-        self._awaited = late
+    def update(self, peers: Callable[[], Iterable[int]]) -> None:
+        """The current wait continues, for these peers."""
+        self._awaited = peers
 
-    def ended(self) -> None:
+    def stop(self) -> None:
+        """The wait is over."""
         self._awaited = None
 
-    def look(self, serial: int, wait: LongWait | None) -> tuple[int, LongWait | None]:
-        """One round of the thread: the number of the wait that it saw, and what it knows of it."""
-        late, now = self._awaited, self._serial
-        if late is None or now != serial or wait is None:
+    def poll(self, serial: int, wait: LongWait | None) -> tuple[int, LongWait | None]:
+        """One round of the thread. Returns the serial number of the current wait and its `LongWait`, if any."""
+        peers, now = self._awaited, self._serial
+        if peers is None or now != serial or wait is None:
             if wait is not None:
-                wait.over()
-            return now, None if late is None else LongWait(self._rendezvous)
+                wait.close()
+            return now, None if peers is None else LongWait(self._rendezvous)
         try:
-            wait.look(late())
+            wait.poll(peers())
         except TransportError as error:
             if self._awaited is not None and self._serial == now:
                 self.error = error
@@ -73,29 +75,29 @@ class WaitWatcher:
         return now, wait
 
 
-def _watch(watcher: weakref.ref[WaitWatcher], busy: threading.Event) -> None:
+def _watch(watchdog: weakref.ref[Watchdog], busy: threading.Event) -> None:
     try:
-        _watch_on(watcher, busy)
+        _watch_loop(watchdog, busy)
     finally:
         busy.clear()  # the next wait starts another thread
 
 
-def _watch_on(watcher: weakref.ref[WaitWatcher], busy: threading.Event) -> None:
+def _watch_loop(watchdog: weakref.ref[Watchdog], busy: threading.Event) -> None:
     serial, idle = 0, 0
     wait: LongWait | None = None
     while True:
-        of = watcher()
-        if of is None:
+        instance = watchdog()
+        if instance is None:
             return
-        seen, wait = of.look(serial, wait)
+        seen, wait = instance.poll(serial, wait)
         idle = idle + 1 if wait is None and seen == serial else 0
         serial = seen
         if idle > _IDLE_AFTER:
             busy.clear()
-            if of._awaited is not None or of._serial != serial:  # it began in between
+            if instance._awaited is not None or instance._serial != serial:  # a wait has begun since
                 busy.set()
             idle = 0
-        del of
+        del instance
         if busy.is_set():
             time.sleep(_PERIOD)
         else:

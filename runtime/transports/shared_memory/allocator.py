@@ -1,4 +1,4 @@
-"""Blocks of memory that peers map, carved out of segments; what is free keeps its pages up to a limit."""
+"""An allocator of shared memory: pieces of segments, of which free ones keep their pages up to a limit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from .segments import NAMED_FOLDER, Segment
 
 MAX_SEGMENTS = 512
 _SEGMENT_BYTES = 64 << 20
-"""The least that a segment has. Its pages are there once they are in use."""
+"""The minimum size of a segment. Its pages are allocated on use."""
 _PAGE = mmap.PAGESIZE
 _CHECKED_EVERY = 16 << 20
-"""Bytes of new pages after which the machine's memory is looked at."""
+"""Bytes of new pages after which the machine's available memory is checked."""
 
 DEFAULT_LIMIT = 96 << 20
 _QUEUE = 8
-"""How many of the pieces that were returned may wait in the queue: the next call takes them from there, which costs
-less than the account of them."""
+"""The number of returned pieces that may stay in the queue, from which the next call takes them at less cost."""
 _LARGEST_QUEUED = 1 << 20
-"""Bytes of a piece that may wait there, if the limit is large beside the whole queue."""
+"""Bytes of a piece that may stay in the queue, if the limit is large compared to the whole queue."""
 
 
 def block_size(nbytes: int) -> int:
-    """Round up to a size class, at most an eighth above from a page on: blocks of a class are interchangeable."""
+    """Round up to a size class, by at most an eighth from one page on. Blocks of a class are interchangeable."""
     if nbytes <= _PAGE:
         return max(64, 1 << max(nbytes - 1, 0).bit_length())
     grain = max(_PAGE, 1 << (nbytes.bit_length() - 4))
@@ -38,12 +37,12 @@ def block_size(nbytes: int) -> int:
 
 
 class Piece:
-    """A place that a block has in a segment.
+    """A block of a segment.
 
     Attributes:
-        home: the free pieces of its class, the last one freed at the end.
-        pages: the whole page that it shares with others of its class; None: its pages are its own.
-        taken: on whole pages: the pieces on them that are in use.
+        home: the free pieces of its size class, the last one freed at the end.
+        pages: the page that it shares with other pieces of its class; None if it has pages of its own.
+        taken: of pages: the number of pieces on them that are in use.
     """
 
     __slots__ = ("__weakref__", "address", "home", "nbytes", "pages", "taken")
@@ -53,7 +52,7 @@ class Piece:
 
 
 class Gaps:
-    """Address ranges without pages. Those that touch are one; the smallest that is large enough is used first."""
+    """Address ranges without pages. Adjacent ranges are merged; the smallest sufficient range is used first."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []
@@ -74,14 +73,14 @@ class Gaps:
         insort(self._by_size, (nbytes, address))
 
     def take(self, nbytes: int) -> int | None:
-        """The start of a range of so many bytes, which is no gap any more; None if there is none."""
+        """Remove a range of `nbytes` and return its start; None if no gap is large enough."""
         at = bisect_left(self._by_size, (nbytes, 0))
         if at == len(self._by_size):
             return None
-        found, address = self._by_size[at]
+        size, address = self._by_size[at]
         self._remove(address)
-        if found > nbytes:
-            self.add(address + nbytes, found - nbytes)
+        if size > nbytes:
+            self.add(address + nbytes, size - nbytes)
         return address
 
     def has(self, address: int, nbytes: int) -> bool:
@@ -89,7 +88,7 @@ class Gaps:
         return self._sizes.get(address) == nbytes
 
     def drop(self, address: int) -> None:
-        """Forget a gap: its addresses are no longer mapped."""
+        """Remove a gap whose addresses are no longer mapped."""
         self._remove(address)
 
     def _remove(self, address: int) -> int:
@@ -100,28 +99,28 @@ class Gaps:
 
 
 class Allocator:
-    """Pieces of growing segments. While it is open, an index and an offset name a place for ever.
+    """Allocates pieces of segments. As long as it is open, the index of a segment and an offset address the same place.
 
-    Pages are in one of three states: under pieces in use; under free pieces, of which the least recently used go back
-    where there are more than the limit allows; or not there (`Gaps`). A piece is used again for its own size class, cut
-    where the next larger free one is at most twice as large, and becomes part of a gap, of which any size is made, when
-    its pages go back.
+    Pages are in one of three states: in use; free, where the least recently used ones are returned to the system if
+    they exceed the limit; or not allocated (`Gaps`). A free piece is reused for its own size class, is cut to size if
+    it is of the next larger class and at most twice as large, and becomes part of a gap, which serves any size, when
+    its pages are returned.
 
-    Pieces come back on any thread, in the middle of anything (`Block.__del__`): they are queued, and who has the lock,
-    or gets it, takes them back. A few small ones stay in the queue, and count as allocated.
+    Pieces are returned on any thread at any time (`Block.__del__`): they are queued, and the thread that holds the lock
+    or can take it processes the queue. A few small pieces stay in the queue and count as allocated.
 
     Attributes:
-        allocated: bytes under pieces in use, whole pages.
-        free: bytes of other pages that are kept.
-        ready: bytes of `allocated` under buffers that are kept for peers between calls; the limit counts them as free.
-        limit: bytes of `free` and `ready` together; None: DEFAULT_LIMIT, or of `free` as much as is allocated.
+        allocated: bytes of pages in use.
+        free: bytes of free pages that are kept.
+        ready: bytes of `allocated` in receive buffers that are kept between calls; the limit counts them as free.
+        limit: of `free` and `ready` together, in bytes; None: DEFAULT_LIMIT, or as much `free` as `allocated`.
     """
 
     def __init__(self, name: str, named: bool, limit: int | None) -> None:
         self.name, self.named = name, named
         self.segments: list[Segment] = []
         self.allocated = self.free = self.ready = 0
-        self.returned: deque[Piece | None] = deque()  # None: the limit is to be looked at
+        self.returned: deque[Piece | None] = deque()  # None: check the limit
         self._idle: dict[int, deque[Piece]] = {}
         self._kept: OrderedDict[Piece, None] = OrderedDict()  # whole pages, the least recently used first
         self._gaps = Gaps()
@@ -136,19 +135,19 @@ class Allocator:
         return self._idle.setdefault(size, deque())
 
     def take(self, idle: deque[Piece], size: int) -> Piece:
-        """A piece of a size class, of which `idle` are those that are free.
+        """Allocate a piece of a size class, whose free pieces are `idle`.
 
         Raises:
-            TransportError: no room for it.
+            TransportError: there is not enough shared memory.
         """
         if self.returned:
             try:
                 last = self.returned.pop()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took it
                 last = None
             if last is not None:
                 if last.home is idle:
-                    return last  # it never was counted as free
+                    return last  # it was never counted as free
                 self.returned.append(last)
         with self._lock:
             piece = idle.pop() if idle else self._make(size)
@@ -163,17 +162,17 @@ class Allocator:
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """Return a piece that was taken. On any thread: a deque's append is atomic."""
+        """Free a piece. May be called on any thread, because a deque's append is atomic."""
         self.returned.append(piece)
         if piece.nbytes > self._small or len(self.returned) > _QUEUE:
             self.settle()
 
     def settle(self) -> None:
-        """Take back what was returned; never waits."""
+        """Process the queue of returned pieces. Never waits."""
         while self.returned:
             self._missed = True
             if not self._lock.acquire(False):
-                return  # its holder looks again after it lets go
+                return  # its holder checks again after releasing it
             self._missed = False
             try:
                 self._take_back()
@@ -183,7 +182,7 @@ class Allocator:
                 self._lock.release()
 
     def _take_back(self) -> None:
-        """Free what is in the queue. The lock is held."""
+        """Free the pieces in the queue. The lock is held."""
         while self.returned:
             piece = self.returned.popleft()
             if piece is None:
@@ -207,31 +206,31 @@ class Allocator:
         self._least = least - self._queued
 
     def add_ready(self, nbytes: int) -> None:
-        """So many bytes more of what is in use are buffers kept for peers."""
+        """Count `nbytes` more of the memory in use as receive buffers that are kept."""
         self.ready += nbytes
         if self.free > self._least - self.ready:
             self.trim()
 
     def may_be_ready(self, nbytes: int) -> bool:
-        """Whether so many bytes more may be kept for peers: half of the limit is for them."""
+        """Whether `nbytes` more may be kept as receive buffers, which may take half of the limit."""
         return self.ready + nbytes <= self._least // 2
 
     def trim(self, allowed: int | None = None) -> None:
-        """Give back the pages of free pieces beyond so many bytes; None: beyond the limit."""
+        """Return the pages of free pieces that exceed `allowed` bytes (None: the limit)."""
         self.settle()
         with self._lock:
             self._trim(self._allowed() if allowed is None else allowed)
         self.settle()
 
     def freeze(self) -> None:
-        """Leave all pages where they are: a peer may still be writing."""
+        """Return no more pages: a peer may still be writing."""
         self._frozen = True
 
     def close(self) -> None:
-        """Give back all that is free, and what becomes free from now on: nobody takes anything any more."""
+        """Return all free pages, and others as soon as they become free. Nothing may be allocated any more."""
         self._closed, self.limit, self._least, self.ready = True, 0, -1, 0
         self._small = self._queued = 0
-        self.returned.append(None)  # the lock may be taken, even by who is interrupted for this
+        self.returned.append(None)  # the lock may be held, even by the code that this interrupts
         self.settle()
 
     def _allowed(self) -> int:
@@ -239,7 +238,7 @@ class Allocator:
         return max(fixed, self.allocated) if self.limit is None else max(fixed, 0)
 
     def _make(self, size: int) -> Piece:
-        """A free piece of a class that has none. The lock is held."""
+        """Make a free piece of a class that has none. The lock is held."""
         home = self._idle[size]
         if size >= _PAGE:
             return self._pages(size, home)
@@ -251,7 +250,7 @@ class Allocator:
         return home.pop()
 
     def _pages(self, size: int, home: deque[Piece]) -> Piece:
-        """Whole pages that are kept and not taken."""
+        """Make a piece of whole pages, which is kept and free. The lock is held."""
         larger = min((n for n, idle in self._idle.items() if size < n <= 2 * size and idle), default=0)
         if larger:
             piece = self._idle[larger].pop()
@@ -299,7 +298,7 @@ class Allocator:
         return address
 
     def _grow(self, size: int) -> None:
-        """Map another segment, at least as large as all before, so that there are few whatever sizes are asked for."""
+        """Map another segment, at least as large as all others together, so that there are few for any sizes."""
         if len(self.segments) == MAX_SEGMENTS:
             raise TransportError(f"shared pool {self.name}: {MAX_SEGMENTS} segments are in use")
         exact = size + _PAGE
@@ -309,15 +308,15 @@ class Allocator:
         except TransportError:  # addresses may be limited (ulimit -v)
             segment = Segment(self.name, exact, self.named, False)
         self.segments.append(segment)
-        # A page between segments: gaps of one do not touch those of the next.
+        # One page is left between segments, so that their gaps are not merged.
         self._gaps.add(segment.address, segment.nbytes - _PAGE)
 
     def _trim(self, allowed: int) -> None:
-        """Give back the pages of free pieces beyond so many bytes. The lock is held."""
+        """Return the pages of free pieces that exceed `allowed` bytes. The lock is held."""
         self._take_back()
         if not self._frozen or self._closed:
             if self._kept and (last := next(reversed(self._kept))).nbytes > allowed:
-                self._drop(last)  # alone more than may be kept: no reason to lose the others
+                self._drop(last)  # it exceeds the limit alone: keep the others
             while self.free > allowed:
                 self._drop(next(iter(self._kept)))
         if self._closed:
@@ -326,7 +325,7 @@ class Allocator:
                 self.segments.remove(segment)
 
     def _drop(self, pages: Piece) -> None:
-        """Make a gap of a free piece; of all free pages of a class, where pieces share them."""
+        """Make a gap of a free piece; if pieces of its class share pages, of all free pages of the class."""
         dropped = [pages]
         if pages.home and pages.home[0].pages is not None:
             home, dropped = pages.home, [p for p in self._kept if p.home is pages.home]
@@ -351,7 +350,7 @@ class Allocator:
 
 
 class _OfParent(Allocator):
-    """An allocator as a forked child finds it: what is free, and what goes back, is for the parent to say."""
+    """An allocator in a forked child, which must not allocate or free: the memory is managed by the parent."""
 
     def take(self, idle: deque[Piece], size: int) -> Piece:
         raise TransportError(f"shared pool {self.name} is the parent process's; allowed: a process group of its own")
@@ -367,7 +366,7 @@ class _OfParent(Allocator):
 
 
 allocators: weakref.WeakSet[Allocator] = weakref.WeakSet()
-"""Of this process, those of ended groups with tensors still on them included."""
+"""The allocators of this process, including those of ended groups that still have tensors."""
 
 
 def _leave_to_parent() -> None:
@@ -381,4 +380,4 @@ def _freeze_all() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-atexit.register(_freeze_all)  # the system takes all pages
+atexit.register(_freeze_all)  # the system frees all pages at exit

@@ -1,36 +1,36 @@
-"""Whether the machine, or the container that this process is in, is short of memory."""
+"""Detects whether the machine or the container of this process is short of memory."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
 _MEMINFO, _CGROUPS = "/proc/meminfo", "/sys/fs/cgroup"
-_LEFT_FREE = 16  # of the total, a part of this many
+_RESERVED_PART = 16  # a sixteenth of the total is left free
 
 
 def is_short_of_memory(nbytes: int) -> bool:
-    """Whether so many bytes more leave less than a sixteenth of the machine's memory, or of the container's."""
-    return any(available - nbytes < total // _LEFT_FREE for available, total in _limits())
+    """Whether `nbytes` more leave less than a sixteenth of the machine's or the container's memory available."""
+    return any(available - nbytes < total // _RESERVED_PART for available, total in _limits())
 
 
 def _limits() -> list[tuple[int, int]]:
-    """What is available, and the total: of the machine and of each control group that bounds this process."""
-    found = []
-    # What cannot be read bounds nothing that is known.
+    """Available and total bytes, of the machine and of each control group that limits this process."""
+    limits = []
+    # Limits that cannot be read are ignored.
     with suppress(OSError, KeyError, ValueError):
         machine = {line.split()[0]: int(line.split()[1]) << 10 for line in _lines(_MEMINFO)}
-        found.append((machine["MemAvailable:"], machine["MemTotal:"]))
+        limits.append((machine["MemAvailable:"], machine["MemTotal:"]))
     for folder, most, used, cache in (
         (_CGROUPS, "memory.max", "memory.current", "inactive_file"),
         (f"{_CGROUPS}{_own_group()}", "memory.max", "memory.current", "inactive_file"),
         (f"{_CGROUPS}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         with suppress(OSError, KeyError, ValueError):
-            total = int(_lines(f"{folder}/{most}")[0])  # "max": none
+            total = int(_lines(f"{folder}/{most}")[0])  # "max" means no limit
             reclaimable = {line.split()[0]: int(line.split()[1]) for line in _lines(f"{folder}/memory.stat")}[cache]
-            found.append((total - int(_lines(f"{folder}/{used}")[0]) + reclaimable, total))
-    # Of version 1, a limit beyond the machine's memory is none.
-    return [(available, total) for available, total in found if not found or total <= found[0][1]]
+            limits.append((total - int(_lines(f"{folder}/{used}")[0]) + reclaimable, total))
+    # In version 1, a limit beyond the machine's memory means no limit.
+    return [(available, total) for available, total in limits if not limits or total <= limits[0][1]]
 
 
 def _own_group() -> str:

@@ -1,4 +1,4 @@
-"""How much shared memory a process keeps that no tensor uses, and how it is asked to give that back."""
+"""User controls of the shared-memory pool: its limit, its usage, and the release of free memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from ...cache import forget_dead_groups
 from ...environment import pool_limit_asked_for
 from .allocator import DEFAULT_LIMIT, allocators
 
-_asked: int | None = None  # by `set_pool_limit`
+_limit: int | None = None  # by `set_pool_limit`
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of shared memory that this process has for redistributions on the `shared_memory` and `hierarchical`
-    transports.
+    """Bytes of shared memory of this process for redistributions on the `shared_memory` and `hierarchical` transports.
 
     Attributes:
-        allocated: under tensors that are alive, in whole pages, rounded up by an eighth at most.
-        ready: under buffers that are kept for peers between calls.
-        free: that no tensor uses, and that the next calls find ready.
-        limit: of `ready` and `free` together, at the moment.
+        allocated: in use by tensors, in whole pages, rounded up by at most an eighth.
+        ready: in use by receive buffers that are kept between calls.
+        free: not in use, and kept for the next calls.
+        limit: the current limit of `ready` and `free` together.
     """
 
     allocated: int
@@ -31,49 +30,51 @@ class PoolMemory:
 
     @property
     def reserved(self) -> int:
-        """All of it: `allocated`, `ready` and `free`."""
+        """The sum of `allocated`, `ready` and `free`."""
         return self.allocated + self.ready + self.free
 
 
 def pool_limit() -> int | None:
-    """Bytes that were asked for; None: DEFAULT_LIMIT, or as much as is in use, if that is more.
+    """The limit in bytes, from `set_pool_limit` or SHARDWEAVE_POOL_LIMIT; None means DEFAULT_LIMIT or the bytes in use,
+    whichever is larger.
 
     Raises:
-        ArgumentError: SHARDWEAVE_POOL_LIMIT is no number of bytes.
+        ArgumentError: SHARDWEAVE_POOL_LIMIT is not a number of bytes.
     """
-    return pool_limit_asked_for() if _asked is None else _asked
+    return pool_limit_asked_for() if _limit is None else _limit
 
 
 def set_pool_limit(nbytes: int | None) -> None:
-    """Set how much shared memory this process keeps that is under no tensor, for the next calls.
+    """Set how much shared memory this process keeps that no tensor uses.
 
-    Outputs of redistributions on the `shared_memory` and `hierarchical` transports lie in memory that all ranks of a
-    machine map. When the last tensor on such memory dies, it is kept for the next outputs, of any size, as long as the
-    limit allows; beyond it, the least recently used goes back to the system. Buffers that ranks keep for each other's
-    next call count, up to half of the limit; those that are kept already stay until their redistribution runs again.
+    Outputs of redistributions on the `shared_memory` and `hierarchical` transports are in memory that all ranks of a
+    machine map. When the last tensor on such memory dies, the memory is kept for later outputs of any size, up to this
+    limit; beyond it, the least recently used memory is returned to the system. Receive buffers that ranks keep for each
+    other's next call count, up to half of the limit; those that are kept already stay until their redistribution runs
+    again.
 
     Args:
-        nbytes: 0 keeps nothing: each call waits for the system to clear its memory, which takes about as long as the
-            copy itself. None: what `SHARDWEAVE_POOL_LIMIT` says; without it 96 MiB, or as much as is under tensors, if
-            that is more.
+        nbytes: the limit in bytes. With 0, each call waits for the system to clear its memory, which takes about as
+            long as the copy itself. None: the value of `SHARDWEAVE_POOL_LIMIT`, or by default 96 MiB or the bytes in
+            use by tensors, whichever is larger.
 
     Raises:
-        ArgumentError: `nbytes`, or SHARDWEAVE_POOL_LIMIT, is no number of bytes.
+        ArgumentError: `nbytes` or SHARDWEAVE_POOL_LIMIT is not a number of bytes.
     """
-    global _asked
+    global _limit
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
         raise ArgumentError(f"nbytes: {nbytes!r}; allowed: a whole number of bytes, or None")
     limit = pool_limit_asked_for() if nbytes is None else nbytes
-    _asked = nbytes
+    _limit = nbytes
     for allocator in list(allocators):
         allocator.set_limit(limit)
 
 
 def empty_cache() -> None:
-    """Give back to the system all shared memory of this process that is under no tensor and not kept for peers, and
-    what is left of process groups that have been destroyed.
+    """Return to the system all shared memory of this process that is neither in use by tensors nor kept as receive
+    buffers, and all that is left of destroyed process groups.
 
-    Not collective. The next calls take memory anew, which costs time once. `pool_memory` says what there is.
+    Not collective. The next calls allocate memory again, which takes time once. See `pool_memory` for the amounts.
     """
     forget_dead_groups()
     for allocator in list(allocators):
@@ -81,15 +82,15 @@ def empty_cache() -> None:
 
 
 def pool_memory() -> PoolMemory:
-    """How much shared memory this process has at the moment: a `PoolMemory`, in bytes."""
-    found = list(allocators)
-    for allocator in found:
+    """The shared memory that this process has now, as a `PoolMemory` in bytes."""
+    current = list(allocators)
+    for allocator in current:
         allocator.settle()
-    allocated, ready = sum(a.allocated for a in found), sum(a.ready for a in found)
+    allocated, ready = sum(a.allocated for a in current), sum(a.ready for a in current)
     limit = pool_limit()
     return PoolMemory(
         allocated=allocated - ready,
         ready=ready,
-        free=sum(a.free for a in found),
+        free=sum(a.free for a in current),
         limit=max(DEFAULT_LIMIT, allocated + ready) if limit is None else limit,
     )

@@ -1,4 +1,4 @@
-"""Buffers that the ranks of a group keep ready for each other's next pushes."""
+"""Receive buffers that the ranks of a group keep for each other's next pushes."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from ..requests import Address
 from .allocator import Allocator
 
 LARGEST_KEPT = 1 << 20
-"""Bytes; a step with a larger buffer on any rank meets before it pushes, which then costs little beside the copies."""
+"""Bytes. A step with a larger buffer on any rank has a barrier before its pushes, which costs little beside them."""
 MOST_KEPT = 16 << 20
-"""Bytes a group keeps at most, counting each step's largest buffer."""
+"""Bytes that a group keeps at most, counting the largest buffer of each step."""
 
 
 class ReceiveBuffers:
-    """Where the next run of each step will land: this rank's buffer, and the addresses of its peers'.
+    """By step, the buffer of this rank that peers write into in the next run, and the addresses of those of the peers.
 
-    The meeting that ends a run offers the buffers of the next one, so that one meeting a run is enough. A rank offers
-    none where it runs a step for the first time, which may be the last, or where its limit has no room. All ranks of
-    the group see all offers, and keep buffers if everyone offered one. What goes again follows from sizes and from the
-    group's own sequence of steps. So what is kept is alike on all ranks: one that finds buffers here knows that its
-    peers find theirs.
+    The barrier that ends a run offers the buffers of the next one, so that a run needs only one barrier. A rank offers
+    none in the first run of a step, which may be its last, or if its limit has no room. All ranks of the group see all
+    offers, and keep the buffers if every rank offered one. Which buffers are dropped follows from sizes and from the
+    group's own sequence of steps, so all ranks keep the same: a rank that finds a buffer knows that its peers do.
     """
 
     def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator  # whose limit bounds what is kept in all groups
+        self._allocator = allocator  # its limit bounds what is kept for all groups
         self._kept: dict[int, tuple[torch.Tensor, Address, list[Address], int, int]] = {}
         self._bytes = 0
 
     def take(self, fingerprint: int) -> tuple[torch.Tensor, Address, list[Address], int, int] | None:
-        """The buffers of the step that `fingerprint` names, if they are kept: this rank's, its address, and those of
-        the peers' buffers. What follows is `keep` or `let_go`: until then they count as kept."""
+        """Take the buffers of a step: this rank's buffer, its address, the addresses of the peers, bytes of this rank's
+        block, bytes of the largest buffer. None if none are kept. They count as kept until `keep` or `let_go`."""
         return self._kept.pop(fingerprint, None)
 
     def have_room(self, nbytes: int) -> bool:
-        """Whether this rank may offer a buffer whose block is of so many bytes besides what counts as kept."""
+        """Whether this rank may keep a further block of `nbytes`."""
         return self._allocator.may_be_ready(nbytes)
 
     def keep(
@@ -47,12 +46,12 @@ class ReceiveBuffers:
         largest: int,
         counted: bool = False,
     ) -> None:
-        """Keep buffers, which everyone has offered, for the next run; the longest unused make room.
+        """Keep buffers that all ranks have offered for the next run; the least recently used ones are dropped for them.
 
         Args:
             nbytes: of this rank's block.
-            largest: the size of the largest buffer; alike on all ranks.
-            counted: those that they follow have just been taken.
+            largest: of the largest buffer of the group; equal on all ranks.
+            counted: they replace buffers that were taken and still count.
         """
         self._kept[fingerprint] = buffer, own, peers, nbytes, largest
         if counted:
@@ -63,6 +62,6 @@ class ReceiveBuffers:
         self._allocator.add_ready(nbytes)
 
     def let_go(self, nbytes: int, largest: int) -> None:
-        """Buffers that were taken are not kept again."""
+        """No longer count buffers that were taken and are not kept again."""
         self._bytes -= largest
         self._allocator.ready -= nbytes

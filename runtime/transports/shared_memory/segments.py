@@ -1,4 +1,7 @@
-"""Memory that one process owns and others of the machine map: anonymous where the system lets them, named otherwise."""
+"""Shared-memory segments that one process owns and others map, and futex waits on them.
+
+Segments are anonymous if the system lets peers open them, and named otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +25,37 @@ _serial = itertools.count(1)
 
 
 def process_namespace() -> int:
-    """Equal for processes that see each other under the same process ids."""
+    """The id of the process namespace: equal for processes that see each other under the same process ids."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def uses_names() -> bool:
-    """Whether peers can only open this process's segments by name: asked for, or its `/proc/<pid>/fd` is root's.
+    """Whether segments need names: requested by SHARDWEAVE_SEGMENTS, or because `/proc/<pid>/fd` belongs to root.
 
     Raises:
         ArgumentError: SHARDWEAVE_SEGMENTS is neither "anonymous" nor "named".
     """
-    if (asked := segments_asked_for()) is not None:
-        return asked == "named"
-    # So it is with processes that may not be looked into ("not dumpable").
+    if (requested := segments_asked_for()) is not None:
+        return requested == "named"
+    # It belongs to root in processes that are not dumpable.
     return os.stat("/proc/self/fd").st_uid != os.geteuid()
 
 
 class Segment:
-    """Memory mapped here, that peers open by `path`.
+    """A segment mapped into this process, which peers open by `path`.
 
-    An anonymous one (memfd) goes with its last user, however that ends. A named one is unlinked when its process exits
-    or its transport fails, by a peer that finds it dead, or by the next process that makes one.
+    An anonymous segment (memfd) is released with its last user, however that ends. A named segment is unlinked when its
+    process exits or its transport fails, by a peer that notices its death, or by the next process that creates one.
 
     Args:
-        reserve: take the pages of a named one now. Otherwise each part is reserved before it is first touched, and
-            again after it was given back.
+        reserve: allocate the pages of a named segment now. Otherwise each part has to be reserved before it is first
+            used, and again after `give_back`.
 
     Attributes:
-        handle: with the process id and `named`, what `segment_path` makes the path of.
+        handle: an argument of `segment_path`, with the process id and `named`.
 
     Raises:
-        TransportError: no room.
+        TransportError: there is not enough shared memory.
     """
 
     def __init__(self, name: str, nbytes: int, named: bool, reserve: bool = True) -> None:
@@ -62,15 +65,15 @@ class Segment:
             self.path = segment_path(os.getpid(), self.handle, named)
             if self.handle == 1:
                 unlink_names_of_the_dead()
-                unlink_names(os.getpid())  # of an earlier process of this number
-                # Not atexit, which the children of multiprocessing leave without; not run in a forked child.
+                unlink_names(os.getpid())  # of an earlier process with this id
+                # Not atexit, which children of multiprocessing do not run. A forked child does not run this.
                 Finalize(None, unlink_names, args=(os.getpid(),), exitpriority=0)
             try:
                 self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise TransportError(f"shared memory in {NAMED_FOLDER}: {error}") from error
         else:
-            # The descriptor stays open: it is what peers open.
+            # The descriptor stays open, because peers open it.
             self.handle = self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
             self.path = segment_path(os.getpid(), self.handle, named)
         self.owner, self.named = os.getpid(), named
@@ -94,16 +97,16 @@ class Segment:
                     os.unlink(self.path)
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Have the pages of a part there: of a named segment, one that is not there when it is touched is a bus error.
+        """Allocate the pages of a part: in a named segment, access to a page that cannot be allocated is a bus error.
 
         Raises:
-            OSError: no room for them.
+            OSError: there is not enough shared memory.
         """
         if self.named:
             os.posix_fallocate(self._descriptor, offset, nbytes)
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Give pages back to the system, whoever has them mapped. Touched again they are zeros."""
+        """Return pages to the system, even if peers have them mapped. They are zeros when used again."""
         self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
@@ -114,7 +117,7 @@ def segment_path(pid: int, handle: int, named: bool) -> str:
 
 
 def bytes_of(mapped: mmap.mmap) -> torch.Tensor:
-    """All of it, flat; to be written at any time, whatever mode this is called in."""
+    """uint8 [nbytes]: a whole mapping, as a tensor that may be written outside of inference mode."""
     with torch.inference_mode(False):
         return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
@@ -129,7 +132,7 @@ def open_segment(path: str) -> mmap.mmap:
 
 
 def unlink_names(pid: int) -> None:
-    """Remove the names of a process's segments; who has mapped them keeps the memory."""
+    """Remove the names of a process's segments; processes that have mapped them keep the memory."""
     for name, owner in _names():
         if owner == pid:
             with suppress(OSError):
@@ -144,13 +147,13 @@ def unlink_names_of_the_dead() -> None:
 
 def _names() -> list[tuple[str, int]]:
     pattern = re.compile(rf"shardweave-{process_namespace()}-(\d+)-\d+")
-    found = map(pattern.fullmatch, os.listdir(NAMED_FOLDER) if os.path.isdir(NAMED_FOLDER) else [])
-    return [(match[0], int(match[1])) for match in found if match]
+    matches = map(pattern.fullmatch, os.listdir(NAMED_FOLDER) if os.path.isdir(NAMED_FOLDER) else [])
+    return [(match[0], int(match[1])) for match in matches if match]
 
 
 _X86_64 = 202
 _WAIT, _WAKE = 0, 1
-_EVERYONE = 0x7FFFFFFF
+_ALL_WAITERS = 0x7FFFFFFF
 
 
 class _Timespec(ctypes.Structure):
@@ -163,11 +166,11 @@ if platform.system() == "Linux":
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:
-    """Sleep until `wake`, `seconds` at most; not at all unless the 32-bit word at `address` is `value` modulo 2**32."""
+    """Sleep until `wake`, at most for `seconds`, if the 32-bit word at `address` is `value` modulo 2**32."""
     whole, rest = divmod(seconds, 1)
     _syscall(_X86_64, address, _WAIT, value & 0xFFFFFFFF, _Timespec(int(whole), int(rest * 1e9)))
 
 
 def wake(address: int) -> None:
-    """End the sleep of all processes that sleep on the word at `address`."""
-    _syscall(_X86_64, address, _WAKE, _EVERYONE, None)
+    """Wake all processes that sleep on the word at `address`."""
+    _syscall(_X86_64, address, _WAKE, _ALL_WAITERS, None)

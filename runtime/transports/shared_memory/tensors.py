@@ -1,4 +1,4 @@
-"""Tensors on blocks of memory that peers map; a block is free when the last tensor on it dies."""
+"""Tensors in memory that peers map; their memory is reused after the last tensor on it dies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pool_controls import pool_limit
 
 __all__ = ["MAX_SEGMENTS", "SharedPool"]
 
-_KEPT_FORMS = 4096
+_CACHED_TYPES = 4096
 _TYPESTR = {
     torch.bool: "|b1",
     torch.uint8: "|u1",
@@ -31,9 +31,9 @@ _TYPESTR = {
 
 
 class Block:
-    """What the tensors on a piece of memory hold; when the last one is gone the piece returns to its allocator.
+    """Owner of a piece of memory, held by the tensors on it: returns the piece to its allocator when the last one dies.
 
-    It holds the allocator, and so the memory, in turn: a tensor may outlive its pool.
+    It holds the allocator, and so the memory, because a tensor may outlive its pool.
     """
 
     __slots__ = ("__array_interface__", "allocator", "piece")
@@ -46,29 +46,29 @@ class Block:
         self.allocator.give_back(self.piece)
 
 
-class _Form:
-    """What is the same for all tensors of one shape and dtype."""
+class _TensorType:
+    """What all tensors of a shape and dtype have in common."""
 
     def __init__(self, idle: deque[Piece], shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
         self.idle, self.shape, self.size = idle, shape, size
-        # numpy has no name for some dtypes: words of their size then, which torch views as the dtype.
+        # For dtypes that numpy does not have, integers of the same size, which torch views as the dtype.
         named = dtype in _TYPESTR
         self.typestr = _TYPESTR[dtype] if named else f"<i{dtype.itemsize}"
         self.dtype = None if named else dtype
 
 
 class SharedPool:
-    """Tensors on pieces of growing segments, which an index and an offset name for as long as the pool lives.
+    """Allocates tensors in shared segments. A segment's index and an offset address a place for the life of the pool.
 
-    Memory that is free keeps its pages within the limit of `set_pool_limit`. With the pool all of it goes that is under
-    no tensor; the rest goes with its tensors.
+    Free memory keeps its pages within the limit of `set_pool_limit`. When the pool is deleted, all free memory is
+    released; memory in use is released with its tensors.
     """
 
     def __init__(self, name: str, named: bool) -> None:
         self.name, self.named = name, named
         self.allocator = Allocator(name, named, pool_limit())
         self.segments = self.allocator.segments
-        self._forms: dict[tuple[tuple[int, ...], torch.dtype], _Form] = {}
+        self._types: dict[tuple[tuple[int, ...], torch.dtype], _TensorType] = {}
 
     def __del__(self) -> None:
         if hasattr(self, "allocator"):
@@ -78,22 +78,22 @@ class SharedPool:
         """An uninitialised contiguous tensor.
 
         Raises:
-            TransportError: no room for it.
+            TransportError: there is not enough shared memory.
         """
         shape = tuple(shape)
-        form = self._forms.get((shape, dtype)) or self._form(shape, dtype)
+        kind = self._types.get((shape, dtype)) or self._new_type(shape, dtype)
         allocator = self.allocator
-        piece = allocator.take(form.idle, form.size)
-        tensor = torch.from_numpy(np.asarray(Block(allocator, piece, shape, form.typestr)))
-        return tensor if form.dtype is None else tensor.view(form.dtype)
+        piece = allocator.take(kind.idle, kind.size)
+        tensor = torch.from_numpy(np.asarray(Block(allocator, piece, shape, kind.typestr)))
+        return tensor if kind.dtype is None else tensor.view(kind.dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is of this pool."""
+        """Whether a tensor is in memory of this pool."""
         address = tensor.data_ptr()
         return any(0 <= address - segment.address < segment.nbytes for segment in self.segments)
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The segment and the offset where a tensor from `empty` begins; any, if it has no elements."""
+        """The segment and the offset of a tensor from `empty`; arbitrary if it has no elements."""
         address = tensor.data_ptr()
         for index in range(len(self.segments) - 1, -1, -1):
             segment = self.segments[index]
@@ -103,12 +103,12 @@ class SharedPool:
         return 0, 0
 
     def freeze(self) -> None:
-        """Leave all pages where they are from now on: a peer that has not noticed a failure may still be writing."""
+        """Release no pages from now on: a peer that has not noticed a failure may still be writing."""
         self.allocator.freeze()
 
-    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
+    def _new_type(self, shape: tuple[int, ...], dtype: torch.dtype) -> _TensorType:
         size = block_size(math.prod(shape) * dtype.itemsize)
-        if len(self._forms) >= _KEPT_FORMS:
-            self._forms.clear()
-        form = self._forms[shape, dtype] = _Form(self.allocator.idle(size), shape, dtype, size)
-        return form
+        if len(self._types) >= _CACHED_TYPES:
+            self._types.clear()
+        kind = self._types[shape, dtype] = _TensorType(self.allocator.idle(size), shape, dtype, size)
+        return kind

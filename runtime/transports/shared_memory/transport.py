@@ -1,4 +1,4 @@
-"""CPU ranks of one machine meet in shared memory: they push straight into each other's outputs."""
+"""The transport of CPU ranks of one machine: they write into each other's outputs in shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ....errors import PeerError, TransportError
-from ..rendezvous import FIRST_LOOK, LongWait, Rendezvous
+from ..rendezvous import FIRST_POLL, LongWait, Rendezvous
 from ..requests import Barrier, CommRequest, PendingCall
 from .receive_buffers import ReceiveBuffers
 from .segments import (
@@ -34,23 +34,23 @@ from .tensors import MAX_SEGMENTS, SharedPool
 
 Address = tuple[int, int, int]  # rank, segment, offset
 
-# The control page of a rank, in 8-byte words, written by that rank alone. A slot per peer and parity of the meeting's
-# number; its number is stored last (x86-64 keeps stores in order), so who sees it sees the rest.
+# The control page of a rank, in 8-byte words, which only this rank writes. It has a slot for each peer and parity of
+# the barrier's number. The number is stored last (x86-64 keeps stores in order), so that a reader of it sees the rest.
 _FAILED, _SLEEPS_FOR = 0, 1
 _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
-_NUMBER, _TOKEN, _SEGMENT, _OFFSET = range(4)
+_NUMBER, _FINGERPRINT, _SEGMENT, _OFFSET = range(4)
 _NO_SEGMENT = MAX_SEGMENTS
-_NOWHERE: Address = (0, _NO_SEGMENT, 0)
-_REFUSED = 0  # in place of a token
+_NO_BUFFER: Address = (0, _NO_SEGMENT, 0)
+_REFUSED = 0  # in place of a fingerprint
 _EAGER_POLLS = 50
-_KEPT_ADDRESSES = 4096
+_CACHED_ADDRESSES = 4096
 _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 5e-2
 
 
-def why_not_here() -> str | None:
-    """Why this machine cannot carry the transport, or None if it can."""
+def why_unsupported() -> str | None:
+    """The reason why this machine does not support the transport; None if it does."""
     if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
         return "shared memory needs Linux (memfd_create)"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -59,13 +59,13 @@ def why_not_here() -> str | None:
 
 
 def machine_name() -> str:
-    """Equal for processes that can map each other's memory: the boot and the process namespace."""
+    """The boot id and the process namespace: equal for processes that can map each other's memory."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{process_namespace()}"
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is more than an exit status nobody has fetched yet."""
+    """Whether a process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
@@ -74,7 +74,12 @@ def _is_running(pid: int) -> bool:
 
 
 class _Peer:
-    """A rank's control page and segments as seen from another process, and a descriptor that tells when it dies."""
+    """A peer's control page and segments, mapped into this process, and a descriptor that is readable after its death.
+
+    Attributes:
+        barriers: the number of barriers with this peer so far.
+        awaited: whether this rank has waited at the last of them; False after it refused.
+    """
 
     def __init__(self, rank: int, pid: int, handle: int, named: bool) -> None:
         self.rank, self.pid, self.named = rank, pid, named
@@ -85,8 +90,8 @@ class _Peer:
         mapped = open_segment(segment_path(pid, handle, named))
         self.page = memoryview(mapped).cast("Q")
         self.address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-        self.meetings = 0
-        self.awaited = True  # at the last of them; not where this rank came to refuse
+        self.barriers = 0
+        self.awaited = True
         self.slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._segments: dict[int, torch.Tensor] = {}
 
@@ -107,8 +112,8 @@ class _Peer:
         return bool(poller.poll(0))
 
     def segment(self, index: int) -> torch.Tensor:
-        found = self._segments.get(index)
-        if found is None:
+        segment = self._segments.get(index)
+        if segment is None:
             path = segment_path(self.pid, self.page[_DIRECTORY + index], self.named)
             try:
                 mapped = open_segment(path)
@@ -116,16 +121,19 @@ class _Peer:
                 if isinstance(error, PermissionError) and _is_running(self.pid):
                     raise TransportError(f"the memory of {self} may no longer be mapped: {error}") from error
                 raise PeerError(f"{self} is gone, and its memory with it: {path}") from error
-            found = self._segments[index] = bytes_of(mapped)
-        return found
+            segment = self._segments[index] = bytes_of(mapped)
+        return segment
 
 
 class SharedMemoryTransport:
-    """The ranks of a process group on one machine.
+    """Ranks of a process group on one machine that write into each other's shared memory.
 
-    Starting writes this rank's process and control page to the store and waits for nobody; peers are mapped when first
-    met. A meeting is a counter per pair of ranks, so any subset of ranks can meet without a group having been made for
-    it, as long as each pair meets in the same order on both sides.
+    The constructor writes this rank's process id and control page to the store and does not wait; a peer's page is
+    mapped at the first barrier with it. A barrier is a counter per pair of ranks, so that any ranks can synchronise
+    without a group of their own, as long as both ranks of each pair do so in the same order.
+
+    Args:
+        timeout: seconds that a wait may take.
 
     Raises:
         TransportError: from every call after the first failure.
@@ -135,7 +143,6 @@ class SharedMemoryTransport:
     recycles = True
     windows = None
     name = "shared_memory"
-    backend = ""
 
     def __init__(self, rank: int, size: int, timeout: float, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout, self.rendezvous = rank, size, timeout, rendezvous
@@ -145,25 +152,25 @@ class SharedMemoryTransport:
         self._pool = SharedPool("shardweave-pool", named)
         self._slots = tuple(_SLOTS + (2 * rank + parity) * _SLOT_WORDS for parity in (0, 1))
         self._peers: dict[int, _Peer] = {}
-        self._met: dict[tuple[int, ...], list[_Peer]] = {}
-        self._addresses: dict[int, Address] = {}  # a place in the pool is the same for ever
-        self._landings: dict[tuple[int, ...], ReceiveBuffers] = {}
+        self._peers_of: dict[tuple[int, ...], list[_Peer]] = {}
+        self._addresses: dict[int, Address] = {}  # a place in the pool never changes
+        self._receive_buffers: dict[tuple[int, ...], ReceiveBuffers] = {}
         self.error: TransportError | None = None
         self.busy = False
         self.pending: PendingCall | None = None
         kind = "named" if named else "anonymous"
-        rendezvous.store.set(_post_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
+        rendezvous.store.set(_process_key(rank), f"{os.getpid()} {self._control.handle} {kind}")
 
     def check(self) -> None:
         """
         Raises:
-            TransportError: this transport is dead.
+            TransportError: an earlier call failed.
         """
         if self.error is not None:
             raise self.error
 
     def has_died(self, rank: int) -> bool:
-        """Whether the process of a rank that was met is gone."""
+        """Whether the process of a rank is gone; False if this rank never synchronised with it."""
         peer = self._peers.get(rank)
         return peer is not None and peer.has_died()
 
@@ -186,7 +193,7 @@ class SharedMemoryTransport:
         if self._page[entry] == 0:
             self._page[entry] = self._pool.segments[segment].handle
         if pointer:  # else it has no elements
-            if len(self._addresses) >= _KEPT_ADDRESSES:
+            if len(self._addresses) >= _CACHED_ADDRESSES:
                 self._addresses.clear()
             self._addresses[pointer] = self.rank, segment, offset
         return self.rank, segment, offset
@@ -196,124 +203,131 @@ class SharedMemoryTransport:
         whole = self._pool.segments[segment].bytes if rank == self.rank else self._peers[rank].segment(segment)
         return whole[offset : offset + nbytes]
 
-    def group_order(self, ranks: Sequence[int]) -> None:
-        return None
-
     def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[Address, object]:
-        book = self._pool.empty((len(buffers), 2), torch.int64)
+        table = self._pool.empty((len(buffers), 2), torch.int64)
         for row, buffer in enumerate(buffers):
             if buffer is not None:
-                _, book[row, 0], book[row, 1] = self.address(buffer)
-        return self.address(book), book
+                _, table[row, 0], table[row, 1] = self.address(buffer)
+        return self.address(table), table
 
     def offered(self, address: Address, number: int) -> list[Address]:
-        # The host's own words, no tensor's values.
+        # Read by the host: an address table of the transport, no values of a user's tensor.
         words = (ctypes.c_int64 * (2 * number)).from_address(self.open(address, 16 * number).data_ptr())
         return [(address[0], words[i], words[i + 1]) for i in range(0, 2 * number, 2)]
 
     def receive_buffers(self, ranks: tuple[int, ...]) -> ReceiveBuffers:
-        return self._landings.setdefault(ranks, ReceiveBuffers(self._pool.allocator))
+        return self._receive_buffers.setdefault(ranks, ReceiveBuffers(self._pool.allocator))
 
     def answer(self, request: CommRequest) -> list[Address | None]:
         assert isinstance(request, Barrier)
-        return self._arrived(self._come_to(request), request.fingerprint)
+        return self._wait_all(self._arrive(request), request.fingerprint)
 
     def begin(self, request: CommRequest) -> Callable[[], list[Address | None]]:
-        """`answer`, but what it returns waits for the peers."""
+        """Start a barrier. The returned function waits for the peers and returns their addresses."""
         assert isinstance(request, Barrier)
-        return partial(self._arrived, self._come_to(request), request.fingerprint)
+        return partial(self._wait_all, self._arrive(request), request.fingerprint)
 
     def fail(self, error: TransportError) -> None:
-        """Tell every peer that waits for this rank, now or later, that it will not come. The first error stays."""
+        """Notify every peer that waits for this rank, now or later, that it has failed. The first error is kept."""
         self._page[_FAILED] = 1
         self.error = self.error or error
         self.rendezvous.fail(f"rank {self.rank} failed: {self.error}")
         self._pool.freeze()
         if self._pool.named:
-            # Who fails may end without a word; those who have mapped this rank's memory keep it.
+            # A rank that failed may end without cleaning up; peers that have mapped its memory keep it.
             unlink_names(os.getpid())
 
     def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
-        """Come to the first meeting of a program to say that this rank's argument is wrong, and wait for nobody.
+        """Notify the peers at the first barrier of a call that this rank refuses its arguments. Does not wait.
 
-        Where all ranks refuse alike their transport lives on.
+        If all ranks refuse the same call, the transport stays valid.
         """
         peers = tuple(rank for rank in first_group if rank != self.rank)
-        found = self._met.get(peers) or self._find_all(peers)
-        self._come(found, _REFUSED, _NOWHERE)
-        for peer in found:
+        connected = self._peers_of.get(peers) or self._connect_all(peers)
+        self._notify(connected, _REFUSED, _NO_BUFFER)
+        for peer in connected:
             peer.awaited = False
 
-    def _come(self, peers: list[_Peer], fingerprint: int, offer: Address) -> None:
-        """Tell peers that this rank has come to their next meeting."""
+    def _notify(self, peers: list[_Peer], fingerprint: int, offer: Address) -> None:
+        """Notify peers that this rank has arrived at the next barrier with them."""
         page, me = self._page, self.rank + 1
         _, segment, offset = offer
         for peer in peers:
             if not peer.awaited:
-                # There are two slots: the word of the meeting before the last may not have been read until it comes.
-                self._wait(peer, self._slots[peer.meetings & 1])
+                # There are two slots: wait until the peer has read the one of the barrier before the last.
+                self._wait(peer, self._slots[peer.barriers & 1])
                 peer.awaited = True
-            number = peer.meetings = peer.meetings + 1
+            number = peer.barriers = peer.barriers + 1
             slot = peer.slots[number & 1]
-            page[slot + _TOKEN] = fingerprint
+            page[slot + _FINGERPRINT] = fingerprint
             page[slot + _SEGMENT] = segment
             page[slot + _OFFSET] = offset
             page[slot + _NUMBER] = number
             if peer.page[_SLEEPS_FOR] == me:
                 wake(self._control.address + 8 * slot)
 
-    def _come_to(self, request: Barrier) -> list[_Peer]:
-        peers = self._met.get(request.peers) or self._find_all(request.peers)
-        self._come(peers, request.fingerprint, request.offer or _NOWHERE)
+    def _arrive(self, request: Barrier) -> list[_Peer]:
+        peers = self._peers_of.get(request.peers) or self._connect_all(request.peers)
+        self._notify(peers, request.fingerprint, request.offer or _NO_BUFFER)
         if request.meanwhile is not None:
             request.meanwhile()
         return peers
 
-    def _arrived(self, peers: list[_Peer], fingerprint: int) -> list[Address | None]:
-        """Wait for peers at the meeting that this rank has come to; what they offer."""
+    def _wait_all(self, peers: list[_Peer], fingerprint: int) -> list[Address | None]:
+        """Wait for peers at the current barrier. Returns the addresses that they offer."""
         addresses: list[Address | None] = []
         for peer in peers:
-            number, theirs = peer.meetings, peer.page
+            number, theirs = peer.barriers, peer.page
             slot = self._slots[number & 1]
             if theirs[slot + _NUMBER] != number:
                 try:
                     self._wait(peer, slot)
                 except PeerError:
-                    # A peer that refused, or came and asked for something else, is the better explanation.
-                    with suppress(dist.DistError):  # the store may have gone with the peer
-                        if refused := self.rendezvous.refused(peer.rank):
-                            raise refused from None
+                    # A peer that refused, or arrived with a different request, explains more.
+                    with suppress(dist.DistError):  # the peer may have hosted the store
+                        if refusal := self.rendezvous.refusal(peer.rank):
+                            raise refusal from None
                     for other in peers:
-                        self._compare(other, fingerprint)
+                        self._check_fingerprint(other, fingerprint)
                     raise
-            if theirs[slot + _TOKEN] != fingerprint:
-                self._compare(peer, fingerprint)
+            if theirs[slot + _FINGERPRINT] != fingerprint:
+                self._check_fingerprint(peer, fingerprint)
             segment = theirs[slot + _SEGMENT]
             addresses.append(None if segment == _NO_SEGMENT else (peer.rank, segment, theirs[slot + _OFFSET]))
         return addresses
 
-    def _compare(self, peer: _Peer, fingerprint: int) -> None:
-        """Raises DisagreementError if a peer came to this meeting with another token."""
-        slot = self._slots[peer.meetings & 1]
-        theirs = peer.page[slot + _TOKEN]
-        # A rank that refuses waits for nobody: its number may have gone beyond.
-        if peer.page[slot + _NUMBER] < peer.meetings or theirs == fingerprint:
+    def _check_fingerprint(self, peer: _Peer, fingerprint: int) -> None:
+        """
+        Raises:
+            DisagreementError: a peer arrived at the current barrier with another fingerprint.
+        """
+        slot = self._slots[peer.barriers & 1]
+        theirs = peer.page[slot + _FINGERPRINT]
+        # A rank that refuses does not wait: its number may be larger.
+        if peer.page[slot + _NUMBER] < peer.barriers or theirs == fingerprint:
             return
         raise self.rendezvous.disagreement(peer.rank, theirs == _REFUSED)
 
     def _wait(self, peer: _Peer, slot: int) -> None:
-        page, number, give_way = peer.page, peer.meetings, os.sched_yield
+        """Wait until a peer has arrived at the current barrier.
+
+        Raises:
+            PeerError: the peer failed or died.
+            DisagreementError: the peer refused the call or makes another one.
+            MeetingTimeoutError: the peer did not arrive within the timeout.
+        """
+        page, number, yield_cpu = peer.page, peer.barriers, os.sched_yield
         for _ in range(_EAGER_POLLS):
-            give_way()
+            yield_cpu()
             if page[slot] >= number:
                 return
         start, wait = time.monotonic(), None
-        # The peer rings when it comes, if it sees that this rank sleeps for it; a nap ends in any case.
+        # The peer wakes this rank if it sees that it sleeps for it; each sleep is bounded in any case.
         self._page[_SLEEPS_FOR] = peer.rank + 1
         try:
             while (seen := page[slot]) < number:
                 waited = time.monotonic() - start
-                # A peer that failed or died may have come to this meeting before.
+                # A peer that failed or died may have arrived at this barrier before.
                 if page[_FAILED] and page[slot] < number:
                     raise PeerError(f"{peer} failed; rank {self.rank} was waiting for it")
                 if waited > _SHORTEST_NAP and peer.has_died() and page[slot] < number:
@@ -321,22 +335,28 @@ class SharedMemoryTransport:
                         unlink_names(peer.pid)
                     raise PeerError(f"{peer} is gone; rank {self.rank} was waiting for it")
                 if waited > self.timeout:
-                    raise self.rendezvous.late(peer.rank)
-                if waited > FIRST_LOOK:
+                    raise self.rendezvous.timeout_error(peer.rank)
+                if waited > FIRST_POLL:
                     wait = wait or LongWait(self.rendezvous)
-                    wait.look([peer.rank])
+                    wait.poll([peer.rank])
                 sleep_on(peer.address + 8 * slot, seen, min(max(waited / 4, _SHORTEST_NAP), _LONGEST_NAP))
         finally:
             self._page[_SLEEPS_FOR] = 0
             if wait is not None:
-                wait.over()
+                wait.close()
 
-    def _find_all(self, ranks: tuple[int, ...]) -> list[_Peer]:
-        self._met[ranks] = [self._peers.get(rank) or self._find(rank) for rank in ranks]
-        return self._met[ranks]
+    def _connect_all(self, ranks: tuple[int, ...]) -> list[_Peer]:
+        self._peers_of[ranks] = [self._peers.get(rank) or self._connect(rank) for rank in ranks]
+        return self._peers_of[ranks]
 
-    def _find(self, rank: int) -> _Peer:
-        pid, handle, kind = self.rendezvous.read(_post_key(rank), rank).split()
+    def _connect(self, rank: int) -> _Peer:
+        """Map a peer's control page.
+
+        Raises:
+            PeerError: its process is gone.
+            TransportError: this process may not map its memory.
+        """
+        pid, handle, kind = self.rendezvous.read(_process_key(rank), rank).split()
         try:
             peer = self._peers[rank] = _Peer(rank, int(pid), int(handle), kind == "named")
         except FileNotFoundError as error:
@@ -351,5 +371,5 @@ class SharedMemoryTransport:
         return peer
 
 
-def _post_key(rank: int) -> str:
+def _process_key(rank: int) -> str:
     return f"process/{rank}"

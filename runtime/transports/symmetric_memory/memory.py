@@ -1,5 +1,7 @@
-"""Where memory that all ranks of a group can address comes from: torch's symmetric memory on GPUs, shared memory on
-CPUs. All that is used of torch.distributed._symmetric_memory, which is alpha, is used here."""
+"""Allocation of memory that all ranks of a group can address: torch's symmetric memory on GPUs, shared memory on CPUs.
+
+This is the only file that uses torch.distributed._symmetric_memory, which is alpha.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,23 @@ from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_pa
 
 
 class Provider(Protocol):
-    """Makes memory, and joins it with that of a group's other ranks."""
+    """Allocates memory and maps that of the other ranks of a group."""
 
     device: torch.device
 
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        """Zeros, flat bytes; and what the group's other ranks have to be told to reach them."""
+        """uint8 [nbytes], zeros; and a text by which other ranks map this memory."""
 
-    def join(self, own: torch.Tensor, told: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
-        """By rank, ascending, the memory that each of a group made, of equal sizes, this rank's included.
+    def join(self, own: torch.Tensor, handles: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+        """Map the memory of all ranks of a group, which is of equal size. Collective.
 
-        Collective: every rank of the group calls it, after all have made theirs; `told` has what each says, by rank in
-        ascending order. `name`: alike on all of them, and new.
+        Args:
+            own: from `make`.
+            handles: the texts of all ranks from `make`, by ascending rank.
+            name: a new name, equal on all ranks of the group.
+
+        Returns:
+            The memory by ascending rank, including `own`.
         """
 
 
@@ -39,18 +46,18 @@ class SharedSegments:
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")
         self._named = uses_names()
-        self._segments: list[Segment] = []  # as long as the transport lives: peers address them
+        self._segments: list[Segment] = []  # kept with the transport: peers address them
 
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
         segment = Segment("shardweave-window", nbytes, self._named)
         self._segments.append(segment)
         return segment.bytes[:nbytes], segment_path(os.getpid(), segment.handle, self._named)
 
-    def join(self, own: torch.Tensor, told: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
-        found = {}
-        for rank, path in told.items():
+    def join(self, own: torch.Tensor, handles: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+        memory = {}
+        for rank, path in handles.items():
             if rank == self.rank:
-                found[rank] = own
+                memory[rank] = own
                 continue
             try:
                 mapped = open_segment(path)
@@ -58,15 +65,15 @@ class SharedSegments:
                 raise PeerError(f"rank {rank} is gone, and its memory with it: {path}") from error
             except PermissionError as error:
                 raise TransportError(f"rank {self.rank} may not map the memory of rank {rank}: {error}") from error
-            found[rank] = bytes_of(mapped)[: own.numel()]
-        return found
+            memory[rank] = bytes_of(mapped)[: own.numel()]
+        return memory
 
 
-class _OwnNumbers(dist.Store):
-    """A store for one rendezvous, whose keys do not depend on how many this process has had.
+class _RenumberedStore(dist.Store):
+    """A store for one rendezvous, with keys that do not depend on the number of earlier ones in this process.
 
-    torch numbers what ranks exchange ("<prefix>/<number>/<rank>") by a count of the process. Ranks that have been in
-    different groups have different counts, and would wait for each other in vain.
+    torch numbers its exchanges ("<prefix>/<number>/<rank>") by a counter of the process. Ranks that have been in
+    different groups have different counters and would wait for different keys.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -103,12 +110,12 @@ class _OwnNumbers(dist.Store):
 class TorchSymmetricMemory:
     """Memory of GPUs that reach each other.
 
-    Groups are made known to torch by their ranks, each with a store of its own, so that no process group is made.
+    Groups are registered with torch by their ranks, each with a store of its own, so that no process group is created.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         self.rank, self.device, self._store = rank, device, store
-        self._handles: list[Any] = []  # with them goes the memory
+        self._handles: list[Any] = []  # they own the memory
 
     def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
         from torch.distributed._symmetric_memory import empty
@@ -117,20 +124,20 @@ class TorchSymmetricMemory:
         torch.cuda.synchronize(self.device)
         return own, ""
 
-    def join(self, own: torch.Tensor, told: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
+    def join(self, own: torch.Tensor, handles: Mapping[int, str], name: str) -> dict[int, torch.Tensor]:
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        ranks = tuple(told)
-        known: Any = f"shardweave/{name}"  # to torch, for as long as the process lives
-        store = _OwnNumbers(dist.PrefixStore(known, self._store))
+        ranks = tuple(handles)
+        group_name: Any = f"shardweave/{name}"  # registered until the process ends
+        store = _RenumberedStore(dist.PrefixStore(group_name, self._store))
         at = ranks.index(self.rank), len(ranks)
-        _SymmetricMemory.set_group_info(known, *at, store)
+        _SymmetricMemory.set_group_info(group_name, *at, store)
         # Builds of torch differ in where they look a name up.
         group = dist.ProcessGroup(store, *at)
-        group._set_group_name(known)
-        _register_process_group(known, group)
+        group._set_group_name(group_name)
+        _register_process_group(group_name, group)
         try:
-            handle = _SymmetricMemory.rendezvous(own, known)
+            handle = _SymmetricMemory.rendezvous(own, group_name)
         except RuntimeError as error:
             raise TransportError(f"symmetric memory among ranks {ranks}: {error}") from error
         self._handles.append((handle, store))
@@ -141,7 +148,7 @@ class TorchSymmetricMemory:
 
 
 def why_no_symmetric_memory(device: torch.device) -> str | None:
-    """Why torch has no symmetric memory for a device, or None if it has."""
+    """The reason why torch has no symmetric memory for a device; None if it has."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"torch's symmetric memory is for CUDA devices; tensors are on {device.type}"
     try:

@@ -1,4 +1,4 @@
-"""How fast the ranks of a group write into each other's windows, read from them, and copy in their own memory."""
+"""Measures how fast the ranks of a group write to windows, read from them, and copy in their own memory."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from ....kernels import StridedBoxes, copy_boxes, copy_table
 from ..policies import Rates
 from .transport import SymmetricMemoryTransport
 
-_MOST = 64 << 20  # bytes of a trial
+_MOST_BYTES = 64 << 20  # of a trial
 _TRIALS = 5
 _ALIGNMENT = 16
 
 
 def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], nbytes: int) -> Rates:
-    """By the kernel that steps use, in the group's window for so many bytes; of all its ranks the slowest's.
+    """Measure the rates of a group with the kernel that steps use, in a window of at least `nbytes`. Collective.
 
-    Waits for the device, and for the other ranks of the group, which all call.
+    Synchronises with the device.
+
+    Returns:
+        The rates of the slowest rank.
 
     Raises:
         TransportError: a rank did not come.
     """
     window = transport.window(ranks, nbytes)
     own, peers = window.data[transport.rank], [window.data[r] for r in ranks if r != transport.rank]
-    part = min(window.nbytes, _MOST) // len(ranks) // _ALIGNMENT * _ALIGNMENT
-    # A rank has a part of every window to itself, so that no two write to the same place.
-    mine = [part * ranks.index(transport.rank)] * len(peers)
+    part = min(window.nbytes, _MOST_BYTES) // len(ranks) // _ALIGNMENT * _ALIGNMENT
+    # Each rank has a part of every window for itself, so that no two ranks write to the same place.
+    own_parts = [part * ranks.index(transport.rank)] * len(peers)
     on_device = own.device.type != "cpu"
     wait = partial(torch.get_device_module(own.device).synchronize, own.device) if on_device else lambda: None
     seconds = []
-    transport.signal(window, "enter")
-    seconds.append(_seconds(wait, _copied([own], peers, [0] * len(peers), mine, part)))
-    transport.signal(window, "meet")
-    seconds.append(_seconds(wait, _copied(peers, [own], mine, [0] * len(peers), part)))
-    seconds.append(_seconds(wait, _copied([own], [torch.empty_like(own)], mine[:1], [0], part)))
-    transport.signal(window, "leave")
+    transport.signal(window, "acquire")
+    seconds.append(_seconds(wait, _copied([own], peers, [0] * len(peers), own_parts, part)))
+    transport.signal(window, "barrier")
+    seconds.append(_seconds(wait, _copied(peers, [own], own_parts, [0] * len(peers), part)))
+    seconds.append(_seconds(wait, _copied([own], [torch.empty_like(own)], own_parts[:1], [0], part)))
+    transport.signal(window, "release")
     transport.check()
-    texts = transport.told("rates", ranks, " ".join(map(str, seconds)))
+    texts = transport.exchange_text("rates", ranks, " ".join(map(str, seconds)))
     slowest = [max(each) for each in zip(*(map(float, text.split()) for text in texts.values()), strict=True)]
     pushed, pulled, copied = (part * n / s for n, s in zip((len(peers), len(peers), 1), slowest, strict=True))
     return Rates(pushed, pulled, copied)
@@ -50,7 +53,7 @@ def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], n
 def _copied(
     sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], starts: list[int], ends: list[int], nbytes: int
 ) -> Callable[[], None]:
-    """A copy of as many bytes from each source, or into each target, as there are places to begin at."""
+    """A function that copies `nbytes` from `starts[i]` of source i to `ends[i]` of target i, modulo their number."""
     number = len(starts)
     boxes = StridedBoxes(
         source=np.arange(number)[:, None] % len(sources),
@@ -65,12 +68,12 @@ def _copied(
 
 
 def _seconds(wait: Callable[[], None], call: Callable[[], None]) -> float:
-    """Of one call, the fastest of a few; the first one is not among them."""
-    found = []
+    """The shortest time of a call in a few trials, without the first."""
+    times = []
     for _ in range(_TRIALS + 1):
         wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
         wait()
-        found.append(time.perf_counter() - began)
-    return min(found[1:])
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

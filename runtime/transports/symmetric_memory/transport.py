@@ -1,8 +1,8 @@
-"""Ranks that reach each other's memory meet on the device: the host enqueues, and learns nothing from its peers."""
+"""The transport of ranks that share symmetric memory: they synchronise on the device, and the host only enqueues."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -14,31 +14,34 @@ from ....kernels import Code, Failure, polls_within
 from ..buffer_pool import Leases
 from ..policies import WindowPolicy
 from ..rendezvous import Rendezvous
-from ..requests import Barrier, CommRequest, PendingCall
+from ..requests import PendingCall
 from ..streams import SideStream
-from ..watchdog import WaitWatcher
+from ..watchdog import Watchdog
 from .memory import Provider
 from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
 
 
 class SymmetricMemoryTransport:
-    """The ranks of a process group whose memory comes from a provider.
+    """Ranks of a process group that exchange through symmetric windows and synchronise on the device.
 
-    Steps go through windows (`WindowStep`). A window belongs to a group of ranks; a step takes the group's smallest
-    that is large enough, and where none is, all ranks of the group make one as they bind the program. So a group's
-    windows only grow, what a step takes never changes, and all ranks of the group take the same, whatever else they
-    have bound. Windows stay for as long as the transport. **Binding a program that needs a larger one is collective**:
-    all ranks of the group bind it, in the same order among the group's programs, as they are going to run it. `prepare`
-    makes windows ahead.
+    A window belongs to a group of ranks. A step takes the smallest window of its group that is large enough; if there
+    is none, all ranks of the group allocate one while they bind the program. Windows stay as long as the transport, so
+    all ranks of a group take the same window for a step, whatever else they have bound. **Binding a program that needs
+    a larger window is collective**: all ranks of the group bind it, in the same order among the group's programs in
+    which they will run it. `prepare` allocates windows ahead.
 
-    Calls of a program that is bound allocate nothing but the output, meet nobody on the host, and may be captured in a
-    CUDA graph: all counts are on the device, so replays and calls may follow each other in any order that is the same
-    on all ranks. All calls of one process are ordered by one stream; those that are waited for later run on another,
-    which the next call joins.
+    A call of a bound program allocates only the output, does not synchronise the host with other ranks, and may be
+    captured in a CUDA graph: all counters are on the device, so that replays and calls may follow each other in any
+    order that is the same on all ranks. The calls of a process are ordered by one stream; asynchronous calls run on
+    another stream, which the next call joins.
 
-    A rank that waits in vain leaves rank, peer and channel in a word of the host, overwrites the outputs it works on,
-    and tells its peers, which do the same: the transport is dead, and the next call raises, or the same call where the
-    device is the CPU. A rank that refuses its arguments says so in every window that the call may use.
+    A rank whose wait times out stores rank, peer and channel in a word of the host, poisons the outputs that it works
+    on, and notifies its peers, which do the same. The transport is then invalid: the next call raises, or the same call
+    if the device is the CPU. A rank that refuses its arguments signals so in every window that the call may use.
+
+    Args:
+        timeout: seconds that a wait may take.
+        provider: allocates the memory.
 
     Attributes:
         windows: whether steps push or pull.
@@ -48,9 +51,8 @@ class SymmetricMemoryTransport:
     """
 
     one_sided = True
-    recycles = False
     name = "symmetric_memory"
-    backend = ""
+    answer = None  # ranks synchronise on the device: steps yield no requests
 
     def __init__(self, rank: int, size: int, timeout: float, provider: Provider, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
@@ -62,8 +64,8 @@ class SymmetricMemoryTransport:
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
         self._error: TransportError | None = None
-        # On CPUs it is a thread of this process that waits.
-        self._watcher = WaitWatcher(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
+        # On CPUs a thread of this process waits.
+        self._watchdog = Watchdog(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
         self.busy = False
         self.side = SideStream(provider.device)
         self.pending: PendingCall | None = None
@@ -71,42 +73,15 @@ class SymmetricMemoryTransport:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def addressable(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def address(self, buffer: torch.Tensor) -> object:
-        raise NotImplementedError("steps go through windows: buffers have no addresses")
-
-    def open(self, address: object, nbytes: int) -> torch.Tensor:
-        raise NotImplementedError("steps go through windows: buffers have no addresses")
-
-    def offer(self, buffers: Sequence[torch.Tensor | None]) -> tuple[object, object]:
-        raise NotImplementedError("steps go through windows: buffers have no addresses")
-
-    def offered(self, address: object, number: int) -> Sequence[object]:
-        raise NotImplementedError("steps go through windows: buffers have no addresses")
-
     def node_of(self, rank: int) -> int:
-        return 0  # all reach each other
-
-    def group_order(self, ranks: Sequence[int]) -> None:
-        return None
-
-    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
-        return None
-
-    def answer(self, request: CommRequest) -> None:
-        raise NotImplementedError("ranks meet on the device: steps ask nothing of the host")
-
-    def begin(self, request: CommRequest) -> Callable[[], None]:
-        assert request == Barrier((), 0, None), "ranks meet on the device: steps ask nothing of the host"
-        return lambda: None
+        return 0  # all ranks reach each other
 
     def window(self, ranks: tuple[int, ...], nbytes: int) -> Window:
-        """The window of a group, of ascending ranks, for steps that need `nbytes`. Collective where there is none yet.
+        """The smallest window of at least `nbytes` of a group, given by its ascending ranks. Collective if it has to be
+        allocated.
 
         Raises:
-            DisagreementError: the ranks of the group are at different windows.
+            DisagreementError: the ranks of the group allocate different windows.
             MeetingTimeoutError: a rank of the group did not come.
         """
         windows = self._of_group.setdefault(ranks, [])
@@ -119,8 +94,8 @@ class SymmetricMemoryTransport:
         return windows[-1]
 
     def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases:
-        """What a group, of ascending ranks, lends: so many pieces of so many bytes, at least. Collective where there is
-        nothing such yet; it stays for as long as the transport.
+        """A buffer pool of a group, given by its ascending ranks, with at least `number` buffers of at least `nbytes`.
+        Collective if it has to be allocated; it stays as long as the transport.
 
         Raises:
             DisagreementError, MeetingTimeoutError: as for `window`.
@@ -134,58 +109,55 @@ class SymmetricMemoryTransport:
         of_group.append(Leases(self.rank, memory, size, number))
         return of_group[-1]
 
-    def _memory(self, ranks: tuple[int, ...], nbytes: int, where: str) -> dict[int, torch.Tensor]:
-        """By rank, zeros of each of a group, which all ask for them; `where` is new to the group."""
+    def _memory(self, ranks: tuple[int, ...], nbytes: int, key: str) -> dict[int, torch.Tensor]:
+        """Allocate zeros on all ranks of a group, by rank. Collective; `key` is new to the group."""
         self.check()
         try:
-            with torch.inference_mode(False):  # it is written for as long as the transport lives
-                return self._joined(ranks, nbytes, where)
+            with torch.inference_mode(False):  # later calls write it, whatever their mode
+                return self._joined(ranks, nbytes, key)
         except TransportError as error:
             self.fail(error)
             raise
 
-    def _joined(self, ranks: tuple[int, ...], nbytes: int, where: str) -> dict[int, torch.Tensor]:
-        own, text = self.provider.make(nbytes)
-        told = self.told(where, ranks, f"{nbytes} {text}")
-        for rank, said in told.items():
-            theirs, _, told[rank] = said.partition(" ")
-            if int(theirs) != nbytes:
+    def _joined(self, ranks: tuple[int, ...], nbytes: int, key: str) -> dict[int, torch.Tensor]:
+        own, handle = self.provider.make(nbytes)
+        handles = self.exchange_text(key, ranks, f"{nbytes} {handle}")
+        for rank, text in handles.items():
+            peer_nbytes, _, handles[rank] = text.partition(" ")
+            if int(peer_nbytes) != nbytes:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout, "
-                    f"`leases` or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; no "
+                    f"`leases` or order of calls): memory of {nbytes} and {peer_nbytes} bytes among ranks {ranks}; no "
                     f"tensor of yours was written"
                 )
         for rank in ranks:
-            # Who has failed does not use what it made.
+            # A rank that failed after its allocation will not use it.
             if rank != self.rank and (failure := self.rendezvous.failure(rank)):
                 raise PeerError(f"rank {self.rank} was waiting for rank {rank}: {failure}")
-        return self.provider.join(own, told, f"{self.session(ranks)}/{where}")
+        return self.provider.join(own, handles, f"{self.rendezvous.session(ranks)}/{key}")
 
-    def session(self, ranks: tuple[int, ...]) -> str:
-        """What a group's keys in the store begin with. The first time all its ranks call."""
-        return self.rendezvous.meet(ranks)
-
-    def told(self, where: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
-        """What each rank of a group, which all call, says at a place that nobody has used before.
+    def exchange_text(self, key: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
+        """All-gather a text among the ranks of a group, by rank. Collective; `key` is new to the group.
 
         Raises:
             MeetingTimeoutError: a rank did not come.
         """
-        # Of one call: who refuses it may make the next one, and ask for the same.
+        # The key contains the call: a rank that refuses this call may use the same `key` in the next one.
         call = self.rendezvous.call
-        where = f"{self.provider.device.type}/{self.session(ranks)}/{where}/{call.ranks}/{call.number}"
-        self.rendezvous.store.set(f"{where}/{self.rank}", text)
-        return {r: self.rendezvous.read(f"{where}/{r}", r) for r in ranks}
+        key = f"{self.provider.device.type}/{self.rendezvous.session(ranks)}/{key}/{call.ranks}/{call.number}"
+        self.rendezvous.store.set(f"{key}/{self.rank}", text)
+        return {r: self.rendezvous.read(f"{key}/{r}", r) for r in ranks}
 
     def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
-        if self._watcher is None or use not in ("enter", "meet"):
+        """Enqueue `Window.signal`, with the number of polls that the timeout allows."""
+        if self._watchdog is None or use not in ("acquire", "barrier"):
             window.signal(use, fingerprint, self.polls, poison)
             return
-        self._watcher.began(partial(window.late, use))
+        self._watchdog.start(partial(window.late, use))
         try:
             window.signal(use, fingerprint, self.polls, poison)
         finally:
-            self._watcher.ended()
+            self._watchdog.stop()
 
     def _end_waits(self) -> None:
         for window in self._all:
@@ -193,26 +165,28 @@ class SymmetricMemoryTransport:
 
     @property
     def error(self) -> TransportError | None:
-        """What ended this transport, as far as the host knows; nothing is waited for."""
+        """The error that invalidated this transport, as far as the host knows. Does not wait."""
         if self._error is None:
             code = self.failure.read()
             if code is not None:
-                found = None if self._watcher is None else self._watcher.error
-                self._error = type(found)(f"{found}; outputs since then are overwritten") if found else self._told(code)
+                error = None if self._watchdog is None else self._watchdog.error
+                self._error = (
+                    type(error)(f"{error}; outputs since then are overwritten") if error else self._error_of(code)
+                )
         return self._error
 
     def check(self) -> None:
         """
         Raises:
-            TransportError: the transport is dead, as far as the host knows.
+            TransportError: an earlier call failed, as far as the host knows.
         """
         error = self.error
         if error is not None:
             raise error
 
-    def _told(self, code: Code) -> TransportError:
-        number, tells = channel_name(code.channel)
-        where = f"{tells} at {self._all[number]}"
+    def _error_of(self, code: Code) -> TransportError:
+        number, channel = channel_name(code.channel)
+        where = f"{channel} at {self._all[number]}"
         if code.kind == "late":
             return MeetingTimeoutError(
                 f"rank {code.peer} did not come within {self.timeout:g} s; rank {code.rank} was waiting for it "
@@ -227,25 +201,25 @@ class SymmetricMemoryTransport:
         return DisagreementError(f"{error} ({where}; outputs since then are overwritten)")
 
     def _why(self, peer: int) -> str:
-        with suppress(dist.DistError):  # the store went with its rank
+        with suppress(dist.DistError):  # the rank that hosts the store is gone
             failure = self.rendezvous.failure(peer)
             return f": {failure}" if failure else ""
         return ""
 
     def fail(self, error: TransportError) -> None:
-        """Tell every peer, from here on in the stream, that this rank will not come. The first error stays."""
+        """Notify all peers, from here on in the stream, that this rank has failed. The first error is kept."""
         self._error = self.error or error
         self.rendezvous.fail(f"rank {self.rank} failed: {self._error}")
-        # A device that is broken itself says nothing more; the error that is on its way tells of it.
+        # A device that is broken cannot signal; the original error reports that.
         with suppress(RuntimeError):
             self.failure.fail()
             for window in self._all:
-                window.say_failed()
+                window.signal_failure()
 
     def refuse(self, first_group: tuple[int, ...], participants: tuple[int, ...]) -> None:
-        """Enqueue in every window that the call may use that this rank does not make it; wait for nobody.
+        """Enqueue in every window that the call may use a notice that this rank refuses the call. Does not wait.
 
-        Where all ranks refuse alike their transport lives on.
+        If all ranks refuse the same call, the transport stays valid.
         """
         with suppress(RuntimeError):  # as in `fail`
             for window in self._all:

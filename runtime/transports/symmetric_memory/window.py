@@ -1,43 +1,44 @@
-"""Memory of each rank of a group that all of its ranks read and write, and the signals that say when they may."""
+"""Symmetric windows: memory of each rank of a group that all its ranks read and write, ordered by signals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from ....kernels import SLOT, UNLIMITED, Channel, Failure, build_signal, pack, signal
 
-Use = Literal["enter", "meet", "leave", "spoil"]
+Use = Literal["acquire", "barrier", "release", "poison"]
 _SMALLEST = 1 << 16
-ALIGNMENT = 256  # bytes, of what has a place in a window
+ALIGNMENT = 256  # bytes, of regions in a window
 _CHANNELS = ("arrivals", "releases")
-_REFUSED = 0  # in place of a token
+_REFUSED = 0  # in place of a fingerprint
 
 
 def window_size(nbytes: int) -> int:
-    """The bytes that a window for so many is made with: each at least twice the last, so that a group has few."""
+    """The size of a window for at least `nbytes`: a power of two, so that a group has few windows."""
     return max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
 
 
 def pad_bytes(size: int) -> int:
-    """What signals need before the data of a window, in a group of `size` ranks."""
+    """The bytes that signals need before the data of a window, in a group of `size` ranks."""
     return -(-len(_CHANNELS) * (size - 1) * SLOT * 8 // ALIGNMENT) * ALIGNMENT
 
 
 class Window:
-    """One window of a group, as one rank has it. Every use of it, on every rank of the group and in the same order, is
+    """A window of a group, as seen by one rank. Every exchange consists of three signals, on every rank of the group,
+    and of kernels between them:
 
-        enter   every rank has left the last use: windows may be written
-        meet    every rank has written: windows may be read
-        leave   this rank has read
+        acquire   waits until every rank has released the last exchange: windows may be written
+        barrier   waits until every rank has written: windows may be read
+        release   notifies all ranks that this rank has read
 
-    with kernels in between. None of them waits on the host.
+    All of them wait on the device, not on the host.
 
     Args:
-        memory: by rank, ascending: `pad_bytes` of zeros, then the data.
-        number: which of this rank's windows it is; errors name it.
+        memory: by ascending rank, `pad_bytes` zeros followed by the data.
+        number: the index of the window among those of this rank, for errors.
     """
 
     def __init__(self, rank: int, memory: Mapping[int, torch.Tensor], number: int, failure: Failure) -> None:
@@ -54,48 +55,53 @@ class Window:
         rows = len(peers) * SLOT * 8
         me = self.ranks.index(self.rank)
         pad = self._memory[self.rank][which * rows :][:rows].view(torch.int64).view(len(peers), SLOT)
-        # A rank's row in a peer's pad: its place among those that are not the peer.
+        # The row of a rank in a peer's pad is its index among the ranks other than the peer.
         places = [me - (self.rank > peer) for peer in peers]
         slots = [self._memory[p].data_ptr() + which * rows + i * SLOT * 8 for p, i in zip(peers, places, strict=True)]
         channel = len(_CHANNELS) * self.number + which
         return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
 
     def signal(self, use: Use, fingerprint: int, polls: int, poison: torch.Tensor | None = None) -> None:
-        """Enqueue one of the three; `leave` overwrites `poison` if this rank has failed; `spoil` does that alone."""
-        if use == "enter":
+        """Enqueue a signal. "release" overwrites the tensor `poison` if this rank has failed; "poison" does only that.
+
+        Args:
+            fingerprint: compared by the ranks at a barrier.
+            polls: the number of polls after which a wait fails.
+        """
+        if use == "acquire":
             signal(self.released, wait=True, credit=1, polls=polls)
-        elif use == "meet":
+        elif use == "barrier":
             signal(self.arrived, send=True, wait=True, fingerprint=fingerprint, polls=polls)
         else:
-            signal(self.released, send=use == "leave", poison=poison)
+            signal(self.released, send=use == "release", poison=poison)
 
     def late(self, use: Use) -> tuple[int, ...]:
-        """The ranks that a wait for one of the uses, which goes on in another thread, waits for now. Of CPU memory.
+        """The ranks that a signal in progress in another thread still waits for. CPU memory only.
 
-        Not those that have come, which may be in a later call by now.
+        Ranks that have arrived are not included: they may be in a later call by now.
         """
-        late = self.released.late(1) if use == "enter" else self.arrived.late(0)
+        late = self.released.late(1) if use == "acquire" else self.arrived.late(0)
         return tuple(self.peers[peer] for peer in late)
 
     def refuse(self) -> None:
-        """Enqueue a use that this rank does not make: it comes to meet with no token, and waits for nobody."""
+        """Enqueue an exchange that this rank refuses: it signals without a fingerprint and does not wait."""
         for channel in (self.arrived, self.released):
             signal(channel, send=True, wait=True, credit=UNLIMITED, fingerprint=_REFUSED)
 
     def end_waits(self) -> None:
-        """Have waits of this rank find that its peers have failed. Of CPU memory, from another thread."""
+        """End the waits of this rank as if its peers had failed. CPU memory only; called from another thread."""
         for channel in (self.arrived, self.released):
             channel.pad[:, 0] = -1
 
     def build(self, dtype: torch.dtype) -> None:
-        """Compile what uses of the window with outputs of a dtype launch."""
+        """Compile the kernels that exchanges with outputs of a dtype launch."""
         build_signal(self.released, wait=True, credit=1)
         build_signal(self.arrived, send=True, wait=True)
-        for leaves in (True, False):
-            build_signal(self.released, send=leaves, poison=dtype)
+        for releases in (True, False):
+            build_signal(self.released, send=releases, poison=dtype)
 
-    def say_failed(self) -> None:
-        """Enqueue, when this rank has failed, that its peers are told."""
+    def signal_failure(self) -> None:
+        """Enqueue a notice to all peers that this rank has failed."""
         for channel in (self.arrived, self.released):
             signal(channel, send=True)
 
@@ -104,15 +110,5 @@ class Window:
 
 
 def channel_name(channel: int) -> tuple[int, str]:
-    """The number of the window that a channel belongs to, and what the channel tells."""
+    """The number of the window that a channel belongs to, and the name of the channel."""
     return channel // len(_CHANNELS), _CHANNELS[channel % len(_CHANNELS)]
-
-
-class WindowedTransport(Protocol):
-    """A transport whose ranks meet on the device, through windows of their group."""
-
-    def window(self, ranks: tuple[int, ...], nbytes: int) -> Window: ...
-
-    def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None: ...
-
-    def check(self) -> None: ...

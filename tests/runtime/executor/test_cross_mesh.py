@@ -1,4 +1,4 @@
-"""From a layout on one mesh to a layout on another, with real values, on meshes that share all, some or no ranks."""
+"""Redistributions between two meshes that share all, some or no ranks, with real values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prove(
     source_mesh: Mesh, target_mesh: Mesh, shape: tuple[int, ...], source: str, target: str,
     topology: Topology | None = None, one_sided: bool = True, dtype: torch.dtype = torch.float32,
 ) -> Program:  # fmt: skip
-    """Carry a pair out and compare every element with the sliced whole; bytes with what each rank lacks."""
+    """Run a pair and compare every element with the sliced whole, and the bytes with what each rank lacks."""
     program = shardweave.plan(source_mesh, shape, dtype, source, target, target_mesh=target_mesh, topology=topology)
     contributed = integers(oracle.contribution_shape(source_mesh.shape, shape, source), source + target)
     given = held_by_rank(source_mesh, oracle.local_shards(source_mesh.shape, shape, source, contributed))
@@ -75,7 +75,7 @@ def texts(mesh: Mesh, shape: tuple[int, ...], partial: bool, seed: str) -> list[
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("meshes", list(MESHES))
-def test_without_partial_it_is_one_exchange_of_the_bound(meshes: str, shape: tuple[int, ...]) -> None:
+def test_cross_mesh_without_partial_meets_bound(meshes: str, shape: tuple[int, ...]) -> None:
     a, b = MESHES[meshes]
     for source in texts(a, shape, False, meshes):
         for target in texts(b, shape, False, meshes + "to"):
@@ -89,7 +89,7 @@ def test_without_partial_it_is_one_exchange_of_the_bound(meshes: str, shape: tup
 @pytest.mark.parametrize("topology", NODES, ids=["bytes", "nodes of 2", "slow nodes of 4"])
 @pytest.mark.parametrize("shape", [(12, 8), (7, 5), (16,), ()], ids=str)
 @pytest.mark.parametrize("meshes", list(MESHES))
-def test_partial_values_and_nodes(meshes: str, shape: tuple[int, ...], topology: Topology | None) -> None:
+def test_cross_mesh_partial_and_nodes(meshes: str, shape: tuple[int, ...], topology: Topology | None) -> None:
     a, b = MESHES[meshes]
     for one_sided, source in enumerate(texts(a, shape, True, meshes)):
         for target in texts(b, shape, True, meshes + "to")[:4]:
@@ -100,7 +100,7 @@ def test_partial_values_and_nodes(meshes: str, shape: tuple[int, ...], topology:
 
 
 @pytest.mark.parametrize("meshes", list(MESHES))
-def test_a_ranks_program_is_its_part_of_the_whole(meshes: str) -> None:
+def test_rank_program_is_part_of_whole_program(meshes: str) -> None:
     a, b = MESHES[meshes]
     for source in texts(a, (7, 5), True, meshes)[:3]:
         for target in texts(b, (7, 5), True, meshes + "to")[:3]:
@@ -121,7 +121,7 @@ def test_a_ranks_program_is_its_part_of_the_whole(meshes: str) -> None:
                         assert (mine.boxes.receiver == step.boxes.receiver[rows]).all()
 
 
-def test_whoever_meets_is_met() -> None:
+def test_participants_are_symmetric() -> None:
     a, b = MESHES["some in common"]
     program = shardweave.plan(a, (7, 5), "float32", "S0 S1", "S1 R", target_mesh=b)
     (step,) = program.steps
@@ -130,7 +130,7 @@ def test_whoever_meets_is_met() -> None:
     assert all(rank in met[other] for rank in program.ranks for other in met[rank])
 
 
-def test_over_nodes_each_byte_enters_a_node_once() -> None:
+def test_cross_mesh_bytes_enter_node_once() -> None:
     trainer, generator = Mesh((2, 8)), Mesh((2, 8), ranks=range(16, 32))
     program = shardweave.plan(
         trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", target_mesh=generator, topology=NVLINK_INFINIBAND
@@ -146,7 +146,7 @@ def test_over_nodes_each_byte_enters_a_node_once() -> None:
         shardweave.plan(trainer, (4096, 4096), "bfloat16", "S0 S0", "R R", max_bytes=1000, **capped)
 
 
-def test_meshes_that_differ_in_names_are_one() -> None:
+def test_meshes_with_different_names_are_equal() -> None:
     program = shardweave.plan(Mesh((2, 2), ("a", "b")), (8, 6), "float32", "S0 S1", "S1 S0", target_mesh=Mesh((2, 2)))
     assert not program.crosses and program.exchanges == 1
 
@@ -160,16 +160,14 @@ def test_meshes_that_differ_in_names_are_one() -> None:
         ("S0 R", "Pprod", UnsupportedError, "dst: mesh dim 0 becomes a partial product"),
     ],
 )
-def test_layouts_that_do_not_fit_their_mesh_are_refused(
-    source: str, target: str, error: type[Exception], text: str
-) -> None:
+def test_layouts_that_do_not_fit_mesh_raise(source: str, target: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         shardweave.plan((2, 2), (8, 6), "float32", source, target, target_mesh=Mesh((2,), ranks=(4, 5)))
     with pytest.raises(ArgumentError, match=r"rank: position 6 is outside the mesh \(6,\)"):
         shardweave.plan((2, 2), (8, 6), "float32", "S0 R", "S0", target_mesh=Mesh((2,), ranks=(4, 5)), rank=6)
 
 
-def test_a_ranks_program_between_large_meshes_takes_room_by_its_peers() -> None:
+def test_rank_program_size_grows_with_peers() -> None:
     trainer = Mesh((256, 64))
     generator = Mesh((512, 8), ranks=range(16384, 16384 + 4096))
     for position in (77, 16384 + 99):
@@ -181,6 +179,6 @@ def test_a_ranks_program_between_large_meshes_takes_room_by_its_peers() -> None:
     assert math.prod(program.target_shape(16384 + 99)) == 65536 * 8192 // 8
 
 
-def test_layouts_are_read_with_their_own_mesh() -> None:
+def test_layout_text_uses_own_mesh() -> None:
     program = shardweave.plan((2, 2), (8,), "float32", "S0/2 S0", "S0/2", target_mesh=Mesh((2,), ranks=(0, 3)))
     assert program.src == Layout.parse("S0 S0 @ 0:1,0") and str(program.dst) == "S0/2"

@@ -1,4 +1,4 @@
-"""Random redistributions, forward and back: any mesh, shape, strides, dtype, layouts and orders; every value exact."""
+"""Random redistributions, forward and backward: any mesh, shape, strides, dtype, layouts and orders; exact values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
     seed: int
 
     def whole(self) -> torch.Tensor:
-        """What every rank contributes, [*mesh or 1, *shape] in float64 (complex128): multiples of all divisors."""
+        """The contributions of all ranks, float64 or complex128 [*mesh or 1, *shape]: multiples of all divisors."""
         shape = oracle.contribution_shape(self.mesh, self.shape, self.source)
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randint(-3, 4, shape, generator=generator).double()
@@ -67,7 +67,7 @@ class Case:
 
 
 def mesh_of(random: Random) -> tuple[int, ...]:
-    """1 to 4 mesh dims, 16 ranks at most, mesh dims of size 1 among them."""
+    """A mesh of 1 to 4 dims and at most 16 ranks, with dims of size 1 among them."""
     found: list[int] = []
     for _ in range(random.randint(1, 4)):
         found.append(random.randint(1, min(5, 16 // math.prod(found))))
@@ -86,7 +86,7 @@ def layout(random: Random, mesh_dims: int, shards: list[str], ops: list[str], st
 
 
 def drawn(seed: int, mesh: tuple[int, ...] | None = None) -> Case:
-    """A case; on `mesh` one that DTensors can say, whose targets torch's placements can name."""
+    """A random case; with `mesh`, one that DTensors can represent, with targets that torch placements can represent."""
     random = Random(seed)
     real = mesh is not None
     if mesh is None:
@@ -105,7 +105,7 @@ def drawn(seed: int, mesh: tuple[int, ...] | None = None) -> Case:
 
 
 def with_strides(x: torch.Tensor, random: Random) -> torch.Tensor:
-    """The same values in other memory: permuted, or with gaps, or behind an offset."""
+    """The same values with other strides: permuted, with gaps, or with an offset."""
     if x.dim() == 0 or random.random() < 0.4:
         return x.clone()
     dims = random.sample(range(x.dim()), x.dim())
@@ -119,7 +119,7 @@ def with_strides(x: torch.Tensor, random: Random) -> torch.Tensor:
 
 
 def replicated(text: str) -> str:
-    """The layout of a gradient: replicated where values are partial."""
+    """The layout of a gradient: replicated along mesh dims where values are partial."""
     head, at, tail = text.partition("@")
     return " ".join("R" if t.startswith("P") else t for t in head.split()) + (f" {at}{tail}" if at else "")
 
@@ -129,7 +129,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_in_process(case: Case) -> None:
-    """Forward on every kind of transport, and the way back of a gradient, against slices of the whole."""
+    """Forward on every kind of transport, and the redistribution of a gradient, against slices of the whole."""
     random, dtype = Random(case.seed), getattr(torch, case.dtype)
     contributed = case.whole()
     one_sided = random.random() < 0.5
@@ -173,7 +173,7 @@ def spec_of(case: Case, mesh: DeviceMesh, text: str, dtype: torch.dtype) -> DTen
 
 
 def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, transport: str) -> None:
-    """Forward, and for floats backward twice: of y ↦ Σ w y², with whole numbers, in float64."""
+    """Forward, and for floats backward twice, of y ↦ Σ w y², with whole numbers in float64."""
     random, dtype = Random(f"{case.seed} {position}"), getattr(torch, case.dtype)
     contributed = case.whole()
     whole = oracle.whole_of(case.mesh, case.source, contributed)
@@ -210,7 +210,7 @@ def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, transport: str)
 
 
 def ascending(random: Random, ranks: Iterable[int], shape: tuple[int, ...]) -> list[int]:
-    """A random order of ranks that ascends along each mesh dim: each goes where all before it are taken."""
+    """A random order of ranks that ascends along each mesh dim."""
     cells = list(product(*map(range, shape)))
     order: dict[tuple[int, ...], int] = {}
     for rank in sorted(ranks):
@@ -221,7 +221,7 @@ def ascending(random: Random, ranks: Iterable[int], shape: tuple[int, ...]) -> l
 
 
 def descending_dims(order: list[int], shape: tuple[int, ...]) -> set[int]:
-    """Those of a mesh with a line of ranks that torch's process group sorts."""
+    """The mesh dims with a line of ranks that torch's process group sorts."""
     table = torch.tensor(order).view(shape)
     return {m for m in range(len(shape)) if not table.equal(table.sort(m).values)}
 
@@ -230,7 +230,7 @@ REAL = {4: [(4,), (2, 2), (2, 1, 2), (1, 4), (3,)], 8: [(8,), (2, 4), (4, 2), (2
 
 
 def real_meshes(random: Random, ranks: int) -> list[tuple[tuple[int, ...], list[int], DeviceMesh]]:
-    """Of each shape one that ascends along every mesh dim and one in any order; those of fewer ranks on any of them."""
+    """Per shape, a mesh that ascends along every dim and one in any order; smaller meshes on any of the ranks."""
     meshes = []
     for shape in REAL[ranks]:
         chosen = random.sample(range(ranks), math.prod(shape))
@@ -261,7 +261,7 @@ def many_on_ranks(rank: int, ranks: int, transport: str, first: int, count: int)
 
 
 def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mesh: DeviceMesh, transport: str) -> bool:
-    """What torch has distributed, carried over by torch, under install, and by name, and made whole by torch.
+    """Redistribute DTensors of torch's distribute_tensor by torch, under install() and by name; compare full tensors.
 
     Returns whether it was torch's, mesh dims whose ranks do not ascend being cut.
     """
@@ -308,7 +308,7 @@ def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mes
 
 
 def many_through_torch(rank: int, ranks: int, transport: str, first: int, count: int) -> tuple[int, int]:
-    """How many there were, and of them torch's."""
+    """The number of redistributions, and of those left to torch."""
     meshes, left = real_meshes(Random(first), ranks), 0
     for seed in range(first, first + count):
         shape, order, mesh = meshes[seed % len(meshes)]
@@ -340,7 +340,7 @@ def test_random_redistributions_of_real_ranks(transport: str) -> None:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_random_redistributions_of_what_torch_distributed(transport: str) -> None:
+def test_random_redistributions_of_torch_dtensors(transport: str) -> None:
     for count, left in run_ranks(
         many_through_torch, 4, 4, transport, 0, 30, environment={"SHARDWEAVE_TRANSPORT": transport}
     ):
@@ -359,7 +359,7 @@ def test_random_redistributions_of_real_ranks_at_length(ranks: int, transport: s
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_random_redistributions_of_what_torch_distributed_at_length(ranks: int, transport: str) -> None:
+def test_random_redistributions_of_torch_dtensors_at_length(ranks: int, transport: str) -> None:
     environment = {"SHARDWEAVE_TRANSPORT": transport}
     for count, left in run_ranks(
         many_through_torch, ranks, ranks, transport, 1000, 150, environment=environment, timeout=500

@@ -1,4 +1,4 @@
-"""Random sequences of calls on random meshes, with refusals, other orders and results that nobody uses.
+"""Random sequences of calls on random meshes, with refusals, different orders and results that are not used.
 
 Without a fault every value is exact. With one every rank has exact values or an error of the package's, and one of them
 says why; nobody ever has values of another call, and nobody waits for ever.
@@ -35,7 +35,7 @@ LONG_PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
 
 @dataclass
 class Given:
-    """A DTensor that every rank of `mesh` holds its part of, and the placements that are asked of it."""
+    """A DTensor on `mesh` and target placements."""
 
     x: DTensor
     target: tuple[Placement, ...]
@@ -43,7 +43,7 @@ class Given:
 
 
 class Life:
-    """What one rank knows of a sequence; all ranks draw alike."""
+    """The state of a sequence on one rank; all ranks draw the same random numbers."""
 
     def __init__(self, rank: int, size: int, transport: str, seed: int) -> None:
         self.rank, self.size, self.transport = rank, size, transport
@@ -76,7 +76,7 @@ class Life:
         return Given(x, target, want)
 
     def lying(self, x: torch.Tensor) -> torch.Tensor:
-        """The same values in memory of any strides, which each rank chooses for itself."""
+        """The same values with random strides, which differ between ranks."""
         algorithm = self.own.randrange(4)
         if algorithm == 0 or not x.dim():
             return x.clone()
@@ -104,7 +104,7 @@ class Life:
         return self.redistribute_forward(self.drawn(self.random.choice(self.meshes)))
 
     def begun(self) -> bool:
-        """Waited for later, twice, or never."""
+        """An asynchronous call whose result is used once, twice, or never."""
         given = self.drawn(self.random.choice(self.meshes))
         y = self.redistribute(given, async_op=True)
         if self.random.random() < 0.7:
@@ -117,7 +117,7 @@ class Life:
         return all(found)
 
     def batch(self) -> bool:
-        """On several meshes; ranks that are in none of them call all the same."""
+        """A batch on several meshes; ranks outside of them call it as well."""
         several = [self.drawn(self.random.choice(self.meshes[1:])) for _ in range(self.random.randint(1, 4))]
         ys = shardweave.redistribute_batch(
             [g.x for g in several], [g.target for g in several], transport=self.transport
@@ -138,7 +138,7 @@ class Life:
         return False
 
     def fsdp(self) -> bool:
-        """FSDP2's collectives of a flat tensor, whose inputs each rank has in other memory."""
+        """FSDP2's collectives of a flat tensor, with inputs of other strides on each rank."""
         n, dtype = self.random.choice((1, 4, 33)), self.random.choice((torch.float32, torch.bfloat16))
         base = self.random.randint(0, 50)
         whole = ((torch.arange(n * self.size) + base) % 64).to(dtype)
@@ -162,7 +162,7 @@ STEPS = ("now", "now", "now", "begun", "begun", "used", "batch", "batch", "refus
 
 
 def without_faults(rank: int, transport: str, first: int, count: int) -> int:
-    """So many sequences of six calls; what FSDP2's collectives use is what the environment asks for."""
+    """Sequences of six calls each; FSDP2's collectives use the transport that the environment requests."""
     os.environ["SHARDWEAVE_TRANSPORT"] = transport
     size, life = dist.get_world_size(), None
     for seed in range(first, first + count):
@@ -175,7 +175,7 @@ def without_faults(rank: int, transport: str, first: int, count: int) -> int:
 
 
 def drawn_to_move(life: Life) -> Given:
-    """What changes its layout: where nothing does, the input is returned, whatever it is."""
+    """Whether a call changes the layout; if not, the input itself is returned."""
     while True:
         given = life.drawn(life.meshes[0])
         if tuple(given.target) != tuple(given.x.placements):
@@ -183,7 +183,7 @@ def drawn_to_move(life: Life) -> Given:
 
 
 def with_a_fault(rank: int, transport: str, first: int, count: int, kinds: tuple[str, ...]) -> list[list[str]]:
-    """Sequences in which one rank refuses, leaves out or makes another call, and goes on; what each call came to."""
+    """Sequences in which one rank refuses, omits or changes a call, and continues. Returns the outcome of each call."""
     os.environ["SHARDWEAVE_TRANSPORT"] = transport
     store, size, found = dist.distributed_c10d._get_default_store(), dist.get_world_size(), []
     for seed in range(first, first + count):

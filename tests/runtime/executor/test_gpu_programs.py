@@ -50,7 +50,7 @@ needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), rea
 
 
 class Proof:
-    """A program bound on the device, with inputs and what has to come out."""
+    """A program bound on the device, with inputs and expected outputs."""
 
     def __init__(self, kind: tuple[tuple[int, ...], str, str], shape: tuple[int, ...], dtype: torch.dtype,
                  transport: dict[str, Any], seed: str = "") -> None:  # fmt: skip
@@ -86,7 +86,7 @@ def carries(dtype: torch.dtype, *layouts: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Nothing may take the way of CPU tensors, views that torch copies; a call uploads nothing; memory is poisoned."""
+    """Checks that copies use kernels, not views copied by torch, and that calls upload nothing; poisons new memory."""
     made = Copies.__init__
 
     def checked(self: Copies, *args: Any) -> None:
@@ -105,7 +105,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 @needs_device
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 3), (0, 4), (16, 64)], ids=str)
-def test_programs_by_kernels_equal_slicing_the_whole(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
+def test_programs_with_kernels(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
     for number, kind in enumerate(KINDS):
         # The interpreter is slow, and so is compiling for a GPU: kinds take dtypes in turns.
         for dtype in (2 * DTYPES)[number % len(DTYPES) :][: 1 if INTERPRETED else 2]:
@@ -117,7 +117,7 @@ def test_programs_by_kernels_equal_slicing_the_whole(shape: tuple[int, ...], tra
 @pytest.mark.gpu
 @needs_device
 @pytest.mark.parametrize("transport", TRANSPORTS[:2], ids=["one-sided", "two-sided"])
-def test_batches_by_kernels(transport: dict[str, Any]) -> None:
+def test_batches_with_kernels(transport: dict[str, Any]) -> None:
     kinds = KINDS[0], KINDS[1], KINDS[5]
     proofs = [Proof(kind, shape, torch.float32, transport) for kind in kinds for shape in ((8, 6), (7, 5))]
     batch = shardweave.plan_batch([(p.mesh, p.shape, p.dtype, p.source, p.target) for p in proofs])
@@ -129,8 +129,8 @@ def test_batches_by_kernels(transport: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @needs_device
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_several_exchanges_by_kernels(one_sided: bool) -> None:
-    """Over nodes, where what arrived first is read with what arrived last."""
+def test_several_exchanges_with_kernels(one_sided: bool) -> None:
+    """Across nodes, where the receive buffers of both exchanges are read together."""
     slow = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
     topology = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=slow)
     most = 0
@@ -145,7 +145,7 @@ def test_several_exchanges_by_kernels(one_sided: bool) -> None:
 
 @pytest.mark.gpu
 @needs_device
-def test_inputs_of_any_strides_by_kernels() -> None:
+def test_strided_inputs_with_kernels() -> None:
     for kind in KINDS[:2]:
         for change in (lambda x: x.mT.contiguous().mT, lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:]):
             proof = Proof(kind, (7, 5), torch.bfloat16, {})
@@ -156,9 +156,7 @@ def test_inputs_of_any_strides_by_kernels() -> None:
 @pytest.mark.gpu
 @needs_device
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
-def test_a_call_reads_no_tensor_on_its_way_to_the_kernels(
-    transport: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_reads_no_tensor_values(transport: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:  # the interpreter reads what a GPU would
         monkeypatch.setattr(PreparedLaunch, "__call__", lambda self, *arguments: None)
     for number, kind in enumerate(KINDS):
@@ -170,7 +168,7 @@ def test_a_call_reads_no_tensor_on_its_way_to_the_kernels(
 
 @pytest.mark.interp
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_the_same_by_the_interpreter() -> None:
+def test_programs_with_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
@@ -187,7 +185,7 @@ def test_the_same_by_the_interpreter() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
-def test_a_call_returns_while_the_device_is_busy(transport: dict[str, Any]) -> None:
+def test_call_returns_while_device_is_busy(transport: dict[str, Any]) -> None:
     for number, kind in enumerate(KINDS):
         dtype = DTYPES[number % 2]
         proof = Proof(kind, (1023, 129), dtype, transport)
@@ -212,7 +210,7 @@ def test_a_call_returns_while_the_device_is_busy(transport: dict[str, Any]) -> N
 @needs_gpu
 @pytest.mark.parametrize("uses", [1, 2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
-def test_graphs_replay_with_changing_data(transport: dict[str, Any], uses: int) -> None:
+def test_graph_replay_with_new_data(transport: dict[str, Any], uses: int) -> None:
     for number, kind in enumerate(KINDS):
         proof = Proof(kind, (67, 33), DTYPES[number % 2], transport)
         inputs = [[x.clone() for x in proof.locals] for _ in range(uses)]

@@ -1,4 +1,4 @@
-"""Values of any kind for what the planner takes: an error of shardweave's that can be read, or an answer."""
+"""Random values for the arguments of the planner: a readable shardweave error, or a result."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ TEXTS: list[Any] = ["", None, 5, "{}", "[]", "1" * 5000, b"{}", b"\xff", "\ud800
 
 
 def refused_or_done(call: Callable[[], Any]) -> bool:
-    """Whether it was done; any other error, or one that takes pages to say, is a fault."""
+    """Whether the call succeeded. Errors of other types, or with very long texts, fail the test."""
     try:
         call()
     except ShardweaveError as error:
@@ -273,7 +273,7 @@ def try_a_topology(random: Random) -> bool:
 
 
 def many(first: int, count: int) -> int:
-    """How many were done all the same."""
+    """The number of calls that succeeded."""
     done = 0
     for seed in range(first, first + count):
         random = Random(seed)
@@ -285,11 +285,11 @@ def many(first: int, count: int) -> int:
     return done
 
 
-def test_values_at_random() -> None:
+def test_random_values() -> None:
     assert 30 < many(0, 400) < 300
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(LONG_PARTS))
-def test_values_at_random_at_length(part: int) -> None:
+def test_random_values_at_length(part: int) -> None:
     many(10_000 + 1000 * part, 1000)

@@ -1,4 +1,4 @@
-"""By what means steps are carried out: chosen alike by all who meet, with the reason, in few kernels."""
+"""Lowering: the algorithm of each step and its reason, equal on all members; the number of kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime.executor import copies
-from shardweave.runtime.executor import lower as lower_module
 from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
 from shardweave.runtime.transports.policies import BACKENDS
 
@@ -39,7 +38,7 @@ MESH = Mesh((2, 2))
         ("R R", "S0 S1", (8, 6), False, "local", "no rank receives anything"),
     ],
 )
-def test_the_means_and_why(
+def test_lower_algorithm_and_reason(
     source: str, target: str, shape: tuple[int, ...], one_sided: bool, algorithm: str, why: str
 ) -> None:
     program = shardweave.plan(MESH, shape, "float32", source, target)
@@ -49,7 +48,7 @@ def test_the_means_and_why(
 
 
 @pytest.mark.plan
-def test_a_subset_of_mesh_dims_has_no_group() -> None:
+def test_lower_subset_of_mesh_dims_has_no_group() -> None:
     mesh = Mesh((2, 2, 2))
     program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
     found = lower(program, program.steps[0], 0, AssumedTransport(mesh, False))
@@ -81,7 +80,7 @@ def test_a_subset_of_mesh_dims_has_no_group() -> None:
         ("P R", "R R", (1, 1), "gloo", "ordered", "all-to-all"),
     ],
 )
-def test_the_collectives_of_a_backend(
+def test_lower_collectives_by_backend(
     source: str, target: str, shape: tuple[int, ...], backend: str, reduction: Any, algorithm: str
 ) -> None:
     topology = None if shape != (1, 1) else shardweave.NVLINK_NODE  # on which one step is cheaper than two
@@ -95,7 +94,7 @@ def test_the_collectives_of_a_backend(
 
 
 @pytest.mark.plan
-def test_what_backends_do_not_reduce_is_reduced_here() -> None:
+def test_lower_unsupported_backend_reductions() -> None:
     for dtype in ("bool", "complex64"):
         program = shardweave.plan(MESH, (8, 6), dtype, "P R", "S0 R")
         assert lower(program, program.steps[0], 0, AssumedTransport(MESH, False), "fast").algorithm == "all-to-all"
@@ -103,7 +102,7 @@ def test_what_backends_do_not_reduce_is_reduced_here() -> None:
 
 @pytest.mark.plan
 @pytest.mark.parametrize("case", [case for case in oracle.SAMPLED if len(case.shape)], ids=str)
-def test_all_who_meet_choose_alike(case: Any) -> None:
+def test_lower_equal_on_all_members(case: Any) -> None:
     mesh = Mesh(case.mesh_shape)
     # Shards of odd sizes around the limit.
     shape = (*case.shape[:-1], int(BACKENDS["gloo"].all_to_all) // 4 // 10)
@@ -121,9 +120,7 @@ def test_all_who_meet_choose_alike(case: Any) -> None:
 
 @pytest.mark.plan
 @pytest.mark.parametrize("backend", [None, "gloo", "nccl"])
-def test_steps_that_copy_take_one_kernel_more_than_exchanges(
-    backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_per_program(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
     call = copies.Copies.__call__
 
@@ -164,7 +161,7 @@ def explained(rank: int, transport: str) -> str:
         ("process_group", "all-to-all: shards of 48 B at most cost less in one call"),
     ],
 )
-def test_explain_tells_the_transport_and_its_means(transport: str, means: str) -> None:
+def test_explain_shows_transport_and_algorithms(transport: str, means: str) -> None:
     for rank, text in enumerate(run_ranks(explained, 4, transport)):
         assert text.splitlines() == [
             f"S0 S1 → R S1   float32[4, 6] on 2×2, rank {rank}",
@@ -190,7 +187,7 @@ COLLECTIVES = (
 
 
 def carry_out_by_collectives(rank: int) -> None:
-    lower_module.BACKENDS["gloo"] = lower_module.BACKENDS["nccl"]
+    BACKENDS["gloo"] = BACKENDS["nccl"]
     mesh = init_device_mesh("cpu", (2, 2))
     for algorithm, shape, (source, target), dtype in COLLECTIVES:
         terms = torch.arange(4 * math.prod(shape)).view(4, *shape) % 7  # whole numbers: exact in any order
@@ -222,17 +219,17 @@ def asked_differently(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_collectives_of_real_ranks_are_exact() -> None:
+def test_collectives_are_exact() -> None:
     run_ranks(carry_out_by_collectives, 4)
 
 
 @pytest.mark.multi
-def test_ranks_agree_on_who_reduces() -> None:
+def test_different_reduction_settings_raise() -> None:
     run_ranks(asked_differently, 2)
 
 
 @pytest.mark.plan
-def test_an_unknown_reduction_is_refused() -> None:
+def test_unknown_reduction_raises() -> None:
     for call in (lambda: shardweave.install(reduction="quick"), lambda: shardweave.simulate(None, [], reduction=3)):
         with pytest.raises(ArgumentError, match=r"reduction: .*; allowed: 'ordered', 'fast'"):
             call()

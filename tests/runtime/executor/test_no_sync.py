@@ -1,4 +1,4 @@
-"""Nothing between a call and its result waits for the device: programs of every kind under a guard that refuses it."""
+"""No call synchronises the host with the device: programs of every kind under a guard that raises on it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.plan
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_guard_refuses(name: str) -> None:
+def test_guard_refuses_sync(name: str) -> None:
     x = torch.arange(6.0).view(2, 3)
     FORBIDDEN[name](x)  # is valid but for the guard
     with pytest.raises(SyncRefused), SyncGuard():
@@ -86,14 +86,14 @@ def test_the_guard_refuses(name: str) -> None:
 
 @pytest.mark.plan
 @pytest.mark.parametrize("name", ALLOWED)
-def test_the_guard_lets_pass(name: str) -> None:
+def test_guard_allows(name: str) -> None:
     x = torch.arange(6.0).view(2, 3)
     with SyncGuard():
         ALLOWED[name](x)
 
 
 @pytest.mark.plan
-def test_what_was_refused_cannot_be_hidden() -> None:
+def test_guard_raises_again_after_caught_error() -> None:
     with pytest.raises(SyncRefused), SyncGuard():
         try:
             torch.ones(1).item()
@@ -104,7 +104,7 @@ def test_what_was_refused_cannot_be_hidden() -> None:
 @pytest.mark.plan
 @pytest.mark.parametrize("one_sided", [True, False])
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_guard_sees_what_a_program_does(name: str, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_sees_operations_of_program(name: str, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call = copies.Copies.__call__
 
     def planted(self: copies.Copies, sources: Any, targets: Any, key: Any = None) -> None:
@@ -153,7 +153,7 @@ WRITES = ("copy_", "fill_", "add", "div", "maximum", "bitwise_or")
 
 
 def carries(dtype: torch.dtype, *layouts: str) -> bool:
-    """Whether the dtype has the reductions that layouts name."""
+    """Whether the dtype supports the reductions of the layouts."""
     if any("avg" in layout for layout in layouts):
         return dtype.is_floating_point
     return not (dtype.is_complex and any(op in layout for layout in layouts for op in ("max", "min")))
@@ -162,7 +162,7 @@ def carries(dtype: torch.dtype, *layouts: str) -> bool:
 @pytest.mark.plan
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda w: " ".join(map(str, w.values())) or "one-sided")
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 3), (0, 4)], ids=str)
-def test_programs_in_one_process(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
+def test_simulated_programs_do_not_sync(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
     ran = 0
     for number, (mesh, source, target) in enumerate(KINDS):
         for dtype in DTYPES if shape == (7, 5) else DTYPES[number % len(DTYPES) :][:1]:
@@ -194,7 +194,7 @@ NO_PROCESS_GROUPS = pytest.mark.parametrize(
 
 @pytest.mark.plan
 @NO_PROCESS_GROUPS
-def test_scalars_strides_and_lazy_views(transport: dict[str, Any]) -> None:
+def test_scalars_strides_and_lazy_views_do_not_sync(transport: dict[str, Any]) -> None:
     scalar = shardweave.plan((2, 2), (), "float32", "P Pavg", "R R")
     columns = shardweave.plan((2,), (6, 4), "float32", "S0", "S1")
     lazy = shardweave.plan((2,), (6, 4), "complex64", "P", "S1")
@@ -209,7 +209,7 @@ def test_scalars_strides_and_lazy_views(transport: dict[str, Any]) -> None:
 
 @pytest.mark.plan
 @NO_PROCESS_GROUPS
-def test_batches_and_programs_between_meshes(transport: dict[str, Any]) -> None:
+def test_batches_and_cross_mesh_programs_do_not_sync(transport: dict[str, Any]) -> None:
     here, there = Mesh((2, 2)), Mesh((3,), ranks=(1, 4, 6))
     x = integers((7, 5), "x").float()
     crossing = shardweave.plan(here, (7, 5), "float32", "S0 S1", "S0", target_mesh=there)
@@ -327,7 +327,7 @@ REAL_TRANSPORTS = [
 @pytest.mark.parametrize(
     ("transport", "name", "node_size"), REAL_TRANSPORTS, ids=[name for _, name, _ in REAL_TRANSPORTS]
 )
-def test_programs_of_real_ranks(transport: str, name: str, node_size: int) -> None:
+def test_real_ranks_do_not_sync(transport: str, name: str, node_size: int) -> None:
     environment = {} if node_size == 4 else {"SHARDWEAVE_NODE_SIZE": str(node_size)}
     for seen in run_ranks(under_the_guard, 4, transport, name, environment=environment):
         # Two shapes, three times, more than a copy for each request.
@@ -335,7 +335,7 @@ def test_programs_of_real_ranks(transport: str, name: str, node_size: int) -> No
 
 
 def dropped_in_under_the_guard(rank: int) -> int:
-    """The guard goes around what is carried out: a call of torch's that a mode watches is left to torch."""
+    """Puts the guard around the execution only, because calls under dispatch modes are left to torch."""
     mesh, carried_out, seen = init_device_mesh("cpu", (2, 2)), drop_in.run_redistribution, []
 
     def guarded(*args: Any, **options: Any) -> torch.Tensor:
@@ -357,12 +357,12 @@ def dropped_in_under_the_guard(rank: int) -> int:
 
 
 @pytest.mark.multi
-def test_what_is_dropped_in() -> None:
+def test_drop_in_does_not_sync() -> None:
     assert min(run_ranks(dropped_in_under_the_guard, 4)) >= 6
 
 
 def caught(rank: int, transport: str) -> str:
-    """Under the guard a program that asks for a value fails, also among real ranks."""
+    """A program that reads a tensor value raises under the guard, on real ranks as well."""
     mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
     shardweave.redistribute(x, [Shard(1)], transport=transport)
@@ -384,5 +384,5 @@ def caught(rank: int, transport: str) -> str:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["shared_memory", "symmetric_memory"])
-def test_the_guard_sees_what_real_ranks_do(transport: str) -> None:
+def test_guard_sees_operations_of_real_ranks(transport: str) -> None:
     assert run_ranks(caught, 2, transport) == ["SyncRefused", "PeerError"]

@@ -1,4 +1,4 @@
-"""What a rank holds while a program runs is never more than the program says."""
+"""The memory that a rank allocates while a program runs never exceeds the program's `peak_bytes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 
 
 class CountingTransport(InProcessTransport):
-    """Counts the bytes of what one rank has from `empty` and has not let go; an address does not hold the buffer."""
+    """Counts the live bytes that one rank got from `empty`; an address does not keep a buffer alive."""
 
     buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -54,7 +54,7 @@ class CountingTransport(InProcessTransport):
 @pytest.mark.parametrize(
     ("mesh", "shape"), [((4,), (24, 32)), ((2, 4), (48, 16)), ((4, 3), (48, 32)), ((3,), (60,))], ids=str
 )
-def test_peak_bytes_bound_what_is_held(mesh: tuple[int, ...], shape: tuple[int, ...], topology: Any) -> None:
+def test_peak_bytes_bound_allocated_memory(mesh: tuple[int, ...], shape: tuple[int, ...], topology: Any) -> None:
     tokens = ["R", "P", *(f"S{d}" for d in range(len(shape)))]
     texts = list(oracle.layout_texts(len(mesh), tokens))
     for source in texts[:: 1 + len(texts) // 9]:
@@ -74,13 +74,13 @@ def test_peak_bytes_bound_what_is_held(mesh: tuple[int, ...], shape: tuple[int, 
                 assert transport.most + x.numel() * 4 <= peak, (rank, program.explain())
 
 
-def test_a_tensor_that_is_larger_than_the_cap_is_refused_though_nothing_is_to_be_done() -> None:
+def test_identity_larger_than_max_bytes_raises() -> None:
     with pytest.raises(ArgumentError, match=r"max_bytes: 100; the tensor itself, \(R\), needs 175"):
         shardweave.plan((4,), (5, 5, 7), "uint8", "R", "R", max_bytes=100)
     assert shardweave.plan((4,), (5, 5, 7), "uint8", "R", "R", max_bytes=175).is_identity
 
 
-def test_ranks_that_have_no_part_in_a_step() -> None:
+def test_peak_bytes_of_ranks_outside_a_step() -> None:
     mesh, other = Mesh((5, 3)), Mesh((3, 1), ranks=(19, 15, 4))
     program = shardweave.plan(mesh, (), "bfloat16", "Pmax R", "R Pmax", target_mesh=other)
     given = [torch.ones(program.source_shape(r)).bfloat16() for r in range(program.mesh.size)]

@@ -1,4 +1,4 @@
-"""Programs as JSON, changed at random: refused when they are read, or right for everything that takes a program."""
+"""Randomly changed program JSON is either rejected when parsed, or valid for every function that takes a program."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def programs() -> list[str]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """All containers of a value, and each with all of its keys."""
+    """All containers in a JSON value, each with its keys."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
@@ -79,7 +79,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def changed(text: str, random: Random) -> str:
-    """With one to three changes of values, now and then of the text itself."""
+    """The JSON with one to three changed values, or sometimes a changed text."""
     if random.random() < 0.1:
         return of_text(text, random)
     data = json.loads(text)
@@ -134,7 +134,7 @@ def of_text(text: str, random: Random) -> str:
 
 
 def check(text: str) -> bool:
-    """Whether it is read; then everything that takes a program has to take it."""
+    """Whether the text parses; if so, every function that takes a program must accept it."""
     try:
         program = Program.from_json(text)
     except ArgumentError as error:
@@ -156,7 +156,7 @@ def check(text: str) -> bool:
 
 
 def many(programs: list[str], first: int, count: int) -> int:
-    """How many of them were read all the same."""
+    """The number of texts that parsed."""
     read = 0
     for seed in range(first, first + count):
         random = Random(seed)

@@ -22,7 +22,7 @@ CASES = pytest.mark.parametrize("case", oracle.EXHAUSTIVE + oracle.SAMPLED, ids=
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """Memory from torch.empty begins as NaN or the largest integer."""
+    """Fills memory from torch.empty with NaN or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -30,13 +30,13 @@ def poison() -> Iterator[None]:
 
 
 def integers(shape: Sequence[int], seed: str, low: int = -8, high: int = 8, times: int = 36) -> torch.Tensor:
-    """Whole numbers whose sums, and divisions by 2, 3, 4, 6 and 8, are exact in float32; kept in float64."""
+    """float64 whole numbers whose sums, and divisions by 2, 3, 4, 6 and 8, are exact in float32."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randint(low, high + 1, tuple(shape), generator=generator).double() * times
 
 
 def may_alias(source: str, target: str) -> bool:
-    """Where torch aliases too: nothing to do, or replicated values that become contributions unchanged."""
+    """Whether torch aliases as well: nothing to do, or replicated values that become unchanged contributions."""
     pairs = zip(oracle.read(source).tokens, oracle.read(target).tokens, strict=True)
     return source == target or all(a == b or (a == "R" and b in ("Pavg", "Pmax", "Pmin")) for a, b in pairs)
 
@@ -54,7 +54,7 @@ def carried_out(
     backend: str | None = None,
     reduction: str = "ordered",
 ) -> list[torch.Tensor]:
-    """The outputs, with all that holds for every call checked: shapes, new contiguous memory, inputs only read."""
+    """The outputs, after checks that hold for every call: shapes, new contiguous memory, unchanged inputs."""
     before = [x.clone() for x in locals_]
     outs = shardweave.simulate(program, locals_, one_sided=one_sided, backend=backend, reduction=reduction)
     assert len(outs) == program.mesh.size
@@ -75,7 +75,7 @@ def prove(
     contributed: torch.Tensor, one_sided: bool = True, topology: Topology | None = None, backend: str | None = None,
     reduction: str = "ordered",
 ) -> None:  # fmt: skip
-    """Carry out a pair on exact contributions (in a wide dtype) and compare every element with the sliced whole."""
+    """Run a pair on exact contributions (in a wide dtype) and compare every element with the sliced whole."""
     program = shardweave.plan(mesh, shape, dtype, source, target, topology=topology)
     locals_ = [x.to(dtype) for x in oracle.local_shards(mesh, shape, source, contributed)]
     whole = oracle.whole_of(mesh, source, contributed)
@@ -150,7 +150,7 @@ def test_simulate_reduces_by_every_op(mesh: tuple[int, ...], shape: tuple[int, .
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 2)], ids=str)
-def test_simulate_mixes_sum_with_avg(mesh: tuple[int, ...]) -> None:
+def test_simulate_mixed_sum_and_avg(mesh: tuple[int, ...]) -> None:
     for source in oracle.layout_texts(2, ("R", "P", "Pavg", "S0")):
         for target in oracle.layout_texts(2, ("R", "P", "Pavg", "S0")):
             contributed = integers(oracle.contribution_shape(mesh, (7, 2), source), source + target)
@@ -159,7 +159,7 @@ def test_simulate_mixes_sum_with_avg(mesh: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("target_op", ["", "avg", "max", "min"])
 @pytest.mark.parametrize("source_op", ["", "avg", "max", "min", "prod"])
-def test_simulate_turns_one_partial_into_another(source_op: str, target_op: str) -> None:
+def test_simulate_partial_to_other_partial(source_op: str, target_op: str) -> None:
     for source, target in ((f"P{source_op} R", f"P{target_op} R"), (f"P{source_op} S0", f"S0 P{target_op}")):
         size = oracle.contribution_shape((2, 2), (5, 4), source)
         values = integers(size, source + target, -2, 2, 1) if source_op == "prod" else integers(size, source + target)
@@ -208,7 +208,7 @@ def test_simulate_splits_replicated_values(dtype: torch.dtype, op: str, values: 
     ],
     ids=str,
 )
-def test_simulate_gives_others_the_identity(dtype: torch.dtype, op: str, own: float, other: float) -> None:
+def test_simulate_fills_other_ranks_with_identity(dtype: torch.dtype, op: str, own: float, other: float) -> None:
     program = shardweave.plan((2,), (5,), dtype, "S0", f"P{op}")
     assert program.bytes_received == [0, 0]
     outs = shardweave.simulate(program, [torch.full((n,), 6).to(dtype) for n in (3, 2)])
@@ -245,7 +245,7 @@ def test_simulate_keeps_infinities_under_max_and_min() -> None:
 
 
 def random_pairs() -> list[tuple[tuple[int, ...], tuple[int, ...], str, str]]:
-    """Half of the exhaustive pairs with a partial source and a target without, on uneven shapes: sums need no more."""
+    """Half of all pairs with a partial source and a target without partial, on uneven shapes."""
     found = []
     for case in oracle.EXHAUSTIVE:
         if case.shape in ((7,), (7, 5), (5, 7, 3)):
@@ -283,7 +283,7 @@ def test_simulate_sums_floats_in_one_order_on_every_rank(dtype: torch.dtype, one
 
 @pytest.mark.parametrize("op", ["", "avg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_simulate_is_as_near_to_float64_as_its_arithmetic(dtype: torch.dtype, op: str) -> None:
+def test_simulate_accuracy_against_float64(dtype: torch.dtype, op: str) -> None:
     generator = torch.Generator().manual_seed(11)
     single = torch.finfo(torch.float32).eps
     for mesh, shape, source, target in random_pairs()[::7]:
@@ -331,7 +331,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("one_sided", [True, False])
 @pytest.mark.parametrize(("dtype", "wide"), DTYPES, ids=str)
-def test_simulate_takes_every_dtype(dtype: torch.dtype, wide: torch.dtype, one_sided: bool) -> None:
+def test_simulate_every_dtype(dtype: torch.dtype, wide: torch.dtype, one_sided: bool) -> None:
     for mesh, shape in (((2, 2), (7, 5)), ((2, 4), (9, 6)), ((4,), (13,))):
         texts = list(oracle.layout_texts(len(mesh), ("R", "P", "S0", "S1")[: 2 + len(shape)]))
         pairs = [(a, b) for a in texts for b in texts]
@@ -351,7 +351,7 @@ def test_simulate_takes_every_dtype(dtype: torch.dtype, wide: torch.dtype, one_s
 
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_simulate_orders_every_dtype(dtype: torch.dtype, op: str) -> None:
+def test_simulate_max_min_every_dtype(dtype: torch.dtype, op: str) -> None:
     wide = torch.bool if dtype is torch.bool else torch.int64 if not dtype.is_floating_point else torch.float64
     for source, target in (
         (f"P{op} R", "R S0"),
@@ -384,7 +384,7 @@ def test_simulate_moves_unsigned_integers(dtype: torch.dtype) -> None:
 
 
 def rearranged(x: torch.Tensor, algorithm: str) -> torch.Tensor:
-    """The same values in other memory."""
+    """The same values with other strides."""
     if algorithm == "transposed":
         return x.mT.contiguous().mT
     if algorithm == "spread":
@@ -399,7 +399,7 @@ def rearranged(x: torch.Tensor, algorithm: str) -> torch.Tensor:
 @pytest.mark.parametrize("one_sided", [True, False])
 @pytest.mark.parametrize("algorithm", ["transposed", "spread", "offset"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_simulate_reads_inputs_of_any_strides(dtype: torch.dtype, algorithm: str, one_sided: bool) -> None:
+def test_simulate_strided_inputs(dtype: torch.dtype, algorithm: str, one_sided: bool) -> None:
     mesh, shape = (2, 2), (7, 6)
     texts = list(oracle.layout_texts(2, ("R", "P", "S0", "S1")))
     for source, target in [(a, b) for a in texts for b in texts][::7]:
@@ -417,7 +417,7 @@ def test_simulate_reads_inputs_of_any_strides(dtype: torch.dtype, algorithm: str
             assert not any(shares_memory(out, x) for out in outs for x in locals_)
 
 
-def test_simulate_reads_expanded_inputs() -> None:
+def test_simulate_expanded_inputs() -> None:
     program = shardweave.plan((2, 2), (6, 4), torch.float32, "P S0", "S0 S1")
     outs = shardweave.simulate(program, [torch.tensor(float(r)).expand(3, 4) for r in range(4)])
     top, bottom = torch.full((3, 2), 2.0), torch.full((3, 2), 4.0)
@@ -448,7 +448,7 @@ def test_simulate_returns_new_memory_even_without_exchange(source: str, target: 
 # Meshes and arguments
 
 
-def test_simulate_is_in_mesh_row_major_order_whatever_the_ranks() -> None:
+def test_simulate_orders_outputs_by_mesh() -> None:
     x = torch.arange(24.0).view(4, 6)
     mesh = Mesh((2, 2), ranks=(9, 4, 6, 1))
     locals_ = [x[:2, :3], x[:2, 3:], x[2:, :3], x[2:, 3:]]
@@ -462,7 +462,7 @@ def test_simulate_is_in_mesh_row_major_order_whatever_the_ranks() -> None:
         )
 
 
-def test_simulate_may_be_called_again() -> None:
+def test_simulate_repeated_calls() -> None:
     program = shardweave.plan((2, 2), (5, 6), torch.float32, "P S0", "S0 S1")
     for seed in ("one", "two"):
         contributed = integers((2, 1, 5, 6), seed).float()
@@ -485,7 +485,7 @@ def test_simulate_may_be_called_again() -> None:
     ],
     ids=range(8),
 )
-def test_simulate_refuses(locals_: Any, parts: list[str]) -> None:
+def test_simulate_rejects_invalid_inputs(locals_: Any, parts: list[str]) -> None:
     program = shardweave.plan((2,), (7, 3), torch.float32, "S0", "S1")
     with pytest.raises(ArgumentError) as error:
         shardweave.simulate(program, locals_)
@@ -494,7 +494,7 @@ def test_simulate_refuses(locals_: Any, parts: list[str]) -> None:
 
 @pytest.mark.parametrize("one_sided", [True, False])
 @pytest.mark.parametrize(("source", "target"), [("R", "S0"), ("P", "R"), ("S0", "R"), ("P", "S0"), ("R", "P")])
-def test_simulate_takes_lazy_views_and_leaves_of_a_graph(source: str, target: str, one_sided: bool) -> None:
+def test_simulate_lazy_views_and_autograd_leaves(source: str, target: str, one_sided: bool) -> None:
     program = shardweave.plan((2,), (4, 3), torch.complex64, source, target)
     shape = program.local_shape(program.src, 0)
     plain = [torch.randn(shape, dtype=torch.complex64) for _ in range(2)]
@@ -504,7 +504,7 @@ def test_simulate_takes_lazy_views_and_leaves_of_a_graph(source: str, target: st
         assert all(a.equal(b) and not a.requires_grad for a, b in zip(found, expected, strict=True))
 
 
-def test_simulate_refuses_the_program_of_one_rank() -> None:
+def test_simulate_rejects_program_of_one_rank() -> None:
     program = shardweave.plan((2,), (4,), torch.float32, "S0", "R", rank=1)
     with pytest.raises(ArgumentError, match=r"program: it is rank 1's alone; allowed: one of all ranks"):
         shardweave.simulate(program, [torch.zeros(2)])

@@ -1,4 +1,4 @@
-"""Ranks that do not do alike: told by name and in words, on every transport; no value is ever another call's."""
+"""Ranks that make different calls: errors name the ranks and both calls, on every transport, and no output is wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment_of(transport: str, **more: str) -> dict[str, str]:
 def sharded(
     mesh: DeviceMesh, rows: int, columns: int, dtype: torch.dtype, add: int = 0
 ) -> tuple[DTensor, torch.Tensor]:
-    """A matrix cut by rows along a 1-D mesh, and all of it."""
+    """A matrix sharded by rows along a 1-D mesh, and the whole matrix."""
     whole = (torch.arange(rows * columns).view(rows, columns) + add).to(dtype)
     coordinate = mesh.get_coordinate()
     chunks = whole.chunk(mesh.size())
@@ -44,13 +44,13 @@ def sharded(
 
 
 def misfit(x: DTensor) -> DTensor:
-    """The same spec with a local tensor that is too large."""
+    """A DTensor with the same spec and a local tensor that is too large."""
     local = torch.zeros(x._local_tensor.shape[0] + 1, x.shape[1], dtype=x.dtype)
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def outcome(call: Callable[[], bool]) -> str:
-    """What a call came to: "right", "wrong" or the name and text of its error."""
+    """The outcome of a call: "right", "wrong" or the name and text of its error."""
     try:
         return "right" if call() else "wrong"
     except (ArgumentError, TransportError) as error:
@@ -58,7 +58,7 @@ def outcome(call: Callable[[], bool]) -> str:
 
 
 def lives(function: Callable[..., list[str]], cases: list[tuple], rank: int) -> list[list[str]]:
-    """`function(rank, *case)` for each case, each in a process group of its own."""
+    """`function(rank, *case)` for each case, each in a new process group."""
     store, found = dist.distributed_c10d._get_default_store(), []
     size = dist.get_world_size()
     for i, case in enumerate(cases):
@@ -73,7 +73,7 @@ def lives(function: Callable[..., list[str]], cases: list[tuple], rank: int) -> 
 
 
 def refuse_and_go_on(rank: int, transport: str, refusing: int, shape: tuple[int, int]) -> list[str]:
-    """One rank refuses a call that it and its peers have made before, catches the error, and goes on."""
+    """One rank refuses a call that all ranks have made before, catches the error, and continues."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     found = []
     for step in range(4):
@@ -89,7 +89,7 @@ def refuse_and_go_on(rank: int, transport: str, refusing: int, shape: tuple[int,
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_redistribute_refused_by_one_rank_that_goes_on(transport: str, ranks: int) -> None:
+def test_redistribute_refused_by_one_rank(transport: str, ranks: int) -> None:
     cases = [(transport, refusing, shape) for refusing in (0, ranks - 1) for shape in ((8, 6), (7, 1))]
     by_rank = run_ranks(_lives_of_refusals, ranks, cases, environment=environment_of(transport))
     for i, (_, refusing, _) in enumerate(cases):
@@ -124,14 +124,14 @@ def _gathered(x: DTensor, transport: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_refused_by_all_ranks_alike(transport: str) -> None:
+def test_redistribute_refused_by_all_ranks(transport: str) -> None:
     wrong = "ArgumentError"
     for said in run_ranks(all_refuse, 3, transport, environment=environment_of(transport)):
         assert said == [wrong, "right", wrong, wrong, "right", "right"]
 
 
 def swapped(rank: int, transport: str, known: bool) -> list[str]:
-    """Two requests of equal bytes, that one rank makes in another order."""
+    """Two requests of equal size, which one rank makes in a different order."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     requests = [sharded(mesh, 8, 6, torch.float32), sharded(mesh, 8, 6, torch.int32, add=1000)]
     found = []
@@ -145,7 +145,7 @@ def swapped(rank: int, transport: str, known: bool) -> list[str]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("known", [True, False])
-def test_calls_in_another_order_are_told_in_words(transport: str, known: bool) -> None:
+def test_calls_in_different_order_raise_with_descriptions(transport: str, known: bool) -> None:
     for ranks in (2, 4):
         said = run_ranks(swapped, ranks, transport, known, environment=environment_of(transport))
         assert not any("wrong" in steps for steps in said), said
@@ -158,7 +158,7 @@ def test_calls_in_another_order_are_told_in_words(transport: str, known: bool) -
 
 
 def groups_in_another_order(rank: int, transport: str) -> list[str]:
-    """One call of a pair and one of everyone; rank 0 makes the pair's first."""
+    """A call of two ranks and a call of all ranks; rank 0 makes that of the two ranks first."""
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])]
     for mesh in meshes:
         if mesh.get_coordinate() is not None:
@@ -172,7 +172,7 @@ def groups_in_another_order(rank: int, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "symmetric_memory"])
-def test_calls_of_overlapping_groups_in_another_order(transport: str) -> None:
+def test_calls_of_overlapping_groups_in_different_order(transport: str) -> None:
     start = time.monotonic()
     said = run_ranks(groups_in_another_order, 3, transport, environment=environment_of(transport))
     assert not any("wrong" in steps for steps in said), said
@@ -182,7 +182,7 @@ def test_calls_of_overlapping_groups_in_another_order(transport: str) -> None:
 
 
 def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
-    """As of two pipeline stages with a shared embedding: tensors along pairs, and one of the pair in the middle."""
+    """As for two pipeline stages with a shared embedding: tensors on pairs of ranks, and one on the middle pair."""
     grid = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
     middle, last = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [0, 3])
     for step in range(3):
@@ -212,7 +212,7 @@ def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int)
 
 
 def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int], way: str) -> list[str]:
-    """Some ranks refuse a call before it is planned, so that nobody can say whose call it is, and go on."""
+    """Some ranks refuse a call before planning, when its participants are unknown, and continue."""
     everyone = DeviceMesh("cpu", list(range(dist.get_world_size())))
     pair = DeviceMesh("cpu", [0, 1])
     found = []
@@ -269,7 +269,7 @@ def test_refusal_before_planning_by_all_ranks(transport: str) -> None:
 
 
 def batch_on_two_devices(rank: int, transport: str) -> list[str]:
-    """Rank 0 gives tensors of two devices, catches the error, and goes on."""
+    """Rank 0 passes tensors on two devices, catches the error, and continues."""
     mesh, found = DeviceMesh("cpu", list(range(dist.get_world_size()))), []
     for step in range(3):
         x, whole = sharded(mesh, 7, 2, torch.float32, add=step)
@@ -288,7 +288,7 @@ def batch_on_two_devices(rank: int, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_batch_of_two_devices_is_refused_and_peers_are_told(transport: str) -> None:
+def test_batch_on_two_devices_raises_on_all_ranks(transport: str) -> None:
     first, *others = run_ranks(batch_on_two_devices, 3, transport, environment=environment_of(transport))
     assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
     assert "right" not in first[2:] and "wrong" not in first, first
@@ -299,7 +299,7 @@ def test_batch_of_two_devices_is_refused_and_peers_are_told(transport: str) -> N
 
 
 def skewed(rank: int, transport: str) -> bool:
-    """Rank 0 waits for rank 2, which is late, while rank 1 has had all that it needs and waits in the next call."""
+    """Rank 0 waits for rank 2, which is late, while rank 1 has finished this call and waits in the next one."""
     pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
     for step in range(3):
         if rank == 2 and step == 1:
@@ -312,7 +312,7 @@ def skewed(rank: int, transport: str) -> bool:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_that_is_ahead_of_a_late_one_is_not_taken_for_another_call(transport: str) -> None:
+def test_peer_in_later_call_is_no_disagreement(transport: str) -> None:
     assert all(run_ranks(skewed, 3, transport, environment=environment_of(transport)))
 
 
@@ -334,7 +334,7 @@ def dispatcher_refuses_while_pending(rank: int, transport: str) -> bool:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_dispatcher_refuses_while_an_async_redistribution_is_pending(transport: str) -> None:
+def test_dispatcher_refusal_with_pending_async_redistribution(transport: str) -> None:
     assert all(run_ranks(dispatcher_refuses_while_pending, 3, transport, environment=environment_of(transport)))
 
 
@@ -357,7 +357,7 @@ def used_twice(rank: int, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical"])
-def test_async_result_whose_first_use_raised_raises_again(transport: str) -> None:
+def test_async_result_raises_again_after_failed_first_use(transport: str) -> None:
     more = {"SHARDWEAVE_NODE_SIZE": "1"} if transport == "hierarchical" else {}
     said = run_ranks(used_twice, 2, transport, environment={**environment_of(transport), **more})
     assert all("Error" in text for text in said[0]) and len(said[0]) == 3, said
@@ -391,7 +391,7 @@ def drop_in_each_life(rank: int, transport: str) -> list[int]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_dropped_async_results_keep_no_process_group_alive(transport: str) -> None:
+def test_dropped_async_results_release_process_group(transport: str) -> None:
     for counts in run_ranks(drop_in_each_life, 2, transport, environment=environment_of(transport)):
         assert max(counts[3:]) <= counts[2] + 2, counts  # a life that leaked would leave 4 at least
 
@@ -428,14 +428,14 @@ def set_up(rank: int, what: str) -> str:
         ("install", "install(): ", ("called", "not called")),
     ],
 )
-def test_settings_that_differ_are_named_when_ranks_first_meet(what: str, named: str, values: tuple[str, str]) -> None:
+def test_different_settings_raise_at_first_rendezvous(what: str, named: str, values: tuple[str, str]) -> None:
     for text in run_ranks(set_up, 2, what, environment=environment_of("shared_memory")):
         assert text.startswith("DisagreementError: " + named) and "rank 0" in text and "rank 1" in text, text
         assert all(value in text.lower() for value in values), text
 
 
 def not_installed(rank: int) -> list[str]:
-    """Rank 1 has not installed: its redistribution is torch's, and rank 0 waits."""
+    """Rank 1 has not called install(): torch executes its redistribution, and rank 0 waits."""
     from shardweave.runtime.transports import rendezvous
 
     rendezvous.WARN_AFTER = 1.0
@@ -455,7 +455,7 @@ def not_installed(rank: int) -> list[str]:
     return [found, *said]
 
 
-def test_long_wait_asks_whether_all_ranks_have_installed() -> None:
+def test_long_wait_warns_about_missing_install() -> None:
     waiting, other = run_ranks(not_installed, 2, environment={"SHARDWEAVE_TIMEOUT": "4"})
     assert waiting[0].startswith("MeetingTimeoutError: rank 1 did not come within 4 s") and other == ["stock"]
     (said,) = waiting[1:]
@@ -471,7 +471,7 @@ def die_first(rank: int, transport: str | None) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_that_dies_before_the_first_meeting_is_named(transport: str) -> None:
+def test_rank_dead_before_first_rendezvous_is_named(transport: str) -> None:
     start = time.monotonic()
     ends = end_ranks(die_first, 3, transport, environment=environment_of(transport), timeout=60)
     assert time.monotonic() - start < 30  # not the timeout, 40 s

@@ -1,4 +1,4 @@
-"""Agreement by words beside messages, as on backends without tags: here gloo, whose tags are not used for it."""
+"""Fingerprints sent with messages, as on backends without tags; tested on gloo without using its tags."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.multi
 
 
 def by_words() -> ProcessGroupTransport:
-    """The transport of this process, without tags."""
-    transport = select.current_transports()._collective("cpu")
+    """The transport of this process, with tags disabled."""
+    transport = select.current_transports()._process_group("cpu")
     transport.has_tags = False
     return transport
 
@@ -37,12 +37,12 @@ def random_requests_by_words(rank: int, size: int, number: int, reduction: str) 
 
 @pytest.mark.parametrize("reduction", ["ordered", "fast"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_random_requests_are_right(size: int, reduction: str) -> None:
+def test_random_requests(size: int, reduction: str) -> None:
     assert all(run_ranks(random_requests_by_words, size, size, 12, reduction))
 
 
 def swapped(rank: int) -> list[Any]:
-    """Two requests of equal bytes, known to all, which rank 0 makes in another order."""
+    """Two bound requests of equal size, which rank 0 makes in a different order."""
     transport = by_words()
     mesh = DeviceMesh("cpu", [0, 1, 2])
     requests = [sharded(mesh, 9, 6, torch.float32), sharded(mesh, 9, 6, torch.int32, add=1000)]
@@ -68,7 +68,7 @@ def _gathered(x: Any) -> torch.Tensor:
     return shardweave.redistribute(x, [Replicate()], transport="process_group").to_local()
 
 
-def test_calls_in_another_order_overwrite_what_came_and_raise_in_the_next() -> None:
+def test_calls_in_different_order_poison_outputs_and_raise_next() -> None:
     for mine, others, some, error, of_transport in run_ranks(swapped, 3, environment={"SHARDWEAVE_TIMEOUT": "20"}):
         assert mine and all(others) and some
         assert error.startswith("DisagreementError: ") and of_transport == "DisagreementError", error
@@ -93,7 +93,7 @@ def refused(rank: int) -> list[str]:
     return found
 
 
-def test_redistribute_refused_by_one_rank_that_goes_on() -> None:
+def test_redistribute_refused_by_one_rank() -> None:
     said = run_ranks(refused, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
     assert not any("wrong" in steps for steps in said), said
     assert said[0][1].startswith("ArgumentError") and any(s.startswith("DisagreementError") for s in said[1]), said
@@ -113,11 +113,11 @@ def dispatched(rank: int) -> bool:
     return True
 
 
-def test_token_dispatch_is_right() -> None:
+def test_token_dispatch() -> None:
     assert all(run_ranks(dispatched, 4))
 
 
-def test_received_buffers_that_follow_each_other_are_overwritten_together() -> None:
+def test_adjacent_receive_buffers_are_merged() -> None:
     room, other = torch.zeros(30, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     found = _merged([room[10:20], other, room[0:0], room[4:10], room[25:30]])
     assert sorted(x.numel() for x in found) == [4, 5, 16] and dist.is_available()

@@ -91,13 +91,17 @@ def test_all_who_meet_choose_alike_by_their_nodes() -> None:
                 for step in program.steps:
                     for position in range(mesh.size):
                         members = program.members(step, position)
-                        how = {lower(program, step, p, transport).how for p in members}
-                        assert len(how) == 1, (program.explain(), how)
+                        algorithms = {lower(program, step, p, transport).algorithm for p in members}
+                        assert len(algorithms) == 1, (program.explain(), algorithms)
                         nodes = {p // node_size for p in members}
                         if len(members) > 1:
                             wanted = "push" if len(nodes) == 1 else "push and send"
-                            assert (how == {wanted}) == (len(nodes) < len(members)), (program.explain(), members, how)
-                        found.update(how)
+                            assert (algorithms == {wanted}) == (len(nodes) < len(members)), (
+                                program.explain(),
+                                members,
+                                algorithms,
+                            )
+                        found.update(algorithms)
     assert min(found["push"], found["push and send"], found["send and receive"] + found["all-to-all"]) > 3, found
 
 

@@ -1,4 +1,4 @@
-"""What ProcessGroupTransport does on GPUs with NCCL, a GPU for each rank; the same on CPUs with gloo."""
+"""ProcessGroupTransport on GPUs with NCCL, one GPU per rank, and on CPUs with gloo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEANS = [
 
 
 def pairs(rank: int, device: str, size: int, number: int, reduction: str) -> None:
-    """Random requests of values that sums do not round, one after the other and begun together."""
+    """Random requests with exact sums, synchronous and asynchronous."""
     mesh = init_device_mesh(device, MESHES[size])
     kept = []
     for later in (False, True):
@@ -58,12 +58,12 @@ def pairs(rank: int, device: str, size: int, number: int, reduction: str) -> Non
 @pytest.mark.parametrize("run", MEANS)
 @pytest.mark.parametrize("reduction", ["ordered", "fast"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_random_requests_at_once_and_later(run: Any, size: int, reduction: str) -> None:
+def test_random_requests_sync_and_async(run: Any, size: int, reduction: str) -> None:
     run(pairs, size, size, 30, reduction)
 
 
 def parts_of_everyone(rank: int, device: str) -> None:
-    """Two of four ranks exchange first, and alone; then the others; then everyone; a batch of all."""
+    """Two of four ranks exchange first; then the other two; then all; then a batch of all ranks."""
     meshes = [DeviceMesh(device, ranks) for ranks in ([0, 1], [2, 3], [0, 1, 2, 3], [1, 3])]
     whole = torch.arange(35.0).view(5, 7)
     for mesh in meshes:
@@ -80,12 +80,12 @@ def parts_of_everyone(rank: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("run", MEANS)
-def test_some_ranks_exchange_without_the_others(run: Any) -> None:
+def test_subset_of_ranks_exchanges(run: Any) -> None:
     run(parts_of_everyone, 4)
 
 
 def captured(rank: int, device: str) -> None:
-    """The very first call after `prepare` and `bind`, on a GPU in a graph."""
+    """The first call after `prepare` and `bind`, on a GPU in a graph."""
     mesh = init_device_mesh(device, (2,))
     whole = torch.arange(63.0).view(7, 9)
     x = made(whole, mesh, [Shard(0)], {}, device)
@@ -113,5 +113,5 @@ def captured(rank: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("run", MEANS)
-def test_the_first_call_is_ready_to_be_captured(run: Any) -> None:
+def test_first_call_after_prepare_can_be_captured(run: Any) -> None:
     run(captured, 2)

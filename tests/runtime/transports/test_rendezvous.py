@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store: who has come, with which settings, and what each waits in."""
+"""The state that ranks share through the store: sessions, settings, refusals, and the calls that they wait in."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def at(store: dist.Store, rank: int, timeout: float = 20, gone: tuple[int, ...] 
 
 
 def meet(store: dist.Store, rank: int, ranks: tuple[int, ...], timeout: float) -> str:
-    return at(store, rank, timeout).meet(ranks)
+    return at(store, rank, timeout).session(ranks)
 
 
 def agreed(store: dist.Store, ranks: tuple[int, ...], first: int = 0) -> list[str]:
-    """`first`: how many of the ranks are there before the others."""
+    """The session names of all ranks. `first`: the number of ranks that start before the others."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         asked = [pool.submit(meet, store, r, ranks, 20) for r in ranks[:first]]
         for future in asked:
@@ -35,7 +35,7 @@ def agreed(store: dist.Store, ranks: tuple[int, ...], first: int = 0) -> list[st
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 5, 9), tuple(range(8))], ids=len)
-def test_ranks_agree_on_a_new_name_whatever_the_store_holds(ranks: tuple[int, ...]) -> None:
+def test_session_is_new_with_leftover_store_keys(ranks: tuple[int, ...]) -> None:
     store, seen = dist.HashStore(), set()
     for life in range(6):
         # Of earlier lives there is a whole session in the store, which none of the ranks may take for this one's.
@@ -44,7 +44,7 @@ def test_ranks_agree_on_a_new_name_whatever_the_store_holds(ranks: tuple[int, ..
         seen.add(names[0])
 
 
-def test_a_rank_that_was_there_in_an_earlier_life_only_did_not_come() -> None:
+def test_session_times_out_with_rank_of_earlier_group() -> None:
     store = dist.HashStore()
     agreed(store, (0, 1))
     with pytest.raises(MeetingTimeoutError, match="rank 1 did not come within 0.2 s; rank 0 was waiting for it"):
@@ -57,12 +57,12 @@ def met(*, gone: tuple[int, ...] = ()) -> tuple[Rendezvous, Rendezvous]:
     store = dist.HashStore()
     both = at(store, 0, gone=gone), at(store, 1, gone=gone)
     with ThreadPoolExecutor(2) as pool:
-        names = list(pool.map(lambda one: one.meet((0, 1)), both))
+        names = list(pool.map(lambda one: one.session((0, 1)), both))
     assert names[0] == names[1]
     return both
 
 
-def test_settings_that_differ_are_named_with_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_raises_on_different_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter(("seven", "eight", "seven", "eight"))
     store = dist.HashStore()
     both = at(store, 0), at(store, 1)
@@ -70,7 +70,7 @@ def test_settings_that_differ_are_named_with_both_values(monkeypatch: pytest.Mon
 
     def error_of(one: Rendezvous) -> str:
         with pytest.raises(DisagreementError) as caught:
-            one.meet((0, 1))
+            one.session((0, 1))
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -81,10 +81,10 @@ def test_settings_that_differ_are_named_with_both_values(monkeypatch: pytest.Mon
 
 def looked(wait: LongWait, *peers: int) -> None:
     wait._next = 0.0  # it is time
-    wait.look(peers)
+    wait.poll(peers)
 
 
-def test_wait_ends_where_a_peer_waits_in_another_request_of_the_same_number() -> None:
+def test_wait_ends_on_different_request() -> None:
     one, other = met()
     one.begin((0, 1), 5, "S0 to R")
     other.begin((0, 1), 6, "S0 to S1")
@@ -99,7 +99,7 @@ def test_wait_ends_where_a_peer_waits_in_another_request_of_the_same_number() ->
         looked(theirs, 0)
 
 
-def test_wait_goes_on_where_a_peer_waits_in_an_earlier_call() -> None:
+def test_wait_continues_while_peer_is_in_earlier_call() -> None:
     one, other = met()
     one.begin((0, 1), 5, "a")
     other.begin((0, 1), 5, "a")
@@ -110,7 +110,7 @@ def test_wait_goes_on_where_a_peer_waits_in_an_earlier_call() -> None:
         looked(mine, 1)
 
 
-def test_wait_goes_on_where_a_peer_is_ahead_in_a_later_call() -> None:
+def test_wait_continues_while_peer_is_in_later_call() -> None:
     one, other = met()
     for _ in range(2):
         other.begin((0, 1), 5, "a")  # its part of the first call is done
@@ -121,7 +121,7 @@ def test_wait_goes_on_where_a_peer_is_ahead_in_a_later_call() -> None:
         looked(mine, 1)
 
 
-def test_refusals_are_told_to_a_peer_that_is_behind() -> None:
+def test_refusals_reach_peer_in_earlier_call() -> None:
     one, other = met()
     one.begin((0, 1), 5, "a")
     other.begin((0, 1), 5, "a")
@@ -134,10 +134,10 @@ def test_refusals_are_told_to_a_peer_that_is_behind() -> None:
             looked(LongWait(one), 1)
 
 
-def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
+def test_wait_ends_on_deadlock_of_two_groups() -> None:
     one, other = met()
     one.begin((0, 1), 5, "pair")
-    other._sequence((0, 1, 2)).name = "met"
+    other._sequence((0, 1, 2)).session = "agreed"
     other.begin((0, 1, 2), 6, "all")
     mine, theirs = LongWait(one), LongWait(other)
     looked(theirs, 2)
@@ -147,10 +147,10 @@ def test_wait_ends_where_two_groups_are_called_in_another_order() -> None:
         looked(mine, 1)
 
 
-def test_wait_goes_on_where_a_peer_waits_in_another_group_s_call_made_before() -> None:
+def test_wait_continues_while_peer_is_in_earlier_call_of_other_group() -> None:
     one, other = met()
     for each in (one, other):
-        each._sequence((0, 1, 2)).name = "met"
+        each._sequence((0, 1, 2)).session = "agreed"
         each.begin((0, 1, 2), 6, "all")
     one.begin((0, 1), 5, "pair")
     mine, theirs = LongWait(one), LongWait(other)
@@ -159,7 +159,7 @@ def test_wait_goes_on_where_a_peer_waits_in_another_group_s_call_made_before() -
         looked(mine, 1)
 
 
-def test_refusal_ends_a_wait_for_the_refused_call_alone() -> None:
+def test_refusal_ends_only_wait_for_that_call() -> None:
     one, other = met()
     one.begin((0, 1), 5, "a")
     looked(LongWait(one), 1)
@@ -170,7 +170,7 @@ def test_refusal_ends_a_wait_for_the_refused_call_alone() -> None:
     looked(LongWait(one), 1)
 
 
-def test_words_of_an_earlier_process_group_are_not_believed() -> None:
+def test_keys_of_earlier_process_group_are_ignored() -> None:
     store = dist.HashStore()
     early = at(store, 0), at(store, 1)
     early[1].refuse((0, 1), "too large")
@@ -178,17 +178,17 @@ def test_words_of_an_earlier_process_group_are_not_believed() -> None:
     kept = {key: store.get(key) for key in ("refused/1", "waiting/1")}
     both = at(store, 0), at(store, 1)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda one: one.meet((0, 1)), both))
+        list(pool.map(lambda one: one.session((0, 1)), both))
     for key, value in kept.items():
         store.set(key, value.decode())
     both[0].begin((0, 1), 5, "a")
     for _ in range(3):
         looked(wait := LongWait(both[0]), 1)
-    assert both[0].waits_in(1) is None and wait is not None
+    assert both[0].read_waiting(1) is None and wait is not None
 
 
 @pytest.mark.parametrize("how", ["failed", "gone"])
-def test_wait_ends_where_a_peer_failed_or_ended(how: str) -> None:
+def test_wait_ends_after_peer_failed_or_died(how: str) -> None:
     one, other = met(gone=(1,) if how == "gone" else ())
     if how == "failed":
         other.fail("rank 1 failed: no room")
@@ -197,7 +197,7 @@ def test_wait_ends_where_a_peer_failed_or_ended(how: str) -> None:
         looked(LongWait(one), 1)
 
 
-def test_long_wait_warns_once_and_says_what_is_known(
+def test_long_wait_warns_once_with_peer_status(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous, "WARN_AFTER", 0.0)
@@ -218,12 +218,12 @@ def test_long_wait_warns_once_and_says_what_is_known(
     assert "rank 7 has not used shardweave in this process group" in said[2] and "shardweave.install()" in said[2]
 
 
-def test_a_wait_that_ends_takes_no_key_from_the_store() -> None:
+def test_finished_wait_deletes_no_store_key() -> None:
     """A peer may be between finding the key and reading it."""
     one, other = met()
     one.begin((0, 1), 5, "a")
     one.write_waiting(1)
-    found = other.waits_in(0)
-    assert found is not None and found[0].words == "a"
-    one.write_no_more()
-    assert other.store.check(["waiting/0"]) and other.waits_in(0) is None
+    found = other.read_waiting(0)
+    assert found is not None and found[0].description == "a"
+    one.clear_waiting()
+    assert other.store.check(["waiting/0"]) and other.read_waiting(0) is None

@@ -1,4 +1,4 @@
-"""The shared pool in one process: what is taken, kept and given back, measured in pages, against simple models."""
+"""The shared pool in one process: allocated, kept and returned pages against simple models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(limit: int | None = None, named: bool = False) -> SharedPool:
 
 
 def pages(pool: SharedPool) -> int:
-    """Bytes that the system has given to the pool's segments."""
+    """Bytes that the system has allocated to the pool's segments."""
     return sum(os.fstat(segment._descriptor).st_blocks * 512 for segment in pool.segments)
 
 
@@ -50,7 +50,7 @@ def whole_pages(tensor: torch.Tensor) -> int:
 
 
 def check_apart(live: list[torch.Tensor]) -> None:
-    """No two tensors share a byte, and each begins where its size wants it to."""
+    """Checks that tensors do not overlap and are aligned for their size."""
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in live if t.nbytes)
     assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
     assert all(t.data_ptr() % (PAGE if t.nbytes > PAGE else 64) == 0 for t in live if t.nbytes)
@@ -58,7 +58,7 @@ def check_apart(live: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("named", [False, True], ids=["anonymous", "named"])
 @pytest.mark.parametrize("limit", [0, 100_000, MIB, None])
-def test_random_sizes_stay_apart_and_within_the_limit(limit: int | None, named: bool) -> None:
+def test_random_sizes_do_not_overlap_and_stay_within_limit(limit: int | None, named: bool) -> None:
     pool, generator = made(limit, named), random.Random(f"{limit} {named}")
     live: list[tuple[torch.Tensor, int]] = []
     most_alive = 0
@@ -90,7 +90,7 @@ def test_random_sizes_stay_apart_and_within_the_limit(limit: int | None, named: 
     assert len(pool.allocator._gaps) == len(pool.segments)
 
 
-def test_gaps_are_what_a_set_of_bytes_says() -> None:
+def test_gaps_against_model() -> None:
     generator, gaps, model, out = random.Random(3), Gaps(), set(range(1000)), {}
     gaps.add(0, 1000)
     for _ in range(3000):
@@ -114,7 +114,7 @@ def test_gaps_are_what_a_set_of_bytes_says() -> None:
     assert len(gaps) == 1 and gaps.has(0, 1000) and not gaps.has(0, 999)
 
 
-def test_growing_sizes_need_few_segments() -> None:
+def test_growing_sizes_use_few_segments() -> None:
     pool = made(0)
     for size in range(60 * MIB, 400 * MIB, MIB):
         tensor = pool.empty((size,), torch.uint8)
@@ -123,7 +123,7 @@ def test_growing_sizes_need_few_segments() -> None:
     assert len(pool.segments) <= 5 and mapped(pool) <= 4 * 512 * MIB and pages(pool) == 0
 
 
-def test_repeats_within_the_limit_keep_their_pages() -> None:
+def test_repeated_sizes_within_limit_keep_pages() -> None:
     pool = made(8 * MIB)
     first = pool.empty((4 * MIB,), torch.uint8).fill_(1)
     where = first.data_ptr()
@@ -136,7 +136,7 @@ def test_repeats_within_the_limit_keep_their_pages() -> None:
     assert pages(pool) == 4 * MIB
 
 
-def test_by_default_as_much_is_kept_as_is_under_tensors() -> None:
+def test_default_limit_keeps_as_much_as_allocated() -> None:
     pool = made()
     a, b, c = (pool.empty((100 * MIB,), torch.uint8) for _ in range(3))
     for tensor in (a, b, c):
@@ -151,7 +151,7 @@ def test_by_default_as_much_is_kept_as_is_under_tensors() -> None:
     assert pages(pool) == 0
 
 
-def test_a_free_block_serves_smaller_sizes() -> None:
+def test_free_block_is_cut_for_smaller_size() -> None:
     pool = made(8 * MIB)
     large = pool.empty((4 * MIB,), torch.uint8).fill_(7)
     where = large.data_ptr()
@@ -163,7 +163,7 @@ def test_a_free_block_serves_smaller_sizes() -> None:
     assert not where <= tiny.data_ptr() < where + 3 * MIB and pages(pool) == 3 * MIB + PAGE
 
 
-def test_small_blocks_count() -> None:
+def test_small_blocks_count_towards_limit() -> None:
     pool = made(64 * 1024)
     live = [pool.empty((64,), torch.uint8).fill_(i % 250) for i in range(20_000)]
     most = pages(pool)
@@ -176,7 +176,7 @@ def test_small_blocks_count() -> None:
     assert pages(pool) <= 64 * 1024
 
 
-def test_limits_that_are_set_count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_pool_limit_applies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = made()
     pool.empty((4 * MIB,), torch.uint8).fill_(1)
     pool.empty((MIB,), torch.uint8).fill_(1)
@@ -195,7 +195,7 @@ def test_limits_that_are_set_count_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5G", "lots", "1 M", "5m", "٣"])
-def test_wrong_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_limit_variable_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_POOL_LIMIT", text)
     with pytest.raises(ArgumentError, match=f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed"):
         made()
@@ -204,12 +204,12 @@ def test_wrong_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("nbytes", [-1, 1.5, "1", True])
-def test_wrong_arguments_are_refused(nbytes: object) -> None:
+def test_set_pool_limit_rejects_invalid_arguments(nbytes: object) -> None:
     with pytest.raises(ArgumentError, match="nbytes: .*; allowed: a whole number of bytes, or None"):
         shardweave.set_pool_limit(nbytes)  # type: ignore[arg-type]
 
 
-def test_other_threads_and_garbage_let_go_in_the_middle_of_anything() -> None:
+def test_blocks_freed_by_other_threads_and_gc() -> None:
     pool, errors = made(MIB), []
     generator = random.Random(5)
     handed: list[torch.Tensor] = []
@@ -244,7 +244,7 @@ def test_other_threads_and_garbage_let_go_in_the_middle_of_anything() -> None:
     assert pool.allocator.allocated == 0 and not pool.allocator.returned and pages(pool) <= MIB
 
 
-def test_a_pool_that_is_gone_leaves_what_lives() -> None:
+def test_tensors_outlive_pool() -> None:
     pool = made()
     kept = pool.empty((MIB,), torch.uint8).fill_(9)
     others = [pool.empty((40 * MIB,), torch.uint8) for _ in range(3)]
@@ -260,7 +260,7 @@ def test_a_pool_that_is_gone_leaves_what_lives() -> None:
     assert not allocator.segments and allocator.allocated == 0
 
 
-def test_nothing_goes_back_after_a_failure() -> None:
+def test_frozen_pool_returns_no_pages() -> None:
     pool = made(0)
     tensor = pool.empty((MIB,), torch.uint8).fill_(9)
     view = pool.segments[0].bytes[pool.place(tensor)[1] :][:MIB]  # as a peer has it that has not noticed
@@ -269,7 +269,7 @@ def test_nothing_goes_back_after_a_failure() -> None:
     assert pages(pool) == MIB and bool((view == 9).all())
 
 
-def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
+def test_forked_child_does_not_free_parent_memory() -> None:
     pool = made(0)
     tensors = [pool.empty((MIB,), torch.uint8).fill_(i) for i in range(4)]
     child = os.fork()
@@ -289,7 +289,7 @@ def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
     assert pages(pool) == 4 * MIB and all(bool((t == i).all()) for i, t in enumerate(tensors))
 
 
-def test_pages_go_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_returned_under_memory_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = made(64 * MIB)
     pool.empty((32 * MIB,), torch.uint8).fill_(1)
     monkeypatch.setattr(allocators, "is_short_of_memory", lambda nbytes: False)
@@ -300,7 +300,7 @@ def test_pages_go_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) ->
     assert pages(pool) == 0
 
 
-def test_no_room_for_a_name_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_shared_memory_retries_then_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = made(64 * MIB, named=True)
     pool.empty((MIB,), torch.uint8).fill_(1)
     reserve, room = os.posix_fallocate, 2 * MIB
@@ -319,7 +319,7 @@ def test_no_room_for_a_name_is_tried_again_and_told(monkeypatch: pytest.MonkeyPa
     assert pool.empty((MIB,), torch.uint8).fill_(1).numel() == MIB
 
 
-def test_shortage_is_read_of_the_machine_and_its_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_pressure_of_machine_and_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1600 kB\nMemFree: 3 kB\nMemAvailable: 500 kB\n")
     monkeypatch.setattr(memory_pressure, "_MEMINFO", str(meminfo))

@@ -1,4 +1,4 @@
-"""What orders calls on streams, with stand-ins for CUDA's: which waits for which."""
+"""Order of calls on streams, with fakes of CUDA's streams that record which waits for which."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardweave.runtime.executor.async_work import Pending
+from shardweave.runtime.executor.async_work import AsyncRun
 from shardweave.runtime.executor.call import Call
-from shardweave.runtime.transports.streams import StreamOrder, captured, order_on, own_stream
+from shardweave.runtime.transports.streams import StreamOrder, captured, current_stream, order_on
 
 pytestmark = pytest.mark.plan
 
 
 class Cuda:
-    """Streams by name; what was asked of them, in turn."""
+    """Fake streams by name, and a log of their operations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
@@ -57,7 +57,7 @@ class Stream:
         self.cuda.said.append(f"{self.name} waits for {event}")
 
 
-def test_calls_of_other_streams_wait_for_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_order_waits_for_last_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, order = Cuda(monkeypatch), StreamOrder(torch.device("cuda", 0))
     for cuda.current in "aabbca":
         order.join()
@@ -69,17 +69,17 @@ def test_calls_of_other_streams_wait_for_the_last_call(monkeypatch: pytest.Monke
     assert len(cuda.said) == 3 and owner in captured
     captured.discard(owner)
     # What ran beside is the last, wherever it was asked for.
-    order.went_on(Stream(cuda, "side"))
+    order.moved_to(Stream(cuda, "side"))
     order.join()
     assert cuda.said[3:] == ["a waits for side"]
 
 
-def test_cpus_have_no_streams() -> None:
-    assert order_on(torch.device("cpu")) is None and own_stream(torch.device("cpu")) is None
+def test_no_stream_order_on_cpu() -> None:
+    assert order_on(torch.device("cpu")) is None and current_stream(torch.device("cpu")) is None
 
 
 class Output:
-    """A tensor on a device that is not there."""
+    """A tensor on a device that does not exist."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.device, self.cuda = torch.device("cuda", 0), cuda
@@ -88,7 +88,7 @@ class Output:
         self.cuda.said.append(f"output is used on {stream.name}")
 
 
-def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
 
     def run() -> Iterator[None]:
@@ -102,7 +102,7 @@ def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monke
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
-    pending = Pending(started, transport, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
+    pending = AsyncRun(started, transport, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
     cuda.current = "b"  # of the transport's next call
     pending.finish()
     pending.finish()
@@ -116,7 +116,7 @@ def test_what_began_on_a_stream_is_finished_there_and_waited_for_elsewhere(monke
     assert cuda.said == []
 
 
-def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_call_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
 
     def run(x: object, fingerprint: int) -> Iterator[None]:
@@ -124,7 +124,7 @@ def test_a_call_that_is_captured_lives_on(monkeypatch: pytest.MonkeyPatch) -> No
         yield
 
     bound: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), fingerprint=1, run=run, asked=(), title=str, summary=lambda: ("what", 0, 0)
+        device=torch.device("cuda", 0), fingerprint=1, run=run, request=(), title=str, summary=lambda: ("what", 0, 0)
     )
     transport: Any = SimpleNamespace(
         name="shared_memory", pending=None, error=None, busy=False, fail=print, answer=None,

@@ -221,7 +221,7 @@ def signals_of_a_batch(rank: int) -> None:
     for x, y, target in zip(given, outs, targets, strict=True):
         assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
     # Two groups of ranks meet once each; a tensor more costs what would overwrite its output.
-    assert counted == {"enter": 2, "meet": 2, "leave": 2, "spoil": 7}, counted
+    assert counted == {"acquire": 2, "barrier": 2, "release": 2, "poison": 7}, counted
 
 
 def test_tensors_of_a_batch_meet_together() -> None:

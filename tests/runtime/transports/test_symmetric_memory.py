@@ -1,4 +1,4 @@
-"""What stands before symmetric memory is there: torch's rendezvous of any groups."""
+"""The part of symmetric memory that needs no GPU: torch's rendezvous for any groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.plan
 
 
 class Counting:
-    """As torch exchanges what ranks say at a rendezvous: under keys numbered by a count of the process."""
+    """Exchanges values as torch's rendezvous does, under keys numbered by a counter of the process."""
 
     def __init__(self, had: int) -> None:
         self.number = had
@@ -30,7 +30,7 @@ class Counting:
         return [store.get(key).decode() for key in keys]
 
 
-def test_ranks_with_other_counts_of_rendezvous_meet() -> None:
+def test_rendezvous_with_different_counters() -> None:
     memory = dist.HashStore()
     exchanges = [Counting(had) for had in (0, 3, 40)]
 
@@ -45,7 +45,7 @@ def test_ranks_with_other_counts_of_rendezvous_meet() -> None:
     assert found == [[[f"{r} says {what}" for r in range(3)] for what in ("a", "b")]] * 3
 
 
-def test_other_keys_are_as_they_are() -> None:
+def test_other_keys_are_unchanged() -> None:
     inner = dist.HashStore()
     store = _OwnNumbers(inner)
     for key in ("plain", "two/parts", "a/b/c"):
@@ -55,7 +55,7 @@ def test_other_keys_are_as_they_are() -> None:
     assert store.delete_key("n/7/x") and not inner.check(["n/0/x"])
 
 
-def test_torch_is_told_of_a_group_in_both_ways_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_registered_for_both_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     own = torch.zeros(16, dtype=torch.uint8)
 

@@ -1,0 +1,88 @@
+"""The run loop: executes the steps of a bound program and has a transport answer the requests they yield."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from ...errors import TransportError
+from ..statistics import Redistribution
+from ..transports.requests import CommRequest
+from ..transports.select import AnyTransport
+
+Run = Generator[CommRequest, Any, Any]
+"""A running step, program or batch: yields requests, is sent their results, and returns the output."""
+
+
+class RunnableStep(Protocol):
+    """A step that is bound to a transport."""
+
+    def run(self, x: Any, fingerprint: int) -> Run: ...
+
+
+def run_steps(steps: Sequence[RunnableStep], x: torch.Tensor, fingerprint: int) -> Run:
+    """Run steps one after the other, each on the output of the previous one. The i-th uses `fingerprint + 2 * i`."""
+    value: Any = x
+    for i, step in enumerate(steps):
+        value = yield from step.run(value, fingerprint + 2 * i)
+    return value
+
+
+def run_to_end(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
+    """Run to the end and return the output. `answer` carries out the requests; None if the run yields none."""
+    result: Any = None
+    try:
+        while True:
+            result = answer(run.send(result))  # type: ignore[misc]
+    except StopIteration as end:
+        return end.value
+
+
+def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
+    """As `run_to_end`, with a named profiler range for each phase, which takes time as well."""
+    result: Any = None
+    with record_function("shardweave::redistribute"):
+        try:
+            while True:
+                with record_function("shardweave::copy"):
+                    request = run.send(result)
+                with record_function("shardweave::exchange"):
+                    result = answer(request)  # type: ignore[misc]
+        except StopIteration as end:
+            return end.value
+
+
+class ExclusiveCall:
+    """Holds a transport for the duration of one call and measures its time. A failure invalidates the transport.
+
+    Raises:
+        TransportError: another thread is in a call of this transport.
+    """
+
+    def __init__(self, transport: AnyTransport, statistics: Redistribution) -> None:
+        self.transport, self.statistics = transport, statistics
+
+    def __enter__(self) -> None:
+        transport = self.transport
+        if transport.busy:
+            error = TransportError(
+                f"rank {transport.rank}: two threads redistribute at once; allowed: one call at a time, alike on "
+                "all ranks"
+            )
+            transport.fail(error)
+            raise error
+        transport.busy = True
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        transport = self.transport
+        transport.busy = False
+        self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
+        if error is not None:
+            # Peers may be waiting for this rank's next exchange: notify them.
+            text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
+            transport.fail(error if isinstance(error, TransportError) else TransportError(text))
