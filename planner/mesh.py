@@ -43,7 +43,7 @@ def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Ranks in row-major order over `shape`.
+    """PricedRanks in row-major order over `shape`.
 
     Each mesh dim is a row-major list of (size, stride) pairs, as in the layout algebra of CuTe: which rank stands at a
     coordinate is `offset` plus strides times digits, an index into `table` if there is one. So slicing, flattening in
@@ -311,7 +311,7 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """Ranks."""
+        """PricedRanks."""
         return math.prod(self.shape)
 
     def coordinate(self, position: int) -> Coordinate:

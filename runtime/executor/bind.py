@@ -63,7 +63,7 @@ class BoundProgram:
         reduction: Reduction = "ordered",
     ) -> None:
         self.program, self.position, self.device = program, position, device
-        other = program.target_mesh if program.crosses else None
+        other = program.target_mesh if program.is_cross_mesh else None
         self.asked = program.src, program.dst, program.shape, program.dtype, program.source_mesh, other
         self.title, self.summary = partial(title, program), partial(_summary, program, position)
         meets = program.exchanges > 0

@@ -25,7 +25,7 @@ from ...kernels import (
     source_views,
     target_views,
 )
-from ...planner import Boxes, Reduce, Row
+from ...planner import Reduce, Row, TransferTable
 from ..transports.base import Address
 
 _CACHED_ADDRESSES = 64
@@ -93,7 +93,7 @@ class Whole:
         self.buffer, self.strides = buffer, strides
 
     def pieces(self, row: Row, axes: Sequence[int]) -> list[Piece]:
-        """Where the box of a row that is read from the tensor lies; `axes`: as of `Boxes`."""
+        """Where the box of a row that is read from the tensor lies; `axes`: as of `TransferTable`."""
         where = box_at(row.extent, row.source_start, row.source_step, self.strides, axes)
         return [Piece((self.buffer, where), None)]
 
@@ -135,7 +135,7 @@ def box_at(
     return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
 
 
-def is_plain(boxes: Boxes) -> bool:
+def is_plain(boxes: TransferTable) -> bool:
     """Whether each axis of boxes runs along a tensor dim of its own, without steps."""
     return boxes.axes == tuple(range(boxes.source_start.shape[1])) and bool(
         (boxes.source_step == 1).all() and (boxes.target_step == 1).all()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ...kernels import Where
-from ...planner import FILL, Boxes, Program, Row, Step
+from ...planner import FILL, Program, Row, Step, TransferTable
 from ..transports.base import Address, CommRequest
 from ..transports.capabilities import WindowPolicy
 from ..transports.receive_buffers import ReceiveBuffers
@@ -105,7 +105,7 @@ class BoundStep:
                         yield kept
 
     @cached_property
-    def boxes(self) -> Boxes:
+    def boxes(self) -> TransferTable:
         """Rows in which this rank receives or sends."""
         boxes = self.step.boxes
         if self.program.rank is not None:
@@ -115,7 +115,7 @@ class BoundStep:
     @cached_property
     def rows(self) -> list[Row]:
         """`boxes` in Python numbers."""
-        return self.boxes.numbers()
+        return self.boxes.rows()
 
     @cached_property
     def incoming(self) -> list[Row]:

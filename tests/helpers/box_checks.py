@@ -7,7 +7,7 @@ import math
 import brute_force_oracle as oracle
 import numpy as np
 
-from shardweave.planner import FILL, Boxes, Exchange, Program
+from shardweave.planner import FILL, Exchange, Program, TransferTable
 
 BOX_COLUMNS = ("receiver", "sender", "source_start", "target_start", "extent", "source_step", "target_step")
 
@@ -89,5 +89,5 @@ def assert_is_its_part_of_the_whole(alone: Program, whole: Program) -> None:
             assert np.array_equal(getattr(mine.boxes, name), getattr(expected, name)), (whole.explain(), rank)
 
 
-def rows_touching(boxes: Boxes, rank: int) -> Boxes:
+def rows_touching(boxes: TransferTable, rank: int) -> TransferTable:
     return boxes.select((boxes.receiver == rank) | (boxes.sender == rank).any(axis=1))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh
-from shardweave.planner import ranks
-from shardweave.planner.cost import price
-from shardweave.planner.exchange import Change
+from shardweave.planner import priced_ranks
+from shardweave.planner.cost import step_price
+from shardweave.planner.exchange import LayoutChange
 
 pytestmark = pytest.mark.plan
 
@@ -26,10 +26,10 @@ def test_some_ranks_stand_for_all(
     shape: tuple[int, ...], source: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = Mesh((64, 8))
-    change = Change(mesh, "bfloat16", Layout.parse(source), Layout.parse(target), NVLINK_INFINIBAND.node_size)
-    some = price(change, shape, NVLINK_INFINIBAND).us
-    monkeypatch.setattr(ranks, "PRICED_WHOLE", mesh.size)
-    ranks.ranks_of.cache_clear()
-    everyone = price(change, shape, NVLINK_INFINIBAND).us
-    ranks.ranks_of.cache_clear()
+    change = LayoutChange(mesh, "bfloat16", Layout.parse(source), Layout.parse(target), NVLINK_INFINIBAND.node_size)
+    some = step_price(change, shape, NVLINK_INFINIBAND).us
+    monkeypatch.setattr(priced_ranks, "PRICED_WHOLE", mesh.size)
+    priced_ranks.priced_ranks.cache_clear()
+    everyone = step_price(change, shape, NVLINK_INFINIBAND).us
+    priced_ranks.priced_ranks.cache_clear()
     assert everyone / 2 < some < everyone * 2

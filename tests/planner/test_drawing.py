@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardweave.errors import ArgumentError
-from shardweave.planner import NVLINK_INFINIBAND, Boxes, Exchange, Layout, Mesh, Program, draw, plan
+from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, TransferTable, draw, plan
 from shardweave.planner.render.explain import totals
 
 pytestmark = pytest.mark.plan
@@ -300,10 +300,10 @@ def test_nodes_are_outlined_together() -> None:
 
 
 def test_strided_boxes_are_drawn_run_by_run() -> None:
-    """Boxes with two axes along tensor dim 0: pairs of rows, every second pair from the other rank."""
+    """TransferTable with two axes along tensor dim 0: pairs of rows, every second pair from the other rank."""
     layout = Layout.parse("S0")
     n, contributors = 4, 1
-    boxes = Boxes(
+    boxes = TransferTable(
         receiver=np.array([0, 0, 1, 1]),
         sender=np.array([0, 1, 0, 1]).reshape(n, contributors),
         source_start=np.array([[0, 0], [0, 0], [2, 0], [2, 0]]),

@@ -26,11 +26,11 @@ TERMS = 4
 @pytest.fixture
 def few_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Answers that are kept would be of other terms."""
-    kept = (MODULE._planner, MODULE._kept_program, MODULE._routed, MODULE._cost)
+    kept = (MODULE._planner, MODULE._cached_program, MODULE._search, MODULE._cost)
     for answers in kept:
         answers.cache_clear()
-    monkeypatch.setattr(bounded_fan_in, "MOST_TERMS", TERMS)
-    monkeypatch.setattr(search, "MOST_TERMS", TERMS)
+    monkeypatch.setattr(bounded_fan_in, "MAX_FAN_IN", TERMS)
+    monkeypatch.setattr(search, "MAX_FAN_IN", TERMS)
     yield
     for answers in kept:
         answers.cache_clear()
@@ -94,7 +94,7 @@ def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert program.mesh.size == 1 << 17 and most < 200e6
-    assert all(step.boxes.sender.shape[1] <= bounded_fan_in.MOST_TERMS for step in program.steps)
+    assert all(step.boxes.sender.shape[1] <= bounded_fan_in.MAX_FAN_IN for step in program.steps)
     reduced = (1 << 17) // 8 * 64 * 2
     assert reduced * (1 - 1 / 128) <= program.bytes_received[0] <= (2 if target == "S0 S0" else 4) * reduced
 
@@ -106,7 +106,7 @@ def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
 )
 def test_no_dearer_than_each_stage_by_itself(shape: tuple[int, ...], source: str, target: str, node_size: int) -> None:
     mesh, topology = Mesh((32, 128, 8), ("replicas", "dp", "tp")), replace(NVLINK_INFINIBAND, node_size=node_size)
-    stops = bounded_fan_in.staged(mesh, (Layout.parse(source), Layout.parse(target)))
+    stops = bounded_fan_in.bound_fan_in(mesh, (Layout.parse(source), Layout.parse(target)))
     assert len(stops) == 3
     us = [redistribute_cost(mesh, shape, "float32", a, b, topology) for a, b in pairwise(stops)]
     assert redistribute_cost(mesh, shape, "float32", source, target, topology) <= sum(us) * (1 + 1e-12)

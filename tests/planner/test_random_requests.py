@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Link, Mesh, Topology, plan
-from shardweave.planner.cost import price
-from shardweave.planner.exchange import Change
+from shardweave.planner.cost import step_price
+from shardweave.planner.exchange import LayoutChange
 
 pytestmark = pytest.mark.plan
 
@@ -117,7 +117,9 @@ def check(request: Request) -> None:
     assert_is_its_part_of_the_whole(alone, program)
     if topology is not None and program.steps:
         a, b = (x.without_size_one(finer) for x in (program.src, program.dst))
-        direct = price(Change(program.mesh, request.dtype, a, b, topology.node_size), request.shape, topology)
+        direct = step_price(
+            LayoutChange(program.mesh, request.dtype, a, b, topology.node_size), request.shape, topology
+        )
         assert program.cost_us is not None and program.cost_us <= direct.us + 0.001 * len(program.steps) + 1e-9
 
 

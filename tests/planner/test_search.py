@@ -27,12 +27,12 @@ from shardweave.planner import (
     plan,
     redistribute_cost,
 )
-from shardweave.planner.cost import price
-from shardweave.planner.exchange import Change
+from shardweave.planner.build_steps import build_step
+from shardweave.planner.cost import step_price
+from shardweave.planner.exchange import LayoutChange
 from shardweave.planner.index_sets import held_box
-from shardweave.planner.mesh_split import refined
+from shardweave.planner.mesh_split import split_by_nodes
 from shardweave.planner.search import Search
-from shardweave.planner.steps import step_of
 
 pytestmark = pytest.mark.plan
 
@@ -80,10 +80,10 @@ def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topolog
         a, b = Layout.parse(source), Layout.parse(target)
         if a == b or (a.has_partial and "R" in target):
             continue
-        change = Change(mesh, "float32", a, b, topology.node_size)
-        program = Program(mesh, case.shape, "float32", a, b, (step_of(change, case.shape, None),), None, topology)
+        change = LayoutChange(mesh, "float32", a, b, topology.node_size)
+        program = Program(mesh, case.shape, "float32", a, b, (build_step(change, case.shape, None),), None, topology)
         in_near, in_far, out_near, out_far, near, far = by_link(program, topology)
-        priced = price(change, case.shape, topology).us
+        priced = step_price(change, case.shape, topology).us
         received = np.maximum(topology.node.us(in_near, near), topology.network.us(in_far, far)).max()
         both = np.maximum(
             topology.node.us(np.maximum(in_near, out_near), near), topology.network.us(np.maximum(in_far, out_far), far)
@@ -125,9 +125,9 @@ def test_the_search_is_near_the_best_over_all_layouts(
     for a, b in pairs:
         found = Search(Mesh(mesh_shape), shape, "bfloat16", a, b, topology).cheapest()
         best = nx.shortest_path_length(graph, a, b, weight="us")
-        assert best <= found.us + 1e-6 <= 1.25 * best + 1e-5, (str(a), str(b), [str(stop) for stop in found.stops])
-        assert prices.price(a, b).least_us <= best + 1e-6, (str(a), str(b))
-        assert found.us == pytest.approx(sum(prices.price(x, y).us for x, y in pairwise(found.stops)))
+        assert best <= found.us + 1e-6 <= 1.25 * best + 1e-5, (str(a), str(b), [str(stop) for stop in found.layouts])
+        assert prices.price(a, b).lower_bound_us <= best + 1e-6, (str(a), str(b))
+        assert found.us == pytest.approx(sum(prices.price(x, y).us for x, y in pairwise(found.layouts)))
 
 
 def test_each_byte_enters_a_node_once() -> None:
@@ -140,7 +140,7 @@ def test_each_byte_enters_a_node_once() -> None:
     # Every rank of a node brings in as much.
     assert set(program.bytes_over_network) == {whole * 3 // 32}
     assert program.cost_us is not None
-    assert program.others[-1].stops == (Layout.parse("S0 S0"), Layout.parse("R R"))
+    assert program.others[-1].layouts == (Layout.parse("S0 S0"), Layout.parse("R R"))
     assert program.others[-1].us > 3 * program.cost_us
 
 
@@ -195,7 +195,7 @@ def test_a_mesh_dim_through_several_nodes_is_split_in_place(
     split = 0
     for text in texts:
         layout = Layout.parse(text)
-        finer, (same,) = refined(mesh, shape, (layout,), topology)
+        finer, (same,) = split_by_nodes(mesh, shape, (layout,), topology)
         assert finer.rank_array.tolist() == ranks
         split += finer.ndim > mesh.ndim
         for position in range(size):
@@ -223,7 +223,9 @@ def test_max_bytes_caps_what_a_rank_holds(source: str, target: str) -> None:
         capped = plan(*request, topology=NVLINK_INFINIBAND, max_bytes=cap)
         assert max(capped.peak_bytes) <= cap, capped.explain()
     least = math.prod((1024, 512)) * 4 // 8
-    with pytest.raises(ArgumentError, match=rf"max_bytes: {least}; the plan found that holds least, .*, needs \d+"):
+    with pytest.raises(
+        ArgumentError, match=rf"max_bytes: {least}; allowed: at least \d+, needed by the smallest"
+    ):
         plan(*request, topology=NVLINK_INFINIBAND, max_bytes=least)
 
 
@@ -286,7 +288,9 @@ def test_no_plan_is_dearer_than_one_mesh_dim_at_a_time() -> None:
 def test_max_bytes_without_a_topology_is_for_one_node() -> None:
     program = plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=10**6)
     assert len(program.steps) == 1
-    with pytest.raises(ArgumentError, match="max_bytes: 100; the plan found that holds least"):
+    with pytest.raises(
+        ArgumentError, match=r"max_bytes: 100; allowed: at least \d+, needed by the smallest"
+    ):
         plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=100)
     for wrong in ("much", -1):
         with pytest.raises(ArgumentError, match=f"max_bytes: .*{wrong}.*; allowed"):

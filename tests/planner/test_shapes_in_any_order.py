@@ -12,7 +12,7 @@ from box_checks import BOX_COLUMNS, rows_touching
 
 from shardweave.planner import Layout, Mesh, Program, plan
 from shardweave.planner import exchange as exchange_module
-from shardweave.planner.exchange import Boxes, Change
+from shardweave.planner.exchange import LayoutChange, TransferTable
 
 pytestmark = pytest.mark.plan
 
@@ -33,7 +33,7 @@ def forget() -> None:
                     kept.cache_clear()
 
 
-def assert_same_rows(found: Boxes, expected: Boxes, said: object) -> None:
+def assert_same_rows(found: TransferTable, expected: TransferTable, said: object) -> None:
     assert found.axes == expected.axes, said
     for name in BOX_COLUMNS:
         assert np.array_equal(getattr(found, name), getattr(expected, name)), (said, name)
@@ -50,10 +50,10 @@ def test_rows_of_a_rank_are_those_of_its_shape_whichever_way(
     mesh = Mesh(mesh_shape, ranks=MESHES[mesh_shape])
     for (source, target), length in product(PAIRS[mesh_shape], LENGTHS):
         change, as_arrays = (
-            Change(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size) for _ in range(2)
+            LayoutChange(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size) for _ in range(2)
         )
         with monkeypatch.context() as patched:
-            patched.setattr(exchange_module, "_FEW_PAIRS", 0)
+            patched.setattr(exchange_module, "_MAX_SCALAR_PAIRS", 0)
             for rank in range(mesh.size):
                 as_arrays.boxes((0, 0), rank)  # what is kept of a change is made once
         for shape in ((length, 6), (6, length)):
@@ -62,11 +62,11 @@ def test_rows_of_a_rank_are_those_of_its_shape_whichever_way(
                 said = source, target, shape, rank
                 kept = change.boxes(shape, rank)
                 with monkeypatch.context() as patched:
-                    patched.setattr(exchange_module, "_MOST_KEPT", 0)
+                    patched.setattr(exchange_module, "_MAX_CACHED_CLOSURE", 0)
                     assert_same_rows(change.boxes(shape, rank), kept, said)
                 assert_same_rows(kept, rows_touching(whole, rank), said)
                 assert_same_rows(as_arrays.boxes(shape, rank), kept, said)
-                assert kept.numbers() == rows_touching(whole, rank).numbers(), said
+                assert kept.rows() == rows_touching(whole, rank).rows(), said
 
 
 def planned(requests: list[tuple], order: list[int], forgets: bool) -> dict[int, tuple[str, int]]:

@@ -75,7 +75,7 @@ def test_peak_bytes_bound_what_is_held(mesh: tuple[int, ...], shape: tuple[int, 
 
 
 def test_a_tensor_that_is_larger_than_the_cap_is_refused_though_nothing_is_to_be_done() -> None:
-    with pytest.raises(ArgumentError, match=r"max_bytes: 100; the tensor itself, \(R\), needs 175"):
+    with pytest.raises(ArgumentError, match=r"max_bytes: 100; allowed: at least 175, the size of a shard of \(R\)"):
         shardweave.plan((4,), (5, 5, 7), "uint8", "R", "R", max_bytes=100)
     assert shardweave.plan((4,), (5, 5, 7), "uint8", "R", "R", max_bytes=175).is_identity
 
