@@ -300,7 +300,7 @@ def test_nodes_are_outlined_together() -> None:
 
 
 def test_strided_boxes_are_drawn_run_by_run() -> None:
-    """TransferTable with two axes along tensor dim 0: pairs of rows, every second pair from the other rank."""
+    """Boxes with two axes along tensor dim 0: pairs of rows, every second pair from the other rank."""
     layout = Layout.parse("S0")
     n, contributors = 4, 1
     boxes = TransferTable(

@@ -151,9 +151,11 @@ def test_decoded_holds_what_torch_splits() -> None:
 def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
     layout = Layout.parse("S0/2 S0 S1 S1 @ 1:3,2", (2, 2, 2, 2))
     assert layout == Layout.parse("S0 S0 S1 S1 @ 0:1,0 1:3,2")
-    with pytest.raises(LayoutSyntaxError, match="tensor dim 0 is strided and has an order as well"):
+    with pytest.raises(
+        LayoutSyntaxError, match="tensor dim 0 has both a strided shard and an order; allowed: one of them"
+    ):
         Layout.parse("S0/2 S0 @ 0:1,0", (2, 2))
-    with pytest.raises(ArgumentError, match="tensor dim 0 is strided and has an order as well; give one"):
+    with pytest.raises(ArgumentError, match="tensor dim 0 has both a strided shard and an order; allowed: one of them"):
         Layout((StridedShard(0, 2), Shard(0)), {0: (1, 0)})
     with pytest.raises(ArgumentError, match="mesh dim 0 has split factor 0; allowed: 1 and up"):
         Layout((StridedShard(0, 0), Shard(0)))
@@ -182,25 +184,25 @@ def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
         ("S0 S0 @ 0:1,", 8, ["'0:1,'", "<tensor dim>:<mesh dim>"]),
         ("S0 S0 @ 0:1, 0", 8, ["'0:1,'"]),
         ("S0 S0 @ 0:1,0 @ 0:0,1", 14, ["'@'"]),
-        ("S0 S0 @ 0:1,1", 8, ["1,1", "mesh dim twice"]),
+        ("S0 S0 @ 0:1,1", 8, ["1,1", "repeats a mesh dim"]),
         ("S0 S0 @ 0:1,0 0:0,1", 14, ["second order for tensor dim 0"]),
         ("S0 S0 @ 1:1,0", 8, ["tensor dim 1", "[]", "1,0"]),
         ("S0 R @ 0:1,0", 7, ["tensor dim 0", "[0]", "1,0"]),
         ("S0 S0 @ 0:2,0", 8, ["tensor dim 0", "[0, 1]", "2,0"]),
-        ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "not 1"]),
-        ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "not 0"]),
+        ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "order 1 of"]),
+        ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "order 0 of"]),
         ("S0 S0/0", 3, ["unknown token 'S0/0'"]),
         ("S0 S9999999999999999999", 4, ["a number of 19 digits", "allowed: up to 2**58"]),
         ("S0/9999999999999999999 R", 3, ["a number of 19 digits"]),
         ("R S0 @ 0:9999999999999999999", 7, ["a number of 19 digits"]),
         ("()", 0, ["no placements"]),
-        ("(Shard(dim=0), Shard)", 15, ["no placement; allowed: Replicate(), Shard(dim), Partial(op)"]),
-        ("[Shard(0), Shard(-1)]", 17, ["counted from the last", "allowed: 0 and up"]),
-        ("S(0)Q", 4, ["no placement"]),
+        ("(Shard(dim=0), Shard)", 15, ["not a placement; allowed: Replicate(), Shard(dim), Partial(op)"]),
+        ("[Shard(0), Shard(-1)]", 17, ["negative tensor dim", "allowed: 0 and up"]),
+        ("S(0)Q", 4, ["not a placement"]),
         ("P(norm)R", 2, ["unknown op 'norm'", "sum, avg, max, min, prod"]),
-        ("S(0)[0]S(0)[0]", 12, ["a second place 0 for tensor dim 0"]),
-        ("S(0)[0]S(0)", 0, ["tensor dim 0 is cut by mesh dims [0, 1], not 0"]),
-        ("R[0]S(0)", 2, ["a place in an order; allowed: of a shard"]),
+        ("S(0)[0]S(0)[0]", 12, ["second index 0 in the order of tensor dim 0"]),
+        ("S(0)[0]S(0)", 0, ["order 0 of tensor dim 0; allowed: a permutation of mesh dims [0, 1]"]),
+        ("R[0]S(0)", 2, ["index in an order; allowed: after a shard only"]),
         ("S(9999999999999999999)", 2, ["a number of 19 digits"]),
     ],
 )
@@ -267,7 +269,7 @@ def test_parse_reads_the_shard_order_that_torch_prints() -> None:
 
 
 def test_parse_refuses_a_strided_layout_of_another_length() -> None:
-    with pytest.raises(LayoutSyntaxError, match="2 placements for a mesh of 3 dims"):
+    with pytest.raises(LayoutSyntaxError, match="2 placements; allowed: 3, one per mesh dim"):
         Layout.parse("S0/2 S0", (2, 2, 2))
 
 
@@ -277,7 +279,7 @@ def test_parse_refuses_a_strided_layout_of_another_length() -> None:
         ([Shard(-1)], None, ["mesh dim 0", "tensor dim -1", "allowed: 0 and up"]),
         ([Replicate(), Partial("mean")], None, ["mesh dim 1", "'mean'", "allowed: sum, avg, max, min, prod"]),
         ([Replicate(), "S0"], None, ["mesh dim 1", "'S0'", "allowed: Replicate, Shard, Partial"]),
-        ([Shard(0), Shard(0)], {0: (1, 1)}, ["tensor dim 0", "(1, 1)", "mesh dim twice"]),
+        ([Shard(0), Shard(0)], {0: (1, 1)}, ["tensor dim 0", "(1, 1)", "repeats a mesh dim"]),
         ([Shard(0), Shard(0)], {0: (1,)}, ["tensor dim 0", "(1,)", "(0, 1)", "allowed: a permutation"]),
         ([Shard(0), Replicate()], {0: (1, 0)}, ["tensor dim 0", "(1, 0)", "(0,)"]),
         ([Shard(0), Shard(0)], {1: (0, 1)}, ["tensor dim 1", "(0, 1)", "()"]),
@@ -295,7 +297,7 @@ def test_layout_refuses_mixed_ops_but_sum_with_avg() -> None:
         if a == b or {a, b} == {"sum", "avg"}:
             assert Layout([Partial(a), Partial(b)]).has_partial
         else:
-            with pytest.raises(UnsupportedError, match="do not mix; only sum with avg does") as error:
+            with pytest.raises(UnsupportedError, match="do not mix; allowed: one op, or sum and avg") as error:
                 Layout([Partial(a), Partial(b)])
             assert repr(a) in str(error.value) and repr(b) in str(error.value)
 

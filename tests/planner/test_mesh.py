@@ -199,8 +199,8 @@ def test_names_choose_dims() -> None:
     [
         (lambda m: m["ep"], "mesh dim: 'ep'; allowed: 0, 1, dp, tp"),
         (lambda m: m.submesh(0, 2), "mesh dim: 2; allowed: 0, 1, dp, tp"),
-        (lambda m: m.transpose(("dp",)), r"mesh dims: \('dp',\); allowed: all 2, each once"),
-        (lambda m: m.flatten(("dp", "dp"), "x"), "names one twice"),
+        (lambda m: m.transpose(("dp",)), r"mesh dims: \('dp',\); allowed: all 2 dims, each once"),
+        (lambda m: m.flatten(("dp", "dp"), "x"), "repeats a dim"),
         (lambda m: m.flatten(("dp", "tp")), "names .*allowed: 1 different names"),
         (lambda m: m.unflatten("tp", (3, 2), ("a", "b")), r"sizes: \(3, 2\); allowed: .* of the mesh dim, 4"),
         (lambda m: m.unflatten("tp", (2, 2)), "allowed: 2 names|mesh: names None"),
@@ -208,7 +208,7 @@ def test_names_choose_dims() -> None:
         (lambda m: m.complement(13), "world_size: 13; allowed: a multiple of 12"),
         (lambda m: m.complement(12 * 10**9), "world_size: 12000000000; allowed: a multiple of 12, up to 16777216"),
         (lambda m: m.unflatten("tp", (4, *[1] * 30), [str(d) for d in range(31)]), "32 dims; allowed: up to 24"),
-        (lambda m: m.transpose((1, 0)).submesh(4, 0).complement(12), "tile no world"),
+        (lambda m: m.transpose((1, 0)).submesh(4, 0).complement(12), "cannot tile any world size"),
     ],
 )
 def test_the_algebra_refuses(call: Callable[[Mesh], Mesh], text: str) -> None:

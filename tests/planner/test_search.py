@@ -223,9 +223,7 @@ def test_max_bytes_caps_what_a_rank_holds(source: str, target: str) -> None:
         capped = plan(*request, topology=NVLINK_INFINIBAND, max_bytes=cap)
         assert max(capped.peak_bytes) <= cap, capped.explain()
     least = math.prod((1024, 512)) * 4 // 8
-    with pytest.raises(
-        ArgumentError, match=rf"max_bytes: {least}; allowed: at least \d+, needed by the smallest"
-    ):
+    with pytest.raises(ArgumentError, match=rf"max_bytes: {least}; allowed: at least \d+, needed by the smallest"):
         plan(*request, topology=NVLINK_INFINIBAND, max_bytes=least)
 
 
@@ -288,9 +286,7 @@ def test_no_plan_is_dearer_than_one_mesh_dim_at_a_time() -> None:
 def test_max_bytes_without_a_topology_is_for_one_node() -> None:
     program = plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=10**6)
     assert len(program.steps) == 1
-    with pytest.raises(
-        ArgumentError, match=r"max_bytes: 100; allowed: at least \d+, needed by the smallest"
-    ):
+    with pytest.raises(ArgumentError, match=r"max_bytes: 100; allowed: at least \d+, needed by the smallest"):
         plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=100)
     for wrong in ("much", -1):
         with pytest.raises(ArgumentError, match=f"max_bytes: .*{wrong}.*; allowed"):
