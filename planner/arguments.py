@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
+from ..errors import ArgumentError, UnsupportedError, shown, with_prefix
 from .dtypes import check_reducible
 from .layout import Layout, pairs_of
 from .mesh import Mesh, whole_numbers
@@ -48,10 +48,8 @@ def resolve_layout(argument: str, layout: Layout | str, mesh: Mesh) -> Layout:
         raise ArgumentError(f"{argument}: {shown(layout)}; allowed: a Layout or its text form")
     try:
         return Layout.parse(layout, mesh.shape)
-    except LayoutSyntaxError as error:
-        raise LayoutSyntaxError(error.text, error.position, f"{argument}: {error.reason}") from None
     except (ArgumentError, UnsupportedError) as error:
-        raise type(error)(f"{argument}: {error}") from None
+        raise with_prefix(error, argument) from None
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +87,7 @@ def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], 
             try:
                 check_reducible(dtype, placement.op)
             except UnsupportedError as error:
-                raise UnsupportedError(f"{name}: mesh dim {mesh_dim}: {error}") from None
+                raise with_prefix(error, f"{name}: mesh dim {mesh_dim}") from None
 
 
 def check_target(dst: Layout, src_placements: Sequence[Placement | None]) -> None:

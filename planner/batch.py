@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, with_prefix
 from .cross_mesh_exchange import position_of
 from .mesh import MOST_RANKS, whole_numbers
 from .plan import plan
@@ -230,12 +230,15 @@ def _programs(
 ) -> tuple[Program, ...]:
     programs = []
     for index, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-        *fields, target_mesh = request.fields()
-        position = None if rank is None else max(position_of(rank, request.mesh, target_mesh), 0)
+        mesh, shape, dtype, src, dst, target_mesh = request.fields()
+        position = None if rank is None else max(position_of(rank, mesh, target_mesh), 0)
         try:
-            program = plan(*fields, target_mesh=target_mesh, rank=position, topology=topology, max_bytes=limit)
+            program = plan(
+                mesh, shape, dtype, src, dst,
+                target_mesh=target_mesh, rank=position, topology=topology, max_bytes=limit,
+            )  # fmt: skip
         except (ArgumentError, UnsupportedError) as error:
-            raise type(error)(f"requests[{index}]: {error}") from error
+            raise with_prefix(error, f"requests[{index}]") from error
         programs.append(program)
     return tuple(programs)
 

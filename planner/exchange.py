@@ -408,10 +408,10 @@ def round_robin_index(
 
     Choosing the sender by this index modulo the number of equal holders spreads the load over them.
     """
-    among = which = np.zeros(len(receivers), dtype=np.int64)
+    among = shard = np.zeros(len(receivers), dtype=np.int64)
     for m in mesh_dims:
         if isinstance(target.placements[m], Shard):
-            which = which * mesh_shape[m] + receivers[:, m]
+            shard = shard * mesh_shape[m] + receivers[:, m]
         else:
             among = among * mesh_shape[m] + receivers[:, m]
-    return among + which
+    return among + shard

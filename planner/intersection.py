@@ -60,11 +60,11 @@ def intersect(
         return Intersection(pair, source_start, target_start, length, ones, ones, tuple(range(len(shape))))
     runs: dict[int, np.ndarray] = {}
     for d in strided:
-        rows, which = _runs_of_pairs(
+        rows, index = _runs_of_pairs(
             shape[d], source.cuts(d), source_mesh, holders[pair], target.cuts(d), target_mesh, receivers[pair]
         )
-        pair, source_start, target_start, length = (x[which] for x in (pair, source_start, target_start, length))
-        runs = {other: of_dim[which] for other, of_dim in runs.items()} | {d: rows}
+        pair, source_start, target_start, length = (x[index] for x in (pair, source_start, target_start, length))
+        runs = {other: of_dim[index] for other, of_dim in runs.items()} | {d: rows}
         source_start[:, d], target_start[:, d] = rows[:, 0], rows[:, 1]
     extent, source_step, target_step, axes = [], [], [], []
     ones = np.ones(len(pair), dtype=np.int64)
@@ -79,8 +79,8 @@ def intersect(
             source_step.append(ones)
             target_step.append(ones)
             axes.append(d)
-    columns = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
-    return Intersection(pair, source_start, target_start, *columns, tuple(axes))
+    extents, source_steps, target_steps = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
+    return Intersection(pair, source_start, target_start, extents, source_steps, target_steps, tuple(axes))
 
 
 class FewPairs:
@@ -153,7 +153,7 @@ def _runs_of_pairs(
     sizes = np.array([len(table) for table in tables], dtype=np.int64)
     first = sizes.cumsum() - sizes
     count = sizes[kind] if len(tables) else np.zeros(0, dtype=np.int64)
-    which = np.repeat(np.arange(len(kind)), count)
-    row_of = np.arange(len(which)) - np.repeat(count.cumsum() - count - first[kind] if len(tables) else count, count)
+    index = np.repeat(np.arange(len(kind)), count)
+    row_of = np.arange(len(index)) - np.repeat(count.cumsum() - count - first[kind] if len(tables) else count, count)
     rows = np.concatenate(tables) if tables else np.zeros((0, 6), dtype=np.int64)
-    return rows[row_of], which
+    return rows[row_of], index

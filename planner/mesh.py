@@ -187,29 +187,29 @@ class Mesh:
 
     def submesh(self, position: int, dims: Sequence[int | str] | int | str) -> Mesh:
         """The submesh along `dims`, in the order given, that contains the rank at `position`."""
-        found = self._dims(dims)
+        indices = self._dims(dims)
         offset = self.offset
         for d, c in enumerate(self.coordinate(position)):
-            if d not in found:
+            if d not in indices:
                 for n, stride in reversed(self.dims[d]):
                     c, digit = divmod(c, n)
                     offset += digit * stride
-        return self._derived([self.dims[d] for d in found], self._names(found), offset)
+        return self._derived([self.dims[d] for d in indices], self._names(indices), offset)
 
     def submeshes(self, dims: Sequence[int | str] | int | str) -> list[Mesh]:
         """All submeshes along `dims`, in row-major order of the other coordinates. Each rank is in exactly one."""
-        found = self._dims(dims)
+        indices = self._dims(dims)
         starts = np.arange(self.size).reshape(self.shape)
-        for d in found:
+        for d in indices:
             starts = starts.take([0], axis=d)
         return [self.submesh(position, dims) for position in starts.reshape(-1).tolist()]
 
     def transpose(self, dims: Sequence[int | str]) -> Mesh:
         """The mesh with its dims in another order."""
-        found = self._dims(dims)
-        if len(found) != self.ndim:
+        indices = self._dims(dims)
+        if len(indices) != self.ndim:
             raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: all {self.ndim} dims, each once")
-        return self._derived([self.dims[d] for d in found], self._names(found))
+        return self._derived([self.dims[d] for d in indices], self._names(indices))
 
     def flatten(self, dims: Sequence[int | str], name: str | None = None) -> Mesh:
         """The mesh with several dims, adjacent or not, flattened into one at the place of the leftmost.
@@ -218,16 +218,16 @@ class Mesh:
             dims: the dims to flatten, the slowest-varying first.
             name: the name of the new dim; needed if the mesh has names.
         """
-        found = self._dims(dims)
-        if not found:
+        indices = self._dims(dims)
+        if not indices:
             raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: one or more")
         new: list[Sequence[Pair]] = []
         names: list[str | None] = []
         for d in range(self.ndim):
-            if d == min(found):
-                new.append([pair for f in found for pair in self.dims[f]])
+            if d == min(indices):
+                new.append([pair for f in indices for pair in self.dims[f]])
                 names.append(name)
-            elif d not in found:
+            elif d not in indices:
                 new.append(self.dims[d])
                 names.append(self.names[d] if self.names else None)
         return self._derived(new, names if self.names or name is not None else None)  # type: ignore[arg-type]

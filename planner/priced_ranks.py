@@ -43,13 +43,13 @@ class PricedRanks:
     def __init__(self, mesh: Mesh, topology: Topology) -> None:
         self.mesh = mesh
         self.whole = mesh.size <= PRICED_WHOLE
-        everyone = np.arange(mesh.size)
+        all_positions = np.arange(mesh.size)
         ranks = mesh.rank_array
         nodes = np.zeros_like(ranks) if topology.node_size is None else ranks // topology.node_size
         self.one_node = bool((nodes == nodes[0]).all())
-        sampled = everyone if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
-        is_priced = np.isin(everyone, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
-        self.positions = everyone[is_priced]
+        sampled = all_positions if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
+        is_priced = np.isin(all_positions, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
+        self.positions = all_positions[is_priced]
         self.receivers = np.searchsorted(self.positions, sampled)
         self.nodes = np.unique(nodes[is_priced], return_inverse=True)[1]
         self.near = self.nodes[self.receivers][:, None] == self.nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ArgumentError
 from .arguments import check_shape, resolve_layout
@@ -69,8 +70,8 @@ class Request:
             topology=topology, max_bytes=max_bytes,
         )  # fmt: skip
 
-    def fields(self) -> tuple[Mesh, tuple[int, ...], str, Layout, Layout, Mesh]:
-        """The tensor and its layouts, without the options of the plan."""
+    def fields(self) -> tuple[Any, ...]:
+        """(mesh, shape, dtype, src, dst, target_mesh): the request without the options of the plan."""
         return self.mesh, self.shape, self.dtype, self.src, self.dst, self.target_mesh
 
 

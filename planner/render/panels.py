@@ -86,7 +86,7 @@ class Panels:
             text = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
         if self._left_out:
             text += " The dims left out are whole everywhere."
-        return text + " Colours and numbers show which rank sent a part."
+        return text + " Colours and numbers say which rank a part came from."
 
     def rank(self, position: int) -> str:
         return str(self.mesh.rank_at(position))

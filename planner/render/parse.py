@@ -57,15 +57,15 @@ def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
         raise _wrong("target_mesh", data["target_mesh"], "null if the ranks and positions are those of mesh")
     shape = _made("shape", check_shape, _list("shape", data["shape"]))
     dtype = _made("dtype", check_dtype, data["dtype"])
-    everyone, rank = union_mesh(mesh, other), data["rank"]
-    if rank is not None and (type(rank) is not int or not 0 <= rank < everyone.size):
-        raise _wrong("rank", rank, f"0..{everyone.size - 1}, or null")
+    union, rank = union_mesh(mesh, other), data["rank"]
+    if rank is not None and (type(rank) is not int or not 0 <= rank < union.size):
+        raise _wrong("rank", rank, f"0..{union.size - 1}, or null")
     src = _layout("src", data["src"], mesh, shape, dtype)
     dst = _layout("dst", data["dst"], other, shape, dtype)
     topology = None if data["topology"] is None else _made("topology", Topology.from_dict, data["topology"])
     # One number per rank is required, so that a short input cannot describe a mesh that takes long to plan.
-    _list("bytes_received", data["bytes_received"], everyone.size if rank is None else 1)
-    program = kind(everyone, shape, dtype, src, dst, (), rank, topology, (), mesh, other)
+    _list("bytes_received", data["bytes_received"], union.size if rank is None else 1)
+    program = kind(union, shape, dtype, src, dst, (), rank, topology, (), mesh, other)
     at = _LayoutOnMesh(mesh, src.without_size_one(mesh.shape))
     end = _LayoutOnMesh(other, dst.without_size_one(other.shape))
     steps: list[Step] = []
@@ -256,7 +256,7 @@ def _check_same(place: str, given: Any, wanted: Any) -> None:
         if json.dumps(given, sort_keys=True) == json.dumps(wanted, sort_keys=True):
             return
     except (TypeError, ValueError, RecursionError):
-        pass  # not JSON values; the loop below finds the place
+        pass  # not JSON values; `_find_difference` finds the place
     _find_difference(place, given, wanted)
 
 
