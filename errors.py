@@ -1,80 +1,94 @@
-"""Every exception that shardweave raises. Standard library only: all rooms may import it."""
+"""The exceptions that shardweave raises. Standard library only, so that all subpackages may import it."""
 
 from __future__ import annotations
 
 import reprlib
+from typing import TypeVar
 
-_AROUND = 60  # characters of a layout's text on either side of a fault
+_CONTEXT = 60  # characters of a layout's text that are shown on either side of an error
 
 
 class ShardweaveError(Exception):
-    """The base of all of them.
+    """The base class of all exceptions of shardweave.
 
     Attributes:
-        peers_know: of refusals: the ranks that make the call in step have been told.
+        peers_know: whether the other ranks of the call have been notified that validation failed on this rank.
     """
 
     peers_know = False
 
 
 class ArgumentError(ShardweaveError, ValueError):
-    """An argument is wrong; raised before tensor data moves. The text names it, its value and what is allowed."""
+    """An argument is invalid. Raised before tensor data moves; the message names the argument, its value and what is
+    allowed."""
 
 
 class LayoutSyntaxError(ArgumentError):
-    """A layout's text form does not parse. The message shows the text with a caret under the spot.
+    """The text form of a layout cannot be parsed. The message shows the text with a caret under the error.
 
     Attributes:
-        text, position, reason: what was read, where in it, from 0 on, and what is wrong there.
+        text: the text.
+        position: the index of the error in the text.
+        reason: the description of the error.
     """
 
     def __init__(self, text: str, position: int, reason: str) -> None:
         self.text, self.position, self.reason = text, position, reason
-        # One line of the text, and of a long one what is around the spot.
-        first = max(0, position - _AROUND)
-        head, tail = "…" if first else "", "…" if len(text) > position + _AROUND else ""
-        line = head + "".join(c if c.isprintable() else " " for c in text[first : position + _AROUND]) + tail
+        # The text on one line; of a long text only the part around the error.
+        first = max(0, position - _CONTEXT)
+        head, tail = "…" if first else "", "…" if len(text) > position + _CONTEXT else ""
+        line = head + "".join(c if c.isprintable() else " " for c in text[first : position + _CONTEXT]) + tail
         super().__init__(f"layout text: {reason}\n  {line}\n  {' ' * (position - first + len(head))}^")
 
 
 class UnsupportedError(ShardweaveError, NotImplementedError):
-    """A request that is well formed and that shardweave does not carry out; the text says what to do instead."""
+    """The request is valid but not supported; the message says what to do instead."""
 
 
 class CapacityError(ShardweaveError, RuntimeError):
-    """Tokens were dropped, or had ids of no expert; raised on all ranks alike. The text says how many."""
+    """Tokens were dropped, or had invalid expert ids. Raised on all ranks; the message gives the numbers."""
 
 
 class TransportError(ShardweaveError, RuntimeError):
-    """The ranks could not meet. After one of these the transport is dead: later calls raise it again."""
+    """Communication between ranks failed. The transport stays invalid: later calls raise the error again."""
 
 
 class DisagreementError(TransportError):
-    """Ranks of one meeting asked for different things; no tensor that a caller holds was written."""
+    """Ranks made different requests in the same collective call. No tensor that a caller holds was written."""
 
 
 class PeerError(TransportError):
-    """A peer died or failed; the text names it."""
+    """A peer died or failed; the message names it."""
 
 
 class MeetingTimeoutError(TransportError, TimeoutError):
-    """A peer did not come within the timeout; the text names it."""
+    """A peer did not arrive within the timeout; the message names it."""
 
 
-class _Shown(reprlib.Repr):
+AnyError = TypeVar("AnyError", bound=ShardweaveError)
+
+
+def with_prefix(error: AnyError, prefix: str) -> AnyError:
+    """An error of the same class with `prefix` and a colon in front of its message."""
+    if isinstance(error, LayoutSyntaxError):
+        return type(error)(error.text, error.position, f"{prefix}: {error.reason}")
+    return type(error)(f"{prefix}: {error}")
+
+
+class _ShortRepr(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxtuple = self.maxlist = self.maxdict = self.maxset = 16
         self.maxstring = self.maxother = 160
 
     def repr_int(self, x: int, level: int) -> str:
-        # `repr` itself refuses whole numbers of more than 4,300 digits.
+        # `repr` raises for integers of more than 4,300 digits.
         return repr(x) if abs(x) < 10**60 else f"about {'-' if x < 0 else ''}2**{abs(x).bit_length() - 1}"
 
 
-_SHOWN = _Shown()
+_SHORT = _ShortRepr()
 
 
 def shown(value: object) -> str:
-    """A value as messages have it: its `repr`, shortened where that is long."""
-    return _SHOWN.repr(value)
+    """The `repr` of a value for messages, shortened if it is long."""
+    return _SHORT.repr(value)

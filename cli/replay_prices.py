@@ -11,7 +11,7 @@ import shardweave
 from ..bench.planning.projection import received, sampled, stock_received, stock_stops, stock_us
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
-from ..planner.cross_mesh_exchange import union
+from ..planner.cross_mesh_exchange import union_mesh
 from ..runtime.tracing.trace import Entry
 from .replay_report import Compared
 
@@ -43,7 +43,7 @@ def _ours(entry: Entry, topology: Topology) -> tuple[float, int]:
         return shardweave.redistribute_cost(mesh, *asked, topology), received(entry, topology)
     programs = [
         plan(mesh, *asked, target_mesh=other, rank=position, topology=topology)
-        for position in sampled(union(mesh, other))
+        for position in sampled(union_mesh(mesh, other))
     ]
     return max(one.cost_us or 0.0 for one in programs), max(max(one.bytes_received) for one in programs)
 

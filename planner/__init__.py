@@ -1,20 +1,23 @@
-"""Decides: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
+"""Plans redistributions: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
 
 from .arguments import check_layout, check_local_shape, check_shape
-from .batch import Batch, Request, plan_batch
+from .batch import Batch, plan_batch
 from .cross_mesh_exchange import position_of
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import FILL, Boxes, Row, change_of
+from .exchange import FILL, Row, TransferTable, layout_change
 from .index_sets import held_sizes, held_spans, parts_of
 from .layout import Layout, Orders
 from .local_slice import LocalSlice
 from .mesh import MOST_RANKS, Mesh, whole_numbers
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
-from .program import Exchange, Local, Program, Reduce, Step, format_bytes
+from .program import Program
+from .program_base import format_bytes
 from .render.draw import draw
 from .render.explain import title
 from .render.serialise import mesh_to_dict
+from .request import Request
+from .steps import Exchange, Local, Reduce, Step
 from .token_splits import SPLITS, price_splits
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
 
@@ -26,7 +29,7 @@ __all__ = [
     "NVLINK_NODE",
     "SPLITS",
     "Batch",
-    "Boxes",
+    "TransferTable",
     "Exchange",
     "Layout",
     "Link",
@@ -46,7 +49,7 @@ __all__ = [
     "Step",
     "StridedShard",
     "Topology",
-    "change_of",
+    "layout_change",
     "check_dtype",
     "check_layout",
     "check_local_shape",

@@ -1,4 +1,8 @@
-"""Many tensors carried over together: their programs in step, one meeting or one message per pair of ranks a round."""
+"""Plans of several tensors that are redistributed together.
+
+The programs of a batch run in rounds: a round is the next exchange of every program, with one barrier or one message
+per pair of ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +14,38 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, with_prefix
 from .cross_mesh_exchange import position_of
-from .layout import Layout
-from .mesh import MOST_RANKS, Mesh, whole_numbers
+from .mesh import MOST_RANKS, whole_numbers
 from .plan import plan
-from .program import Exchange, Program, format_bytes
+from .program import Program
+from .program_base import format_bytes
+from .request import Request, check_max_bytes, check_topology
+from .steps import Exchange
 from .topology import Topology
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `plan` is asked of one tensor: of global `shape`, from `src` on `mesh` to `dst` on `target_mesh`, if that is
-    another."""
-
-    mesh: Mesh | Sequence[int]
-    shape: Sequence[int]
-    dtype: str
-    src: Layout | str
-    dst: Layout | str
-    target_mesh: Mesh | Sequence[int] | None = None
-
-    def fields(self) -> tuple:
-        return self.mesh, self.shape, self.dtype, self.src, self.dst, self.target_mesh
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Programs that are carried out together, round by round: a round is the next exchange of every program.
+    """Programs that run together, round by round: a round is the next exchange of every program.
 
     Attributes:
-        programs: one per request; of all ranks, or of one. A rank that is in none of a request's meshes has the program
-            of position 0 in its place, so that all ranks agree on what is asked.
-        rank: the rank whose programs they are, None for those of all ranks.
+        programs: one per request, of all ranks or of one. A rank that is in neither mesh of a request has the program
+            of position 0 in its place, so that all ranks agree on the request.
+        rank: the rank whose programs these are; None for the programs of all ranks.
     """
 
     programs: tuple[Program, ...]
     rank: int | None = None
 
     def position(self, index: int, rank: int) -> int | None:
-        """The position of a rank in a program's mesh; None if it is not in it."""
+        """The position of a rank in the mesh of program `index`; None if it is not in the mesh."""
         (position,) = self.programs[index].mesh.positions_of(np.array([rank])).tolist()
         return None if position < 0 else position
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose programs they are, ascending."""
+        """The ranks whose programs these are, ascending."""
         if self.rank is not None:
             return (self.rank,)
         return tuple(sorted({r for program in self.programs for r in program.mesh.rank_array.tolist()}))
@@ -68,29 +58,30 @@ class Batch:
 
     @property
     def exchanges(self) -> int:
-        """Rounds in which ranks meet."""
+        """The number of rounds."""
         return max((program.exchanges for program in self.programs), default=0)
 
     def participants(self, rank: int) -> tuple[int, ...]:
-        """The ranks that run the batch in step with a rank, itself included: all that take part in any program that
-        exchanges, or it alone."""
+        """The ranks that must run the batch together with `rank`, itself included: all ranks if any program exchanges,
+        otherwise only itself."""
         return self.everyone if self.exchanges else (rank,)
 
     def first_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that a rank meets in its first round, itself included, ascending."""
-        for number in range(self.exchanges):
-            met = {rank}
+        """The ranks of the first round in which `rank` exchanges, itself included, ascending."""
+        for round_index in range(self.exchanges):
+            group = {rank}
             for index, program in enumerate(self.programs):
                 position = self.position(index, rank)
                 exchanges = [step for step in program.steps if isinstance(step, Exchange)]
-                if position is not None and number < len(exchanges):
-                    members = list(program.members(exchanges[number], position))
-                    met |= set(program.mesh.rank_array[members].tolist())
-            if len(met) > 1:
-                return tuple(sorted(met))
+                if position is not None and round_index < len(exchanges):
+                    members = list(program.members(exchanges[round_index], position))
+                    group |= set(program.mesh.rank_array[members].tolist())
+            if len(group) > 1:
+                return tuple(sorted(group))
         return (rank,)
 
     def _total(self, name: str) -> list[int] | None:
+        """The sum over programs of an attribute that has one int per rank; None if a program has none."""
         totals = dict.fromkeys(self.ranks, 0)
         for index, program in enumerate(self.programs):
             values = getattr(program, name)
@@ -104,66 +95,68 @@ class Batch:
 
     @cached_property
     def bytes_received(self) -> list[int]:
-        """One int for each of `ranks`."""
+        """The bytes that each of `ranks` receives from other ranks in all steps."""
         return self._total("bytes_received") or []
 
     @cached_property
     def bytes_bound(self) -> list[int] | None:
-        """The least that each of `ranks` must receive; None where a layout is partial."""
+        """The bytes that each of `ranks` must receive at least; None if a layout is partial."""
         return self._total("bytes_bound")
 
     @cached_property
     def peak_bytes(self) -> list[int]:
-        """What each of `ranks` holds at most: all tensors are there at once."""
+        """The bytes that each of `ranks` holds at most, with all tensors in memory at once."""
         return self._total("peak_bytes") or []
 
     @cached_property
     def messages(self) -> list[int]:
-        """For each of `ranks`, the peers it exchanges with, over all rounds: as many messages in, or out, at most."""
-        found = []
+        """The number of peers that each of `ranks` exchanges with, summed over rounds: at most as many messages in each
+        direction."""
+        counts = []
         for rank in self.ranks:
             peers: set[tuple[int, int]] = set()
             for index in range(len(self.programs)):
-                for at, met in enumerate(self._met(index, rank)):
-                    peers |= {(at, other) for other in met}
-            found.append(len(peers))
-        return found
+                for round_index, ranks in enumerate(self._peers(index, rank)):
+                    peers |= {(round_index, other) for other in ranks}
+            counts.append(len(peers))
+        return counts
 
     @cached_property
     def messages_one_by_one(self) -> list[int]:
-        """What `messages` would be if tensor went after tensor."""
-        return [sum(len(m) for i in range(len(self.programs)) for m in self._met(i, rank)) for rank in self.ranks]
+        """`messages` if the tensors were redistributed one after the other."""
+        return [sum(len(p) for i in range(len(self.programs)) for p in self._peers(i, rank)) for rank in self.ranks]
 
-    def _met(self, index: int, rank: int) -> list[set[int]]:
-        """The ranks that a rank moves bytes from or to in each exchange of a program."""
+    def _peers(self, index: int, rank: int) -> list[set[int]]:
+        """The ranks that `rank` sends to or receives from in each exchange of a program."""
         program, position = self.programs[index], self.position(index, rank)
         if position is None:
             return []
-        found = []
+        peers = []
         for step in program.steps:
             if isinstance(step, Exchange):
                 boxes = step.boxes
-                mine = boxes.receiver[(boxes.sender == position).any(axis=1)], boxes.sender[boxes.receiver == position]
-                others = np.unique(np.concatenate([x.reshape(-1) for x in mine]))
+                receivers = boxes.receiver[(boxes.sender == position).any(axis=1)]
+                senders = boxes.sender[boxes.receiver == position]
+                others = np.unique(np.concatenate([receivers, senders.reshape(-1)]))
                 others = others[(others >= 0) & (others != position)]
-                found.append(set(program.mesh.rank_array[others].tolist()))
-        return found
+                peers.append(set(program.mesh.rank_array[others].tolist()))
+        return peers
 
     @property
     def cost_us(self) -> float | None:
-        """Microseconds on the rank that takes longest, latencies and the call shared by the tensors; None without a
-        topology."""
+        """The estimated microseconds on the slowest rank, with latencies and the overhead of the call shared by the
+        tensors; None without a topology."""
         costs = [program.cost_us for program in self.programs if not program.is_identity]
         return None if any(cost is None for cost in costs) else sum(cost or 0.0 for cost in costs)
 
     @cached_property
     def digest(self) -> int:
-        """63 bits that differ for different batches: what ranks compare when they meet."""
+        """A 63-bit hash of the requests, which ranks compare to detect that they disagree."""
         text = repr([program.digest for program in self.programs]).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     def explain(self) -> str:
-        """The batch as text: the totals, then a line for each tensor."""
+        """The batch as text: the totals, then one line per tensor."""
         number = len(self.programs)
         of = "" if self.rank is None else f", rank {self.rank}"
         lines = [
@@ -203,17 +196,18 @@ def plan_batch(
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Batch:
-    """The programs of several tensors, to be carried out together: a refit, an optimizer's step.
+    """Plan several tensors that are redistributed together, such as the parameters of a model.
 
     Args:
-        requests: one per tensor; meshes and dtypes may differ.
-        rank: only this rank's part (a rank, not a position: meshes may differ), None: of all ranks.
-        topology: as for `plan`; a round's latency is shared by all tensors.
-        max_bytes: what a rank may hold of all tensors together at any time; where that is less than they ask for, each
-            is planned with as much less.
+        requests: one per tensor; meshes and dtypes may differ. Their own `rank`, `topology` and `max_bytes` are
+            ignored.
+        rank: plan only the part of this rank (a rank, not a position: meshes may differ). None: plan all ranks.
+        topology: as for `plan`; the latency of a round is shared by all tensors.
+        max_bytes: the bytes that a rank may hold at most of all tensors together. If the unconstrained plans need more,
+            the limit is divided in proportion to their needs.
 
     Raises:
-        ArgumentError: as for `plan`, with the number of the request in front; no plans were found that keep to
+        ArgumentError: as for `plan`, prefixed with the index of the request; or no plans were found that stay within
             `max_bytes` together.
     """
     if not isinstance(requests, Sequence):
@@ -222,61 +216,52 @@ def plan_batch(
         (rank,) = whole_numbers("rank", [rank])
         if not 0 <= rank < MOST_RANKS:
             raise ArgumentError(f"rank: {rank}; allowed: 0 and up, below {MOST_RANKS}, or None")
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
-    shared = _with_latency_shared(topology, len(requests))
-    caps: list[int | None] = [None] * len(requests)
+    check_topology(topology)
+    shared = _with_shared_latency(topology, len(requests))
+    max_bytes = check_max_bytes(max_bytes)
+    limits: list[int | None] = [None] * len(requests)
     if max_bytes is not None:
-        (max_bytes,) = whole_numbers("max_bytes", [max_bytes])
-        if max_bytes < 0:
-            raise ArgumentError(f"max_bytes: {max_bytes}; allowed: 0 and up, or None")
-        caps = _caps(requests, shared, max_bytes)
-    return Batch(_planned(requests, caps, shared, rank), rank)
+        limits = _limits(requests, shared, max_bytes)
+    return Batch(_programs(requests, limits, shared, rank), rank)
 
 
-def _planned(
-    requests: Sequence[Request], caps: Sequence[int | None], topology: Topology | None, rank: int | None
+def _programs(
+    requests: Sequence[Request], limits: Sequence[int | None], topology: Topology | None, rank: int | None
 ) -> tuple[Program, ...]:
     programs = []
-    for number, (request, cap) in enumerate(zip(requests, caps, strict=True)):
+    for index, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+        mesh, shape, dtype, src, dst, target_mesh = request.fields()
+        position = None if rank is None else max(position_of(rank, mesh, target_mesh), 0)
         try:
-            position = None if rank is None else max(_position(request, rank), 0)
-            *asked, target_mesh = request.fields()
-            program = plan(*asked, target_mesh=target_mesh, rank=position, topology=topology, max_bytes=cap)
-        except LayoutSyntaxError as error:
-            raise LayoutSyntaxError(error.text, error.position, f"requests[{number}]: {error.reason}") from None
+            program = plan(
+                mesh, shape, dtype, src, dst,
+                target_mesh=target_mesh, rank=position, topology=topology, max_bytes=limit,
+            )  # fmt: skip
         except (ArgumentError, UnsupportedError) as error:
-            raise type(error)(f"requests[{number}]: {error}") from error
+            raise with_prefix(error, f"requests[{index}]") from error
         programs.append(program)
     return tuple(programs)
 
 
-def _caps(requests: Sequence[Request], topology: Topology | None, max_bytes: int) -> list[int | None]:
-    """What each tensor may hold, the same on every rank: all that it asks for, or each as much less."""
-    free: list[int | None] = [None] * len(requests)
-    whole = Batch(_planned(requests, free, topology, None))
-    needed = max(whole.peak_bytes, default=0)
+def _limits(requests: Sequence[Request], topology: Topology | None, max_bytes: int) -> list[int | None]:
+    """The `max_bytes` of each tensor, the same on every rank: None for all if the unconstrained plans fit."""
+    no_limits: list[int | None] = [None] * len(requests)
+    unconstrained = Batch(_programs(requests, no_limits, topology, None))
+    needed = max(unconstrained.peak_bytes, default=0)
     if needed <= max_bytes:
-        return free
-    caps: list[int | None] = [max(program.peak_bytes) * max_bytes // needed for program in whole.programs]
+        return no_limits
+    limits: list[int | None] = [max(program.peak_bytes) * max_bytes // needed for program in unconstrained.programs]
     with suppress(ArgumentError):
-        if max(Batch(_planned(requests, caps, topology, None)).peak_bytes) <= max_bytes:
-            return caps
+        if max(Batch(_programs(requests, limits, topology, None)).peak_bytes) <= max_bytes:
+            return limits
     raise ArgumentError(
         f"max_bytes: {max_bytes}; the {len(requests)} tensors together need {needed}; allowed: as much, or fewer "
         f"tensors at a time"
     )
 
 
-def _position(request: Request, rank: int) -> int:
-    """The position of a rank among everyone of a request, -1 if it is not among them."""
-    source = request.mesh if isinstance(request.mesh, Mesh) else Mesh(request.mesh)
-    other = request.target_mesh
-    target = source if other is None else other if isinstance(other, Mesh) else Mesh(other)
-    return position_of(rank, source, target)
-
-
-def _with_latency_shared(topology: Topology | None, tensors: int) -> Topology | None:
+def _with_shared_latency(topology: Topology | None, tensors: int) -> Topology | None:
+    """The topology with latencies and the overhead of the call divided by the number of tensors."""
     if topology is None or tensors < 2:
         return topology
     node, network = (replace(link, latency_us=link.latency_us / tensors) for link in (topology.node, topology.network))

@@ -1,7 +1,7 @@
-"""What a step costs on a topology: bytes over each link, messages, copies, and the microseconds that follow.
+"""The cost model: the estimated time of a step from the bytes over each link, messages and copies.
 
-Priced from index sets alone, before any box is made, and many steps at a time, so that a search can compare them. Where
-several ranks could send a box, each is priced for its share of it.
+Prices follow from index sets alone, before any box is made, and are computed for many steps at a time, so that a search
+can compare them. If several ranks could send a box, each is charged an equal share of it.
 """
 
 from __future__ import annotations
@@ -14,97 +14,104 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from .dtypes import ITEMSIZE
-from .exchange import Change
+from .exchange import LayoutChange
 from .layout import Layout, receivers_contribute
-from .ranks import Ranks, lengths, overlap, ranks_of, shares
+from .priced_ranks import PricedRanks, common_lengths, held_lengths, priced_ranks, send_shares
 from .topology import Topology
 
 K = TypeVar("K", bound=Hashable)
 
-_MOST_AT_ONCE = 1 << 16  # numbers in a table of receivers and holders: such tables stay in a core's own cache
+_MAX_AT_ONCE = 1 << 16  # entries of a [changes, receivers, holders] table, so that it stays in the core's cache
 
 
-class Price(NamedTuple):
-    """Of one step, in microseconds, on the rank that takes longest.
+class StepPrice(NamedTuple):
+    """The estimated cost of one step, on the slowest rank.
 
     Attributes:
-        us: what the step takes.
-        least_us: what no sequence of steps between its two layouts can beat.
-        peak_bytes: what a rank holds at most while it runs: source, target, contributions, packed bytes.
+        us: microseconds of the step.
+        lower_bound_us: microseconds that any sequence of steps between its two layouts takes at least.
+        peak_bytes: the bytes that a rank holds at most during the step: source, target, staged partial terms, packed
+            bytes.
     """
 
     us: float
-    least_us: float
+    lower_bound_us: float
     peak_bytes: int
 
 
-def price(change: Change, shape: tuple[int, ...], topology: Topology) -> Price:
-    """The price of doing `change` to a tensor of a shape in one step."""
-    return prices([change], shape, topology)[0]
+def step_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
+    """The price of performing `change` on a tensor of `shape` in one step."""
+    return step_prices([change], shape, topology)[0]
 
 
-def prices(changes: Sequence[Change], shape: tuple[int, ...], topology: Topology, unbounded: int = 0) -> list[Price]:
-    """The price of each of some changes of one tensor on one mesh; the first `unbounded` have 0 for `least_us`."""
+def step_prices(
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, unbounded: int = 0
+) -> list[StepPrice]:
+    """The prices of several changes of one tensor on one mesh; faster than one at a time.
+
+    Args:
+        unbounded: the number of leading changes whose `lower_bound_us` is not computed and is 0.
+    """
     if not changes:
         return []
-    at = ranks_of(changes[0].mesh, topology)
-    at_once = max(1, _MOST_AT_ONCE // at.near.size)
-    found: list[Price] = []
+    at = priced_ranks(changes[0].mesh, topology)
+    at_once = max(1, _MAX_AT_ONCE // at.near.size)
+    prices: list[StepPrice] = []
     for first in range(0, len(changes), at_once):
-        found += _prices(changes[first : first + at_once], shape, topology, at, max(0, unbounded - first))
-    return found
+        prices += _prices(changes[first : first + at_once], shape, topology, at, max(0, unbounded - first))
+    return prices
 
 
-def elements(at: Ranks, shape: Sequence[int], layouts: Sequence[Layout]) -> np.ndarray:
-    """[layouts, q] elements of the shards of the ranks that are looked at."""
-    found = np.ones((len(layouts), len(at.positions)), dtype=np.int64)
+def shard_elements(at: PricedRanks, shape: Sequence[int], layouts: Sequence[Layout]) -> np.ndarray:
+    """[layouts, q] the elements of the shards of the priced ranks."""
+    elements = np.ones((len(layouts), len(at.positions)), dtype=np.int64)
     cuts = [dict(layout.all_cuts) for layout in layouts]
     for d, extent in enumerate(shape):
-        found *= _rows([by_dim.get(d, ()) for by_dim in cuts], partial(lengths, at, extent))
-    return found
+        elements *= _rows([by_dim.get(d, ()) for by_dim in cuts], partial(held_lengths, at, extent))
+    return elements
 
 
-def _overlaps(at: Ranks, shape: tuple[int, ...], changes: Sequence[Change]) -> np.ndarray:
-    """[k, r, q] elements that receiver r wants and rank q holds."""
-    found = np.ones((len(changes), *at.near.shape))
+def _common_elements(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> np.ndarray:
+    """[k, r, q] the elements that receiver r wants and rank q holds."""
+    elements = np.ones((len(changes), *at.near.shape))
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
         cuts = [(wanted.get(d, ()), held.get(d, ())) for wanted, held in by_dim]
-        found *= _rows(cuts, partial(overlap, at, extent))
-    return found
+        elements *= _rows(cuts, partial(common_lengths, at, extent))
+    return elements
 
 
-def _senders(at: Ranks, shape: tuple[int, ...], changes: Sequence[Change]) -> np.ndarray:
-    """[k, r] ranks that receiver r takes something from, itself counted, where shards are even: the shards that its own
-    meets, of each as many as there are terms."""
-    found = np.array([[change.contributors] for change in changes]) * np.ones(len(at.receivers))
+def _sender_counts(at: PricedRanks, shape: tuple[int, ...], changes: Sequence[LayoutChange]) -> np.ndarray:
+    """[k, r] the ranks that receiver r receives from, itself included, if shards are even: the number of source shards
+    that its target shard meets, times the number of terms."""
+    counts = np.array([[change.contributors] for change in changes]) * np.ones(len(at.receivers))
     by_dim = [(dict(change.target.all_cuts), dict(change.source.all_cuts)) for change in changes]
     for d, extent in enumerate(shape):
-        wanted, held = (_rows([x[i].get(d, ()) for x in by_dim], partial(lengths, at, extent)) for i in (0, 1))
-        found *= np.ceil(wanted[:, at.receivers] / np.maximum(held.max(axis=1, keepdims=True), 1))
-    return found
+        wanted, held = (_rows([x[i].get(d, ()) for x in by_dim], partial(held_lengths, at, extent)) for i in (0, 1))
+        counts *= np.ceil(wanted[:, at.receivers] / np.maximum(held.max(axis=1, keepdims=True), 1))
+    return counts
 
 
 def _rows(keys: Sequence[K], make: Callable[[K], np.ndarray]) -> np.ndarray:
-    """[keys, …] the row [1, …] that `make` gives for each key, or [1, …] where all are the same; most keys repeat."""
-    places: dict[K, int] = {}
-    index = [places.setdefault(key, len(places)) for key in keys]
-    found = [make(key) for key in places]
-    return found[0] if len(found) == 1 else np.concatenate(found).take(index, axis=0)
+    """[keys, …] the rows [1, …] that `make` gives for each key, or [1, …] if all keys are equal."""
+    distinct: dict[K, int] = {}
+    index = [distinct.setdefault(key, len(distinct)) for key in keys]
+    rows = [make(key) for key in distinct]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows).take(index, axis=0)
 
 
 def _prices(
-    changes: Sequence[Change], shape: tuple[int, ...], topology: Topology, at: Ranks, unbounded: int
-) -> list[Price]:
-    """Arrays are [k, r]: of each change, on each receiver; bytes unless said otherwise."""
+    changes: Sequence[LayoutChange], shape: tuple[int, ...], topology: Topology, at: PricedRanks, unbounded: int
+) -> list[StepPrice]:
+    """`step_prices` of one chunk. Arrays are [k, r], per change and receiver, and in bytes unless noted."""
     size, node, network = ITEMSIZE[changes[0].dtype], topology.node, topology.network
     contributors = np.array([[change.contributors] for change in changes])
     layouts = {layout: i for i, layout in enumerate(dict.fromkeys([x for c in changes for x in (c.source, c.target)]))}
-    held = elements(at, shape, list(layouts))[:, at.receivers] * size
+    held = shard_elements(at, shape, list(layouts))[:, at.receivers] * size
     before, after = held[[layouts[c.source] for c in changes]], held[[layouts[c.target] for c in changes]]
-    common = _overlaps(at, shape, changes)
-    shared = [shares(at, change) for change in changes]
-    near_shares = np.concatenate([x.near for x in shared])
+    common = _common_elements(at, shape, changes)
+    shares = [send_shares(at, change) for change in changes]
+    near_shares = np.concatenate([x.near for x in shares])
     near = common * near_shares
     own = near[:, np.arange(len(at.receivers)), at.receivers] * size
     near_in = near.sum(axis=2) * size - own
@@ -114,57 +121,61 @@ def _prices(
         peers = (common > 0) * near_shares
         near_peers = peers.sum(axis=2) - peers[:, np.arange(len(at.receivers)), at.receivers]
     if at.whole and not at.one_node:
-        far_shares = np.concatenate([x.far for x in shared])
+        far_shares = np.concatenate([x.far for x in shares])
         far = common * far_shares
         far_in, far_out = far.sum(axis=2) * size, far.sum(axis=1) * size
         if network.message_us:
             far_peers = ((common > 0) * far_shares).sum(axis=2)
     if not at.whole:
-        # Only the receivers' nodes were looked at: what these have not comes from elsewhere.
+        # Only the receivers' nodes are known; everything that these do not hold comes from other nodes.
         owned = np.array([[math.prod(c.mesh.shape[m] for m in c.shards_split)] for c in changes])
-        keeps = np.concatenate([x.keeps for x in shared])
+        keeps = np.concatenate([x.keeps for x in shares])
         missing = np.maximum(after * contributors / owned - own - near_in, 0) * keeps
         if at.one_node:
             near_in = near_out = near_in + missing
         else:
             far_in = far_out = missing
-            others = _senders(at, shape, changes) - (near > 0).sum(axis=2)
+            others = _sender_counts(at, shape, changes) - (near > 0).sum(axis=2)
             far_peers = (missing > 0) * np.maximum(others, 1)
 
     over_node = node.us(np.maximum(near_in, near_out), near_peers)
     over_network = network.us(np.maximum(far_in, far_out), far_peers)
-    came = near_in + far_in
+    received = near_in + far_in
     packed = (0 if node.one_sided else near_in + near_out) + (0 * own if network.one_sided else far_in + far_out)
     terms = [(c.contributors, c.contributors > 1 and receivers_contribute(c.source, c.target)) for c in changes]
-    slabs = np.array([[0 if number == 1 else number - own] for number, own in terms])
-    staged = packed + slabs * after
+    staged_terms = np.array([[0 if number == 1 else number - itself] for number, itself in terms])
+    staged = packed + staged_terms * after
     split = np.array([[bool(change.split)] for change in changes])
-    filled = split * (after - (own + came) / contributors)
+    filled = split * (after - (own + received) / contributors)
     copies = topology.copy_us(own + packed + (contributors - 1) * after + filled / 2)
     us = (np.maximum(over_node, over_network) + copies).max(axis=1)
     peak = np.ceil((before + after + staged).max(axis=1))
-    least = np.zeros(len(changes))
-    if last := changes[unbounded:]:
-        bytes_ = common[unbounded:] if len(common) > 1 else common
-        least[unbounded:] = _least_us(last, shape, topology, at, bytes_ * size, after[unbounded:], own[unbounded:])
-    return [Price(a, b, int(c)) for a, b, c in zip(us.tolist(), least.tolist(), peak.tolist(), strict=True)]
+    bound = np.zeros(len(changes))
+    if bounded := changes[unbounded:]:
+        nbytes = (common[unbounded:] if len(common) > 1 else common) * size
+        bound[unbounded:] = _lower_bound_us(bounded, shape, topology, at, nbytes, after[unbounded:], own[unbounded:])
+    return [StepPrice(a, b, int(c)) for a, b, c in zip(us.tolist(), bound.tolist(), peak.tolist(), strict=True)]
 
 
-def _least_us(
-    changes: Sequence[Change],
+def _lower_bound_us(
+    changes: Sequence[LayoutChange],
     shape: tuple[int, ...],
     topology: Topology,
-    at: Ranks,
+    at: PricedRanks,
     common: np.ndarray,
     wanted: np.ndarray,
     own: np.ndarray,
 ) -> np.ndarray:
-    """[k] a bound from below on any steps that communicate. 0 where a value is split into terms, and where not every
-    rank is looked at.
+    """[k] a lower bound on the time of any sequence of steps; 0 if the target has new partials or ranks are sampled.
 
-    What a rank lacks comes in over both links at once at best, what its node lacks over the network. Of a value that is
-    reduced, n terms take n - 1 additions, each of something that came in, and who does not add up a sum that it wants
-    receives it; so much is an average over the ranks.
+    At best a rank receives what it lacks over both links at once, and a node receives what it lacks over the network.
+    Reducing n terms takes n - 1 additions of received terms, and a rank that wants a sum without computing it receives
+    it; these bytes are averaged over the ranks.
+
+    Args:
+        common: [k, r, q] bytes that receiver r wants and rank q holds.
+        wanted: [k, r] bytes of the target shards.
+        own: [k, r] bytes of the target shards that the receiver already holds.
     """
     if not at.whole:
         return np.zeros(len(changes))
@@ -175,11 +186,11 @@ def _least_us(
     added = whole * (terms[:, 0] - 1) / ranks
     received = np.maximum(lacking, added + (terms[:, 0] > 1) * (wanted.sum(axis=1) - whole) / ranks)
     if at.one_node:
-        least = (received > 0) * node.latency_us + received / (node.gigabytes_per_s * 1e3)
+        bound = (received > 0) * node.latency_us + received / (node.gigabytes_per_s * 1e3)
     else:
         both = (node.gigabytes_per_s + network.gigabytes_per_s) * 1e3
-        least = (received > 0) * min(node.latency_us, network.latency_us) + received / both
-        # Of ranks of a node that want the same one can bring it in, and of those that hold the same each has it all.
+        bound = (received > 0) * min(node.latency_us, network.latency_us) + received / both
+        # One rank per node receives what several ranks of the node want; ranks that hold the same shard count once.
         first = {x: at.first_of_shard(x) for x in {*(c.source for c in changes), *(c.target for c in changes)}}
         first_held = np.stack([first[change.source] for change in changes])
         first_wanted = np.stack([first[change.target] for change in changes])
@@ -192,5 +203,5 @@ def _least_us(
         entered = np.where(sums > 1, whole * (sums - 2) + by_node.sum(axis=1), by_node.sum(axis=1)) / ranks
         over_network = np.maximum(entering, entered) / (network.gigabytes_per_s * 1e3)
         entry = (entering > 0) * (network.latency_us + network.message_us)
-        least = np.maximum(least, over_network + entry)
-    return least * [not change.split for change in changes]
+        bound = np.maximum(bound, over_network + entry)
+    return bound * [not change.split for change in changes]

@@ -1,4 +1,4 @@
-"""Dtypes as names (numpy has no bfloat16 and no float8), with item sizes and the identities of reductions."""
+"""Dtypes by name (numpy has no bfloat16 and no float8): item sizes, supported reductions and their identities."""
 
 from __future__ import annotations
 
@@ -32,36 +32,43 @@ _MOVED_ONLY = ("uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz
 
 
 def check_dtype(dtype: str) -> str:
+    """`dtype`, or ArgumentError if it is not the name of a dtype."""
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ArgumentError(f"dtype: {shown(dtype)} is not known; allowed: {', '.join(ITEMSIZE)}")
     return dtype
 
 
 def is_floating(dtype: str) -> bool:
-    """Floating or complex: a division makes sense."""
+    """Whether a dtype is floating point or complex, so that division is defined."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def check_reducible(dtype: str, op: str) -> None:
-    """Refuse what has no meaning: integer and bool averages, an order of complex numbers, products of them."""
+    """Raise UnsupportedError for averages of integers and bool, and for max, min and prod of complex numbers."""
     if op == "avg" and not is_floating(dtype):
-        raise UnsupportedError(f"partial op 'avg' of {dtype}: an integer average is not exact; use P (sum) and divide")
+        raise UnsupportedError(
+            f"partial op 'avg' of {dtype}: averages of integers are not exact; use P (sum) and divide"
+        )
     if op in ("max", "min", "prod") and dtype.startswith("complex"):
         raise UnsupportedError(f"partial op {op!r} of {dtype}: complex tensors allow sum and avg")
 
 
 def check_computed(dtype: str) -> None:
-    """Refuse dtypes that are moved, and not computed with."""
+    """Raise UnsupportedError for dtypes that can be moved but not reduced."""
     if dtype in _MOVED_ONLY:
         allowed = ", ".join(name for name in ITEMSIZE if name not in _MOVED_ONLY)
-        raise UnsupportedError(f"dtype: {dtype} is moved, not reduced; allowed in a reduction: {allowed}")
+        raise UnsupportedError(f"dtype: {dtype} can be moved but not reduced; allowed in a reduction: {allowed}")
 
 
 def identity(dtype: str, op: str) -> float | int | bool:
-    """The value that changes nothing under `op`: what ranks hold that contribute nothing."""
+    """The identity of `op`, held by ranks that contribute nothing.
+
+    Raises:
+        UnsupportedError: `op` is not defined for the dtype, or the dtype cannot represent the identity.
+    """
     check_reducible(dtype, op)
     if dtype == "float8_e8m0fnu":
-        raise UnsupportedError(f"dtype: {dtype} has no identity of {op!r}; allowed: any other")
+        raise UnsupportedError(f"dtype: {dtype} cannot represent the identity of {op!r}; allowed: any other dtype")
     if op in ("sum", "avg"):
         return False if dtype == "bool" else 0
     if op == "prod":

@@ -1,6 +1,6 @@
-"""The one primitive: from one assignment of index sets to another, inside subgroups of ranks, as a table of boxes.
+"""The exchange on one mesh: the change from one layout to another, and its table of the boxes that ranks transfer.
 
-Every rank computes its own rows alone: who holds a piece and who serves it are closed forms of coordinates.
+Each rank computes its own rows without the others: holders and senders are closed forms of coordinates.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 
 from .dtypes import is_floating
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes, spans_at
-from .intersection import FewPairs, Overlay, overlay
+from .intersection import FewPairs, Intersection, intersect
 from .layout import Layout, receivers_contribute
 from .mesh import Coordinate, Mesh
 from .placements import Partial, Shard
 
 FILL = -1
-"""In place of a sender: the box is filled with the identity of the target's partial op."""
+"""The sender of boxes that are filled with the identity of the target's partial op."""
 
-_MOST_PAIRS = 1 << 18  # of receivers and holders that are looked at together
-_MOST_KEPT = 64  # ranks of a closure up to which all pairs that there may be are looked at, whatever the shape
-_FEW_PAIRS = 64  # that are looked at one by one, rather than as arrays
-_MOST_COUNTED = 1024  # ranks of a mesh up to which all boxes of a shard that becomes partial are looked at
+_MAX_PAIRS_AT_ONCE = 1 << 18  # pairs of receiver and holder that are intersected together
+_MAX_CACHED_CLOSURE = 64  # ranks of a closure up to which the pairs for any shape are cached
+_MAX_SCALAR_PAIRS = 64  # pairs up to which Python numbers are faster than arrays
+_MAX_EXACT_RANKS = 1024  # ranks of a mesh up to which `communicates` looks at all shards where it has no closed form
 
 
 class Row(NamedTuple):
-    """One of `Boxes`, in Python numbers."""
+    """One row of a `TransferTable`, as Python numbers."""
 
     receiver: int
     senders: list[int]
@@ -42,20 +42,28 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
-    """n boxes over k axes; each row says which box of which senders' shards becomes which box of the receiver's.
+class TransferTable:
+    """The boxes that ranks transfer: n rows over k axes, all int64 arrays.
 
-    Starts are indices into the local shards, per tensor dim; axis a of a box runs along tensor dim `axes[a]` in
-    steps, so that index sets with a stride need no other table. All int64.
+    A row copies one box of the shard of each of its senders to one box of the receiver's shard. Axis a of a box runs
+    along tensor dim `axes[a]` with a step, so that strided index sets need no other representation.
+
+    Attributes:
+        receiver: [n] mesh positions.
+        sender: [n, contributors] mesh positions, in the order of reduction; `FILL` for boxes without a sender.
+        source_start, target_start: [n, tensor dims] indices into the local shards.
+        extent: [n, axes] elements along each axis.
+        source_step, target_step: [n, axes] steps in the local shards.
+        axes: the tensor dim of each axis.
     """
 
-    receiver: np.ndarray  # [n] mesh positions
-    sender: np.ndarray  # [n, contributors] mesh positions, ascending in the order of reduction; FILL = none
-    source_start: np.ndarray  # [n, tensor dims]
-    target_start: np.ndarray  # [n, tensor dims]
-    extent: np.ndarray  # [n, axes]
-    source_step: np.ndarray  # [n, axes]
-    target_step: np.ndarray  # [n, axes]
+    receiver: np.ndarray
+    sender: np.ndarray
+    source_start: np.ndarray
+    target_start: np.ndarray
+    extent: np.ndarray
+    source_step: np.ndarray
+    target_step: np.ndarray
     axes: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -64,36 +72,37 @@ class Boxes:
 
     @property
     def elements(self) -> np.ndarray:
-        """Elements of each box, [n]."""
+        """[n] the elements of each box."""
         return self.extent.prod(axis=1)
 
     @classmethod
-    def of_rows(cls, rows: list[Row], contributors: int, axes: tuple[int, ...]) -> Boxes:
-        """Plain boxes, with an axis for each tensor dim, by `numbers`; the arrays are made when one is read."""
-        boxes = cls.__new__(cls)
-        boxes.__dict__.update(_rows=rows, _contributors=contributors, axes=axes)
-        return boxes
+    def from_rows(cls, rows: list[Row], contributors: int, axes: tuple[int, ...]) -> TransferTable:
+        """A table of contiguous boxes, with one axis per tensor dim; the arrays are made when one is first read."""
+        table = cls.__new__(cls)
+        table.__dict__.update(_rows=rows, _contributors=contributors, axes=axes)
+        return table
 
     def __getattr__(self, name: str) -> np.ndarray:
-        """The arrays of a table `of_rows`."""
-        given = self.__dict__
-        if "_rows" not in given or name not in _COLUMNS:
-            raise AttributeError(f"Boxes has no attribute {name!r}")
-        n, widths = len(given["_rows"]), {"receiver": (), "sender": (given["_contributors"],)}
-        columns = zip(*given["_rows"], strict=True) if n else [()] * len(_COLUMNS)
+        """Makes the arrays of a table `from_rows`."""
+        attributes = self.__dict__
+        if "_rows" not in attributes or name not in _COLUMNS:
+            raise AttributeError(f"TransferTable has no attribute {name!r}")
+        n, widths = len(attributes["_rows"]), {"receiver": (), "sender": (attributes["_contributors"],)}
+        columns = zip(*attributes["_rows"], strict=True) if n else [()] * len(_COLUMNS)
         for column, values in zip(_COLUMNS, columns, strict=True):
             shape = (n, *widths.get(column, (len(self.axes),)))
-            given[column] = np.array(values, dtype=np.int64).reshape(shape)
-        return given[name]
+            attributes[column] = np.array(values, dtype=np.int64).reshape(shape)
+        return attributes[name]
 
-    def numbers(self) -> list[Row]:
-        """The rows as Python numbers: a few take less time than arrays of them. Not to be written to."""
+    def rows(self) -> list[Row]:
+        """The rows as Python numbers, which for a few rows are faster to loop over than arrays. Read-only."""
         if (rows := self.__dict__.get("_rows")) is not None:
             return rows
         return list(map(Row, *[getattr(self, column).tolist() for column in _COLUMNS]))
 
-    def select(self, rows: np.ndarray) -> Boxes:
-        return Boxes(
+    def select(self, rows: np.ndarray) -> TransferTable:
+        """The rows of a mask or of an index array."""
+        return TransferTable(
             self.receiver[rows],
             self.sender[rows],
             self.source_start[rows],
@@ -105,41 +114,45 @@ class Boxes:
         )
 
     def elements_received(self, position: int) -> int:
-        """Elements that `position` gets from others."""
+        """The elements that `position` receives from other ranks."""
         mine = self.receiver == position
         foreign = (self.sender[mine] != position) & (self.sender[mine] != FILL)
         return int((foreign.sum(axis=1) * self.elements[mine]).sum())
 
     @classmethod
-    def of(cls, found: Overlay, receiver: np.ndarray, sender: np.ndarray) -> Boxes:
-        """The boxes found, with the receiver and the senders of each."""
-        starts = found.source_start, found.target_start
-        steps = found.source_step, found.target_step
-        return cls(receiver, sender, *starts, found.extent, *steps, found.axes)
+    def of_intersection(cls, intersection: Intersection, receiver: np.ndarray, sender: np.ndarray) -> TransferTable:
+        """The boxes of an intersection, with the receiver [n] and the senders [n, contributors] of each."""
+        starts = intersection.source_start, intersection.target_start
+        steps = intersection.source_step, intersection.target_step
+        return cls(receiver, sender, *starts, intersection.extent, *steps, intersection.axes)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Boxes]) -> Boxes:
+    def concatenate(cls, parts: Sequence[TransferTable]) -> TransferTable:
+        """The rows of all parts, in their order."""
         if len(parts) == 1:
             return parts[0]
         columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
         return cls(axes=parts[0].axes, **columns)
 
 
-_COLUMNS = tuple([f.name for f in fields(Boxes) if f.name != "axes"])
+_COLUMNS = tuple([f.name for f in fields(TransferTable) if f.name != "axes"])
 
 
-class Change:
-    """What one exchange does to each mesh dim, worked out from two layouts in which mesh dims of size 1 are replicated,
-    for tensors of any shape.
+class LayoutChange:
+    """The change from layout `source` to layout `target` on one mesh, for tensors of any shape.
+
+    In both layouts mesh dims of size 1 are replicated.
 
     Attributes:
-        closure: mesh dims whose cut, or an earlier cut of the same tensor dim, changed; the exchange stays inside them.
-        reduced: mesh dims whose partial disappears.
-        split: mesh dims that become partial.
-        keepers: those of `split` where coordinate 0 keeps the whole value and the others hold zero (integers, bool).
-        replicas: mesh dims of the closure along which the source is replicated: equal holders of a piece differ there.
-        shards_split: those of `split` that were a shard: what is held stays with its owner's coordinate.
-        contributors: ranks whose terms of a piece are reduced, 1 where nothing is.
+        node_size: ranks per node; None if all ranks share one. Receivers prefer senders of their node.
+        closure: the mesh dims whose cut, or an earlier cut of the same tensor dim, changes. Ranks exchange only along
+            these.
+        reduced: the mesh dims whose partial is reduced.
+        split: the mesh dims that become partial.
+        keepers: those of `split` where coordinate 0 keeps the value and the others hold zero (integers and bool).
+        replicas: the mesh dims of the closure along which the source is replicated, so that several ranks hold a box.
+        shards_split: those of `split` that are sharded in the source; each shard stays at its coordinate.
+        contributors: the number of terms per element that are reduced, 1 without a reduction.
     """
 
     def __init__(self, mesh: Mesh, dtype: str, source: Layout, target: Layout, node_size: int | None = None) -> None:
@@ -156,14 +169,14 @@ class Change:
 
     @property
     def _new_sums(self) -> tuple[int, ...]:
-        """Mesh dims that become a sum of what each rank there held."""
+        """The mesh dims that change from replicated to a partial sum."""
         whole = [m for m in self.split if m not in self.shards_split]
         return tuple([m for m in whole if self.target.placements[m] == Partial("sum")])
 
     @property
     def divisor(self) -> float:
-        """What the value is divided by: averages that end, and floats that are split over a new sum. Below 1 where a
-        shard becomes an average: its owner holds n times its part."""
+        """The divisor of the result: the size of each reduced average, and of each new partial sum of floats. Below 1
+        where a shard becomes a partial average, as its owner then holds n times its part."""
         divided = [m for m in self.reduced if self.source.placements[m] == Partial("avg")]
         divided += self._new_sums if is_floating(self.dtype) else ()
         multiplied = [m for m in self.shards_split if self.target.placements[m] == Partial("avg")]
@@ -172,28 +185,28 @@ class Change:
 
     @property
     def op(self) -> str:
-        """The reduction over contributors; an average is a sum with a divisor."""
+        """The op of the reduction over contributors; an average is a sum with a divisor."""
         ops = {p.op for m, p in enumerate(self.source.placements) if m in self.reduced and isinstance(p, Partial)}
         return "sum" if not ops or "avg" in ops else ops.pop()
 
-    def boxes(self, shape: tuple[int, ...], rank: int | None = None) -> Boxes:
-        """Every row for a tensor of a shape, or those in which position `rank` receives or sends; a receiver's rows
-        tile its target shard.
+    def boxes(self, shape: tuple[int, ...], rank: int | None = None) -> TransferTable:
+        """The transfer table for a tensor of `shape`: all rows, or those in which position `rank` receives or sends.
 
-        Rows are in the order of receivers, then of the source's cells, tensor dim by tensor dim in cutting order.
+        The rows of a receiver tile its target shard. Rows are sorted by receiver, then by the shards of the source,
+        tensor dim by tensor dim in cutting order.
         """
         if rank is None:
-            return Boxes.concatenate([self._boxes(shape, *pairs) for pairs in self._all_pairs()])
-        if math.prod([self.mesh.shape[m] for m in self.closure]) <= _MOST_KEPT:
-            return _pairs_of_any_shape(self, rank).boxes(shape)
+            return TransferTable.concatenate([self._boxes(shape, *pairs) for pairs in self._all_pairs()])
+        if math.prod([self.mesh.shape[m] for m in self.closure]) <= _MAX_CACHED_CLOSURE:
+            return _cached_pairs(self, rank).boxes(shape)
         sent = self._boxes(shape, *self._pairs_from(rank, shape))
         mine = (sent.sender == rank).any(axis=1) & (sent.receiver != rank)
-        found = Boxes.concatenate([self._boxes(shape, *self._pairs_to(rank, shape)), sent.select(mine)])
-        return found.select(np.argsort(found.receiver, kind="stable"))
+        table = TransferTable.concatenate([self._boxes(shape, *self._pairs_to(rank, shape)), sent.select(mine)])
+        return table.select(np.argsort(table.receiver, kind="stable"))
 
     def pairs_of_any_shape(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Coordinates of receivers and of holders, [n, mesh dims] each, and the senders, [n, contributors], of all rows
-        that position `rank` may have in a tensor of any shape, in their order."""
+        """All rows that position `rank` may have for a tensor of any shape, in their order: coordinates of receivers
+        and of holders [n, mesh dims], and senders [n, contributors]."""
         received, sent = self._pairs_to(rank), self._pairs_from(rank)
         receivers, holders = (np.concatenate(both) for both in zip(received, sent, strict=True))
         senders, receiver = self._senders(receivers, holders), receivers @ self.mesh.strides
@@ -204,10 +217,10 @@ class Change:
         return receivers[rows], holders[rows], senders[rows]
 
     def _all_pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Coordinates of receivers and of holders of each cell that they may need, [n, mesh dims] each, in parts."""
+        """Coordinates [n, mesh dims] of all receivers, and of a holder of each source shard, in chunks."""
         mesh, cut = self.mesh, self._cut(self.source)
         cells = grid([mesh.shape[m] for m in cut])
-        at_once = max(1, _MOST_PAIRS // len(cells))
+        at_once = max(1, _MAX_PAIRS_AT_ONCE // len(cells))
         for first in range(0, mesh.size, at_once):
             receivers = mesh.coordinates[:, first : first + at_once].T.repeat(len(cells), axis=0)
             holders = receivers.copy()
@@ -215,60 +228,67 @@ class Change:
             yield receivers, holders
 
     def _pairs_to(self, rank: int, shape: tuple[int, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs of which `rank` is the receiver: of a tensor of a shape, or all that there are of any."""
+        """The pairs whose receiver is `rank`, for a tensor of `shape` or (None) of any shape."""
         me = self.mesh.coordinate(rank)
-        holders = self._places(self.source, me, shape, self.target)
+        holders = self._coordinates_meeting(self.source, me, shape, self.target)
         return np.broadcast_to(np.array(me), holders.shape), holders
 
     def _pairs_from(self, rank: int, shape: tuple[int, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs in which the cell is that of `rank`, with every receiver whose target meets it."""
+        """The pairs whose holder has the shard of `rank`, for a tensor of `shape` or (None) of any shape."""
         me = self.mesh.coordinate(rank)
         free = [m for m in self.closure if not isinstance(self.target.placements[m], Shard)]
-        receivers = self._places(self.target, me, shape, self.source, free)
+        receivers = self._coordinates_meeting(self.target, me, shape, self.source, free)
         holders, cut = receivers.copy(), self._cut(self.source)
         holders[:, cut] = np.array(me)[cut]
         return receivers, holders
 
     def _cut(self, layout: Layout) -> list[int]:
-        """The mesh dims of the closure that cut under a layout, tensor dim by tensor dim in cutting order. Shards that
-        differ along another mesh dim that cuts have nothing in common."""
+        """The mesh dims of the closure that shard under a layout, tensor dim by tensor dim in cutting order.
+
+        Along other mesh dims that shard, different coordinates have nothing in common.
+        """
         return [m for _, order in layout.orders for m in order if m in self.closure]
 
-    def _places(
-        self, layout: Layout, me: Coordinate, shape: tuple[int, ...] | None, met: Layout, free: Sequence[int] = ()
+    def _coordinates_meeting(
+        self, layout: Layout, me: Coordinate, shape: tuple[int, ...] | None, my_layout: Layout, free: Sequence[int] = ()
     ) -> np.ndarray:
-        """Coordinates whose shards under `layout` meet what `me` holds under the layout `met`, [n, mesh dims], in the
-        order of cells; `me` elsewhere, and each coordinate along the mesh dims `free`. Without a shape all that do in
-        a tensor of some shape."""
+        """[n, mesh dims] coordinates whose shards under `layout` meet the shard of `me` under `my_layout`.
+
+        Without a shape, those that do for a tensor of some shape. Mesh dims that do not shard have the coordinate of
+        `me`; the mesh dims `free` have every coordinate.
+        """
         if shape is None:
             cut = self._cut(layout)
             cells = grid([self.mesh.shape[m] for m in cut])
         else:
-            box = held_box(shape, met, self.mesh.shape, me)
+            box = held_box(shape, my_layout, self.mesh.shape, me)
             cut = [m for _, order in layout.orders for m in order]
-            found = [cells_meeting(n, layout.cuts(d), self.mesh.shape, box[d]) for d, n in enumerate(shape)]
-            index = grid([len(of_dim) for of_dim in found])
-            of_dims = [of_dim[index[:, d]] for d, of_dim in enumerate(found)]
+            by_dim = [cells_meeting(n, layout.cuts(d), self.mesh.shape, box[d]) for d, n in enumerate(shape)]
+            index = grid([len(of_dim) for of_dim in by_dim])
+            of_dims = [of_dim[index[:, d]] for d, of_dim in enumerate(by_dim)]
             cells = np.concatenate([index[:, :0], *of_dims], axis=1)
         index = grid([len(cells), *(self.mesh.shape[m] for m in free)])
-        places = np.tile(np.array(me, dtype=np.int64), (len(index), 1))
-        places[:, cut] = cells[index[:, 0]]
-        places[:, free] = index[:, 1:]
-        return places
+        coordinates = np.tile(np.array(me, dtype=np.int64), (len(index), 1))
+        coordinates[:, cut] = cells[index[:, 0]]
+        coordinates[:, free] = index[:, 1:]
+        return coordinates
 
     def _boxes(
         self, shape: tuple[int, ...], receivers: np.ndarray, holders: np.ndarray, senders: np.ndarray | None = None
-    ) -> Boxes:
-        """The rows of pairs of a receiver and a holder of a cell, without those where nothing meets."""
+    ) -> TransferTable:
+        """The rows of pairs of a receiver and a holder, without pairs that have nothing in common."""
         mesh = self.mesh
-        found = overlay(shape, self.source, mesh.shape, holders, self.target, mesh.shape, receivers)
-        receivers = receivers[found.pair]
-        sender = self._senders(receivers, holders[found.pair]) if senders is None else senders[found.pair]
-        return Boxes.of(found, receivers @ mesh.strides, sender)
+        common = intersect(shape, self.source, mesh.shape, holders, self.target, mesh.shape, receivers)
+        receivers = receivers[common.pair]
+        sender = self._senders(receivers, holders[common.pair]) if senders is None else senders[common.pair]
+        return TransferTable.of_intersection(common, receivers @ mesh.strides, sender)
 
     def _senders(self, receivers: np.ndarray, holders: np.ndarray) -> np.ndarray:
-        """Positions [n, contributors]: the receiver itself where it holds the cell, else of equal holders, those of its
-        node if there are any, the one whose turn it is."""
+        """[n, contributors] the senders of each pair.
+
+        The receiver itself if it holds the box; otherwise one of the equal holders, of its node if there are any,
+        chosen round robin.
+        """
         mesh, reduced = self.mesh, list(self.reduced)
         fixed = [m for m in range(mesh.ndim) if m not in self.replicas and m not in reduced]
         terms = grid([mesh.shape[m] for m in reduced])
@@ -277,51 +297,51 @@ class Change:
         own = alike[:, None] & (self._term(receivers)[:, None] == np.arange(len(terms)))
         base = holders[:, fixed] @ mesh.strides[fixed]
         if self.replicas:
-            turn = digits = turn_of(receivers, self.target, mesh.shape, self.closure)
+            turn = digits = round_robin_index(receivers, self.target, mesh.shape, self.closure)
             for m in reversed(self.replicas):
                 digits, digit = np.divmod(digits, mesh.shape[m])
                 base = base + digit * mesh.strides[m]
         senders = base[:, None] + terms @ mesh.strides[reduced]
         if self.replicas and self.node_size is not None:
             near = mesh.on_node_of(mesh.rank_array[itself], self.node_size)
-            places = np.stack(np.unravel_index(np.maximum(near, 0), mesh.shape), axis=2)
-            holds = (places[:, :, fixed] == holders[:, None, fixed]).all(axis=2) & (near >= 0)
-            holds = holds[:, None, :] & (self._term(places)[:, None, :] == np.arange(len(terms))[:, None])
+            coordinates = np.stack(np.unravel_index(np.maximum(near, 0), mesh.shape), axis=2)
+            holds = (coordinates[:, :, fixed] == holders[:, None, fixed]).all(axis=2) & (near >= 0)
+            holds = holds[:, None, :] & (self._term(coordinates)[:, None, :] == np.arange(len(terms))[:, None])
             count = holds.sum(axis=2)
             nth = (holds.cumsum(axis=2) == (turn[:, None] % np.maximum(count, 1))[:, :, None] + 1).argmax(axis=2)
             senders = np.where(count > 0, np.take_along_axis(near, nth, axis=1), senders)
         senders = np.where(own, itself[:, None], senders)
-        # A shard that becomes partial stays with its owner's coordinate; the others hold the identity there.
+        # A shard that becomes partial stays at its coordinate; the other coordinates hold the identity.
         filled = (holders != receivers)[:, self.shards_split].any(axis=1)
         filled |= (receivers[:, self.keepers] != 0).any(axis=1)
         senders[filled] = FILL
         return senders
 
     def _term(self, coordinates: np.ndarray) -> np.ndarray:
-        """Which contribution ranks make, from coordinates [..., mesh dims]."""
+        """[...] the index of the term that the ranks at `coordinates` [..., mesh dims] contribute."""
         term = np.zeros(coordinates.shape[:-1], dtype=np.int64)
         for m in self.reduced:
             term = term * self.mesh.shape[m] + coordinates[..., m]
         return term
 
     def communicates(self, shape: tuple[int, ...]) -> bool:
-        """Whether any rank at all must receive anything: the same answer on every rank."""
+        """Whether any rank receives anything from another. Every rank computes the same answer."""
         if 0 in shape or not self.closure:
             return False
         if self.reduced:
             return True
-        if self.closure == self.shards_split or self.stays:
+        if self.closure == self.shards_split or self.is_local:
             return False
         if self.shards_split:
-            if self.mesh.size > _MOST_COUNTED:
-                return True  # to be sure would take every rank's boxes
+            if self.mesh.size > _MAX_EXACT_RANKS:
+                return True  # an exact answer would take the boxes of all ranks
             boxes = self.boxes(shape)
             return bool(((boxes.sender != boxes.receiver[:, None]) & (boxes.sender != FILL)).any())
         if self.source.strided_dims or self.target.strided_dims:
-            if self.mesh.size > _MOST_COUNTED:
+            if self.mesh.size > _MAX_EXACT_RANKS:
                 return True
-            return not all(self._has_all(shape, self.mesh.coordinate(position)) for position in range(self.mesh.size))
-        # Mostly the first rank tells, which has a part of every tensor.
+            return not all(self._is_local_at(shape, self.mesh.coordinate(p)) for p in range(self.mesh.size))
+        # The first rank, which is never empty, usually decides.
         first = self.mesh.shape, (0,) * self.mesh.ndim
         spans = zip(held_box(shape, self.source, *first), held_box(shape, self.target, *first), strict=True)
         if any(wanted[0] < held[0] or held[1] < wanted[1] for held, wanted in spans):
@@ -334,58 +354,64 @@ class Change:
         return bool((wanted & ~inside).any())
 
     @cached_property
-    def stays(self) -> bool:
-        """Whether every rank holds all that it ends with, partial values apart, whatever the shape."""
+    def is_local(self) -> bool:
+        """Whether every rank already holds its target shard, reductions aside, for tensors of any shape."""
         return receivers_contribute(self.source, self.target)
 
-    def _has_all(self, shape: tuple[int, ...], coordinate: Coordinate) -> bool:
+    def _is_local_at(self, shape: tuple[int, ...], coordinate: Coordinate) -> bool:
+        """Whether the rank at `coordinate` already holds its target shard."""
         at = self.mesh.shape, coordinate
         return elements_in_common(shape, self.source, at, self.target, at) == math.prod(
             held_sizes(shape, self.target, *at)
         )
 
 
-change_of = lru_cache(maxsize=4096)(Change)
-"""The change between two layouts, made once."""
+layout_change = lru_cache(maxsize=4096)(LayoutChange)
+"""The change between two layouts; cached."""
 
 
-class _KeptPairs:
-    """`Change.pairs_of_any_shape`, found once: tensors of new shapes then cost their own boxes alone."""
+class _ReusablePairs:
+    """The result of `LayoutChange.pairs_of_any_shape`, from which the boxes for each new shape are computed."""
 
-    def __init__(self, change: Change, rank: int) -> None:
+    def __init__(self, change: LayoutChange, rank: int) -> None:
         self.change, self.pairs = change, change.pairs_of_any_shape(rank)
         receivers, holders, senders = self.pairs
-        self.few: FewPairs | None = None
-        if len(receivers) <= _FEW_PAIRS and not (change.source.strided_dims or change.target.strided_dims):
+        self.few: FewPairs | None = None  # if Python numbers are faster than arrays
+        if len(receivers) <= _MAX_SCALAR_PAIRS and not (change.source.strided_dims or change.target.strided_dims):
             on = change.mesh.shape
             self.few = FewPairs(change.source, on, holders.tolist(), change.target, on, receivers.tolist())
             self.receivers, self.senders = (receivers @ change.mesh.strides).tolist(), senders.tolist()
 
-    def boxes(self, shape: tuple[int, ...]) -> Boxes:
+    def boxes(self, shape: tuple[int, ...]) -> TransferTable:
         if self.few is None:
             return self.change._boxes(shape, *self.pairs)
         ones = [1] * len(shape)
         rows = [
             Row(self.receivers[pair], self.senders[pair], source, target, extent, ones, ones)
-            for pair, source, target, extent in self.few.overlay(shape)
+            for pair, source, target, extent in self.few.intersections(shape)
         ]
-        return Boxes.of_rows(rows, self.change.contributors, tuple(range(len(shape))))
+        return TransferTable.from_rows(rows, self.change.contributors, tuple(range(len(shape))))
 
 
-_pairs_of_any_shape = lru_cache(maxsize=1024)(_KeptPairs)
+_cached_pairs = lru_cache(maxsize=1024)(_ReusablePairs)
 
 
 def grid(sizes: Sequence[int]) -> np.ndarray:
-    """Every index of an array of such sizes, row-major: [n, sizes]."""
+    """[n, dims] every index of an array of the given sizes, row-major."""
     return np.indices(sizes, dtype=np.int64).reshape(len(sizes), math.prod(sizes)).T
 
 
-def turn_of(receivers: np.ndarray, target: Layout, mesh_shape: Sequence[int], mesh_dims: Iterable[int]) -> np.ndarray:
-    """A receiver's place among the ranks with its target set, plus that set's place: it spreads the load. [n]"""
-    among = which = np.zeros(len(receivers), dtype=np.int64)
+def round_robin_index(
+    receivers: np.ndarray, target: Layout, mesh_shape: Sequence[int], mesh_dims: Iterable[int]
+) -> np.ndarray:
+    """[n] the index of each receiver among the ranks with its target shard, plus the index of that shard.
+
+    Choosing the sender by this index modulo the number of equal holders spreads the load over them.
+    """
+    among = shard = np.zeros(len(receivers), dtype=np.int64)
     for m in mesh_dims:
         if isinstance(target.placements[m], Shard):
-            which = which * mesh_shape[m] + receivers[:, m]
+            shard = shard * mesh_shape[m] + receivers[:, m]
         else:
             among = among * mesh_shape[m] + receivers[:, m]
-    return among + which
+    return among + shard

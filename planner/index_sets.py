@@ -1,7 +1,7 @@
-"""What a rank holds along a tensor dim: what is left after mesh dims cut it in order, as torch.chunk does.
+"""The indices that a rank holds along a tensor dim, after mesh dims cut it one after the other as `torch.chunk` does.
 
-Plain cuts leave one span. A strided cut takes a part of each of several pieces, so it leaves several spans, ascending;
-locally they lie one after the other.
+Plain cuts leave one span. A strided cut takes a part of each of several pieces and leaves several ascending spans,
+which are contiguous in the local shard.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from .mesh import Coordinate
 
 Span = tuple[int, int]  # start, stop
 Parts = tuple[tuple[int, int, int], ...]
-"""The cuts of a tensor dim as one rank sees them: parts, pieces that are cut first, and the index of its part."""
+"""The cuts of a tensor dim for one rank: (number of parts, split factor, index of the rank's part) of each cut."""
 
 
 def cut(span: Span, parts: int, index: int) -> Span:
-    """Part `index` of `parts` of a span: ceil(length / parts) each, the last ones shorter or empty."""
+    """Part `index` of a span cut into `parts`: of length ceil(length / parts), the last ones shorter or empty."""
     start, stop = span
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
 def parts_of(cuts: Cuts, mesh_shape: Sequence[int], coordinate: Mapping[int, int] | Coordinate) -> Parts:
+    """The cuts of a tensor dim for the rank at `coordinate`."""
     return tuple((mesh_shape[m], split, coordinate[m]) for m, split in pairs_of(cuts))
 
 
 def mesh_dims_of(cuts: Cuts) -> tuple[int, ...]:
+    """The mesh dims of the cuts, the first cut first."""
     return tuple(m for m, _ in pairs_of(cuts))
 
 
 def is_strided(cuts: Cuts) -> bool:
+    """Whether one of the cuts is strided."""
     return any(isinstance(cut, tuple) for cut in cuts)
 
 
 def held_span(extent: int, parts: Parts) -> Span:
-    """The first and last index of a tensor dim of `extent` that a rank holds, as a span; what plain cuts leave."""
+    """The span that a rank holds of a tensor dim of `extent`; with a strided cut, from its first to its last index."""
     if any(split > 1 for _, split, _ in parts):
         held = held_spans(extent, parts)
         return (int(held[0, 0]), int(held[-1, 1])) if len(held) else (0, 0)
@@ -53,7 +56,7 @@ def held_span(extent: int, parts: Parts) -> Span:
 
 @lru_cache(maxsize=8192)
 def held_spans(extent: int, parts: Parts) -> np.ndarray:
-    """The indices of a tensor dim of `extent` that a rank holds: ascending spans that do not touch, [n, 2]."""
+    """[n, 2] the ascending spans, with gaps between them, that a rank holds of a tensor dim of `extent`."""
     held = _not_empty(np.array([[0, extent]], dtype=np.int64))
     for number, split, index in parts:
         lengths = held[:, 1] - held[:, 0]
@@ -64,10 +67,10 @@ def held_spans(extent: int, parts: Parts) -> np.ndarray:
         size = -(-(stops - starts) // number)
         low = np.minimum(starts + index * size, stops)
         wanted = _not_empty(np.stack([low, np.minimum(low + size, stops)], axis=1))
-        first = lengths.cumsum() - lengths  # of each span, among all that is held
-        i, j, low, high = _meeting(np.stack([first, first + lengths], axis=1), wanted)
+        first = lengths.cumsum() - lengths  # local index of the start of each span
+        i, j, low, high = _intersections(np.stack([first, first + lengths], axis=1), wanted)
         shift = held[i, 0] - first[i]
-        held = _joined(np.stack([low + shift, high + shift], axis=1))
+        held = _merged(np.stack([low + shift, high + shift], axis=1))
     return held
 
 
@@ -75,16 +78,16 @@ def _not_empty(spans: np.ndarray) -> np.ndarray:
     return spans[spans[:, 0] < spans[:, 1]]
 
 
-def _joined(spans: np.ndarray) -> np.ndarray:
-    """Ascending spans with those that touch made one."""
+def _merged(spans: np.ndarray) -> np.ndarray:
+    """Ascending spans with adjacent ones merged."""
     begins = np.ones(len(spans), dtype=bool)
     begins[1:] = spans[1:, 0] != spans[:-1, 1]
     ends = np.roll(begins, -1)
     return np.stack([spans[begins, 0], spans[ends, 1]], axis=1)
 
 
-def _meeting(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Where ascending spans of `a` and of `b`, none of them empty, meet: which of each, from where, to where."""
+def _intersections(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The intersections of ascending, non-empty spans of `a` and `b`: index in `a`, index in `b`, start, stop."""
     first = np.searchsorted(b[:, 1], a[:, 0], side="right")
     count = np.maximum(np.searchsorted(b[:, 0], a[:, 1], side="left") - first, 0)
     i = np.repeat(np.arange(len(a)), count)
@@ -94,29 +97,30 @@ def _meeting(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 
 @lru_cache(maxsize=8192)
 def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
-    """What a holder and a receiver have in common along a tensor dim of `extent`, as runs: [n, 6] int64.
+    """[n, 6] int64: the indices that a holder and a receiver have in common along a tensor dim of `extent`, as runs.
 
-    A run is `count` spans of `length`: start in the holder's shard, start in the receiver's, count, length, and what a
-    span is from the next in each shard.
+    A run is a number of equally spaced spans of equal length: (start in the holder's shard, start in the receiver's
+    shard, count, length, step in the holder's shard, step in the receiver's shard).
     """
     a, b = held_spans(extent, held), held_spans(extent, wanted)
-    i, j, low, high = _meeting(a, b)
-    places = []
-    for spans, which in ((a, i), (b, j)):
+    i, j, low, high = _intersections(a, b)
+    starts = []
+    for spans, index in ((a, i), (b, j)):
         lengths = spans[:, 1] - spans[:, 0]
-        places.append(low + (lengths.cumsum() - lengths - spans[:, 0])[which])
-    source, target, length = places[0], places[1], high - low
-    # Neighbours in both shards are one span.
+        starts.append(low + (lengths.cumsum() - lengths - spans[:, 0])[index])
+    source, target, length = starts[0], starts[1], high - low
+    # Merge spans that are adjacent in both shards.
     begins = np.ones(len(low), dtype=bool)
     begins[1:] = (np.diff(source) != length[:-1]) | (np.diff(target) != length[:-1])
-    starts = np.flatnonzero(begins)
-    source, target, length = source[starts], target[starts], np.add.reduceat(length, starts) if len(starts) else length
+    first_of = np.flatnonzero(begins)
+    length = np.add.reduceat(length, first_of) if len(first_of) else length
+    source, target = source[first_of], target[first_of]
     steps = np.stack([np.diff(source), np.diff(target)], axis=1)
     same = length[1:] == length[:-1]
     runs, first = [], 0
-    # A run goes on for as long as lengths and steps stay the same.
-    goes_on = same[1:] & same[:-1] & (steps[1:] == steps[:-1]).all(axis=1) if len(steps) else np.zeros(0, dtype=bool)
-    breaks = np.flatnonzero(~goes_on) + 2
+    # A run continues as long as lengths and steps stay the same.
+    continues = same[1:] & same[:-1] & (steps[1:] == steps[:-1]).all(axis=1) if len(steps) else np.zeros(0, dtype=bool)
+    breaks = np.flatnonzero(~continues) + 2
     while first < len(length):
         last = first + 1
         if first < len(same) and same[first]:
@@ -132,7 +136,7 @@ def common_runs(extent: int, held: Parts, wanted: Parts) -> np.ndarray:
 def _cut_dims(
     layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
 ) -> tuple[tuple[int, Parts, bool], ...]:
-    """The tensor dims that are cut, how the rank at `coordinate` sees their cuts, and whether one is strided."""
+    """(tensor dim, cuts for the rank at `coordinate`, whether a cut is strided) of each tensor dim that is cut."""
     return tuple((d, parts_of(cuts, mesh_shape, coordinate), is_strided(cuts)) for d, cuts in layout.all_cuts)
 
 
@@ -154,7 +158,7 @@ def held_sizes(
 def held_box(
     shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], coordinate: Coordinate
 ) -> tuple[Span, ...]:
-    """The spans, one per tensor dim, of the shard of the rank at `coordinate`; first to last where it is strided."""
+    """The spans of the shard of the rank at `coordinate`, one per tensor dim; from first to last index if strided."""
     box = [(0, n) for n in shape]
     for d, parts, _ in _cut_dims(layout, mesh_shape, coordinate):
         box[d] = held_span(shape[d], parts)
@@ -165,13 +169,18 @@ def elements_in_common(
     shape: Sequence[int], held: Layout, held_at: tuple[tuple[int, ...], Coordinate], wanted: Layout,
     wanted_at: tuple[tuple[int, ...], Coordinate],
 ) -> int:  # fmt: skip
-    """Elements of one rank's shard under `wanted` that are in one rank's under `held`; mesh shape and coordinate of
-    each."""
-    cut_here, cut_there = ({d: p for d, p, _ in _cut_dims(x, *at)} for x, at in ((held, held_at), (wanted, wanted_at)))
+    """The number of elements that a shard under `held` and a shard under `wanted` have in common.
+
+    Args:
+        held_at, wanted_at: the mesh shape and the coordinate of each.
+    """
+    held_cuts, wanted_cuts = (
+        {d: p for d, p, _ in _cut_dims(x, *at)} for x, at in ((held, held_at), (wanted, wanted_at))
+    )
     strided = {*held.strided_dims, *wanted.strided_dims}
     count = 1
     for d, extent in enumerate(shape):
-        a, b = cut_here.get(d, ()), cut_there.get(d, ())
+        a, b = held_cuts.get(d, ()), wanted_cuts.get(d, ())
         if d in strided:
             runs = common_runs(extent, a, b)
             count *= int((runs[:, 2] * runs[:, 3]).sum())
@@ -184,7 +193,11 @@ def elements_in_common(
 def spans_along(
     extent: int, order: Sequence[int], mesh_shape: Sequence[int], coordinates: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop, [n] each, of what the ranks at `coordinates`, [mesh dims, n], hold of a tensor dim."""
+    """Start and stop [n] of the spans that the ranks at `coordinates` [mesh dims, n] hold of a tensor dim.
+
+    Args:
+        order: the mesh dims that cut it, the first cut first; all cuts are plain.
+    """
     number = coordinates.shape[1]
     if not order:
         return np.zeros(number, dtype=np.int64), np.full(number, extent, dtype=np.int64)
@@ -200,9 +213,9 @@ def spans_along(
 def spans_at(
     shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], coordinates: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop of the shards at `coordinates`, [mesh dims, n], in each tensor dim: [tensor dims, n] each.
+    """Start and stop [tensor dims, n] of the shards of the ranks at `coordinates` [mesh dims, n].
 
-    Of tensor dims that are cut plainly; of strided ones the whole dim.
+    For strided tensor dims, those of the whole dim.
     """
     orders = {d: order for d, order in layout.orders if d not in layout.strided_dims}
     start = np.zeros((len(shape), coordinates.shape[1]), dtype=np.int64)
@@ -223,33 +236,37 @@ def overlaps(
     coordinates_a: np.ndarray,
     coordinates_b: np.ndarray,
 ) -> np.ndarray:
-    """How many indices of a tensor dim of `extent` two ranks both hold, [a, b].
+    """[a, b] the number of indices of a tensor dim of `extent` that two ranks have in common.
 
-    One at `coordinates_a`, [mesh dims, a], where `cuts_a` cut it; one at `coordinates_b`, [mesh dims, b], where
-    `cuts_b` do. What two shards have in common is the product over tensor dims.
+    The elements that two shards have in common are the product over tensor dims.
+
+    Args:
+        cuts_a, cuts_b: the cuts of the tensor dim in the two layouts.
+        coordinates_a, coordinates_b: [mesh dims, a] and [mesh dims, b].
     """
     if is_strided(cuts_a) or is_strided(cuts_b):
-        cells_a, which_a = _cells_at(extent, cuts_a, mesh_shape, coordinates_a)
-        cells_b, which_b = _cells_at(extent, cuts_b, mesh_shape, coordinates_b)
-        return _common(cells_a, cells_b)[which_a[:, None], which_b]
+        spans_a, index_a = _distinct_spans(extent, cuts_a, mesh_shape, coordinates_a)
+        spans_b, index_b = _distinct_spans(extent, cuts_b, mesh_shape, coordinates_b)
+        return _common_lengths(spans_a, spans_b)[index_a[:, None], index_b]
     start_a, stop_a = spans_along(extent, mesh_dims_of(cuts_a), mesh_shape, coordinates_a)
     start_b, stop_b = spans_along(extent, mesh_dims_of(cuts_b), mesh_shape, coordinates_b)
     common = np.minimum(stop_a[:, None], stop_b) - np.maximum(start_a[:, None], start_b)
     return np.maximum(common, 0)
 
 
-def _cells_at(
+def _distinct_spans(
     extent: int, cuts: Cuts, mesh_shape: Sequence[int], coordinates: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The spans of each different shard, and which of them each of the ranks at `coordinates` has."""
+    """The spans of each distinct shard along a tensor dim, and the index of the shard of each rank at `coordinates`."""
     mesh_dims = mesh_dims_of(cuts)
-    kinds, which = np.unique(coordinates[list(mesh_dims)], axis=1, return_inverse=True)
-    places = (dict(zip(mesh_dims, column, strict=True)) for column in kinds.T.tolist())
-    return [held_spans(extent, parts_of(cuts, mesh_shape, at)) for at in places], which.reshape(-1)
+    distinct, index = np.unique(coordinates[list(mesh_dims)], axis=1, return_inverse=True)
+    by_mesh_dim = (dict(zip(mesh_dims, column, strict=True)) for column in distinct.T.tolist())
+    return [held_spans(extent, parts_of(cuts, mesh_shape, at)) for at in by_mesh_dim], index.reshape(-1)
 
 
-def _common(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarray:
-    """How many indices spans of `a` and of `b` have in common, [a, b]: counted on the pieces that they all cut."""
+def _common_lengths(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarray:
+    """[a, b] the number of indices that each of `a` and each of `b` have in common."""
+    # All bounds cut the dim into pieces that each set of spans holds whole or not at all.
     bounds = np.unique(np.concatenate([spans.reshape(-1) for spans in (*a, *b)]))
     starts, lengths = bounds[:-1], np.diff(bounds)
 
@@ -263,9 +280,9 @@ def _common(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def cells_meeting(extent: int, cuts: Cuts, mesh_shape: Sequence[int], wanted: Span) -> np.ndarray:
-    """The cells of a cut dim that may meet `wanted`: coordinates in cutting order, [n, cuts].
+    """[n, cuts] the coordinates, in cutting order, of the shards of a tensor dim that may meet the span `wanted`.
 
-    Exactly those that do, where the cuts are plain, in time that goes with their number; all where one is strided.
+    Exact for plain cuts, in time proportional to the result; all coordinates if a cut is strided.
     """
     sizes = tuple(mesh_shape[m] for m in mesh_dims_of(cuts))
     if is_strided(cuts):
@@ -282,10 +299,10 @@ def _plain_cells_meeting(extent: int, sizes: tuple[int, ...], wanted: Span) -> n
     for parts in sizes:
         size = -(-(stop - start) // parts)
         first = np.maximum(low - start, 0) // size
-        found = (np.minimum(high, stop) - 1 - start) // size - first + 1
-        index = np.arange(found.sum()) - np.repeat(found.cumsum() - found, found) + np.repeat(first, found)
-        cells = np.concatenate([np.repeat(cells, found, axis=0), index[:, None]], axis=1)
-        size = np.repeat(size, found)
-        start = np.repeat(start, found) + index * size
-        stop = np.minimum(start + size, np.repeat(stop, found))
+        number = (np.minimum(high, stop) - 1 - start) // size - first + 1
+        index = np.arange(number.sum()) - np.repeat(number.cumsum() - number, number) + np.repeat(first, number)
+        cells = np.concatenate([np.repeat(cells, number, axis=0), index[:, None]], axis=1)
+        size = np.repeat(size, number)
+        start = np.repeat(start, number) + index * size
+        stop = np.minimum(start + size, np.repeat(stop, number))
     return cells

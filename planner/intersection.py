@@ -1,4 +1,4 @@
-"""Two layouts laid over each other: of pairs of a holder and a receiver, the boxes that both have."""
+"""Intersections of two layouts: the boxes that a source shard and a target shard have in common."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from .layout import Cuts, Layout
 
 
 @dataclass(frozen=True, eq=False)
-class Overlay:
-    """n boxes; `pair` says of which pair each is, the rest as in `Boxes`."""
+class Intersection:
+    """n boxes; `pair` is the index of the (holder, receiver) pair of each, the other fields are as in
+    `TransferTable`."""
 
     pair: np.ndarray  # [n]
     source_start: np.ndarray  # [n, tensor dims]
@@ -24,7 +25,7 @@ class Overlay:
     axes: tuple[int, ...]
 
 
-def overlay(
+def intersect(
     shape: Sequence[int],
     source: Layout,
     source_mesh: Sequence[int],
@@ -32,10 +33,17 @@ def overlay(
     target: Layout,
     target_mesh: Sequence[int],
     receivers: np.ndarray,
-) -> Overlay:
-    """The boxes of pairs of coordinates, [pairs, mesh dims] each on its own mesh, in the order of pairs.
+) -> Intersection:
+    """Intersect the source shards of `holders` with the target shards of `receivers`, pair by pair.
 
-    A tensor dim that a strided shard cuts has two axes, one from span to span and one along them.
+    Args:
+        shape: the global shape.
+        source_mesh, target_mesh: mesh shapes.
+        holders, receivers: [pairs, mesh dims] coordinates, each on its own mesh.
+
+    Returns:
+        The boxes in the order of pairs. A tensor dim that a strided shard cuts has two axes: one from span to span and
+        one along the spans.
     """
     held_from, held_to = spans_at(shape, source, source_mesh, holders.T)
     wanted_from, wanted_to = spans_at(shape, target, target_mesh, receivers.T)
@@ -45,18 +53,18 @@ def overlay(
     if strided:
         meets[strided] = True
     pair = np.flatnonzero(meets.all(axis=0))
-    found = start - held_from, start - wanted_from, stop - start
-    source_start, target_start, length = (x.T if len(pair) == len(holders) else x.T[pair] for x in found)
+    boxes = start - held_from, start - wanted_from, stop - start
+    source_start, target_start, length = (x.T if len(pair) == len(holders) else x.T[pair] for x in boxes)
     if not strided:
         ones = np.ones_like(length)
-        return Overlay(pair, source_start, target_start, length, ones, ones, tuple(range(len(shape))))
+        return Intersection(pair, source_start, target_start, length, ones, ones, tuple(range(len(shape))))
     runs: dict[int, np.ndarray] = {}
     for d in strided:
-        rows, which = _runs_of_pairs(
+        rows, index = _runs_of_pairs(
             shape[d], source.cuts(d), source_mesh, holders[pair], target.cuts(d), target_mesh, receivers[pair]
         )
-        pair, source_start, target_start, length = (x[which] for x in (pair, source_start, target_start, length))
-        runs = {other: found[which] for other, found in runs.items()} | {d: rows}
+        pair, source_start, target_start, length = (x[index] for x in (pair, source_start, target_start, length))
+        runs = {other: of_dim[index] for other, of_dim in runs.items()} | {d: rows}
         source_start[:, d], target_start[:, d] = rows[:, 0], rows[:, 1]
     extent, source_step, target_step, axes = [], [], [], []
     ones = np.ones(len(pair), dtype=np.int64)
@@ -71,16 +79,18 @@ def overlay(
             source_step.append(ones)
             target_step.append(ones)
             axes.append(d)
-    sizes, here, there = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
-    return Overlay(pair, source_start, target_start, sizes, here, there, tuple(axes))
+    extents, source_steps, target_steps = (np.stack(x, axis=1) for x in (extent, source_step, target_step))
+    return Intersection(pair, source_start, target_start, extents, source_steps, target_steps, tuple(axes))
 
 
 class FewPairs:
-    """`overlay` of a few pairs, in tensors of ever new shapes, where nothing is strided: in Python numbers, which take
-    less time than arrays of so few.
+    """`intersect` for a few fixed pairs and tensors of varying shape, without strided shards.
+
+    It uses Python numbers, which for a few pairs are faster than arrays.
 
     Args:
-        holders, receivers: coordinates, each on its own mesh, of each pair.
+        source_mesh, target_mesh: mesh shapes.
+        holders, receivers: the coordinates of each pair, each on its own mesh.
     """
 
     def __init__(
@@ -93,20 +103,21 @@ class FewPairs:
         receivers: Sequence[Sequence[int]],
     ) -> None:
         dims = sorted({d for d, _ in (*source.all_cuts, *target.all_cuts)})
-        numbers: dict[tuple[int, Parts], int] = {}
+        indices: dict[tuple[int, Parts], int] = {}
         self.pairs: list[list[tuple[int, int, int]]] = []
-        """Of each pair, for each tensor dim that is cut: which of `cells` is held, and which is wanted."""
+        """For each pair and each tensor dim that is cut: (tensor dim, index in `cells` of the held part, of the wanted
+        part)."""
         for holder, receiver in zip(holders, receivers, strict=True):
             cut = []
             for d in dims:
                 held = d, parts_of(source.cuts(d), source_mesh, tuple(holder))
                 wanted = d, parts_of(target.cuts(d), target_mesh, tuple(receiver))
-                cut.append((d, *[numbers.setdefault(cell, len(numbers)) for cell in (held, wanted)]))
+                cut.append((d, *[indices.setdefault(cell, len(indices)) for cell in (held, wanted)]))
             self.pairs.append(cut)  # type: ignore[arg-type]
-        self.cells = list(numbers)
+        self.cells = list(indices)
 
-    def overlay(self, shape: Sequence[int]) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
-        """Pair, source start, target start and extent of each box, in the order of pairs."""
+    def intersections(self, shape: Sequence[int]) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
+        """The pair index, source start, target start and extent of each box, in the order of pairs."""
         if 0 in shape:
             return
         spans = [held_span(shape[d], parts) for d, parts in self.cells]
@@ -114,11 +125,11 @@ class FewPairs:
             source, extent = [0] * len(shape), list(shape)
             target = source.copy()
             for d, held, wanted in cut:
-                (here, here_ends), (there, there_ends) = spans[held], spans[wanted]
-                low, high = max(here, there), min(here_ends, there_ends)
+                (held_start, held_stop), (wanted_start, wanted_stop) = spans[held], spans[wanted]
+                low, high = max(held_start, wanted_start), min(held_stop, wanted_stop)
                 if low >= high:
                     break
-                source[d], target[d], extent[d] = low - here, low - there, high - low
+                source[d], target[d], extent[d] = low - held_start, low - wanted_start, high - low
             else:
                 yield pair, source, target, extent
 
@@ -127,20 +138,22 @@ def _runs_of_pairs(
     extent: int, held: Cuts, held_mesh: Sequence[int], holders: np.ndarray, wanted: Cuts,
     wanted_mesh: Sequence[int], receivers: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """The runs of each pair along one tensor dim, [n, 6], and the pair each is of, [n]."""
-    mine, theirs = mesh_dims_of(held), mesh_dims_of(wanted)
-    kinds, kind = np.unique(
-        np.concatenate([holders[:, mine], receivers[:, theirs]], axis=1), axis=0, return_inverse=True
+    """The runs of each pair along one tensor dim [n, 6] (`common_runs`), and the index of the pair of each run [n]."""
+    held_dims, wanted_dims = mesh_dims_of(held), mesh_dims_of(wanted)
+    # Many pairs have the same coordinates along the mesh dims that cut this tensor dim.
+    distinct, kind = np.unique(
+        np.concatenate([holders[:, held_dims], receivers[:, wanted_dims]], axis=1), axis=0, return_inverse=True
     )
     tables = []
-    for row in kinds.tolist():
-        at, to = dict(zip(mine, row, strict=False)), dict(zip(theirs, row[len(mine) :], strict=True))
-        tables.append(common_runs(extent, parts_of(held, held_mesh, at), parts_of(wanted, wanted_mesh, to)))
+    for row in distinct.tolist():
+        holder = dict(zip(held_dims, row, strict=False))
+        receiver = dict(zip(wanted_dims, row[len(held_dims) :], strict=True))
+        tables.append(common_runs(extent, parts_of(held, held_mesh, holder), parts_of(wanted, wanted_mesh, receiver)))
     kind = kind.reshape(-1)
     sizes = np.array([len(table) for table in tables], dtype=np.int64)
     first = sizes.cumsum() - sizes
     count = sizes[kind] if len(tables) else np.zeros(0, dtype=np.int64)
-    which = np.repeat(np.arange(len(kind)), count)
-    row_of = np.arange(len(which)) - np.repeat(count.cumsum() - count - first[kind] if len(tables) else count, count)
+    index = np.repeat(np.arange(len(kind)), count)
+    row_of = np.arange(len(index)) - np.repeat(count.cumsum() - count - first[kind] if len(tables) else count, count)
     rows = np.concatenate(tables) if tables else np.zeros((0, 6), dtype=np.int64)
-    return rows[row_of], which
+    return rows[row_of], index

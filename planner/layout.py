@@ -1,4 +1,4 @@
-"""A layout: what each mesh dim does to a tensor, and in which order mesh dims cut the same tensor dim."""
+"""A layout: the placement of each mesh dim, and the order in which mesh dims cut the same tensor dim."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from functools import lru_cache
 
 from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
 from .dtypes import REDUCE_OPS
-from .layout_text import read
-from .mesh import MOST_DIMS, whole_numbers
+from .layout_text import parse_layout_text
+from .mesh import MAX_DIMS, whole_numbers
 from .placements import LARGEST, Partial, Placement, Replicate, Shard, StridedShard
 
 Orders = tuple[tuple[int, tuple[int, ...]], ...]
 Cuts = tuple[int | tuple[int, int], ...]
-"""What cuts a tensor dim, the first cut first: a mesh dim, or a mesh dim and the split factor of its strided shard."""
+"""The cuts of a tensor dim, the first cut first: a mesh dim, or (mesh dim, split factor) for a strided shard."""
 
 
 def receivers_contribute(source: Layout, target: Layout) -> bool:
-    """Whether every rank holds all that it ends with, partial values apart: then it is one of the contributors of it.
+    """Whether every rank already holds its target shard, reductions aside, and so contributes to all it receives.
 
-    So it is where each tensor dim is cut as before, and perhaps once more, and no mesh dim becomes partial.
+    This is the case if the cuts of each tensor dim in `source` are the first of those in `target`, and no mesh dim
+    becomes partial.
     """
     within = all(target.cuts(d)[: len(cuts)] == cuts for d, cuts in source.all_cuts)
     pairs = zip(source.placements, target.placements, strict=True)
@@ -29,30 +30,33 @@ def receivers_contribute(source: Layout, target: Layout) -> bool:
 
 
 def pairs_of(cuts: Cuts) -> list[tuple[int, int]]:
-    """Mesh dims and split factors, 1 where the cut is plain."""
+    """The cuts as (mesh dim, split factor) pairs; the split factor of a plain cut is 1."""
     return [cut if isinstance(cut, tuple) else (cut, 1) for cut in cuts]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One placement per mesh dim, and for each sharded tensor dim the mesh dims that cut it, the first cut first.
+    """The distribution of a tensor over a mesh: one placement per mesh dim, and the shard order of each tensor dim.
 
-    `orders` holds (tensor dim, mesh dims) sorted by tensor dim; tensor dims left out are cut in ascending order
-    of mesh dims. `str` gives the text form that `parse` reads.
+    `str` gives the text form that `parse` reads.
 
     Args:
-        placements: one per mesh dim: `Replicate`, `Shard`, `StridedShard`, `Partial`.
-        orders: tensor dim -> the mesh dims that cut it, the first cut first.
+        placements: one per mesh dim: `Replicate`, `Shard`, `StridedShard` or `Partial`.
+        orders: tensor dim -> the mesh dims that cut it, the first cut first. Tensor dims that are left out are cut in
+            ascending order of mesh dims.
 
     Attributes:
-        all_cuts: (tensor dim, what cuts it), sorted by tensor dim.
-        prefixes: for each mesh dim what it does: (tensor dim, mesh dims that cut it before), (partial op,) or (). Equal
-            for two layouts exactly if the mesh dim cuts the same tensor dim after the same earlier cuts, or never.
-        partial_dims: the mesh dims that hold terms.
+        orders: (tensor dim, mesh dims that cut it) of every sharded tensor dim, sorted by tensor dim.
+        all_cuts: (tensor dim, its cuts), sorted by tensor dim.
+        prefixes: for each mesh dim (tensor dim, the cuts before it), (partial op,), or (). A mesh dim has equal entries
+            in two layouts if it cuts the same tensor dim after the same earlier cuts, has the same op, or is replicated
+            in both.
+        partial_dims: the partial mesh dims.
 
     Raises:
-        ArgumentError: an unknown op, a negative tensor dim, an order that is no permutation of the mesh dims that cut.
-        UnsupportedError: partial ops that do not mix (only sum with avg does).
+        ArgumentError: an unknown op, a negative tensor dim, or an order that is not a permutation of the mesh dims that
+            cut the tensor dim.
+        UnsupportedError: partial ops other than sum with avg in one layout.
     """
 
     placements: tuple[Placement, ...]
@@ -66,14 +70,14 @@ class Layout:
     ) -> None:
         try:
             placements = tuple(placements)
-            given = {operator.index(d): whole_numbers("layout: orders", o) for d, o in dict(orders or {}).items()}
+            explicit = {operator.index(d): whole_numbers("layout: orders", o) for d, o in dict(orders or {}).items()}
         except (TypeError, ValueError):
             raise ArgumentError(
                 f"layout: placements {shown(placements)}, orders {shown(orders)}; allowed: a sequence of placements, "
                 f"and a mapping of tensor dims to mesh dims"
             ) from None
-        if len(placements) > MOST_DIMS:
-            raise ArgumentError(f"layout: {len(placements)} placements; allowed: up to {MOST_DIMS}, one per mesh dim")
+        if len(placements) > MAX_DIMS:
+            raise ArgumentError(f"layout: {len(placements)} placements; allowed: up to {MAX_DIMS}, one per mesh dim")
         cuts: dict[int, list[int]] = {}
         strided: set[int] = set()
         ops = set()
@@ -107,12 +111,13 @@ class Layout:
                     f"layout: mesh dim {mesh_dim} has {shown(placement)}; allowed: Replicate, Shard, Partial"
                 )
         if len(ops) > 1 and ops != {"sum", "avg"}:
-            raise UnsupportedError(f"layout: partial ops {sorted(ops)} do not mix; only sum with avg does")
-        for tensor_dim, order in given.items():
+            raise UnsupportedError(f"layout: partial ops {sorted(ops)} do not mix; allowed: one op, or sum and avg")
+        for tensor_dim, order in explicit.items():
             order = tuple(order)
             if len(set(order)) != len(order):
                 raise ArgumentError(
-                    f"layout: the order of tensor dim {shown(tensor_dim)}, {shown(order)}, names a mesh dim twice"
+                    f"layout: the order of tensor dim {shown(tensor_dim)}, {shown(order)}, repeats a mesh dim; "
+                    f"allowed: each once"
                 )
             if sorted(order) != cuts.get(tensor_dim, []):
                 raise ArgumentError(
@@ -121,13 +126,15 @@ class Layout:
                     f"{tuple(cuts.get(tensor_dim, []))}; allowed: a permutation of those"
                 )
             if tensor_dim in strided and order != tuple(cuts[tensor_dim]):
-                raise ArgumentError(f"layout: tensor dim {tensor_dim} is strided and has an order as well; give one")
-        self._set(placements, tuple((d, tuple(given.get(d, c))) for d, c in sorted(cuts.items())))
+                raise ArgumentError(
+                    f"layout: tensor dim {tensor_dim} has both a strided shard and an order; allowed: one of them"
+                )
+        self._set(placements, tuple((d, tuple(explicit.get(d, c))) for d, c in sorted(cuts.items())))
 
     def _set(self, placements: tuple[Placement, ...], orders: Orders) -> Layout:
         object.__setattr__(self, "placements", placements)
         object.__setattr__(self, "orders", orders)
-        # Layouts are keys of many tables.
+        # Cached, as layouts are keys of many caches.
         object.__setattr__(self, "_hash", hash((placements, orders)))
         strided: dict[int, int | tuple[int, int]] = {
             m: (m, p.split) for m, p in enumerate(placements) if isinstance(p, StridedShard)
@@ -149,8 +156,8 @@ class Layout:
 
     @classmethod
     def unchecked(cls, placements: tuple[Placement, ...], orders: Orders) -> Layout:
-        """A layout that is known to be one, with an order for every tensor dim that is cut, sorted by tensor dim."""
-        return _made(placements, orders)
+        """A layout without checks; `orders` must have all sharded tensor dims, sorted by tensor dim."""
+        return _unchecked(placements, orders)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -160,27 +167,32 @@ class Layout:
         return dict(self.orders).get(tensor_dim, ())
 
     def cuts(self, tensor_dim: int) -> Cuts:
-        """What cuts `tensor_dim`."""
+        """The cuts of `tensor_dim`, the first cut first."""
         return dict(self.all_cuts).get(tensor_dim, ())
 
     @property
     def strided_dims(self) -> tuple[int, ...]:
-        """The tensor dims that strided shards cut."""
+        """The tensor dims with a strided shard."""
         if self.all_cuts == self.orders:
             return ()
         return tuple(d for d, cuts in self.all_cuts if any(isinstance(m, tuple) for m in cuts))
 
     @property
     def has_partial(self) -> bool:
-        """Whether a mesh dim holds terms."""
+        """Whether any mesh dim is partial."""
         return bool(self.partial_dims)
 
     def check(self, mesh_shape: Sequence[int], ndim: int, name: str = "layout") -> None:
-        """Raise ArgumentError unless there is one placement per mesh dim and every tensor dim exists."""
+        """Raise ArgumentError unless there is one placement per mesh dim and all sharded tensor dims exist.
+
+        Args:
+            ndim: the number of tensor dims.
+            name: the argument that messages name.
+        """
         self._check_mesh(mesh_shape, name)
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard) and placement.dim >= ndim:
-                allowed = f"0..{ndim - 1}" if ndim else "none, the tensor has no dims"
+                allowed = f"0..{ndim - 1}" if ndim else "none, as the tensor has no dims"
                 raise ArgumentError(
                     f"{name}: mesh dim {mesh_dim} shards tensor dim {placement.dim}, out of range; allowed: {allowed}"
                 )
@@ -193,7 +205,7 @@ class Layout:
             )
 
     def with_placement(self, mesh_dims: Collection[int], placement: Placement) -> Layout:
-        """Some mesh dims as `placement` says; new shards cut last, where an order can say so."""
+        """The layout with `placement` on `mesh_dims`; new shards cut last, unless the tensor dim is strided."""
         placements = [placement if m in mesh_dims else p for m, p in enumerate(self.placements)]
         cuts: dict[int, list[int]] = {}
         for m, p in enumerate(placements):
@@ -208,7 +220,7 @@ class Layout:
         return Layout(placements, orders)
 
     def without_size_one(self, mesh_shape: Sequence[int]) -> Layout:
-        """The same shards with every mesh dim of size 1 replicated: it cuts nothing and sums nothing."""
+        """The same shards with every mesh dim of size 1 replicated."""
         if 1 not in mesh_shape:
             return self
         self._check_mesh(mesh_shape)
@@ -218,14 +230,15 @@ class Layout:
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.placements))
-        odd = [f"{d}:{','.join(map(str, order))}" for d, order in self.orders if list(order) != sorted(order)]
-        return f"{text} @ {' '.join(odd)}" if odd else text
+        explicit = [f"{d}:{','.join(map(str, order))}" for d, order in self.orders if list(order) != sorted(order)]
+        return f"{text} @ {' '.join(explicit)}" if explicit else text
 
     def decoded(self, mesh_shape: Sequence[int]) -> Layout:
-        """The same shards with strided ones as a shard order where there is one.
+        """The same shards with strided shards replaced by shard orders wherever possible.
 
-        The split factor is the product of the sizes of the mesh dims to the right that cut the same tensor dim earlier:
-        from right to left each mesh dim is put into the order where that product is reached first.
+        The split factor of a strided shard is the product of the sizes of the mesh dims to its right that cut the same
+        tensor dim before it. From right to left, each mesh dim is inserted into the order where that product is reached
+        first.
         """
         strided = self.strided_dims
         if not strided:
@@ -241,43 +254,48 @@ class Layout:
         return Layout(placements, orders)
 
     def _order_of_strided(self, tensor_dim: int, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The shard order that gives the shards of a strided tensor dim; None if there is none."""
         order: list[int] = []
         for mesh_dim in reversed(self.order(tensor_dim)):
             placement = self.placements[mesh_dim]
             split = placement.split if isinstance(placement, StridedShard) else 1
             if isinstance(placement, StridedShard) and placement.own:
                 return None
-            product, place = 1, 0
-            while product != split and place < len(order):
-                product *= mesh_shape[order[place]]
-                place += 1
+            product, index = 1, 0
+            while product != split and index < len(order):
+                product *= mesh_shape[order[index]]
+                index += 1
             if product != split:
                 return None
-            order.insert(place, mesh_dim)
+            order.insert(index, mesh_dim)
         return tuple(order)
 
     @classmethod
     def parse(cls, text: str, mesh_shape: Sequence[int] | None = None) -> Layout:
-        """Read the text form: a token per mesh dim, `R`, `S0`, `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`, `S0/2`, then
-        orders, `@ 0:1,0`.
+        """Parse the text form of a layout.
 
-        `S0/2` (strided, split factor 2) becomes an order if there is one, given `mesh_shape`; `S0//2` never does.
+        The text has one token per mesh dim (`R`, `S0`, `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`, `S0/2`), then optionally
+        shard orders (`@ 0:1,0`). `S0/2`, a strided shard with split factor 2, becomes a shard order if possible and
+        `mesh_shape` is given; `S0//2` never does.
 
-        What torch prints of placements and of a DTensorSpec is read as well: `(Shard(dim=0), Replicate())`,
+        The forms in which torch prints placements and DTensorSpecs are accepted as well: `(Shard(dim=0), Replicate())`,
         `[Shard(0), Partial("avg")]`, `S(0)R`, `_S(0, 2)S(0)`, and with a shard order `S(0)[1]S(0)[0]`.
 
+        Args:
+            mesh_shape: the shape of the mesh, for strided shards.
+
         Raises:
-            LayoutSyntaxError: the text does not parse; the message has a caret under the spot.
+            LayoutSyntaxError: the text cannot be parsed; the message has a caret under the error.
         """
         if not isinstance(text, str):
-            raise ArgumentError(f"layout: {shown(text)}; allowed: a text such as 'S0 R'")
-        tokens, orders = read(text)
+            raise ArgumentError(f"layout: {shown(text)}; allowed: text such as 'S0 R'")
+        tokens, orders = parse_layout_text(text)
         layout = cls(tokens, orders)
         if mesh_shape is None or not layout.strided_dims:
             return layout
         mesh_shape = whole_numbers("mesh_shape", mesh_shape)
         if len(mesh_shape) != len(tokens):
-            raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements for a mesh of {len(mesh_shape)} dims")
+            raise LayoutSyntaxError(text, 0, f"{len(tokens)} placements; allowed: {len(mesh_shape)}, one per mesh dim")
         return layout.decoded(mesh_shape)
 
 
@@ -286,5 +304,5 @@ def _is_number(value: object, least: int) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def _made(placements: tuple[Placement, ...], orders: Orders) -> Layout:
+def _unchecked(placements: tuple[Placement, ...], orders: Orders) -> Layout:
     return Layout.__new__(Layout)._set(placements, orders)

@@ -1,32 +1,32 @@
-"""Changes by which every rank keeps a part of what it holds, whatever the shape: where that part lies."""
+"""Redistributions in which every rank keeps a slice of its shard, for tensors of any shape."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .exchange import Change
+from .exchange import LayoutChange
 from .index_sets import cut, held_span, parts_of
 
 
 class LocalSlice:
-    """Where the target shard of one rank lies in its source shard, for tensors of any shape."""
+    """The slice of the source shard of one rank that is its target shard, for tensors of any shape."""
 
-    def __init__(self, change: Change, rank: int) -> None:
+    def __init__(self, change: LayoutChange, rank: int) -> None:
         mesh, source, target = change.mesh, change.source, change.target
         at, self._dims = mesh.coordinate(rank), []
         for d, cuts in target.all_cuts:
             parts = parts_of(cuts, mesh.shape, at)
-            before = len(source.cuts(d))  # the source has the first of these cuts, and no others
+            before = len(source.cuts(d))  # the cuts of the source are the first of these
             self._dims.append((d, parts[:before], parts[before:]))
 
     @staticmethod
-    def applies(change: Change) -> bool:
-        """Whether a change only cuts further what each rank holds, in one span along each tensor dim."""
+    def applies(change: LayoutChange) -> bool:
+        """Whether a change only cuts shards further, into one contiguous slice per tensor dim."""
         strided = change.source.strided_dims or change.target.strided_dims
-        return change.stays and not (change.reduced or change.split or strided)
+        return change.is_local and not (change.reduced or change.split or strided)
 
     def of(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The shape of the source shard, where the target shard begins in it, and the shape of that."""
+        """The shape of the source shard, the start of the target shard in it, and the shape of the target shard."""
         source, start, target = list(shape), [0] * len(shape), list(shape)
         for d, before, after in self._dims:
             first, last = held = held_span(shape[d], before)

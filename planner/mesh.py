@@ -1,4 +1,4 @@
-"""A mesh of ranks: sizes, names, and which rank stands where."""
+"""A mesh of ranks: its sizes, the names of its dims, and the rank at each coordinate."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from ..errors import ArgumentError, shown
 Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride
 
-MOST_RANKS = 1 << 24  # a list of all of them must be possible
-_UNREADABLE = 10**60
-MOST_DIMS = 24  # with 32 of a tensor, as many as an array of numpy may have
+MOST_RANKS = 1 << 24  # lists of all ranks must fit in memory
+_MAX_SHOWN = 10**60  # larger numbers would make messages unreadable
+MAX_DIMS = 24  # together with 32 tensor dims, numpy's limit on array dims
 
 
 def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
-    """`values` as plain integers.
+    """`values` as plain ints.
 
     Raises:
-        ArgumentError: no sequence of whole numbers, which True and False are not; one of more than 60 digits, which no
-            message could show.
+        ArgumentError: not a sequence of whole numbers (bool is not accepted), or a number has more than 60 digits.
     """
     try:
-        given = tuple(values)
-        found = tuple(map(operator.index, given))
-        # Bytes are numbers to Python, and sets have no order.
-        if not isinstance(values, bytes | bytearray | Set | Mapping) and bool not in map(type, given):
-            if max(map(abs, found), default=0) < _UNREADABLE:
-                return found
+        items = tuple(values)
+        numbers = tuple(map(operator.index, items))
+        # Bytes would pass as numbers, and sets have no order.
+        if not isinstance(values, bytes | bytearray | Set | Mapping) and bool not in map(type, items):
+            if max(map(abs, numbers), default=0) < _MAX_SHOWN:
+                return numbers
     except TypeError:
         pass
     raise ArgumentError(f"{argument}: {shown(values)}; allowed: whole numbers, such as (2, 2)")
@@ -43,21 +42,21 @@ def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Ranks in row-major order over `shape`.
+    """A mesh of ranks in row-major order over `shape`.
 
-    Each mesh dim is a row-major list of (size, stride) pairs, as in the layout algebra of CuTe: which rank stands at a
-    coordinate is `offset` plus strides times digits, an index into `table` if there is one. So slicing, flattening in
-    any order, unflattening and transposing make new pairs and no list of ranks. The planner works in positions; only
-    the runtime turns them into ranks. Meshes are equal if they are described alike.
+    Each mesh dim is a row-major list of (size, stride) pairs, as in the layout algebra of CuTe. The rank at a
+    coordinate is `offset` plus strides times digits, which indexes `table` if there is one. Slicing, flattening in any
+    order, unflattening and transposing therefore never build a list of ranks. The planner works in row-major positions;
+    the runtime converts these to ranks. Meshes are equal if all their fields are.
 
     Args:
-        shape: the size of each mesh dim, or of the only one.
-        names: one per mesh dim, all different; needed for `mesh["tp"]`, which is the mesh along these dims.
-        ranks: the rank at each row-major position; None means `arange`.
+        shape: the size of each mesh dim, or one int for a mesh of one dim.
+        names: one distinct name per mesh dim; needed for `mesh["tp"]`, the submesh along these dims.
+        ranks: the rank at each row-major position; default: `arange`.
 
     Raises:
-        ArgumentError: a size below 1, over 24 dims or 2**24 ranks, names or ranks that do not fit the shape, a rank
-            given twice, or from 2**24 on.
+        ArgumentError: a size is below 1, there are over 24 dims or 2**24 ranks, names or ranks do not fit the shape, or
+            a rank is repeated, negative, or 2**24 or more.
     """
 
     shape: tuple[int, ...]
@@ -111,8 +110,8 @@ class Mesh:
     ) -> Mesh:
         dims = tuple(map(_coalesced, dims))
         shape = tuple(math.prod(n for n, _ in pairs) for pairs in dims)
-        if len(shape) > MOST_DIMS:
-            raise ArgumentError(f"mesh: shape {shown(shape)} has {len(shape)} dims; allowed: up to {MOST_DIMS}")
+        if len(shape) > MAX_DIMS:
+            raise ArgumentError(f"mesh: shape {shown(shape)} has {len(shape)} dims; allowed: up to {MAX_DIMS}")
         if names is not None and (
             isinstance(names, str)
             or not isinstance(names, Sequence)
@@ -125,7 +124,7 @@ class Mesh:
         fields = {"shape": shape, "names": None if names is None else tuple(names), "dims": dims, "offset": offset}
         for name, value in {**fields, "table": table}.items():
             object.__setattr__(self, name, value)
-        # Meshes are keys of many tables. Of numbers alone: another process would hash names otherwise.
+        # Cached, as meshes are keys of many caches. Names are left out: their hashes differ between processes.
         object.__setattr__(self, "_hash", hash((dims, offset, table or ())))
         return self
 
@@ -135,10 +134,10 @@ class Mesh:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
-        return self is other or self._described == other._described
+        return self is other or self._fields == other._fields
 
     @property
-    def _described(self) -> tuple[Any, ...]:
+    def _fields(self) -> tuple[Any, ...]:
         return self.shape, self.names, self.dims, self.offset, self.table
 
     def _derived(self, dims: Iterable[Sequence[Pair]], names: Sequence[str] | None, offset: int | None = None) -> Mesh:
@@ -146,7 +145,7 @@ class Mesh:
 
     @cached_property
     def ranks(self) -> tuple[int, ...] | None:
-        """The rank at each row-major position; None where that is `arange`."""
+        """The rank at each row-major position; None for `arange`."""
         whole = _coalesced([pair for pairs in self.dims for pair in pairs])
         if self.table is None and self.offset == 0 and whole == _coalesced([(self.size, 1)]):
             return None
@@ -159,7 +158,7 @@ class Mesh:
         return index if self.table is None else np.array(self.table)[index]
 
     def dim(self, given: int | str) -> int:
-        """The index of a mesh dim given by name or index.
+        """The index of a mesh dim that is given by name or index.
 
         Raises:
             ArgumentError: there is no such mesh dim.
@@ -176,66 +175,72 @@ class Mesh:
         try:
             dims = [given] if isinstance(given, int | str) else list(given)
         except TypeError:
-            raise ArgumentError(f"mesh dims: {shown(given)}; allowed: names or numbers of mesh dims") from None
-        found = [self.dim(d) for d in dims]
-        if len(set(found)) != len(found):
-            raise ArgumentError(f"mesh dims: {shown(given)} names one twice; allowed: each once")
-        return found
+            raise ArgumentError(f"mesh dims: {shown(given)}; allowed: names or indices of mesh dims") from None
+        indices = [self.dim(d) for d in dims]
+        if len(set(indices)) != len(indices):
+            raise ArgumentError(f"mesh dims: {shown(given)} repeats a dim; allowed: each dim once")
+        return indices
 
     def __getitem__(self, dims: str | tuple[str, ...]) -> Mesh:
-        """The mesh along some dims, in the order given, through the first rank; `submesh` goes through any."""
+        """The submesh along `dims`, in the order given, that contains the first rank; see `submesh` for other ranks."""
         return self.submesh(0, dims)
 
     def submesh(self, position: int, dims: Sequence[int | str] | int | str) -> Mesh:
-        """The mesh along `dims`, in the order given, through the rank at a position."""
-        found = self._dims(dims)
+        """The submesh along `dims`, in the order given, that contains the rank at `position`."""
+        indices = self._dims(dims)
         offset = self.offset
         for d, c in enumerate(self.coordinate(position)):
-            if d not in found:
+            if d not in indices:
                 for n, stride in reversed(self.dims[d]):
                     c, digit = divmod(c, n)
                     offset += digit * stride
-        return self._derived([self.dims[d] for d in found], self._names(found), offset)
+        return self._derived([self.dims[d] for d in indices], self._names(indices), offset)
 
     def submeshes(self, dims: Sequence[int | str] | int | str) -> list[Mesh]:
-        """All meshes along `dims`, in row-major order of the other coordinates: every rank is in exactly one."""
-        found = self._dims(dims)
+        """All submeshes along `dims`, in row-major order of the other coordinates. Each rank is in exactly one."""
+        indices = self._dims(dims)
         starts = np.arange(self.size).reshape(self.shape)
-        for d in found:
+        for d in indices:
             starts = starts.take([0], axis=d)
         return [self.submesh(position, dims) for position in starts.reshape(-1).tolist()]
 
     def transpose(self, dims: Sequence[int | str]) -> Mesh:
-        """The same ranks with the mesh dims in another order."""
-        found = self._dims(dims)
-        if len(found) != self.ndim:
-            raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: all {self.ndim}, each once")
-        return self._derived([self.dims[d] for d in found], self._names(found))
+        """The mesh with its dims in another order."""
+        indices = self._dims(dims)
+        if len(indices) != self.ndim:
+            raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: all {self.ndim} dims, each once")
+        return self._derived([self.dims[d] for d in indices], self._names(indices))
 
     def flatten(self, dims: Sequence[int | str], name: str | None = None) -> Mesh:
-        """One mesh dim in place of several, neighbours or not, the first given slowest, where the leftmost stood.
+        """The mesh with several dims, adjacent or not, flattened into one at the place of the leftmost.
 
-        `name` is needed where the mesh has names.
+        Args:
+            dims: the dims to flatten, the slowest-varying first.
+            name: the name of the new dim; needed if the mesh has names.
         """
-        found = self._dims(dims)
-        if not found:
-            raise ArgumentError("mesh dims: none given; allowed: one or more")
+        indices = self._dims(dims)
+        if not indices:
+            raise ArgumentError(f"mesh dims: {shown(dims)}; allowed: one or more")
         new: list[Sequence[Pair]] = []
         names: list[str | None] = []
         for d in range(self.ndim):
-            if d == min(found):
-                new.append([pair for f in found for pair in self.dims[f]])
+            if d == min(indices):
+                new.append([pair for f in indices for pair in self.dims[f]])
                 names.append(name)
-            elif d not in found:
+            elif d not in indices:
                 new.append(self.dims[d])
                 names.append(self.names[d] if self.names else None)
         return self._derived(new, names if self.names or name is not None else None)  # type: ignore[arg-type]
 
     def unflatten(self, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
-        """Several mesh dims of `sizes`, row-major, in place of one; `names` are needed where the mesh has names.
+        """The mesh with one dim replaced by several of the given sizes, in row-major order.
+
+        Args:
+            names: the names of the new dims; needed if the mesh has names.
 
         Raises:
-            ArgumentError: sizes that do not make up the dim, or that cut across one that was flattened of others.
+            ArgumentError: the product of `sizes` is not the size of the dim, or they cut across the dims that it was
+                flattened from.
         """
         d, wanted = self.dim(dim), whole_numbers("sizes", sizes)
         pairs = list(self.dims[d])
@@ -252,8 +257,8 @@ class Mesh:
                 part = math.gcd(n, left)
                 if part == 1 or (n != part and left != part):
                     raise ArgumentError(
-                        f"sizes: {wanted} cut across the dims that mesh dim {d} was flattened of, of sizes "
-                        f"{tuple(n for n, _ in self.dims[d])}; allowed: sizes that divide these or are made of them"
+                        f"sizes: {wanted} cut across the dims that mesh dim {d} was flattened from, of sizes "
+                        f"{tuple(n for n, _ in self.dims[d])}; allowed: divisors or products of these"
                     )
                 taken.insert(0, (part, stride))
                 if n != part:
@@ -271,18 +276,20 @@ class Mesh:
         return self._derived([*self.dims[:d], *new, *self.dims[d + 1 :]], around)
 
     def complement(self, world_size: int) -> Mesh:
-        """The mesh, of one dim, of the ranks that this one may begin at so that its copies tile `range(world_size)`.
+        """The one-dim mesh of the offsets at which copies of this mesh tile `range(world_size)`.
 
         Raises:
-            ArgumentError: no copies of it tile the world: it has a table, strides that leave gaps of another size, or
-                steps that overlap.
+            ArgumentError: copies of this mesh cannot tile `range(world_size)`: its ranks are irregular, or their gaps
+                differ in size.
         """
         pairs = sorted((pair for dim in self.dims for pair in dim), key=lambda pair: pair[1])
         gaps: list[Pair] = []
         covered = 1
         for n, stride in pairs:
             if self.table is not None or self.offset or stride % covered or stride < covered:
-                raise ArgumentError(f"world_size: copies of mesh {self} tile no world")
+                raise ArgumentError(
+                    f"world_size: {shown(world_size)}; copies of mesh {self} cannot tile any world size"
+                )
             gaps.insert(0, (stride // covered, covered))
             covered = n * stride
         (world_size,) = whole_numbers("world_size", [world_size])
@@ -294,11 +301,11 @@ class Mesh:
         return self._derived([gaps], None)
 
     def same_ranks(self, other: Mesh) -> bool:
-        """Whether the same rank stands at each coordinate: meshes that differ at most in names."""
+        """Whether both meshes have the same shape and the same rank at each coordinate; names may differ."""
         return self is other or self.shape == other.shape and bool((self.rank_array == other.rank_array).all())
 
     def overlaps(self, other: Mesh) -> bool:
-        """Whether a rank is in both meshes."""
+        """Whether any rank is in both meshes."""
         return bool(np.isin(self.rank_array, other.rank_array).any())
 
     def _names(self, dims: Sequence[int]) -> tuple[str, ...] | None:
@@ -306,19 +313,19 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
-        """Mesh dims."""
+        """The number of mesh dims."""
         return len(self.shape)
 
     @cached_property
     def size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return math.prod(self.shape)
 
     def coordinate(self, position: int) -> Coordinate:
         """The coordinate of a row-major position.
 
         Raises:
-            ArgumentError: there is no such position.
+            ArgumentError: `position` is outside the mesh.
         """
         if type(position) is not int:
             (position,) = whole_numbers("rank: position", [position])
@@ -336,11 +343,11 @@ class Mesh:
         """The row-major position of a coordinate.
 
         Raises:
-            ArgumentError: there is no such coordinate.
+            ArgumentError: `coordinate` is outside the mesh.
         """
-        given = whole_numbers("coordinate", coordinate)
-        if len(given) != self.ndim or any(not 0 <= c < n for c, n in zip(given, self.shape, strict=True)):
-            raise ArgumentError(f"coordinate: {shown(given)}; allowed: {self.ndim} numbers, each below {self.shape}")
+        numbers = whole_numbers("coordinate", coordinate)
+        if len(numbers) != self.ndim or any(not 0 <= c < n for c, n in zip(numbers, self.shape, strict=True)):
+            raise ArgumentError(f"coordinate: {shown(numbers)}; allowed: {self.ndim} numbers, each below {self.shape}")
         position = 0
         for n, c in zip(self.shape, coordinate, strict=True):
             position = position * n + c
@@ -350,7 +357,7 @@ class Mesh:
         """The rank at a row-major position.
 
         Raises:
-            ArgumentError: there is no such position.
+            ArgumentError: `position` is outside the mesh.
         """
         if type(position) is not int:
             (position,) = whole_numbers("position", [position])
@@ -372,45 +379,52 @@ class Mesh:
 
     @cached_property
     def strides(self) -> np.ndarray:
-        """[mesh dims] what a step along each adds to a position."""
+        """[mesh dims] the difference in position of one step along each dim."""
         return np.array([math.prod(self.shape[d + 1 :]) for d in range(self.ndim)], dtype=np.int64)
 
     @cached_property
     def _positions(self) -> np.ndarray:
-        """[ranks] the position of each rank up to the last, -1 for those that are not in the mesh."""
+        """[largest rank + 1] the position of each rank; -1 if it is not in the mesh."""
         positions = np.full(self.rank_array.max() + 1, -1)
         positions[self.rank_array] = np.arange(self.size)
         return positions
 
     def positions_of(self, ranks: np.ndarray) -> np.ndarray:
-        """The position of each of some ranks, -1 for those that are not in the mesh."""
+        """The position of each of `ranks`; -1 if it is not in the mesh."""
         if self.ranks is None:
             return np.where(ranks < self.size, ranks, -1)
         return np.where(ranks < len(self._positions), self._positions[np.minimum(ranks, len(self._positions) - 1)], -1)
 
     @cached_property
     def _by_rank(self) -> tuple[np.ndarray, np.ndarray]:
-        """[size] the ranks, ascending, and the position of each."""
+        """[size] the ranks in ascending order, and the position of each."""
         positions = np.argsort(self.rank_array)
         return self.rank_array[positions], positions
 
     def on_node_of(self, ranks: np.ndarray, node_size: int) -> np.ndarray:
-        """The positions on the same nodes of `node_size` consecutive ranks, in the order of ranks, then -1 for none:
-        [n, most of a node, at least 1]."""
-        numbers, positions = self._by_rank
+        """The positions on the node of each of `ranks`, in ascending order of ranks, padded with -1.
+
+        Args:
+            ranks: [n].
+            node_size: the number of consecutive ranks of a node.
+
+        Returns:
+            [n, the largest number of ranks of the mesh on one node, at least 1]
+        """
+        ascending, positions = self._by_rank
         first = ranks // node_size * node_size
-        low, high = np.searchsorted(numbers, first), np.searchsorted(numbers, first + node_size)
+        low, high = np.searchsorted(ascending, first), np.searchsorted(ascending, first + node_size)
         at = low[:, None] + np.arange(max(1, (high - low).max(initial=0)))
         return np.where(at < high[:, None], positions[np.minimum(at, len(positions) - 1)], -1)
 
     def subgroup(self, position: int, dims: Sequence[int]) -> tuple[int, ...]:
-        """The positions reached from `position` by moving along `dims`, row-major.
+        """The positions along `dims` through `position`, in row-major order.
 
         Raises:
-            ArgumentError: there is no such position.
+            ArgumentError: `position` is outside the mesh.
         """
         if not 0 <= position < self.size:
-            self.coordinate(position)  # says so
+            self.coordinate(position)  # raises
         along = [(self.shape[d], math.prod(self.shape[d + 1 :])) for d in sorted(dims)]
         positions = [position - sum(position // stride % n * stride for n, stride in along)]
         for n, stride in along:
@@ -422,18 +436,18 @@ class Mesh:
 
 
 def _coalesced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Row-major pairs with those of size 1 left out, and those that run on into each other made one."""
-    found: list[Pair] = []
+    """Row-major (size, stride) pairs without those of size 1, and with contiguous neighbours merged."""
+    merged: list[Pair] = []
     for n, stride in pairs:
-        if found and n > 1 and found[-1][1] == n * stride:
-            found[-1] = found[-1][0] * n, stride
+        if merged and n > 1 and merged[-1][1] == n * stride:
+            merged[-1] = merged[-1][0] * n, stride
         elif n > 1:
-            found.append((n, stride))
-    return tuple(found)
+            merged.append((n, stride))
+    return tuple(merged)
 
 
 def _sums(offset: int, pairs: Sequence[Pair]) -> np.ndarray:
-    """`offset` plus strides times digits, for all digits, row-major."""
+    """`offset` plus strides times digits, for all digits in row-major order."""
     index = np.array([offset])
     for n, stride in pairs:
         index = (index[:, None] + np.arange(n) * stride).reshape(-1)

@@ -1,5 +1,5 @@
-"""Mesh dims split in two: those that run through several nodes, between nodes and inside them, and those along which
-too many terms are reduced."""
+"""Splits mesh dims in two: those that span several nodes, into between and inside nodes; and those along which too many
+terms are reduced."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from . import bounded_fan_in
 from .layout import Layout, pairs_of
 from .mesh import Mesh
 from .placements import Partial, Placement
-from .ranks import ranks_of
+from .priced_ranks import priced_ranks
 from .topology import Topology
 
 
-def refined(
+def split_by_nodes(
     mesh: Mesh, shape: tuple[int, ...], layouts: tuple[Layout, ...], topology: Topology
 ) -> tuple[Mesh, tuple[Layout, ...]]:
-    """The same ranks at the same positions, and the same shards, with mesh dims split that nodes cut into blocks.
+    """Split the mesh dims that nodes divide into equal blocks, so that a step can stay inside nodes or between them.
 
-    A step can then stay inside nodes, or between them. Left whole where a layout cuts a tensor dim that does not divide
-    evenly: cutting in two steps would give other shards.
+    Ranks, positions and shards stay the same. A mesh dim is left whole if it shards a tensor dim unevenly, as cutting
+    in two steps would then give other shards.
+
+    Returns:
+        The mesh, and the layouts on it.
     """
-    at = ranks_of(mesh, topology)
+    ranks = priced_ranks(mesh, topology)
     for m in reversed(range(mesh.ndim)):
-        block = _block(mesh, m, topology) if at.crosses[m] else 0
+        block = _block(mesh, m, topology) if ranks.spans_nodes[m] else 0
         if 1 < block < mesh.shape[m] and all(_even(mesh, shape, layout, m) for layout in layouts):
             names = None
             if mesh.names is not None:
@@ -33,11 +36,17 @@ def refined(
     return mesh, layouts
 
 
-def narrowed(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Mesh, Layout, Layout]:
-    """The same ranks at the same positions, and the same shards, with mesh dims of more than `MOST_TERMS` terms split,
-    so that sums are reduced in stages. Left whole where `refined` would, and where the number of terms is prime."""
+def split_by_fan_in(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Mesh, Layout, Layout]:
+    """Split mesh dims along which more than `MAX_FAN_IN` terms are reduced, so that they can be reduced in stages.
+
+    Ranks, positions and shards stay the same. A mesh dim is left whole if it shards a tensor dim unevenly, or if its
+    size is prime.
+
+    Returns:
+        The mesh, the source and the target.
+    """
     for m in reversed(range(mesh.ndim)):
-        while mesh.shape[m] > bounded_fan_in.MOST_TERMS and isinstance(source.placements[m], Partial):
+        while mesh.shape[m] > bounded_fan_in.MAX_FAN_IN and isinstance(source.placements[m], Partial):
             if source.placements[m] == target.placements[m] or not _even(mesh, shape, target, m):
                 break
             inner = _divisor(mesh.shape[m])
@@ -50,12 +59,13 @@ def narrowed(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout)
 
 
 def _divisor(n: int) -> int:
-    """The largest that is no larger than the other factor, nor than `MOST_TERMS`."""
-    return next(k for k in range(min(math.isqrt(n), bounded_fan_in.MOST_TERMS), 0, -1) if n % k == 0)
+    """The largest divisor of n that exceeds neither the square root of n nor `MAX_FAN_IN`."""
+    return next(k for k in range(min(math.isqrt(n), bounded_fan_in.MAX_FAN_IN), 0, -1) if n % k == 0)
 
 
 def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
-    """The largest number of neighbours that always share a node, in blocks that divide the mesh dim; 1 if none."""
+    """The largest block of neighbours along a mesh dim that always share a node and divides the dim; 1 if there is
+    none."""
     assert topology.node_size is not None
     nodes = (mesh.rank_array // topology.node_size).reshape(mesh.shape)
     lines = nodes.swapaxes(mesh_dim, -1).reshape(-1, mesh.shape[mesh_dim])
@@ -68,7 +78,7 @@ def _block(mesh: Mesh, mesh_dim: int, topology: Topology) -> int:
 
 
 def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> bool:
-    """Whether all cuts of a tensor dim up to that of a mesh dim are even."""
+    """Whether the cuts of a tensor dim up to that of `mesh_dim` are even; true if it shards nothing."""
     for d, order in layout.orders:
         if mesh_dim in order:
             before = pairs_of(layout.cuts(d))[: order.index(mesh_dim) + 1]
@@ -80,7 +90,7 @@ def _even(mesh: Mesh, shape: tuple[int, ...], layout: Layout, mesh_dim: int) -> 
 
 
 def _split(layout: Layout, mesh_dim: int) -> Layout:
-    """The same shards where mesh dim `mesh_dim` is two, the outer cutting first."""
+    """The same shards with `mesh_dim` replaced by two mesh dims, of which the outer cuts first."""
     placements: list[Placement] = []
     for m, p in enumerate(layout.placements):
         placements += [p, p] if m == mesh_dim else [p]

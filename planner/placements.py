@@ -1,4 +1,4 @@
-"""Placements: what one mesh dim does to a tensor."""
+"""Placements of a tensor along one mesh dim."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replicate:
-    """The mesh dim's ranks hold the same: `R`."""
+    """The ranks along the mesh dim hold the same values. Text form: `R`."""
 
     def __str__(self) -> str:
         return "R"
@@ -15,10 +15,10 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """The mesh dim cuts a tensor dim, as `torch.chunk` does: `S0`. Later ranks may have less, or nothing.
+    """The mesh dim cuts a tensor dim as `torch.chunk` does; later ranks may hold less, or nothing. Text form: `S0`.
 
     Args:
-        dim: the tensor dim, from 0 on.
+        dim: the tensor dim, 0 or more.
     """
 
     dim: int
@@ -29,18 +29,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class StridedShard(Shard):
-    """What is there is cut into `split` pieces first, and each rank has its part of every piece.
+    """The tensor dim is first cut into `split` pieces, and each rank holds its part of every piece.
 
-    Where a shard order says the same it is that order, as soon as the mesh is known (`Layout.decoded`); otherwise an
-    index set of its own: mesh dims then cut the tensor dim from left to right.
-
-    In text `S0/2`, and with `own` `S0//2`.
+    If a shard order gives the same shards, it becomes that order once the mesh is known (`Layout.decoded`). Otherwise
+    the mesh dims cut the tensor dim from left to right. Text form: `S0/2`, and with `own` `S0//2`.
 
     Args:
-        dim: the tensor dim, from 0 on.
-        split: pieces, 1 or more.
-        own: an index set of its own although an order would have these split factors. For uneven sizes that is not
-            the same; torch means it so where a view made the shard. Mesh dims then cut from left to right, or in the
+        dim: the tensor dim, 0 or more.
+        split: the number of pieces, 1 or more.
+        own: never replace it by a shard order, even if one has these split factors. For uneven sizes the two differ;
+            torch has this meaning for shards that a view made. Mesh dims then cut from left to right, or in the
             layout's order.
     """
 
@@ -53,10 +51,11 @@ class StridedShard(Shard):
 
 @dataclass(frozen=True)
 class Partial:
-    """The mesh dim's ranks hold terms, of which the value is made: `P`, `Pavg`, `Pmax`, `Pmin`, `Pprod`.
+    """The ranks along the mesh dim hold terms that are reduced to the value. Text form: `P`, `Pavg`, `Pmax`, `Pmin`,
+    `Pprod`.
 
     Args:
-        op: "sum", "avg", "max", "min" or "prod". In one layout only sum and avg mix.
+        op: "sum", "avg", "max", "min" or "prod". A layout with several partial mesh dims may mix sum and avg only.
     """
 
     op: str = "sum"
@@ -66,4 +65,4 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
-LARGEST = 1 << 58  # tensor dim or split factor: no tensor has more elements
+LARGEST = 1 << 58  # the largest tensor dim or split factor: no tensor has more elements

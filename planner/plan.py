@@ -1,4 +1,4 @@
-"""From a request to a program: one exchange, or as many as are cheapest where links differ or values are reduced."""
+"""Plans a request: one exchange, or the cheapest path of several where links differ or values are reduced."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .arguments import Asked, check_layout, check_shape, check_target, checked, layout_of
-from .bounded_fan_in import staged
-from .cross_mesh_exchange import union
-from .cross_mesh_plan import plan_crossing
+from .arguments import check_layout, check_shape, check_target, normalized_layouts, resolve_layout
+from .bounded_fan_in import bound_fan_in
+from .build_steps import build_step
+from .cross_mesh_plan import plan_cross_mesh
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import Change, change_of
+from .exchange import LayoutChange, layout_change
 from .index_sets import held_sizes
 from .layout import Layout
 from .local_slice import LocalSlice
 from .mesh import Mesh, whole_numbers
-from .mesh_split import narrowed, refined
+from .mesh_split import split_by_fan_in, split_by_nodes
+from .path import Path
 from .placements import Shard
+from .priced_ranks import PRICED_WHOLE
 from .program import Program
-from .ranks import PRICED_WHOLE
-from .search import Route, Search
-from .steps import step_of
+from .request import Request
+from .search import Search
 from .topology import NVLINK_NODE, Topology
 
 
@@ -41,26 +42,27 @@ def plan(
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Program:
-    """The program that takes a tensor of the global `shape` from layout `src` to layout `dst`.
+    """Plan the redistribution of a tensor of the global `shape` from layout `src` to layout `dst`.
 
     Args:
-        mesh: a `Mesh`, or its shape.
+        mesh: a `Mesh` or its shape.
+        shape: the global shape of the tensor.
         dtype: a name such as "bfloat16".
-        src, dst: layouts, or their text form (`Layout.parse`).
-        target_mesh: the mesh that `dst` is on, if it is another: of the same ranks, of some of them, of none. Positions
-            are then counted over everyone, the ranks of `mesh` first (`Program.mesh`).
-        rank: a mesh position: only its own program, in time proportional to its peers. None: the program of all ranks.
-        topology: what the ranks are linked by; the steps are those that are found to take least time on it. A mesh
-            dim that runs through several nodes is two in the program, between nodes and inside them, at the same
-            positions (as is one along which over 512 terms are summed). None: all ranks reach each other alike, and
-            bytes alone decide.
-        max_bytes: what a rank may hold at most at any time: input, output, and what lies between. Above 128 ranks as
-            the prices of 16 of them say.
+        src, dst: layouts or their text form (`Layout.parse`).
+        target_mesh: the mesh of `dst`, if it is not `mesh`: of the same ranks, of some of them, or of others. Positions
+            then refer to the ranks of both meshes, those of `mesh` first (`Program.mesh`).
+        rank: a mesh position: plan its part only, in time proportional to the number of its peers. None: plan all
+            ranks.
+        topology: the links between ranks; the program is the cheapest found on them. A mesh dim that spans several
+            nodes is split in two in the program, between nodes and inside them, at the same positions (as is one along
+            which over 512 terms are summed). None: all links are alike, and bytes alone decide.
+        max_bytes: the bytes that a rank may hold at most: input, output and intermediate results. On more than 128
+            ranks this is checked by the estimates for 16 of them.
 
     Raises:
-        ArgumentError: something does not fit, or no plan that was found keeps to `max_bytes`; the text names the
+        ArgumentError: an argument is invalid, or no plan that was found stays within `max_bytes`; the message names the
             argument, its value and what is allowed.
-        UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused (partial products).
+        UnsupportedError: a reduction that is not defined for the dtype, or an unsupported target (partial products).
     """
     shape = check_shape(shape)
     return planner_of(
@@ -80,75 +82,54 @@ def planner_of(
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Planner:
-    """What makes the programs of tensors of `ndim` dims, whatever their sizes. Args and errors as for `plan`."""
-    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    other = mesh if target_mesh is None else target_mesh if isinstance(target_mesh, Mesh) else Mesh(target_mesh)
-    if rank is not None:
-        rank = whole_numbers("rank", [rank])[0]
-        union(mesh, other).coordinate(rank)
-    source, target = layout_of("src", src, mesh), layout_of("dst", dst, other)
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
-    if max_bytes is not None:
-        (max_bytes,) = whole_numbers("max_bytes", [max_bytes])
-        if max_bytes < 0:
-            raise ArgumentError(f"max_bytes: {max_bytes}; allowed: 0 and up, or None")
-    return _planner(mesh, other, ndim, check_dtype(dtype), source, target, rank, topology, max_bytes)
+    """The cached planner for tensors of `ndim` dims and any sizes. Args and errors as for `plan`."""
+    return _planner(Request(mesh, (1,) * ndim, dtype, src, dst, target_mesh, rank, topology, max_bytes))
 
 
 class Planner:
-    """Makes the programs of one request for tensors of ever new shapes: what the layouts alone decide is worked out
-    once.
+    """Plans one request for tensors of any shape; what depends on the layouts alone is computed once.
+
+    Args:
+        request: the request; only the number of dims of its shape counts.
 
     Attributes:
-        local_slice: of a request by which each rank keeps a part of what it holds, which needs no program; else None.
+        local_slice: if each rank keeps a part of its shard, that slice, which needs no program; else None.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        other: Mesh,
-        ndim: int,
-        dtype: str,
-        src: Layout,
-        dst: Layout,
-        rank: int | None,
-        topology: Topology | None,
-        max_bytes: int | None,
-    ) -> None:
-        self.mesh, self.other, self.rank = mesh, other, rank
-        self.crosses = not mesh.same_ranks(other)
-        self.dtype, self.src, self.dst = dtype, src, dst
-        self._asked = dtype, src, dst, rank, topology, max_bytes
-        self._changes: tuple[Change, ...] | None = None
-        """Of a route that is the same for tensors of all shapes."""
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.mesh, _, self.dtype, self.src, self.dst, self.target_mesh = request.fields()
+        self.rank = request.rank
+        self.is_cross_mesh = not self.mesh.same_ranks(self.target_mesh)
+        self._changes: tuple[LayoutChange, ...] | None = None
+        """The changes of a path that is the same for tensors of all shapes."""
         self.local_slice: LocalSlice | None = None
-        if not self.crosses and topology is None and max_bytes is None:
-            stops = checked(mesh, ndim, dtype, src, dst)
-            if len(stops) == 1 or not change_of(mesh, dtype, *stops).reduced:
-                self._changes = changes_along(mesh, dtype, stops)
-            if self._changes and rank is not None and LocalSlice.applies(self._changes[0]):
-                self.local_slice = LocalSlice(self._changes[0], rank)
+        if not self.is_cross_mesh and request.topology is None and request.max_bytes is None:
+            layouts = normalized_layouts(self.mesh, len(request.shape), self.dtype, self.src, self.dst)
+            if len(layouts) == 1 or not layout_change(self.mesh, self.dtype, *layouts).reduced:
+                self._changes = layout_changes(self.mesh, self.dtype, layouts)
+            if self._changes and self.rank is not None and LocalSlice.applies(self._changes[0]):
+                self.local_slice = LocalSlice(self._changes[0], self.rank)
 
     def program(self, shape: tuple[int, ...]) -> Program:
-        """The program for a tensor of a shape, whole numbers of 0 and up; kept.
+        """The program for a tensor of `shape` (sizes of 0 and up); cached.
 
         Raises:
-            ArgumentError, UnsupportedError: as `plan`.
+            ArgumentError, UnsupportedError: as for `plan`.
         """
-        return _kept_program(self, shape)
+        return _cached_program(self, shape)
 
     def make(self, shape: tuple[int, ...]) -> Program:
-        """A new program for a tensor of a shape."""
+        """A new program for a tensor of `shape`."""
         if self._changes is not None:
-            steps = tuple([step_of(change, shape, self.rank) for change in self._changes])
+            steps = tuple([build_step(change, shape, self.rank) for change in self._changes])
             return Program(self.mesh, shape, self.dtype, self.src, self.dst, steps, self.rank)
-        asked = Asked(shape, *self._asked)
-        return _plan_crossing(self.mesh, self.other, asked) if self.crosses else _plan(self.mesh, asked)
+        request = replace(self.request, shape=shape)
+        return _plan_cross_mesh(request) if self.is_cross_mesh else _plan_on_mesh(request)
 
 
 _planner = lru_cache(maxsize=4096)(Planner)
-_kept_program = lru_cache(maxsize=4096)(Planner.make)
+_cached_program = lru_cache(maxsize=4096)(Planner.make)
 
 
 def redistribute_cost(
@@ -159,9 +140,9 @@ def redistribute_cost(
     dst: Layout | str,
     topology: Topology = NVLINK_NODE,
 ) -> float:
-    """Microseconds that the cheapest program takes on the rank that takes longest; no program is made.
+    """The estimated microseconds of the cheapest program on the slowest rank, without building the program; cached.
 
-    Args and errors as for `plan`. Answers are kept.
+    Args and errors as for `plan`.
     """
     mesh = mesh if isinstance(mesh, Mesh | tuple) else whole_numbers("mesh", mesh)
     return _cost(mesh, shape if isinstance(shape, tuple) else check_shape(shape), dtype, src, dst, topology)
@@ -177,69 +158,74 @@ def _cost(
     topology: Topology,
 ) -> float:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    source, target = layout_of("src", src, mesh), layout_of("dst", dst, mesh)
-    return _routed(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).route.us
+    source, target = resolve_layout("src", src, mesh), resolve_layout("dst", dst, mesh)
+    return _search(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).path.us
 
 
-def _plan(mesh: Mesh, asked: Asked) -> Program:
-    shape, dtype, topology = asked.shape, asked.dtype, asked.topology
-    if topology is None and asked.max_bytes is None:
-        # Something is reduced, else the direct exchange is all that is to be considered.
-        mesh, src, dst = narrowed(mesh, shape, asked.src, asked.dst)
-        stops = _cheapest_route(mesh, shape, dtype, *checked(mesh, len(shape), dtype, src, dst))
-        return _program(mesh, shape, dtype, src, dst, Route(stops, 0.0, 0), asked.rank, None)
-    topology = topology or NVLINK_NODE
-    found = _routed(mesh, shape, dtype, asked.src, asked.dst, topology, asked.max_bytes)
-    return _program(found.mesh, shape, dtype, found.src, found.dst, found.route, asked.rank, topology)
+def _plan_on_mesh(request: Request) -> Program:
+    mesh, shape, dtype, source, target, _ = request.fields()
+    if request.topology is None and request.max_bytes is None:
+        # A value is reduced; otherwise the direct exchange is the only candidate and `Planner` has handled it.
+        mesh, source, target = split_by_fan_in(mesh, shape, source, target)
+        layouts = _path_of_fewest_bytes(
+            mesh, shape, dtype, *normalized_layouts(mesh, len(shape), dtype, source, target)
+        )
+        return _program(mesh, shape, dtype, source, target, Path(layouts, 0.0, 0), request.rank, None)
+    topology = request.topology or NVLINK_NODE
+    mesh, source, target, path = _search(mesh, shape, dtype, source, target, topology, request.max_bytes)
+    return _program(mesh, shape, dtype, source, target, path, request.rank, topology)
 
 
-def _plan_crossing(mesh: Mesh, other: Mesh, asked: Asked) -> Program:
-    check_layout("src", asked.src, mesh, asked.shape, asked.dtype)
-    check_layout("dst", asked.dst, other, asked.shape, asked.dtype)
-    check_target(asked.dst, [None] * other.ndim)
-    if asked.topology is not None or asked.max_bytes is not None:
-        topology = asked.topology or NVLINK_NODE
-        mesh, (src,) = refined(mesh, asked.shape, (asked.src,), topology)
-        other, (dst,) = refined(other, asked.shape, (asked.dst,), topology)
-        asked = replace(asked, src=src, dst=dst, topology=topology)
-        if mesh.same_ranks(other):
-            return _plan(mesh, asked)
-    return plan_crossing(mesh, other, asked)
+def _plan_cross_mesh(request: Request) -> Program:
+    source_mesh, shape, dtype, source, target, target_mesh = request.fields()
+    check_layout("src", source, source_mesh, shape, dtype)
+    check_layout("dst", target, target_mesh, shape, dtype)
+    check_target(target, [None] * target_mesh.ndim)
+    if request.topology is not None or request.max_bytes is not None:
+        topology = request.topology or NVLINK_NODE
+        source_mesh, (source,) = split_by_nodes(source_mesh, shape, (source,), topology)
+        target_mesh, (target,) = split_by_nodes(target_mesh, shape, (target,), topology)
+        request = replace(request, mesh=source_mesh, src=source, target_mesh=target_mesh, dst=target, topology=topology)
+        if source_mesh.same_ranks(target_mesh):
+            return _plan_on_mesh(request)
+    return plan_cross_mesh(request)
 
 
-class _Routed(NamedTuple):
-    """A request on the mesh that is planned for, and the cheapest route."""
+class _SearchResult(NamedTuple):
+    """The mesh and the layouts after mesh dims are split, and the cheapest path on them."""
 
     mesh: Mesh
-    src: Layout
-    dst: Layout
-    route: Route
+    source: Layout
+    target: Layout
+    path: Path
 
 
 @lru_cache(maxsize=4096)
-def _routed(
+def _search(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
-) -> _Routed:
-    checked(mesh, len(shape), dtype, src, dst)
-    mesh, (src, dst) = refined(mesh, shape, (src, dst), topology)
-    mesh, src, dst = narrowed(mesh, shape, src, dst)
+) -> _SearchResult:
+    normalized_layouts(mesh, len(shape), dtype, src, dst)  # for its checks
+    mesh, (src, dst) = split_by_nodes(mesh, shape, (src, dst), topology)
+    mesh, src, dst = split_by_fan_in(mesh, shape, src, dst)
     source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
     if source == target:
-        held = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
-        if max_bytes is not None and held > max_bytes:
-            raise ArgumentError(f"max_bytes: {max_bytes}; the tensor itself, ({source}), needs {held}")
-        return _Routed(mesh, src, dst, Route((source,), 0.0, held))
+        nbytes = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
+        if max_bytes is not None and nbytes > max_bytes:
+            raise ArgumentError(
+                f"max_bytes: {max_bytes}; allowed: at least {nbytes}, the size of a shard of ({source})"
+            )
+        return _SearchResult(mesh, src, dst, Path((source,), 0.0, nbytes))
     search = Search(mesh, shape, dtype, source, target, topology)
     if max_bytes is None:
-        return _Routed(mesh, src, dst, search.cheapest())
+        return _SearchResult(mesh, src, dst, search.cheapest())
 
-    def held_by(route: Route) -> int:
-        """What a rank holds at most: as the program's boxes say, on a large mesh as its price says."""
+    def peak_bytes(path: Path) -> int:
+        """The bytes that a rank holds at most: exact from the boxes, or on a large mesh the estimate."""
         if mesh.size > PRICED_WHOLE:
-            return route.peak_bytes
-        return max(_program(mesh, shape, dtype, src, dst, route, None, topology).peak_bytes)
+            return path.peak_bytes
+        return max(_program(mesh, shape, dtype, src, dst, path, None, topology).peak_bytes)
 
-    return _Routed(mesh, src, dst, search.cheapest_within(max_bytes, held_by))
+    return _SearchResult(mesh, src, dst, search.cheapest_within(max_bytes, peak_bytes))
 
 
 def _program(
@@ -248,81 +234,84 @@ def _program(
     dtype: str,
     src: Layout,
     dst: Layout,
-    route: Route,
+    path: Path,
     rank: int | None,
     topology: Topology | None,
 ) -> Program:
-    changes = changes_along(mesh, dtype, route.stops, None if topology is None else topology.node_size)
-    steps = tuple([step_of(change, shape, rank) for change in changes])
-    return Program(mesh, shape, dtype, src, dst, steps, rank, topology, route.others)
+    changes = layout_changes(mesh, dtype, path.layouts, None if topology is None else topology.node_size)
+    steps = tuple([build_step(change, shape, rank) for change in changes])
+    return Program(mesh, shape, dtype, src, dst, steps, rank, topology, path.others)
 
 
-def _cheapest_route(
+def _path_of_fewest_bytes(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
 ) -> tuple[Layout, ...]:
-    """The layouts to pass through: the direct exchange, or a stop where partial mesh dims are scattered first; steps of
-    very many terms in stages.
+    """The layouts of the path that receives the fewest bytes: the direct exchange, or a reduce-scatter first. Steps of
+    more than `MAX_FAN_IN` terms are done in stages.
 
-    Priced by the bytes that the largest shards take in, their own included, so that every rank prices alike. Among
-    equals the direct exchange wins: two ranks that each take in the other's whole value bring as many bytes as two that
-    reduce a half each and then exchange halves, and meet once.
+    A step counts the bytes of the largest shard, the receiver's own part included, so that every rank computes the same
+    figure. The direct exchange wins ties: two ranks that each receive the other's whole value move as many bytes as two
+    that reduce a half each and then exchange halves, in one step instead of two.
     """
-    change = change_of(mesh, dtype, source, target)
+    change = layout_change(mesh, dtype, source, target)
     if not change.reduced:
         return source, target
     size, first = ITEMSIZE[dtype], (0,) * mesh.ndim
 
-    def price(route: _Scattered) -> tuple[int, int]:
-        taken = 0
-        for layout, contributors in route.takes:
-            taken += math.prod(held_sizes(shape, layout, mesh.shape, first)) * contributors * size
-        return taken, len(route.stops)
+    def bytes_and_steps(path: _ScatterPath) -> tuple[int, int]:
+        nbytes = 0
+        for layout, contributors in path.received:
+            nbytes += math.prod(held_sizes(shape, layout, mesh.shape, first)) * contributors * size
+        return nbytes, len(path.layouts)
 
-    routes = [route for route in _routes(change, len(shape)) if route.dim is None or shape[route.dim] > 1]
-    return min(routes, key=price).staged
+    paths = [path for path in _scatter_paths(change, len(shape)) if path.dim is None or shape[path.dim] > 1]
+    return min(paths, key=bytes_and_steps).staged
 
 
-class _Scattered(NamedTuple):
-    """A route for a value that is reduced.
+class _ScatterPath(NamedTuple):
+    """A path for a value that is reduced.
 
-    `dim`: the tensor dim that it is scattered along, None for the direct one; `takes`: of each step the layout that it
-    ends with, and the ranks whose terms it takes in; `staged`: `stops` with steps of very many terms in stages.
+    Attributes:
+        dim: the tensor dim along which the value is reduce-scattered first; None for the direct exchange.
+        layouts: the source, the intermediate layout if there is one, the target.
+        received: of each step, its target layout and the number of contributors.
+        staged: `layouts` with steps of more than `MAX_FAN_IN` terms in stages.
     """
 
     dim: int | None
-    stops: tuple[Layout, ...]
-    takes: tuple[tuple[Layout, int], ...]
+    layouts: tuple[Layout, ...]
+    received: tuple[tuple[Layout, int], ...]
     staged: tuple[Layout, ...]
 
 
 @lru_cache(maxsize=1024)
-def _routes(change: Change, ndim: int) -> list[_Scattered]:
-    """The direct route, and all others that a tensor of `ndim` dims may take."""
+def _scatter_paths(change: LayoutChange, ndim: int) -> list[_ScatterPath]:
+    """The direct path, and all paths through a reduce-scatter of a tensor of `ndim` dims."""
     mesh, source, target = change.mesh, change.source, change.target
-    found: dict[tuple[Layout, ...], int | None] = {(source, target): None}
+    dims: dict[tuple[Layout, ...], int | None] = {(source, target): None}
     for base in (source, target) if set(change.split) <= set(change.reduced) else (source,):
         for dim in range(ndim):
-            if (stop := scattered(base, change.reduced, dim)) not in (source, target):
-                found.setdefault((source, stop, target), dim)
+            if (scattered := _scattered(base, change.reduced, dim)) not in (source, target):
+                dims.setdefault((source, scattered, target), dim)
     return [
-        _Scattered(
+        _ScatterPath(
             dim,
-            stops,
-            tuple([(b, change_of(mesh, change.dtype, a, b).contributors) for a, b in pairwise(stops)]),
-            staged(mesh, stops),
+            layouts,
+            tuple([(b, layout_change(mesh, change.dtype, a, b).contributors) for a, b in pairwise(layouts)]),
+            bound_fan_in(mesh, layouts),
         )
-        for stops, dim in found.items()
+        for layouts, dim in dims.items()
     ]
 
 
 @lru_cache(maxsize=4096)
-def changes_along(
-    mesh: Mesh, dtype: str, stops: tuple[Layout, ...], node_size: int | None = None
-) -> tuple[Change, ...]:
+def layout_changes(
+    mesh: Mesh, dtype: str, layouts: tuple[Layout, ...], node_size: int | None = None
+) -> tuple[LayoutChange, ...]:
     """The changes from each layout to the next."""
-    return tuple([change_of(mesh, dtype, a, b, node_size) for a, b in pairwise(stops)])
+    return tuple([layout_change(mesh, dtype, a, b, node_size) for a, b in pairwise(layouts)])
 
 
-def scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:
-    """`base` with `mesh_dims` cutting `tensor_dim` last; where they cut something in `base` already, that is left."""
+def _scattered(base: Layout, mesh_dims: Sequence[int], tensor_dim: int) -> Layout:
+    """`base` with `mesh_dims` sharding `tensor_dim`, cut last; mesh dims that shard in `base` already are unchanged."""
     return base.with_placement([m for m in mesh_dims if not isinstance(base.placements[m], Shard)], Shard(tensor_dim))

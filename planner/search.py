@@ -1,62 +1,39 @@
-"""The cheapest way from one layout to another: a path over layouts, each edge one exchange on any mesh dims."""
+"""Searches for the cheapest path from one layout to another; each edge is one exchange along any mesh dims."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from ..errors import ArgumentError
-from .bounded_fan_in import MOST_TERMS, is_too_wide, staged
-from .cost import Price, elements, prices
+from .bounded_fan_in import MAX_FAN_IN, bound_fan_in, exceeds_fan_in
+from .cost import StepPrice, shard_elements, step_prices
 from .dtypes import ITEMSIZE
-from .exchange import change_of
-from .intermediate_layouts import Stops
+from .exchange import layout_change
+from .intermediate_layouts import IntermediateLayouts
 from .layout import Layout
 from .mesh import Mesh
+from .path import Path
 from .placements import Partial
-from .ranks import ranks_of
+from .priced_ranks import priced_ranks
 from .topology import Topology
 
-MOST_ROUNDS = 4
-"""Rounds of a search, in each of which steps are tried from the most promising layouts reached so far."""
-_AT_ONCE = 2  # of these layouts: to price many steps together is cheaper
-_OTHERS = 3
-_LEAST = 8  # routes, by their prices, of which the one that holds least is looked for
-
-
-@dataclass(frozen=True)
-class Route:
-    """The layouts a program passes through, the first its source, the last its target.
-
-    Attributes:
-        us: what a call takes: its steps, and what it costs beside them.
-        peak_bytes: what a rank holds at most, as prices say.
-        others: the next best, and the direct exchange, the cheapest first.
-    """
-
-    stops: tuple[Layout, ...]
-    us: float
-    peak_bytes: int
-    others: tuple[Route, ...] = ()
-
-    def __str__(self) -> str:
-        return " → ".join(f"({stop})" for stop in self.stops)
-
-
-def _with_others(ranked: Sequence[Route], chosen: int) -> Route:
-    others = [route for i, route in enumerate(ranked) if i != chosen]
-    shown = [route for i, route in enumerate(others) if i < _OTHERS or len(route.stops) == 2]
-    return replace(ranked[chosen], others=tuple(shown))
+MAX_ROUNDS = 4
+"""Rounds of a search; each expands the most promising layouts reached so far."""
+_LAYOUTS_PER_ROUND = 2  # pricing many steps together is cheaper than one by one
+_OTHERS = 3  # rejected paths that a path lists
+_SMALLEST = 8  # paths of least estimated memory among which the error of `cheapest_within` looks for the smallest
 
 
 class Search:
-    """From `source` to `target`, layouts in which mesh dims of size 1 are replicated.
+    """A best-first search from `source` to `target`, in which mesh dims of size 1 are replicated.
 
-    Best first over `Stops`, with what a path must still cost at least (`Price.least_us`) to leave out those that cannot
-    win. Depends on its arguments alone, so that every rank finds the same.
+    It expands `IntermediateLayouts`, and leaves out layouts from which the lower bound on the remaining time
+    (`StepPrice.lower_bound_us`) cannot beat the best path. The result depends on the arguments alone, so every rank
+    finds the same path.
     """
 
     def __init__(
@@ -65,112 +42,131 @@ class Search:
         self.mesh, self.shape, self.dtype, self.topology = mesh, shape, dtype, topology
         self.source, self.target = source, target
 
-    def price(self, a: Layout, b: Layout) -> Price:
-        """Of one step; microseconds in whole nanoseconds, so that no rounding decides between two plans."""
+    def price(self, a: Layout, b: Layout) -> StepPrice:
+        """The price of the step from `a` to `b`, rounded to nanoseconds, so that rounding errors never decide between
+        two paths."""
         return self.prices([(a, b)])[0]
 
-    def prices(self, pairs: Sequence[tuple[Layout, Layout]], unbounded: int = 0) -> list[Price]:
-        """`price` of some steps, which takes little more than of one; of the first `unbounded` not of `least_us`."""
-        changes = [change_of(self.mesh, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
-        found = prices(changes, self.shape, self.topology, unbounded)
-        # What `staged` would do in stages is not tried at once.
-        wide = [is_too_wide(self.mesh, a, b) for a, b in pairs] if self.mesh.size > MOST_TERMS else [False] * len(pairs)
+    def prices(self, pairs: Sequence[tuple[Layout, Layout]], unbounded: int = 0) -> list[StepPrice]:
+        """The `price` of several steps; little slower than of one. The first `unbounded` have no lower bound."""
+        changes = [layout_change(self.mesh, self.dtype, a, b, self.topology.node_size) for a, b in pairs]
+        prices = step_prices(changes, self.shape, self.topology, unbounded)
+        # Steps that `bound_fan_in` would split are excluded.
+        excluded = [False] * len(pairs)
+        if self.mesh.size > MAX_FAN_IN:
+            excluded = [exceeds_fan_in(self.mesh, a, b) for a, b in pairs]
         return [
-            Price(math.inf if too_wide else round(us, 3), round(least_us, 3), peak_bytes)
-            for (us, least_us, peak_bytes), too_wide in zip(found, wide, strict=True)
+            StepPrice(math.inf if is_excluded else round(us, 3), round(lower_bound_us, 3), peak_bytes)
+            for (us, lower_bound_us, peak_bytes), is_excluded in zip(prices, excluded, strict=True)
         ]
 
-    def cheapest(self) -> Route:
-        """The cheapest route found."""
+    def cheapest(self) -> Path:
+        """The cheapest path found."""
         return _with_others(self.ranked(), 0)
 
-    def cheapest_within(self, max_bytes: int, held: Callable[[Route], int]) -> Route:
-        """The cheapest route found of which `held` says that no rank holds more than `max_bytes`.
+    def cheapest_within(self, max_bytes: int, peak_bytes: Callable[[Path], int]) -> Path:
+        """The cheapest path found on which no rank holds more than `max_bytes`.
+
+        Args:
+            peak_bytes: the exact peak of a path.
 
         Raises:
-            ArgumentError: there is none; the text has the one that holds least.
+            ArgumentError: there is none; the message gives the smallest path found.
         """
         ranked = self.ranked(max_bytes)
-        for i, route in enumerate(ranked):
-            # A price knows shares of what several ranks could send, and boxes are whole: it may be off by some.
-            if route.peak_bytes <= 2 * max_bytes and held(route) <= max_bytes:
+        for i, path in enumerate(ranked):
+            # The estimate charges equal holders equal shares of a box, which in fact one of them sends: it may be off.
+            if path.peak_bytes <= 2 * max_bytes and peak_bytes(path) <= max_bytes:
                 return _with_others(ranked, i)
-        ranked = sorted([*ranked, *self.ranked()], key=lambda route: route.peak_bytes)
-        least = min(ranked[:_LEAST], key=held)
-        raise ArgumentError(f"max_bytes: {max_bytes}; the plan found that holds least, {least}, needs {held(least)}")
+        ranked = sorted([*ranked, *self.ranked()], key=lambda path: path.peak_bytes)
+        smallest = min(ranked[:_SMALLEST], key=peak_bytes)
+        raise ArgumentError(
+            f"max_bytes: {max_bytes}; allowed: at least {peak_bytes(smallest)}, needed by the smallest plan found, "
+            f"{smallest}"
+        )
 
-    def ranked(self, max_bytes: float = math.inf) -> list[Route]:
-        """All routes found, the cheapest first; each is one call."""
-        found = (replace(route, us=route.us + self.topology.call_us) for route in self._found(max_bytes))
-        return sorted(found, key=lambda route: (route.us, len(route.stops)))
+    def ranked(self, max_bytes: float = math.inf) -> list[Path]:
+        """All paths found, cheapest first, with the overhead of one call added to each."""
+        paths = (replace(path, us=path.us + self.topology.call_us) for path in self._paths(max_bytes))
+        return sorted(paths, key=lambda path: (path.us, len(path.layouts)))
 
-    def _staged(self) -> list[tuple[Layout, ...]]:
-        """The direct exchange; where it has stages, in these, and with each of them as the cheapest way by itself."""
-        stages = staged(self.mesh, (self.source, self.target))
+    def _direct_paths(self) -> list[tuple[Layout, ...]]:
+        """The direct exchange. If its fan-in must be bounded: in stages, and with the cheapest path for each stage."""
+        stages = bound_fan_in(self.mesh, (self.source, self.target))
         if len(stages) == 2:
             return [stages]
-        found = [self.source]
+        layouts = [self.source]
         for a, b in pairwise(stages):
-            leg = Search(self.mesh, self.shape, self.dtype, a, b, self.topology).cheapest()
-            found += leg.stops[1:]
-        return list(dict.fromkeys([stages, tuple(found)]))
+            stage = Search(self.mesh, self.shape, self.dtype, a, b, self.topology).cheapest()
+            layouts += stage.layouts[1:]
+        return list(dict.fromkeys([stages, tuple(layouts)]))
 
-    def _found(self, max_bytes: float) -> list[Route]:
-        """Routes to the target, the direct exchange first; one that holds more than `max_bytes` is led no further."""
+    def _paths(self, max_bytes: float) -> list[Path]:
+        """Paths to the target, the direct exchange first. A path that exceeds `max_bytes` is not extended."""
         source, target = self.source, self.target
-        at, stops = ranks_of(self.mesh, self.topology), Stops(self.mesh, self.shape, source, target, self.topology)
-        held = int(elements(at, self.shape, [source]).max()) * ITEMSIZE[self.dtype]
-        # One more stop is one more step, and a step takes a latency; but to become partial may take no communication.
-        turns_partial = any(
+        ranks = priced_ranks(self.mesh, self.topology)
+        intermediate = IntermediateLayouts(self.mesh, self.shape, source, target, self.topology)
+        source_bytes = int(shard_elements(ranks, self.shape, [source]).max()) * ITEMSIZE[self.dtype]
+        # Each further step takes at least a latency, unless it may be local, as steps to a new partial are.
+        becomes_partial = any(
             isinstance(p, Partial) and p != source.placements[m] for m, p in enumerate(target.placements)
         )
-        soonest = 0.0 if turns_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
-        paths = [*self._staged(), *stops.down_and_up(source)]
-        direct, *steps = self.prices([(source, target), *(pair for path in paths for pair in pairwise(path))])
-        left, found = iter(steps), []
-        for path in paths:
-            steps = [next(left) for _ in pairwise(path)]
-            peak = max(step.peak_bytes + (held if i else 0) for i, step in enumerate(steps))
-            found.append(Route(path, sum(step.us for step in steps), peak))
-        best = min((route.us for route in found if route.peak_bytes <= max_bytes), default=math.inf)
-        reached, rest = {source: 0.0}, {source: direct}
-        queue = [(direct.least_us, 0, Route((source,), 0.0, 0))]
-        for _ in range(MOST_ROUNDS):
-            routes: list[Route] = []
-            while queue and len(routes) < _AT_ONCE and queue[0][0] + soonest < best:
-                _, _, route = heapq.heappop(queue)
-                if route.us <= reached[route.stops[-1]]:
-                    routes.append(route)
-            ways = [
-                (route, stop)
-                for route in routes
-                for stop in stops.beside(route.stops[-1])
-                if reached.get(stop, math.inf) > route.us
-                and (stop not in rest or route.us + rest[stop].least_us + soonest < best)
+        least_step_us = 0.0 if becomes_partial else min(self.topology.node.latency_us, self.topology.network.latency_us)
+        sequences = [*self._direct_paths(), *intermediate.hierarchical_paths(source)]
+        pairs = [(source, target), *(pair for layouts in sequences for pair in pairwise(layouts))]
+        direct, *rest = self.prices(pairs)
+        remaining, paths = iter(rest), []
+        for layouts in sequences:
+            steps = [next(remaining) for _ in pairwise(layouts)]
+            peak = max(step.peak_bytes + (source_bytes if i else 0) for i, step in enumerate(steps))
+            paths.append(Path(layouts, sum(step.us for step in steps), peak))
+        best = min((path.us for path in paths if path.peak_bytes <= max_bytes), default=math.inf)
+        reached_us, to_target = {source: 0.0}, {source: direct}
+        queue = [(direct.lower_bound_us, 0, Path((source,), 0.0, 0))]
+        for _ in range(MAX_ROUNDS):
+            expanded: list[Path] = []
+            while queue and len(expanded) < _LAYOUTS_PER_ROUND and queue[0][0] + least_step_us < best:
+                _, _, path = heapq.heappop(queue)
+                if path.us <= reached_us[path.layouts[-1]]:
+                    expanded.append(path)
+            steps_tried = [
+                (path, layout)
+                for path in expanded
+                for layout in intermediate.next_layouts(path.layouts[-1])
+                if reached_us.get(layout, math.inf) > path.us
+                and (layout not in to_target or path.us + to_target[layout].lower_bound_us + least_step_us < best)
             ]
-            new = [stop for stop in dict.fromkeys(stop for _, stop in ways) if stop not in rest]
-            # All at once: to price a few steps more costs less than to price twice.
-            pairs = [(route.stops[-1], stop) for route, stop in ways] + [(stop, target) for stop in new]
-            priced = self.prices(pairs, unbounded=len(ways))
-            rest.update(zip(new, priced[len(ways) :], strict=True))
-            there = [
-                Route(
-                    (*route.stops, stop),
-                    route.us + step.us,
-                    max(route.peak_bytes, step.peak_bytes + (held if len(route.stops) > 1 else 0)),
+            new = [layout for layout in dict.fromkeys(layout for _, layout in steps_tried) if layout not in to_target]
+            # The steps to the new layouts and from these to the target, priced together.
+            pairs = [(path.layouts[-1], layout) for path, layout in steps_tried] + [(layout, target) for layout in new]
+            prices = self.prices(pairs, unbounded=len(steps_tried))
+            to_target.update(zip(new, prices[len(steps_tried) :], strict=True))
+            extended = [
+                Path(
+                    (*path.layouts, layout),
+                    path.us + step.us,
+                    max(path.peak_bytes, step.peak_bytes + (source_bytes if len(path.layouts) > 1 else 0)),
                 )
-                for (route, stop), step in zip(ways, priced, strict=False)
+                for (path, layout), step in zip(steps_tried, prices, strict=False)
             ]
-            for x in there:
-                here, last = x.stops[-1], rest[x.stops[-1]]
-                if x.us >= min(best - soonest, reached.get(here, math.inf)):
+            for path in extended:
+                layout, last = path.layouts[-1], to_target[path.layouts[-1]]
+                if path.us >= min(best - least_step_us, reached_us.get(layout, math.inf)):
                     continue
-                whole = Route((*x.stops, target), x.us + last.us, max(x.peak_bytes, last.peak_bytes + held))
-                found.append(whole)
-                if x.peak_bytes > max_bytes:
+                peak = max(path.peak_bytes, last.peak_bytes + source_bytes)
+                complete = Path((*path.layouts, target), path.us + last.us, peak)
+                paths.append(complete)
+                if path.peak_bytes > max_bytes:
                     continue
-                reached[here] = x.us
-                if whole.peak_bytes <= max_bytes:
-                    best = min(best, whole.us)
-                heapq.heappush(queue, (x.us + last.least_us, len(found), x))
-        return found
+                reached_us[layout] = path.us
+                if complete.peak_bytes <= max_bytes:
+                    best = min(best, complete.us)
+                heapq.heappush(queue, (path.us + last.lower_bound_us, len(paths), path))
+        return paths
+
+
+def _with_others(ranked: Sequence[Path], chosen: int) -> Path:
+    """The chosen path, with the next best and the direct exchange as its `others`."""
+    others = [path for i, path in enumerate(ranked) if i != chosen]
+    listed = [path for i, path in enumerate(others) if i < _OTHERS or len(path.layouts) == 2]
+    return replace(ranked[chosen], others=tuple(listed))

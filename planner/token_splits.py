@@ -1,4 +1,4 @@
-"""How ranks that send rows of tokens know the sizes of what they receive: from the host, or by slabs of one size."""
+"""The split sizes of a token exchange: read by the host from the device, or the same for all slabs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from .topology import Topology
 Splits = Literal["host", "slabs"]
 SPLITS: tuple[Splits, ...] = ("host", "slabs")
 HOST_READ_US = 40.0
-"""A host that waits for its device: until that is idle, and again until it has something to do. Assumed, until
-measured."""
+"""Microseconds that the host waits for its device to be idle, and the device then waits for new work. An assumption,
+not a measurement."""
 
 
 @dataclass(frozen=True)
 class SplitPrices:
-    """Microseconds of one exchange of rows, the host's wait included, on one topology."""
+    """The estimated microseconds of one exchange for each kind of split sizes, the wait of the host included."""
 
     host: float
     slabs: float
 
     @property
     def cheaper(self) -> Splits:
+        """The kind with the lower price."""
         return "slabs" if self.slabs < self.host else "host"
 
 
 def price_splits(
     nodes: Sequence[Hashable], rows: int, slab_rows: int, row_bytes: int, topology: Topology, host_waits: bool
 ) -> SplitPrices:
-    """Prices of the rank that is dearest, on the links of a topology.
+    """Estimate one exchange of rows on the slowest rank.
 
     Args:
-        nodes: of each rank; equal where ranks share one.
-        rows: that a rank sends in all, spread evenly.
-        slab_rows: that a rank sends to each other in a slab of one size, whatever there is to send.
-        host_waits: for a device, to read the sizes.
+        nodes: the node of each rank.
+        rows: the rows that a rank sends in all, spread evenly over the ranks.
+        slab_rows: the rows of a slab, which a rank sends to each peer regardless of the number of tokens.
+        row_bytes: the bytes of a row.
+        host_waits: whether the host must wait for a device to read the sizes.
     """
     host = slabs = 0.0
     for ranks_there in set(Counter(nodes).values()):

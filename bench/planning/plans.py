@@ -25,8 +25,8 @@ import torch.distributed as dist
 import shardweave
 from shardweave import Layout, Link, Mesh, Topology
 from shardweave.planner import Placement, plan
-from shardweave.planner.cost import prices
-from shardweave.planner.exchange import change_of
+from shardweave.planner.cost import step_prices
+from shardweave.planner.exchange import layout_change
 
 from ...errors import ArgumentError
 from ..baselines.stock_plans import Counted, count_stock, stock
@@ -84,8 +84,8 @@ def us_with_sums(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], to
 
 def us(mesh: Mesh, shape: tuple[int, ...], routes: Sequence[Sequence[Layout]], topology: Topology) -> list[float]:
     """The price of exchanges from stop to stop, of some routes; torch's collectives between these move no less."""
-    steps = [change_of(mesh, "float32", a, b, topology.node_size) for stops in routes for a, b in pairwise(stops)]
-    left = iter(prices(steps, shape, topology, unbounded=len(steps)))
+    steps = [layout_change(mesh, "float32", a, b, topology.node_size) for stops in routes for a, b in pairwise(stops)]
+    left = iter(step_prices(steps, shape, topology, unbounded=len(steps)))
     return [sum(next(left).us for _ in pairwise(stops)) for stops in routes]
 
 

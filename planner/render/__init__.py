@@ -1,1 +1,1 @@
-"""A program as text, as a drawing, as JSON and back."""
+"""Renders programs: as text, as SVG, as plain values for JSON, and parses the latter."""

@@ -1,4 +1,4 @@
-"""Arrows between two columns of panels. They keep to the gutters under the rows, so that no panel is crossed."""
+"""Arrows between two columns of panels, routed through the gutters under the rows so that they cross no panel."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from collections.abc import Callable, Mapping
 
 from .svg import Place, Sheet, colour
 
-MOST_ARROWS = 24  # that an eye can follow
+MAX_ARROWS = 24  # above, arrows cannot be told apart
 LANE = 5.0
-_FIRST = 10.0  # from a panel to the first lane under it: room for an arrow's head
+_FIRST = 10.0  # from a panel to the first lane under it, for the head of an arrow
 _BEND = 4.0
 _HEAD = 7.0
 
 
 class Arrows:
-    """The transfers of one step, (sender, receiver) to elements, and the lane of each under its row of panels.
+    """The arrows of one step, and the lane of each under its row of panels.
 
-    A sender in the last column of panels and a receiver in the first face the gap and need no lane. Panels nearer to
-    the gap get the upper lanes: an arrow that turns up to its panel crosses none then.
+    A sender in the last column of panels and a receiver in the first one face the gap and need no lane. Panels nearer
+    to the gap get the upper lanes, so that an arrow that turns up to its panel crosses no other.
+
+    Args:
+        transfers: elements by (sender, receiver).
+        columns: columns of panels in each column of the drawing.
     """
 
     def __init__(self, transfers: Mapping[tuple[int, int], int], columns: int) -> None:
-        self.transfers = transfers if len(transfers) <= MOST_ARROWS else {}
+        self.transfers = transfers if len(transfers) <= MAX_ARROWS else {}
         self.columns = columns
         self.outgoing: dict[int, list[int]] = {}
         self.incoming: dict[int, list[tuple[int, int]]] = {}
@@ -41,7 +45,13 @@ class Arrows:
         before: Arrows | None,
         titles: Mapping[tuple[int, int], str],
     ) -> None:
-        """Draw from the panels `source` to the panels `target` over the `gap`; lanes of `before` come in above."""
+        """Draw the arrows from the panels `source` to the panels `target`.
+
+        Args:
+            gap: the left and right edge of the gap.
+            before: the arrows of the step before, whose lanes lie above.
+            titles: the tooltip of each arrow.
+        """
         most = max(self.transfers.values(), default=1)
         for (sender, receiver), elements in self.transfers.items():
             width = 1 + 2 * elements / most
@@ -56,7 +66,7 @@ class Arrows:
             sheet.close()
 
     def _start(self, panel: Place, sender: int, edge: float, before: Arrows | None) -> tuple[str, float]:
-        """The way from a panel to the gap, and its height there."""
+        """The path from a panel to the gap, and its height there."""
         row, column = divmod(sender, self.columns)
         if column == self.columns - 1:
             y = panel.y + panel.height / 2
@@ -67,7 +77,7 @@ class Arrows:
         return f"M{x:.1f},{panel.bottom:.1f} V{y - _BEND:.1f} q0,{_BEND} {_BEND},{_BEND} H{edge:.1f}", y
 
     def _end(self, panel: Place, sender: int, receiver: int, edge: float) -> tuple[str, float, str]:
-        """The way from the gap to a panel, its height in the gap, and the head."""
+        """The path from the gap to a panel, its height in the gap, and the head."""
         senders = [s for s, r in self.transfers if r == receiver]
         part = (senders.index(sender) + 1) / (len(senders) + 1)
         half = _HEAD * 0.6
@@ -76,12 +86,12 @@ class Arrows:
             return f"H{panel.x - _HEAD:.1f}", y, f"M{panel.x:.1f},{y:.1f} l{-_HEAD},{-half:.1f} v{2 * half:.1f} Z"
         y = panel.bottom + _FIRST + LANE * self.incoming[receiver // self.columns].index((receiver, sender))
         x = panel.x + panel.width * 0.75 * part
-        way = f"H{x - _BEND:.1f} q{_BEND},0 {_BEND},{-_BEND} V{panel.bottom + _HEAD:.1f}"
-        return way, y, f"M{x:.1f},{panel.bottom:.1f} l{-half:.1f},{_HEAD} h{2 * half:.1f} Z"
+        path = f"H{x - _BEND:.1f} q{_BEND},0 {_BEND},{-_BEND} V{panel.bottom + _HEAD:.1f}"
+        return path, y, f"M{x:.1f},{panel.bottom:.1f} l{-half:.1f},{_HEAD} h{2 * half:.1f} Z"
 
 
 def depth(row: int, before: Arrows | None, after: Arrows | None) -> float:
-    """The height of the lanes under a row of panels: of those that come in and of those that go out."""
+    """The height of the incoming and outgoing lanes under a row of panels."""
     lanes = len(before.incoming.get(row, ())) if before else 0
     lanes += len(after.outgoing.get(row, ())) if after else 0
     return LANE * lanes + (_FIRST - LANE if lanes else 0)

@@ -1,4 +1,4 @@
-"""A program as a picture: who holds what of the tensor before, between and after its steps, and what moves."""
+"""Programs as SVG: the parts of the tensor that each rank holds before and after each step, and the transfers."""
 
 from __future__ import annotations
 
@@ -9,43 +9,46 @@ from functools import partial
 
 from ...errors import ArgumentError
 from ..mesh import Mesh
-from ..program import Program, Step
-from .arrows import MOST_ARROWS, Arrows, depth
-from .explain import notes, title, totals, way
+from ..program_base import ProgramBase
+from ..steps import Step
+from .arrows import MAX_ARROWS, Arrows, depth
+from .explain import mesh_dims_of_step, notes, title, totals
 from .panels import Panels
 from .regions import stages
 from .svg import Place, Sheet, text_width, wrapped
 
-_MOST_RANKS = 64
-_WIDTH = 1380.0  # that columns share where they can: a laptop's screen
+_MAX_RANKS = 64
+_WIDTH = 1380.0  # preferred width of the sheet: a laptop screen
 _MARGIN = 24.0
-_GAP = 184.0  # between two columns: what a step does, and its arrows
+_GAP = 184.0  # between two columns, for the caption and the arrows of a step
 _APART = 16.0  # between two panels
-_STRIP = 17.0  # over each panel: its rank and coordinate
-_NODE_STRIP = 16.0  # over each node: its number
-_UNIT = re.compile(r"(?<=\d) (?=[KMG]?i?B)")  # a number stays with its unit
+_STRIP = 17.0  # over each panel, for its rank and coordinate
+_NODE_STRIP = 16.0  # over each node, for its number
+_UNIT = re.compile(r"(?<=\d) (?=[KMG]?i?B)")  # no line break between a number and its unit
 
 
-def draw(program: Program) -> str:
-    """An SVG document: one column per layout that the program passes through, one panel per rank in it.
+def draw(program: ProgramBase) -> str:
+    """Draw a program as an SVG document, with one column per layout and one panel per rank.
 
-    A panel is the whole tensor; what the rank holds is filled, in the colour and with the number of the rank that it
-    came from. Areas are to scale. The picture fits light and dark paper, and the same program draws the same text.
+    A panel is the whole tensor. The part that the rank holds is filled, in the colour and with the number of the rank
+    that sent it. Areas are to scale. The document suits light and dark backgrounds and is deterministic.
 
     Raises:
-        ArgumentError: a program of one rank, of more than 64 ranks, or of more pieces than can be seen.
+        ArgumentError: `program` is not a Program, is the program of a single rank, has over 64 ranks, or consists of
+            too many pieces to be drawn.
     """
-    if not isinstance(program, Program):
+    if not isinstance(program, ProgramBase):
         raise ArgumentError(f"program: a {type(program).__name__}; allowed in a drawing: a Program")
     if program.rank is not None:
         raise ArgumentError(f"program: of rank {program.rank} alone; allowed in a drawing: of all ranks (rank=None)")
-    if program.mesh.size > _MOST_RANKS:
-        raise ArgumentError(f"program: of {program.mesh.size} ranks; allowed in a drawing: up to {_MOST_RANKS}")
+    if program.mesh.size > _MAX_RANKS:
+        raise ArgumentError(f"program: of {program.mesh.size} ranks; allowed in a drawing: up to {_MAX_RANKS}")
     return _Drawing(program).document()
 
 
 class _Grid:
-    """The mesh on paper: of its dims the first half goes down and the others across, outer ones further apart."""
+    """The mesh on the sheet: the first half of its dims run down, the others across, with more space between outer
+    dims."""
 
     def __init__(self, mesh: Mesh) -> None:
         half = (mesh.ndim + 1) // 2
@@ -56,17 +59,17 @@ class _Grid:
             self.rows, self._down = math.ceil(mesh.size / self.columns), ()
 
     def place(self, row: int, column: int, step: tuple[float, float]) -> tuple[float, float]:
-        """Where a panel starts, from where the grid does."""
+        """The offset of a panel from the start of the grid."""
         x = column * step[0] + _APART * _changes(column, self._across)
         return x, row * step[1] + _APART * _changes(row, self._down)
 
     def rectangles(self, group: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """First and last row and column of rectangles that make up a group of positions, the fewest if it is one."""
+        """First row, last row, first column and last column of rectangles that cover a group of positions."""
         spans: dict[int, tuple[int, ...]] = {}
         for position in group:
             row, column = divmod(position, self.columns)
             spans[row] = (*spans.get(row, ()), column)
-        runs = [(row, low, high) for row, found in sorted(spans.items()) for low, high in _runs(sorted(found))]
+        runs = [(row, low, high) for row, columns in sorted(spans.items()) for low, high in _runs(sorted(columns))]
         while runs:
             first, low, high = runs[0]
             last = first
@@ -77,18 +80,20 @@ class _Grid:
 
 
 def _changes(index: int, sizes: Sequence[int]) -> int:
-    """How often an outer coordinate has changed up to an index of dims flattened."""
+    """The number of changes of outer coordinates up to an index into flattened dims of the given sizes."""
     return sum(index // math.prod(sizes[k:]) for k in range(1, len(sizes)))
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each stretch of consecutive numbers."""
+    """The first and last number of each run of consecutive numbers."""
     starts = [n for n in numbers if n - 1 not in numbers]
     return list(zip(starts, [n for n in numbers if n + 1 not in numbers], strict=True))
 
 
 class _Drawing:
-    def __init__(self, program: Program) -> None:
+    """The document of one program."""
+
+    def __init__(self, program: ProgramBase) -> None:
         self.program, self.mesh, self.sheet = program, program.mesh, Sheet()
         self.stages = stages(program)
         self.panels = Panels(program, self.stages, self.sheet)
@@ -102,7 +107,7 @@ class _Drawing:
         self._choose_sizes()
 
     def _choose_sizes(self) -> None:
-        """Panels as large as the screen allows, all alike."""
+        """Set the size of panels, the same for all and as large as the sheet allows, and the places of columns."""
         grid, columns = self.grid, len(self.stages)
         down, across = self.panels.down, self.panels.across
         label = max(self.panels.label_width(p) for p in range(self.mesh.size))
@@ -123,9 +128,9 @@ class _Drawing:
 
     def document(self) -> str:
         program, sheet = self.program, self.sheet
-        request, what = title(program).split("   ")
+        request, tensor = title(program).split("   ")
         y = self._lines(_MARGIN + 14, [request], 16, font_weight="bold")
-        y = self._lines(y, [what], 12)
+        y = self._lines(y, [tensor], 12)
         y = self._key(y + 4)
         self.top = self._headings(y + 18) + 10
         for i in range(len(self.stages)):
@@ -143,7 +148,7 @@ class _Drawing:
         return sheet.document(self.width, y - 16 + _MARGIN, f"{program.src} → {program.dst}")
 
     def _lines(self, y: float, lines: Sequence[str], size: float, class_: str = "", **attributes: object) -> float:
-        """Lines as wide as the sheet; the baseline of what comes next."""
+        """Write lines wrapped to the width of the sheet. Returns the next baseline."""
         for line in lines:
             for part in wrapped(line, self.width - 2 * _MARGIN, size):
                 self.sheet.text(_MARGIN, y, part, size, class_, **attributes)
@@ -151,7 +156,7 @@ class _Drawing:
         return y
 
     def _headings(self, y: float) -> float:
-        """Layouts over the columns, steps over the gaps; the bottom of the tallest."""
+        """Write layouts over the columns and steps over the gaps. Returns the bottom of the tallest."""
         bottom, last = y, len(self.stages) - 1
         for i, (left, stage) in enumerate(zip(self.lefts, self.stages, strict=True)):
             role = "source" if i == 0 else "target" if i == last else "between"
@@ -168,13 +173,13 @@ class _Drawing:
         return bottom
 
     def _caption(self, number: int, step: Step) -> list[str]:
-        along = way(self.program, step)
+        along = mesh_dims_of_step(self.program, step)
         parts = [part for note in notes(self.program, step) for part in note.replace(" (", "\n(").split("\n")]
         lines = [f"{number}. {step.kind}", *([along] if along else []), *parts]
         return [part for line in lines for part in wrapped(_UNIT.sub("\u00a0", line), _GAP - 16, 11)]
 
     def _key(self, y: float) -> float:
-        """How to read the picture, and a swatch for each kind of region in it; the baseline of what comes next."""
+        """Write the legend: how to read the picture, and a swatch per kind of region. Returns the next baseline."""
         y = self._lines(y, [self.panels.how_to_read()], 11, "muted") + 3
         x = _MARGIN
         for text, attributes in self.panels.kinds():
@@ -202,7 +207,7 @@ class _Drawing:
                 self.sheet.text(start.x, y + 12, f"node {node}", 9, "muted")
 
     def _gap(self, i: int) -> None:
-        """What moves between two columns: an arrow for each pair of ranks, or how many pairs there are."""
+        """Draw the transfers between two columns: an arrow for each pair of ranks, or the number of pairs."""
         moved, arrows = self.transfers[i], self.arrows[i]
         left, right = self.lefts[i] + self.grid_size[0], self.lefts[i + 1]
         if arrows.transfers:
@@ -217,5 +222,5 @@ class _Drawing:
         x, y = right - _GAP / 2, self.top + self.grid_size[1] / 2
         self.sheet.add("path", class_="onward", d=f"M{x - 20:.1f},{y - 7:.1f} h22 v-8 l18,15 l-18,15 v-8 h-22 Z")
         note = f"{len(moved)} transfers," if moved else "nothing moves"
-        for k, line in enumerate([note, f"over {MOST_ARROWS}: no arrows"] if moved else [note]):
+        for k, line in enumerate([note, f"over {MAX_ARROWS}: no arrows"] if moved else [note]):
             self.sheet.text(x, y + 30 + 13 * k, line, 10, "muted", text_anchor="middle")

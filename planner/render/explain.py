@@ -1,4 +1,4 @@
-"""A program as text."""
+"""Programs as text."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ from collections.abc import Sequence
 from ..dtypes import ITEMSIZE
 from ..exchange import FILL
 from ..mesh import Mesh
-from ..program import Exchange, Program, Step, format_bytes
+from ..program_base import ProgramBase, format_bytes
+from ..steps import Exchange, Step
 
 
-def explain(program: Program, means: Sequence[object] = ()) -> str:
-    """Each step with the mesh dims it moves along, its boxes and bytes; then the totals.
+def explain(program: ProgramBase, algorithms: Sequence[object] = ()) -> str:
+    """For each step its mesh dims, boxes and bytes; then the totals.
 
-    `means`: what carries each step out, where that is known.
+    Args:
+        algorithms: the algorithm that performs each step, if known.
     """
     lines = [title(program) if program.rank is None else f"{title(program)}, rank {program.rank}"]
     if program.is_identity:
         lines.append("  nothing to do: the output is the input")
     for number, step in enumerate(program.steps, 1):
-        along = way(program, step)
-        what = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
-        lines += [f"{what}   {along}" if along else what, "     " + ", ".join(notes(program, step))]
-        lines += [f"     by {means[number - 1]}"] if means else []
+        along = mesh_dims_of_step(program, step)
+        change = f"  {number}. {step.kind:<8} {step.source} → {step.target}"
+        lines += [f"{change}   {along}" if along else change, "     " + ", ".join(notes(program, step))]
+        lines += [f"     by {algorithms[number - 1]}"] if algorithms else []
     return "\n".join([*lines, *(f"  {line}" for line in totals(program))])
 
 
-def title(program: Program) -> str:
-    """The request."""
-    what = f"{program.dtype}{list(program.shape)}"
-    if not program.crosses:
-        return f"{program.src} → {program.dst}   {what} on {program.mesh}"
+def title(program: ProgramBase) -> str:
+    """The request in one line: layouts, dtype, shape and meshes."""
+    tensor = f"{program.dtype}{list(program.shape)}"
+    if not program.is_cross_mesh:
+        return f"{program.src} → {program.dst}   {tensor} on {program.mesh}"
     ends = (program.src, program.source_mesh), (program.dst, program.target_mesh)
-    return " → ".join(f"{layout} on {_with_ranks(mesh)}" for layout, mesh in ends) + f"   {what}"
+    return " → ".join(f"{layout} on {_with_ranks(mesh)}" for layout, mesh in ends) + f"   {tensor}"
 
 
-def way(program: Program, step: Step) -> str:
-    """The mesh dims that an exchange moves along, by name; empty for a local step."""
+def mesh_dims_of_step(program: ProgramBase, step: Step) -> str:
+    """The mesh dims along which ranks exchange in a step, by name; empty for a local step."""
     if not isinstance(step, Exchange):
         return ""
     if step.group is None:
@@ -44,30 +46,30 @@ def way(program: Program, step: Step) -> str:
     mesh = step.target_mesh
     names = mesh.names or tuple(map(str, range(mesh.ndim)))
     along = f"along {', '.join(names[m] for m in step.group)}"
-    if not program.crosses:
+    if not program.is_cross_mesh:
         return along
     return f"{along} of the {'source' if mesh.same_ranks(program.source_mesh) else 'target'} mesh"
 
 
-def notes(program: Program, step: Step) -> list[str]:
-    """What a step takes: boxes, bytes, reduction, fill."""
-    found = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
+def notes(program: ProgramBase, step: Step) -> list[str]:
+    """The boxes, bytes, reduction and fill of a step, as phrases."""
+    phrases = [f"{len(step.boxes)} box{'' if len(step.boxes) == 1 else 'es'}"]
     if isinstance(step, Exchange):
         size = ITEMSIZE[program.dtype]
         most = max(step.boxes.elements_received(r) for r in program.ranks) * size
-        found.append(f"receives at most {format_bytes(most)}")
+        phrases.append(f"receives at most {format_bytes(most)}")
         if program.topology is not None and program.topology.node_size is not None:
             far = max(program.traffic(step, r).received_far for r in program.ranks) * size
-            found[-1] += f" ({format_bytes(far)} over the network)"
+            phrases[-1] += f" ({format_bytes(far)} over the network)"
     if step.reduce:
-        found.append(str(step.reduce))
+        phrases.append(str(step.reduce))
     if (step.boxes.sender == FILL).any():
-        found.append(f"fills the rest with {step.fill}")
-    return found
+        phrases.append(f"fills the rest with {step.fill}")
+    return phrases
 
 
-def totals(program: Program) -> list[str]:
-    """Lines of text: bytes, bound and peak; on a topology the price too, and the routes that lost."""
+def totals(program: ProgramBase) -> list[str]:
+    """Bytes, bound and peak, and on a topology the estimated time and the rejected paths, as lines of text."""
     received = max(program.bytes_received)
     if program.bytes_bound is None:
         bound = "no bound with partial"
@@ -85,7 +87,7 @@ def totals(program: Program) -> list[str]:
 
 
 def _with_ranks(mesh: Mesh) -> str:
-    """A mesh with its ranks, if they are few."""
+    """A mesh with its ranks, or their number if there are over 16 that are not consecutive."""
     ranks = mesh.rank_array.tolist()
     if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{mesh} of ranks {ranks[0]}..{ranks[-1]}"

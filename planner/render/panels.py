@@ -1,4 +1,4 @@
-"""Panels: each is the whole tensor, with what one rank holds of it filled."""
+"""Panels: each shows the whole tensor, with the part that one rank holds filled."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import pairwise
 
 from ...errors import ArgumentError
 from ..dtypes import ITEMSIZE
-from ..program import Program, format_bytes
+from ..program_base import ProgramBase, format_bytes
 from .regions import Region, Runs, Stage
 from .svg import Place, Sheet, colour, text_on, text_width
 
-_MOST_PIECES = 20_000
-_KEPT = 0.3  # how strong a colour is where nothing has moved
+_MAX_PIECES = 20_000
+_KEPT = 0.3  # opacity of regions that did not move
 
 
 class _Axis:
-    """One side of a panel: tensor dims inside each other, the outermost first, as places between 0 and 1.
+    """One side of a panel: nested tensor dims, outermost first, mapped to positions between 0 and 1.
 
-    An outer dim is cut into segments wherever any region starts or stops; each segment, to scale, holds the whole of
-    the next dim. So every region is a few rectangles, and areas go with elements.
+    An outer dim is cut into segments wherever a region starts or stops; each segment, to scale, spans the whole next
+    dim. So a region consists of few rectangles, and areas are proportional to elements.
     """
 
     def __init__(self, dims: Sequence[int], shape: Sequence[int], regions: Sequence[Region]) -> None:
@@ -28,19 +28,20 @@ class _Axis:
         self._cuts = [sorted({end for r in regions for run in r.runs[d] for end in run} | {0, shape[d]}) for d in dims]
 
     def places(self, runs: Sequence[Runs], level: int = 0) -> list[tuple[float, float]]:
+        """The intervals of a region, from the dim at `level` inwards."""
         if level == len(self.dims):
             return [(0.0, 1.0)]
         inside = self.places(runs, level + 1)
-        size, found = self.sizes[level], []
+        size, places = self.sizes[level], []
         for start, stop in runs[self.dims[level]]:
             whole = inside == [(0.0, 1.0)]
             ends = [start, stop] if whole else [c for c in self._cuts[level] if start <= c <= stop]
             for low, high in pairwise(ends):
-                found += [((low + (high - low) * a) / size, (low + (high - low) * b) / size) for a, b in inside]
-        return found
+                places += [((low + (high - low) * a) / size, (low + (high - low) * b) / size) for a, b in inside]
+        return places
 
     def seams(self) -> list[float]:
-        """Where segments of the outermost dim meet, if there are dims inside it."""
+        """The boundaries between segments of the outermost dim, if there are inner dims."""
         return [cut / self.sizes[0] for cut in self._cuts[0][1:-1]] if len(self.dims) > 1 else []
 
     def __str__(self) -> str:
@@ -48,20 +49,20 @@ class _Axis:
 
 
 class Panels:
-    """Draws panels, all of one program and alike.
+    """Draws the panels of one program.
 
     Attributes:
-        down, across: which tensor dims run along the sides.
+        down, across: the tensor dims along the sides.
 
     Raises:
-        ArgumentError: more pieces than can be seen.
+        ArgumentError: the regions consist of too many pieces to be drawn.
     """
 
-    def __init__(self, program: Program, stages: Sequence[Stage], sheet: Sheet) -> None:
+    def __init__(self, program: ProgramBase, stages: Sequence[Stage], sheet: Sheet) -> None:
         self.program, self.mesh, self.stages, self.sheet = program, program.mesh, stages, sheet
         shape = self.program.shape
         regions = [r for stage in self.stages for held in stage.regions for r in held]
-        # Dims that every region has whole do not change the picture; two are shown in any case, where there are two.
+        # Dims that every region spans are left out, unless fewer than two dims would be shown.
         cut = [d for d, n in enumerate(shape) if any(r.runs[d] != ((0, n),) for r in regions)]
         whole = sorted(set(range(len(shape))) - set(cut), key=lambda d: (shape[d] == 1, d))
         dims = sorted(cut + whole[: max(0, 2 - len(cut))])
@@ -69,22 +70,23 @@ class Panels:
         half = len(dims) // 2
         self.down, self.across = (_Axis(some, shape, regions) for some in (dims[:half], dims[half:]))
         pieces = sum(len(self.down.places(r.runs)) * len(self.across.places(r.runs)) for r in regions)
-        if pieces > _MOST_PIECES:
+        if pieces > _MAX_PIECES:
             raise ArgumentError(
-                f"program: what its ranks hold falls into {pieces} pieces; allowed in a drawing: {_MOST_PIECES}. Draw "
-                f"a smaller shape that is cut alike"
+                f"program: its shards consist of {pieces} pieces; allowed in a drawing: {_MAX_PIECES}. Draw a smaller "
+                f"shape with the same layouts"
             )
 
     def how_to_read(self) -> str:
+        """The first line of the legend."""
         if not self.program.shape:
-            how = "Each panel is the one value of the tensor."
+            text = "Each panel is the one value of the tensor."
         elif not self.down.dims:
-            how = f"Each panel is the whole tensor, {self.across} from left to right."
+            text = f"Each panel is the whole tensor, {self.across} from left to right."
         else:
-            how = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
+            text = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
         if self._left_out:
-            how += " The dims left out are whole everywhere."
-        return how + " Colours and numbers say which rank a part came from."
+            text += " The dims left out are whole everywhere."
+        return text + " Colours and numbers say which rank a part came from."
 
     def rank(self, position: int) -> str:
         return str(self.mesh.rank_at(position))
@@ -100,7 +102,7 @@ class Panels:
         return f"{elements} element{'' if elements == 1 else 's'}, {nbytes}"
 
     def kinds(self) -> Iterator[tuple[str, list[dict[str, object]]]]:
-        """The kinds of region that there are, and the rectangles of a swatch of each."""
+        """The kinds of region in the picture, with the rectangles of a swatch of each."""
         after = [r for stage in self.stages[1:] for held in stage.regions for r in held]
         if any(len(r.senders) == 1 and not r.kept for r in after):
             yield "received", [{"class_": "moved", "fill": colour(1)}]
@@ -119,7 +121,7 @@ class Panels:
         return stage.layout.without_size_one(stage.mesh.shape).has_partial
 
     def draw(self, column: int, position: int, place: Place) -> None:
-        """The panel of one rank in one column, under its number and coordinate."""
+        """Draw the panel of one rank in one column, under its number and coordinate."""
         sheet, stage = self.sheet, self.stages[column]
         regions = stage.regions[position]
         rank, coordinate = self.rank(position), self.coordinate(position)
@@ -172,9 +174,9 @@ class Panels:
             for x, width in ((low, high - low) for low, high in self.across.places(region.runs))
         ]
         for piece in pieces:
-            # What is too small to be seen is shown all the same.
+            # At least one pixel, so that it stays visible.
             width, height = max(piece.width, 1.0), max(piece.height, 1.0)
-            # An outline would leave nothing of a thin one.
+            # An outline would cover a thin rectangle.
             outline = {"style": "stroke: none"} if min(width, height) < 4 else {}
             self._mark(piece.x, piece.y, width, height, **paint, **outline)
             if kept and min(width, height) > 6:
@@ -186,14 +188,14 @@ class Panels:
         sheet.close()
 
     def _mark(self, x: float, y: float, width: float, height: float, **attributes: object) -> None:
-        """A rectangle, or a dot for the one value of a tensor without dims."""
+        """Draw a rectangle, or a dot for the value of a tensor without dims."""
         if self.program.shape:
             self.sheet.add("rect", x=x, y=y, width=width, height=height, **attributes)
         else:
             self.sheet.add("circle", cx=x + height * 0.6, cy=y + height / 2, r=height * 0.4, **attributes)
 
     def _number(self, stage: Stage, region: Region, piece: Place, panel: Place) -> None:
-        """Who a region came from, in as much as there is room."""
+        """Write the senders of a region, if there is room."""
         step, ranks = stage.step, [self.rank(s) for s in region.senders]
         op = step.reduce.op if step and step.reduce else "sum"
         if len(ranks) > 1:
@@ -202,7 +204,7 @@ class Panels:
             texts = ranks or [f"={step.fill}" if step else ""]
         alone = len(stage.regions[region.holder]) == 1
         for text, size in [(text, size) for text in texts for size in (11, 9)]:
-            width, height = text_width(text, size), 0.75 * size  # numbers reach no further down than the line
+            width, height = text_width(text, size), 0.75 * size  # digits have no descenders
             spot = self._spot(width, height, piece, panel, alone)
             if spot is None:
                 continue
@@ -219,7 +221,7 @@ class Panels:
     def _spot(
         self, width: float, height: float, piece: Place, panel: Place, alone: bool
     ) -> tuple[float, float, bool] | None:
-        """The middle of a text's place, and whether that is in its region; None if there is none."""
+        """The centre of a text and whether that lies in its region; None if there is no room."""
         x, y = piece.x + piece.width / 2, piece.y + piece.height / 2
         if not self.program.shape:
             x = piece.x + piece.height * 1.25 + width / 2  # beside the dot
@@ -228,7 +230,7 @@ class Panels:
             return x, y, True
         if not alone or width > panel.width:
             return None
-        # A region that is alone in its panel has room around it.
+        # A region that is alone in its panel may have its text beside it.
         x = min(max(x, panel.x + width / 2), panel.right - width / 2)
         away = 2 + height / 2
         y = piece.bottom + away if piece.bottom + height + 4 <= panel.bottom else piece.y - away
@@ -236,7 +238,7 @@ class Panels:
 
 
 def _verb(stage: Stage, region: Region, ranks: Sequence[str]) -> str:
-    """What the holder does with a region, or with what it gets of it."""
+    """The verb phrase of a region's tooltip."""
     step = stage.step
     if step is None:
         return "holds"
@@ -251,6 +253,6 @@ def _verb(stage: Stage, region: Region, ranks: Sequence[str]) -> str:
 
 
 def _written(runs: Runs) -> str:
-    """Index ranges as in Python; of many only the first."""
+    """Index ranges as in Python, of many only the first eight."""
     text = "∪".join(f"{start}:{stop}" for start, stop in runs[:8])
     return f"{text}∪… ({len(runs)} runs)" if len(runs) > 8 else text

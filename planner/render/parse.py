@@ -1,7 +1,7 @@
-"""A program read back from plain values.
+"""Parses programs from plain values.
 
-Nothing of a step is taken over but the layouts that it goes between. All else follows from these: it is made anew, as
-planning makes it, and has to be what was read. So no number that was read reaches what carries programs out.
+Only the source and target layouts of each step are taken from the input. Everything else is planned again from these
+and must equal the input, so that no number from the input reaches the runtime.
 """
 
 from __future__ import annotations
@@ -16,133 +16,133 @@ import numpy as np
 
 from ...errors import ArgumentError, ShardweaveError, shown
 from ..arguments import check_layout, check_shape, check_target
-from ..cross_mesh_exchange import Crossing, union
-from ..cross_mesh_plan import step_between
+from ..build_steps import build_cross_mesh_step, build_step, build_step_on_one_mesh
+from ..cross_mesh_exchange import CrossMeshExchange, union_mesh
 from ..dtypes import check_dtype
-from ..exchange import Change
+from ..exchange import LayoutChange
 from ..index_sets import held_box
 from ..layout import Layout, pairs_of
 from ..mesh import Mesh
+from ..path import Path
 from ..placements import Shard
-from ..program import Program, Step
-from ..search import Route
-from ..steps import step_inside, step_of
+from ..program_base import ProgramBase
+from ..steps import Step
 from ..topology import Topology
 from .serialise import TOTALS, step_to_dict
 
-_MOST_PIECES = 1 << 22  # that all pairs of shards have in common along a tensor dim that strided shards cut
-_MOST = 1 << 100  # microseconds or bytes of a route, which no sum of those of its steps reaches
-_PRICES_DIFFER = 1e-6  # relatively, by the order in which numpy adds
+_MAX_SPANS = 1 << 22  # common spans of all pairs of shards along a strided tensor dim
+_MAX_NUMBER = 1 << 100  # microseconds or bytes of a path, above any sum over its steps
+_PRICE_TOLERANCE = 1e-6  # relative; numpy may add in another order
 _KEYS = ("mesh", "target_mesh", "shape", "dtype", "src", "dst", "rank", "steps", "topology", "others", *TOTALS)
 _STEP_KEYS = ("kind", "source", "target", "meshes", "group", "reduce", "fill", "boxes")
 T = TypeVar("T")
+AnyProgram = TypeVar("AnyProgram", bound=ProgramBase)
 
 
-class _Held(NamedTuple):
-    """A layout on a mesh."""
-
+class _LayoutOnMesh(NamedTuple):
     mesh: Mesh
     layout: Layout
 
 
-def program_of(data: Any) -> Program:
-    """The program that `serialisation.to_dict` was called on.
+def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
+    """The program, of class `kind`, whose `to_dict` is `data`.
 
     Raises:
-        ArgumentError: something that `to_dict` does not make; the text says where, what is there, what is allowed.
+        ArgumentError: `data` is not an output of `to_dict`; the message gives the place, the value and what is allowed.
     """
     _check_keys("", data, _KEYS)
     mesh = _mesh("mesh", data["mesh"])
     other = mesh if data["target_mesh"] is None else _mesh("target_mesh", data["target_mesh"])
     if data["target_mesh"] is not None and mesh.same_ranks(other):
-        raise _wrong("target_mesh", data["target_mesh"], "null where the same ranks stand at the same places")
+        raise _wrong("target_mesh", data["target_mesh"], "null if the ranks and positions are those of mesh")
     shape = _made("shape", check_shape, _list("shape", data["shape"]))
     dtype = _made("dtype", check_dtype, data["dtype"])
-    everyone, rank = union(mesh, other), data["rank"]
-    if rank is not None and (type(rank) is not int or not 0 <= rank < everyone.size):
-        raise _wrong("rank", rank, f"0..{everyone.size - 1}, or null")
+    union, rank = union_mesh(mesh, other), data["rank"]
+    if rank is not None and (type(rank) is not int or not 0 <= rank < union.size):
+        raise _wrong("rank", rank, f"0..{union.size - 1}, or null")
     src = _layout("src", data["src"], mesh, shape, dtype)
     dst = _layout("dst", data["dst"], other, shape, dtype)
     topology = None if data["topology"] is None else _made("topology", Topology.from_dict, data["topology"])
-    # Of all ranks there are as many numbers, so that no short text is of a mesh that takes long.
-    _list("bytes_received", data["bytes_received"], everyone.size if rank is None else 1)
-    program = Program(everyone, shape, dtype, src, dst, (), rank, topology, (), mesh, other)
-    at, end = _Held(mesh, src.without_size_one(mesh.shape)), _Held(other, dst.without_size_one(other.shape))
+    # One number per rank is required, so that a short input cannot describe a mesh that takes long to plan.
+    _list("bytes_received", data["bytes_received"], union.size if rank is None else 1)
+    program = kind(union, shape, dtype, src, dst, (), rank, topology, (), mesh, other)
+    at = _LayoutOnMesh(mesh, src.without_size_one(mesh.shape))
+    end = _LayoutOnMesh(other, dst.without_size_one(other.shape))
     steps: list[Step] = []
     for number, entry in enumerate(_list("steps", data["steps"])):
         step = _step(f"steps[{number}]", entry, program, at)
         _check_same(f"steps[{number}]", entry, step_to_dict(program, step))
         steps.append(step)
-        at = _Held(step.target_mesh, step.target)
+        at = _LayoutOnMesh(step.target_mesh, step.target)
     if at != end:
-        raise _refused("steps", f"{len(steps)} steps, after which it is ({at.layout})", f"steps to ({end.layout})")
-    others = tuple(_route(f"others[{i}]", one) for i, one in enumerate(_list("others", data["others"])))
+        raise _refused("steps", f"{len(steps)} steps that end at ({at.layout})", f"steps that end at ({end.layout})")
+    others = tuple(_path(f"others[{i}]", entry) for i, entry in enumerate(_list("others", data["others"])))
     program = replace(program, steps=tuple(steps), others=others)
     for name in TOTALS:
         _check_same(name, data[name], getattr(program, name))
     return program
 
 
-def _step(place: str, entry: Any, program: Program, before: _Held) -> Step:
-    """What planning makes of the layouts of a step, which begins with `before`."""
+def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -> Step:
+    """The step planned between the layouts of `entry`, which must begin at `before`."""
     _check_keys(place, entry, _STEP_KEYS)
-    meshes = {"source": program.source_mesh} | ({"target": program.target_mesh} if program.crosses else {})
+    meshes = {"source": program.source_mesh} | ({"target": program.target_mesh} if program.is_cross_mesh else {})
     ends = []
     for name, on in zip(("source", "target"), _list(f"{place}.meshes", entry["meshes"], 2), strict=True):
         if not isinstance(on, str) or on not in meshes:
             raise _wrong(f"{place}.meshes", entry["meshes"], f"two of {', '.join(meshes)}")
         layout = _layout(f"{place}.{name}", entry[name], meshes[on], program.shape, program.dtype)
-        ends.append(_Held(meshes[on], layout))
+        ends.append(_LayoutOnMesh(meshes[on], layout))
     source, target = ends
     if source != before:
         raise _refused(
-            f"{place}.source", str(source.layout), f"({before.layout}) on mesh {before.mesh}, as before the step"
+            f"{place}.source", str(source.layout), f"({before.layout}) on mesh {before.mesh}, where the program is"
         )
     plain = target.layout.without_size_one(target.mesh.shape)
     if target.layout != plain or target == source:
-        raise _refused(f"{place}.target", str(target.layout), "another layout, with R along mesh dims of size 1")
+        raise _refused(
+            f"{place}.target", str(target.layout), "a layout other than the source, with R along mesh dims of size 1"
+        )
     if source.mesh == target.mesh:
         _made(f"{place}.target", lambda _: check_target(target.layout, source.layout.placements), None)
     elif source.layout.has_partial or target.layout.has_partial:
-        raise _refused(f"{place}.target", str(target.layout), "no partial values from mesh to mesh")
+        raise _refused(f"{place}.target", str(target.layout), "layouts without partial between two meshes")
     _check_rows(f"{place}.boxes", entry["boxes"], program, source, target)
-    return _made(f"{place}.target", lambda _: _planned(program, source, target), None)
+    return _made(f"{place}.target", lambda _: _build(program, source, target), None)
 
 
-def _planned(program: Program, source: _Held, target: _Held) -> Step:
+def _build(program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> Step:
     node_size = None if program.topology is None else program.topology.node_size
     if source.mesh != target.mesh:
-        return step_between(Crossing(program.shape, *source, *target, node_size), program.rank)
-    change, shape = Change(source.mesh, program.dtype, source.layout, target.layout, node_size), program.shape
-    if program.crosses:
-        return step_inside(program.mesh, change, shape, program.rank)
-    return step_of(change, shape, program.rank)
+        return build_cross_mesh_step(CrossMeshExchange(program.shape, *source, *target, node_size), program.rank)
+    change, shape = LayoutChange(source.mesh, program.dtype, source.layout, target.layout, node_size), program.shape
+    if program.is_cross_mesh:
+        return build_step_on_one_mesh(program.mesh, change, shape, program.rank)
+    return build_step(change, shape, program.rank)
 
 
-def _check_rows(place: str, boxes: Any, program: Program, source: _Held, target: _Held) -> None:
-    """That no fewer boxes were read than there are, so that they take no more room than what was read."""
+def _check_rows(place: str, boxes: Any, program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> None:
+    """Check that the input has as many boxes as the step has at least, so that planning the step takes memory in
+    proportion to the input."""
     if not isinstance(boxes, Mapping) or not {"receiver", "sender"} <= set(boxes):
         raise _wrong(place, boxes, "an object of receiver, sender, …")
     number = len(_list(f"{place}.receiver", boxes["receiver"]))
     pairs = zip(source.mesh.shape, source.layout.placements, strict=True)
-    terms = math.prod(n for m, (n, p) in enumerate(pairs) if m in source.layout.partial_dims and _ends(p, m, target))
+    terms = math.prod(
+        n for m, (n, p) in enumerate(pairs) if m in source.layout.partial_dims and target.layout.placements[m] != p
+    )
     senders = _list(f"{place}.sender", boxes["sender"], number)
     if not all(isinstance(row, list | tuple) and len(row) == terms for row in senders):
         raise _wrong(f"{place}.sender", boxes["sender"], f"lists of {terms}, one for each of {number} boxes")
     least = _least_rows(place, program, source, target)
     if number < least:
-        raise _refused(f"{place}.receiver", f"{number} boxes", f"{least} at least, by the layouts")
+        raise _refused(f"{place}.receiver", f"{number} boxes", f"at least {least} for these layouts")
 
 
-def _ends(placement: object, mesh_dim: int, target: _Held) -> bool:
-    """Whether a partial value ends in a step."""
-    return target.layout.placements[mesh_dim] != placement
+def _least_rows(place: str, program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> int:
+    """The number of boxes that a step has at least; exact for a program of all ranks without strided shards.
 
-
-def _least_rows(place: str, program: Program, source: _Held, target: _Held) -> int:
-    """How many boxes a step has at least; of a program of all ranks without strided shards exactly so many.
-
-    Each receiver has one for each piece of its shard that no cut of the source goes through.
+    Each receiver has one box for each piece into which the source's cuts divide its target shard.
     """
     at = None if program.rank is None else program.coordinate_in(target.mesh, program.rank)
     if 0 in program.shape or (at is None and program.rank is not None):
@@ -161,10 +161,8 @@ def _least_rows(place: str, program: Program, source: _Held, target: _Held) -> i
             pieces = min(sum(split for _, split in cuts[0] + cuts[1]), extent) * math.prod(
                 n for n, _ in cuts[0] + cuts[1]
             )
-            if pieces > _MOST_PIECES:
-                raise _refused(
-                    place, f"up to {pieces} pieces of tensor dim {d}", f"up to {_MOST_PIECES} if it is strided"
-                )
+            if pieces > _MAX_SPANS:
+                raise _refused(place, f"up to {pieces} pieces along strided tensor dim {d}", f"up to {_MAX_SPANS}")
             continue
         starts = [_starts(extent, [n for n, _ in of_end]) for of_end in cuts]
         if box is None:
@@ -177,7 +175,7 @@ def _least_rows(place: str, program: Program, source: _Held, target: _Held) -> i
 
 
 def _starts(extent: int, sizes: Sequence[int]) -> np.ndarray:
-    """Where the shards begin into which mesh dims of `sizes` cut a tensor dim, one after the other; no empty ones."""
+    """The starts of the non-empty shards of a tensor dim that mesh dims of the given sizes cut one after the other."""
     start, stop = np.zeros(1, dtype=np.int64), np.full(1, extent, dtype=np.int64)
     for n in sizes:
         size = -(-(stop - start) // n)
@@ -199,40 +197,40 @@ def _mesh(place: str, given: Any) -> Mesh:
 
 def _layout(place: str, given: Any, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Layout:
     layout = _made(place, lambda text: Layout.parse(text, mesh.shape), given)
-    _made(place, lambda found: check_layout("layout", found, mesh, shape, dtype), layout)
+    _made(place, lambda parsed: check_layout("layout", parsed, mesh, shape, dtype), layout)
     _check_same(place, given, str(layout))
     return layout
 
 
-def _route(place: str, given: Any) -> Route:
-    """A route that lost: for people, who see its layouts and its price."""
-    _check_keys(place, given, ("stops", "us", "peak_bytes"))
-    stops = [
-        _made(f"{place}.stops[{i}]", Layout.parse, text)
-        for i, text in enumerate(_list(f"{place}.stops", given["stops"]))
+def _path(place: str, given: Any) -> Path:
+    """A rejected path, which is only shown."""
+    _check_keys(place, given, ("layouts", "us", "peak_bytes"))
+    layouts = [
+        _made(f"{place}.layouts[{i}]", Layout.parse, text)
+        for i, text in enumerate(_list(f"{place}.layouts", given["layouts"]))
     ]
-    if type(given["us"]) not in (int, float) or not (0 <= given["us"] < _MOST or given["us"] == math.inf):
+    if type(given["us"]) not in (int, float) or not (0 <= given["us"] < _MAX_NUMBER or given["us"] == math.inf):
         raise _wrong(f"{place}.us", given["us"], "microseconds, 0 or more")
-    if type(given["peak_bytes"]) is not int or not 0 <= given["peak_bytes"] < _MOST:
+    if type(given["peak_bytes"]) is not int or not 0 <= given["peak_bytes"] < _MAX_NUMBER:
         raise _wrong(f"{place}.peak_bytes", given["peak_bytes"], "bytes, 0 or more")
-    return Route(tuple(stops), given["us"], given["peak_bytes"])
+    return Path(tuple(layouts), given["us"], given["peak_bytes"])
 
 
 def _wrong(place: str, given: object, allowed: str) -> ArgumentError:
     return _refused(place, shown(given), allowed)
 
 
-def _refused(place: str, found: str, allowed: str) -> ArgumentError:
-    return ArgumentError(f"program: {place}{': ' if place else ''}{found}; allowed: {allowed}")
+def _refused(place: str, value: str, allowed: str) -> ArgumentError:
+    return ArgumentError(f"program: {place}{': ' if place else ''}{value}; allowed: {allowed}")
 
 
 def _made(place: str, make: Callable[[Any], T], given: Any) -> T:
-    """What `make` makes of a value; what it raises says the place."""
+    """`make(given)`, with the place in front of the message of what it raises."""
     try:
         return make(given)
     except ShardweaveError as error:
-        said = str(error)
-        raise ArgumentError(f"program: {'' if said.startswith(f'{place}: ') else f'{place}: '}{said}") from None
+        message = str(error)
+        raise ArgumentError(f"program: {'' if message.startswith(f'{place}: ') else f'{place}: '}{message}") from None
 
 
 def _check_keys(place: str, given: Any, keys: Sequence[str]) -> None:
@@ -240,12 +238,10 @@ def _check_keys(place: str, given: Any, keys: Sequence[str]) -> None:
         raise _wrong(place, given, f"an object of {', '.join(keys)}")
     for key in keys:
         if key not in given:
-            raise ArgumentError(
-                f"program: {place}{'.' if place else ''}{key}: missing; allowed: what to_dict makes of it"
-            )
+            raise ArgumentError(f"program: {place}{'.' if place else ''}{key}: missing; allowed: an output of to_dict")
     for key in given:
         if key not in keys:
-            raise _refused(place, f"with a key {shown(key)}", f"an object of {', '.join(keys)}")
+            raise _refused(place, f"unknown key {shown(key)}", f"an object of {', '.join(keys)}")
 
 
 def _list(place: str, given: Any, number: int | None = None) -> Sequence[Any]:
@@ -255,12 +251,12 @@ def _list(place: str, given: Any, number: int | None = None) -> Sequence[Any]:
 
 
 def _check_same(place: str, given: Any, wanted: Any) -> None:
-    """That what was read is what `to_dict` makes, but for the last digits of prices."""
+    """Check that a value is what `to_dict` makes, apart from the last digits of prices."""
     try:
         if json.dumps(given, sort_keys=True) == json.dumps(wanted, sort_keys=True):
             return
     except (TypeError, ValueError, RecursionError):
-        pass  # not of JSON: the place is found below
+        pass  # not JSON values; `_find_difference` finds the place
     _find_difference(place, given, wanted)
 
 
@@ -275,7 +271,7 @@ def _find_difference(place: str, given: Any, wanted: Any) -> None:
                 _find_difference(f"{place}[{i}]", given[i], value)
         _list(place, given, len(wanted))
     elif isinstance(wanted, float):
-        if type(given) not in (int, float) or not math.isclose(given, wanted, rel_tol=_PRICES_DIFFER):
+        if type(given) not in (int, float) or not math.isclose(given, wanted, rel_tol=_PRICE_TOLERANCE):
             raise _wrong(place, given, f"{wanted!r}, which follows from the rest")
     elif type(given) is not type(wanted) or given != wanted:
         raise _wrong(place, given, f"{'null' if wanted is None else repr(wanted)}, which follows from the rest")

@@ -1,7 +1,7 @@
-"""Where the shards lie in the whole tensor, before and after each step, and who each part came from.
+"""The regions of the global tensor that each rank holds before and after each step, with the ranks that sent them.
 
-Boxes count inside local shards; a picture needs the place in the tensor. What a rank holds is taken from the table of
-boxes, except at the start, where no box has brought it yet.
+Boxes have local indices; a picture needs global ones. The regions after a step follow from its boxes, those at the
+start from the source layout.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import ArgumentError
-from ..exchange import FILL, Boxes
+from ..exchange import FILL, TransferTable
 from ..index_sets import held_spans, parts_of
 from ..layout import Layout
 from ..mesh import Mesh
-from ..program import Program, Step
+from ..program_base import ProgramBase
+from ..steps import Step
 
 Run = tuple[int, int]  # start, stop
 Runs = tuple[Run, ...]
 
-_MOST_RUNS = 256  # along one tensor dim of one box
+_MAX_RUNS = 256  # along one tensor dim of one box
 
 
 @dataclass(frozen=True)
 class Region:
-    """What a rank holds of the tensor: the product over tensor dims of `runs`.
+    """A part of the global tensor that a rank holds.
 
-    `senders` are the mesh positions that it came from, in the order of reduction: the holder alone where it was kept,
-    none where it was filled.
+    Attributes:
+        holder: the mesh position of the rank.
+        senders: the mesh positions that sent it, in the order of reduction: only the holder if it was kept, empty if it
+            was filled.
+        runs: the index ranges along each tensor dim; the region is their product.
     """
 
     holder: int
@@ -48,7 +52,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Stage:
-    """All ranks under one layout on its mesh, by position; `step` led here, None at the start."""
+    """The regions of all ranks, by position, after `step`, or under the source layout if `step` is None."""
 
     mesh: Mesh
     layout: Layout
@@ -56,7 +60,7 @@ class Stage:
     regions: tuple[tuple[Region, ...], ...]
 
     def transfers(self) -> dict[tuple[int, int], int]:
-        """Elements that move between two ranks, by (sender, receiver), in that order."""
+        """The elements that move between two ranks, sorted by (sender, receiver)."""
         moved: dict[tuple[int, int], int] = {}
         for region in (r for held in self.regions for r in held):
             for sender in region.senders:
@@ -66,35 +70,35 @@ class Stage:
         return dict(sorted(moved.items()))
 
 
-def stages(program: Program) -> list[Stage]:
-    """The source, and what every step of a program of all ranks leads to.
+def stages(program: ProgramBase) -> list[Stage]:
+    """The stage of the source, and the stage after each step, of a program of all ranks.
 
     Raises:
-        ArgumentError: a box that falls into too many pieces to be seen.
+        ArgumentError: a box consists of too many pieces to be drawn.
     """
-    everyone = range(program.mesh.size)
-    held = [held_runs(program, program.src, program.source_mesh, position) for position in everyone]
+    positions = range(program.mesh.size)
+    held = [held_runs(program, program.src, program.source_mesh, position) for position in positions]
     start = tuple(
         (Region(p, (p,), runs),) if runs is not None and all(runs) else ()
-        for p, runs in zip(everyone, held, strict=True)
+        for p, runs in zip(positions, held, strict=True)
     )
     return [Stage(program.source_mesh, program.src, None, start), *(_after(program, step) for step in program.steps)]
 
 
-def held_runs(program: Program, layout: Layout, mesh: Mesh, position: int) -> tuple[Runs, ...] | None:
-    """What a position holds under `layout` on `mesh`: runs of each tensor dim in the order of its local shard; None
-    where it is not in the mesh."""
+def held_runs(program: ProgramBase, layout: Layout, mesh: Mesh, position: int) -> tuple[Runs, ...] | None:
+    """The runs of each tensor dim that a position holds under `layout` on `mesh`, in the order of its local shard; None
+    if it is not in the mesh."""
     at = program.coordinate_in(mesh, position)
     if at is None:
         return None
-    found = []
+    runs = []
     for d, extent in enumerate(program.shape):
         spans = held_spans(extent, parts_of(layout.cuts(d), mesh.shape, at))
-        found.append(tuple((low, high) for low, high in spans.tolist()))
-    return tuple(found)
+        runs.append(tuple((low, high) for low, high in spans.tolist()))
+    return tuple(runs)
 
 
-def _after(program: Program, step: Step) -> Stage:
+def _after(program: ProgramBase, step: Step) -> Stage:
     boxes, elements = step.boxes, step.boxes.elements
     regions: list[tuple[Region, ...]] = []
     for position in range(program.mesh.size):
@@ -106,7 +110,7 @@ def _after(program: Program, step: Step) -> Stage:
     return Stage(step.target_mesh, step.target, step, tuple(regions))
 
 
-def _region(boxes: Boxes, row: int, held: Sequence[Runs]) -> Region:
+def _region(boxes: TransferTable, row: int, held: Sequence[Runs]) -> Region:
     senders = tuple(s for s in boxes.sender[row].tolist() if s != FILL)
     runs = []
     for dim, within in enumerate(held):
@@ -128,24 +132,24 @@ def _strided(start: int, axes: Sequence[tuple[int, int]]) -> list[Run]:
         if not rest and step == high - low:
             runs = [(low, low + step * extent)]
             continue
-        if len(runs) * extent > _MOST_RUNS:
+        if len(runs) * extent > _MAX_RUNS:
             raise ArgumentError(
-                f"program: a box falls into {len(runs) * extent} pieces along one tensor dim; allowed in a drawing: "
-                f"{_MOST_RUNS}. Draw a smaller shape that is cut alike"
+                f"program: a box consists of {len(runs) * extent} pieces along one tensor dim; allowed in a drawing: "
+                f"{_MAX_RUNS}. Draw a smaller shape with the same layouts"
             )
         runs = [(low + i * step, high + i * step) for i in range(extent) for low, high in runs]
     return runs
 
 
 def _inside(local: Run, held: Runs) -> list[Run]:
-    """Indices of the tensor dim that a run of local indices stands for."""
-    found, passed = [], 0
+    """The global runs of a run of local indices."""
+    runs, passed = [], 0
     for start, stop in held:
         low, high = max(local[0] - passed, 0), min(local[1] - passed, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            runs.append((start + low, start + high))
         passed += stop - start
-    return found
+    return runs
 
 
 def _merged(runs: Sequence[Run]) -> Runs:

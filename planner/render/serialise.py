@@ -1,4 +1,4 @@
-"""Programs as plain values, ready for JSON; `reading` is the way back."""
+"""Converts programs to plain values, ready for JSON; `parse` is the inverse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from ..mesh import Mesh
-from ..program import Exchange, Program, Step
+from ..program_base import ProgramBase
+from ..steps import Exchange, Step
 
 
-def to_dict(program: Program) -> dict[str, Any]:
-    """Everything that a program is made of, and what it costs."""
+def to_dict(program: ProgramBase) -> dict[str, Any]:
+    """The fields of a program, and its totals."""
     return {
         "mesh": mesh_to_dict(program.source_mesh),
-        "target_mesh": mesh_to_dict(program.target_mesh) if program.crosses else None,
+        "target_mesh": mesh_to_dict(program.target_mesh) if program.is_cross_mesh else None,
         "shape": program.shape,
         "dtype": program.dtype,
         "src": str(program.src),
@@ -24,24 +25,25 @@ def to_dict(program: Program) -> dict[str, Any]:
         "steps": [step_to_dict(program, step) for step in program.steps],
         "topology": None if program.topology is None else program.topology.to_dict(),
         "others": [
-            {"stops": [str(x) for x in o.stops], "us": o.us, "peak_bytes": o.peak_bytes} for o in program.others
+            {"layouts": [str(x) for x in path.layouts], "us": path.us, "peak_bytes": path.peak_bytes}
+            for path in program.others
         ],
         **{name: getattr(program, name) for name in TOTALS},
     }
 
 
 TOTALS = ("exchanges", "bytes_received", "bytes_bound", "bytes_over_network", "peak_bytes", "cost_us")
-"""What follows from the rest, for other readers."""
+"""Attributes that follow from the other values, written for readers that do not parse the program."""
 
 
-def step_to_dict(program: Program, step: Step) -> dict[str, Any]:
-    """One of the steps of a program."""
+def step_to_dict(program: ProgramBase, step: Step) -> dict[str, Any]:
+    """The fields of one step of a program."""
     return {
         "kind": step.kind,
         "source": str(step.source),
         "target": str(step.target),
         "meshes": [
-            "target" if program.crosses and mesh == program.target_mesh else "source"
+            "target" if program.is_cross_mesh and mesh == program.target_mesh else "source"
             for mesh in (step.source_mesh, step.target_mesh)
         ],
         "group": step.group if isinstance(step, Exchange) else None,
@@ -55,5 +57,5 @@ def step_to_dict(program: Program, step: Step) -> dict[str, Any]:
 
 
 def mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
-    """What `Mesh(**…)` makes it of again."""
+    """The arguments of `Mesh` that make the same mesh."""
     return {"shape": mesh.shape, "names": mesh.names, "ranks": mesh.ranks}

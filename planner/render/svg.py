@@ -1,4 +1,4 @@
-"""A sheet and the marks on it: as much of SVG as drawings need."""
+"""The subset of SVG that drawings need: a sheet, shapes, text and patterns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-# Four of Okabe and Ito's, then each as far as can be from all before it, to the normal eye and to three kinds of colour
-# blindness: 14 or more apart in CIE Lab. None is too light for white paper or too dark for black.
+# Four colours of Okabe and Ito, then each as far as possible from all before it for normal vision and three kinds of
+# colour blindness (at least 14 apart in CIE Lab). All are visible on white and on black.
 _PALETTE = (
     "#0072b2 #e69f00 #009e73 #cc79a7 #6a570d #dada8f #4cc9f0 #8f326a "
     "#a2dab4 #a28f45 #8fa2ff #a21f45 #dab457 #c75757 #b46a0d #a2b47d"
@@ -32,33 +32,33 @@ svg.shardweave .seam {{ stroke: {line}; stroke-width: 0.75; stroke-dasharray: 2 
 svg.shardweave .node {{ fill: none; stroke: {line}; }}
 svg.shardweave .onward {{ fill: {faint}; stroke: {line}; }}
 """
-# The text on a colour goes with the colour, whatever the paper.
+# Text on a colour contrasts with that colour on any background.
 _FIXED = """
 svg.shardweave { font-family: system-ui, sans-serif; max-width: 100%; }
 svg.shardweave text.on-dark { fill: #ffffff; }
 svg.shardweave text.on-light { fill: #1f2328; }
 """
-_UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not allowed in XML, however escaped
+_UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # not allowed in XML, even escaped
 
 
 def colour(position: int) -> str:
-    """The colour of a rank; after 16 they come again, and the numbers tell ranks apart."""
+    """The colour of a rank. Colours repeat after 16 ranks, which their numbers then tell apart."""
     return _PALETTE[position % len(_PALETTE)]
 
 
 def text_on(background: str) -> str:
-    """The class of a text that is legible on a colour."""
+    """The CSS class of text that is legible on a colour."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
     return "on-light" if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "on-dark"
 
 
 def text_width(text: str, size: float) -> float:
-    """A width that generic sans-serif fonts rarely exceed: fonts cannot be measured here."""
+    """An estimate of the width of a text that sans-serif fonts rarely exceed."""
     return size * sum(1.0 if unicodedata.east_asian_width(c) in "WF" else 0.6 for c in text)
 
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
-    """Lines of `text` that are no wider than `width`."""
+    """`text` broken into lines no wider than `width`."""
     widest = max((text_width(c, 1) for c in text), default=0.6)
     return textwrap.wrap(text, max(1, int(width / size / widest))) or [""]
 
@@ -81,30 +81,31 @@ class Place(NamedTuple):
 
 
 class Sheet:
-    """Elements in the order of painting, and the patterns that they use."""
+    """Elements in painting order, and the patterns that they use."""
 
     def __init__(self) -> None:
         self._body: list[str] = []
         self._patterns: dict[str, str] = {}
 
     def open(self, title: str, **attributes: object) -> None:
-        """Start a group; `title` is what a pointer over it shows."""
+        """Start a group with a tooltip."""
         self._body.append(f"<g{_written(attributes)}><title>{_clean(title)}</title>")
 
     def close(self) -> None:
+        """End the group."""
         self._body.append("</g>")
 
     def add(self, tag: str, **attributes: object) -> None:
-        """One element. `class_` stands for class, an underscore for a hyphen; numbers are rounded."""
+        """Add an element. `class_` becomes class, underscores become hyphens, floats are rounded."""
         self._body.append(f"<{tag}{_written(attributes)}/>")
 
     def text(self, x: float, y: float, text: str, size: float, class_: str = "", **attributes: object) -> None:
-        """A line of text, `y` its baseline."""
+        """Add a line of text with its baseline at `y`."""
         written = _written({"class_": class_ or None, "x": x, "y": y, "font_size": size, **attributes})
         self._body.append(f"<text{written}>{_clean(text)}</text>")
 
     def hatch(self) -> str:
-        """The paint of partial values, over what they are made of."""
+        """The fill of partial values, drawn over the colour of their senders."""
         self._patterns["partial"] = (
             '<pattern id="partial" width="5" height="5" patternUnits="userSpaceOnUse">'
             '<path class="hatch" d="M-1,1 L1,-1 M0,5 L5,0 M4,6 L6,4"/></pattern>'
@@ -112,10 +113,10 @@ class Sheet:
         return "url(#partial)"
 
     def stripes(self, colours: Sequence[str]) -> str:
-        """The paint of values that several colours make together."""
+        """The fill of values reduced from several ranks: stripes of their colours."""
         name = "-".join(["of", *(c[1:] for c in colours)])
         period = 6 * len(colours)
-        # A diagonal stripe is drawn twice, so that the pattern meets itself at its right edge.
+        # A diagonal stripe is drawn twice, so that the pattern is continuous at its right edge.
         stripes = "".join(
             f'<path fill="{c}" d="M{x},0 h6 l{-period},{period} h-6 Z"/>'
             for turn in (0, period)
@@ -127,7 +128,7 @@ class Sheet:
         return f"url(#{name})"
 
     def document(self, width: float, height: float, title: str) -> str:
-        """The whole, on paper of its own: the viewer's may be dark."""
+        """The SVG document, with its own background for light and dark viewers."""
         dark = "@media (prefers-color-scheme: dark) {" + _RULES.format(**_DARK) + "}"
         size = _written({"width": width, "height": height})
         return "\n".join(

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, with_prefix
 from ...planner import NVLINK_NODE, Batch, Layout, Mesh, Program, Request, Topology, check_shape
 from ...planner import plan as plan_on_mesh
 from ...planner import plan_batch as plan_batch_on_meshes
@@ -90,7 +90,7 @@ def plan_batch(
         try:
             found.append(_request(*fields))
         except (ArgumentError, UnsupportedError) as error:
-            raise type(error)(f"requests[{number}]: {error}") from None
+            raise with_prefix(error, f"requests[{number}]") from None
     return plan_batch_on_meshes(found, rank=rank, topology=topology, max_bytes=max_bytes)
 
 

@@ -10,7 +10,7 @@ import torch.distributed.tensor.debug as torch_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ShardweaveError
-from ...planner import Topology, change_of
+from ...planner import Topology, layout_change
 from ...planner import redistribute_cost as cost_on_mesh
 from ..cache import forget_dead_groups, kept_with_group
 from ..convert import dtype_name, layout_of_spec, mesh_of
@@ -82,7 +82,7 @@ def _price(current: DTensorSpec, target: DTensorSpec) -> float:
     mesh, shape, dtype = mesh_of(current.mesh), tuple(current.tensor_meta.shape), dtype_name(current.tensor_meta.dtype)
     source, goal = layout_of_spec(current), layout_of_spec(target)
     price = cost_on_mesh(mesh, shape, dtype, source, goal, _topology)
-    change = change_of(mesh, dtype, source.without_size_one(mesh.shape), goal.without_size_one(mesh.shape))
+    change = layout_change(mesh, dtype, source.without_size_one(mesh.shape), goal.without_size_one(mesh.shape))
     return price if change.communicates(shape) else 0.0
 
 

@@ -61,7 +61,7 @@ class BoundProgram:
         reduction: Reduction = "ordered",
     ) -> None:
         self.program, self.position, self.device = program, position, device
-        target_mesh = program.target_mesh if program.crosses else None
+        target_mesh = program.target_mesh if program.is_cross_mesh else None
         self.request = program.src, program.dst, program.shape, program.dtype, program.source_mesh, target_mesh
         self.title, self.summary = partial(title, program), partial(_summary, program, position)
         self.fingerprint = 0

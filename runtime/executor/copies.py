@@ -25,7 +25,7 @@ from ...kernels import (
     source_views,
     target_views,
 )
-from ...planner import Boxes, Reduce, Row
+from ...planner import Reduce, Row, TransferTable
 from ..transports.requests import Address
 
 _CACHED_ADDRESSES = 64
@@ -96,7 +96,7 @@ class StridedTensor:
         self.buffer, self.strides = buffer, strides
 
     def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
-        """Where the source box of a row is; `axes`: of the `Boxes`."""
+        """Where the source box of a row is; `axes`: of the `TransferTable`."""
         where = box_at(row.extent, row.source_start, row.source_step, self.strides, axes)
         return [BoxPart((self.buffer, where), None)]
 
@@ -140,7 +140,7 @@ def box_at(
     return tuple(extent), tuple([n * strides[d] for n, d in zip(step, axes, strict=True)]), offset
 
 
-def is_plain(boxes: Boxes) -> bool:
+def is_plain(boxes: TransferTable) -> bool:
     """Whether each axis of the boxes is a tensor dim of its own, with step 1."""
     return boxes.axes == tuple(range(boxes.source_start.shape[1])) and bool(
         (boxes.source_step == 1).all() and (boxes.target_step == 1).all()

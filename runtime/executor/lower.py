@@ -139,7 +139,7 @@ def window_bytes(program: Program, step: Step, members: Sequence[int], algorithm
     if algorithm == "pull":
         sizes = [math.prod(program.shape_before(step, p)) for p in members]
     else:
-        sizes = [math.prod(program.shape_after(step, p)) * max(step.slabs, 1) for p in members]
+        sizes = [math.prod(program.shape_after(step, p)) * max(step.staged_terms, 1) for p in members]
     return max(sizes) * ITEMSIZE[program.dtype]
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from ...kernels import Where
-from ...planner import FILL, Boxes, Program, Row, Step
+from ...planner import FILL, Program, Row, Step, TransferTable
 from ..transports.base import Transport
 from .copies import Copies, Move, Part, Reduction, box_at, contiguous_strides
 
@@ -48,7 +48,7 @@ class BoundStep:
         self.peer_ranks = tuple([program.mesh.rank_at(p) for p in self.peers])
 
     @cached_property
-    def boxes(self) -> Boxes:
+    def boxes(self) -> TransferTable:
         """The rows in which this rank receives or sends."""
         boxes = self.step.boxes
         if self.program.rank is not None:
@@ -58,7 +58,7 @@ class BoundStep:
     @cached_property
     def rows(self) -> list[Row]:
         """`boxes` as Python numbers."""
-        return self.boxes.numbers()
+        return self.boxes.rows()
 
     @cached_property
     def incoming(self) -> list[Row]:

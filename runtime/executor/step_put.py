@@ -34,8 +34,8 @@ class PutStep(BoundStep):
         super().__init__(*args, **options)
         step, reduce = self.step, self.step.reduce
         # With more than two terms the reduction would overwrite one of them before it is read.
-        self.receives_in_output = step.slabs < 2 and bool(reduce is None or self.peers)
-        slots = 1 if self.receives_in_output else min(step.slabs, len(self.peers))
+        self.receives_in_output = step.staged_terms < 2 and bool(reduce is None or self.peers)
+        slots = 1 if self.receives_in_output else min(step.staged_terms, len(self.peers))
         self.receive_shape = self.shape if self.receives_in_output else (slots, *self.shape)
         shapes = {p: self.shape if p == self.me else self.program.shape_after(step, p) for p in self.members}
         nbytes = {p: math.prod(shape) * slots * self.dtype.itemsize for p, shape in shapes.items()}

@@ -16,8 +16,8 @@ from shardweave.__main__ import main
 from shardweave.bench.harness.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
 from shardweave.bench.harness.link_times import node_size_of, sizes_up_to
 from shardweave.cli.calibrate import predicted_us
-from shardweave.planner.cost import price
-from shardweave.planner.exchange import Change
+from shardweave.planner.cost import step_price
+from shardweave.planner.exchange import LayoutChange
 
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 SIZES = sizes_up_to(1 << 20)
@@ -96,11 +96,11 @@ def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None
     topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0, 11.0)
     k = 24
     shape = 2, 2 * ranks, ranks * k
-    swap = Change(Mesh((ranks,)), "float32", Layout.parse("S1"), Layout.parse("S2"), node_size)
+    swap = LayoutChange(Mesh((ranks,)), "float32", Layout.parse("S1"), Layout.parse("S2"), node_size)
     moved, kept = 16 * k * (ranks - 1), 16 * k
     kind, copied = ("node", kept) if node_size is None else ("network", kept + 2 * moved)
     expected = predicted_us(topology, kind, Sample(ranks - 1, moved, copied, 0.0))
-    assert topology.call_us + price(swap, shape, topology).us == pytest.approx(expected)
+    assert topology.call_us + step_price(swap, shape, topology).us == pytest.approx(expected)
 
 
 @pytest.mark.plan

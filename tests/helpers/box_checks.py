@@ -1,4 +1,4 @@
-"""What must hold of a program's boxes, by the oracle."""
+"""Checks of the boxes of programs against the brute-force oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import brute_force_oracle as oracle
 import numpy as np
 
-from shardweave.planner import FILL, Boxes, Exchange, Program
+from shardweave.planner import FILL, Exchange, Program, TransferTable
 
 BOX_COLUMNS = ("receiver", "sender", "source_start", "target_start", "extent", "source_step", "target_step")
 
@@ -15,7 +15,7 @@ BOX_COLUMNS = ("receiver", "sender", "source_start", "target_start", "extent", "
 def offsets(
     shape: tuple[int, ...], start: np.ndarray, extent: np.ndarray, step: np.ndarray, axes: tuple[int, ...]
 ) -> np.ndarray:
-    """Flat offsets of a box inside a contiguous local tensor; it must lie inside."""
+    """Flat offsets of a box in a contiguous local tensor, which must contain it."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     flat = np.array(int(sum(s * n for s, n in zip(start, strides, strict=True))))
     last = list(start)
@@ -26,8 +26,8 @@ def offsets(
     return flat.reshape(-1)
 
 
-def assert_boxes_tile_the_target_and_lie_with_their_senders(program: Program) -> None:
-    """Every element of every target shard is written once, from where the oracle says that the sender has it."""
+def assert_boxes_match_oracle(program: Program) -> None:
+    """Check that every element of every target shard is written once, from where the oracle has it on the sender."""
     mesh_shape, shape = program.mesh.shape, program.shape
     places = oracle.coordinates(mesh_shape)
     for step in program.steps:
@@ -71,8 +71,8 @@ def assert_boxes_tile_the_target_and_lie_with_their_senders(program: Program) ->
         assert all((cover == 1).all() for cover in covered), program.explain()
 
 
-def assert_is_its_part_of_the_whole(alone: Program, whole: Program) -> None:
-    """`alone` is the program of one rank, `whole` that of all."""
+def assert_matches_program_of_all(alone: Program, whole: Program) -> None:
+    """Check that `alone`, the program of one rank, equals its part of `whole`, the program of all ranks."""
     (rank,) = alone.ranks
     assert alone.bytes_received == [whole.bytes_received[rank]]
     assert alone.bytes_bound == (whole.bytes_bound and [whole.bytes_bound[rank]])
@@ -83,11 +83,12 @@ def assert_is_its_part_of_the_whole(alone: Program, whole: Program) -> None:
             step.kind, step.source, step.target, step.reduce, step.fill
         )  # fmt: skip
         assert getattr(mine, "group", None) == getattr(step, "group", None)
-        expected = rows_touching(step.boxes, rank)
+        expected = rows_of_rank(step.boxes, rank)
         assert mine.boxes.axes == expected.axes
         for name in BOX_COLUMNS:
             assert np.array_equal(getattr(mine.boxes, name), getattr(expected, name)), (whole.explain(), rank)
 
 
-def rows_touching(boxes: Boxes, rank: int) -> Boxes:
+def rows_of_rank(boxes: TransferTable, rank: int) -> TransferTable:
+    """The rows in which a rank sends or receives."""
     return boxes.select((boxes.receiver == rank) | (boxes.sender == rank).any(axis=1))

@@ -1,6 +1,6 @@
-"""Who holds what, by cutting a tensor of global flat indices with torch.chunk.
+"""A brute-force oracle of shards, which cuts a tensor of global flat indices with torch.chunk.
 
-The planner is judged by this and shares no code with it.
+The planner is tested against it and shares no code with it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """A layout's text, split: a token per mesh dim, and the mesh dims that cut each tensor dim, first cut first."""
+    """A parsed layout text: one token per mesh dim, and the mesh dims that cut each tensor dim, first cut first."""
 
     tokens: tuple[str, ...]
     orders: dict[int, tuple[int, ...]] = field(hash=False)
 
     def split(self, mesh_dim: int) -> int:
-        """The pieces that a strided shard, an index set of its own, cuts first."""
+        """The split factor of a mesh dim; 1 unless it is a strided shard."""
         return int(self.tokens[mesh_dim].replace("//", "/").partition("/")[2] or 1)
 
     @property
@@ -39,7 +39,7 @@ class Spec:
 
 @cache
 def read(text: str) -> Spec:
-    """Split the text form; only for texts known to be right."""
+    """Parse a valid layout text."""
     head, _, tail = text.partition("@")
     tokens = tuple(head.split())
     orders: dict[int, tuple[int, ...]] = {}
@@ -54,7 +54,7 @@ def read(text: str) -> Spec:
 
 
 def layout_texts(mesh_dims: int, tokens: Sequence[str]) -> Iterator[str]:
-    """Every layout over `tokens`, in every shard order, as text; `S0/2` is cut from left to right."""
+    """All layouts over `tokens`, in all shard orders, as text; strided shards cut from left to right."""
     for chosen in product(tokens, repeat=mesh_dims):
         orders = read(" ".join(chosen)).orders
         strided = {int(token[1]) for token in chosen if "/" in token and "//" not in token}
@@ -73,7 +73,7 @@ def coordinates(mesh_shape: Sizes) -> list[Sizes]:
 
 @lru_cache(maxsize=4096)
 def held_indices(mesh_shape: Sizes, shape: Sizes, text: str) -> tuple[torch.Tensor, ...]:
-    """Per rank: the global flat indices of its shard, in the shape of the shard."""
+    """For each rank, the global flat indices of its shard, in the shape of the shard."""
     spec = read(text)
     out = []
     for coordinate in coordinates(mesh_shape):
@@ -92,7 +92,7 @@ def held_indices(mesh_shape: Sizes, shape: Sizes, text: str) -> tuple[torch.Tens
 
 @lru_cache(maxsize=4096)
 def held_mask(mesh_shape: Sizes, shape: Sizes, text: str) -> np.ndarray:
-    """[ranks, elements]: which rank holds which element."""
+    """[ranks, elements] whether the rank holds the element."""
     mask = np.zeros((math.prod(mesh_shape), math.prod(shape)), dtype=bool)
     for rank, indices in enumerate(held_indices(mesh_shape, shape, text)):
         mask[rank, indices.reshape(-1).numpy()] = True
@@ -100,16 +100,16 @@ def held_mask(mesh_shape: Sizes, shape: Sizes, text: str) -> np.ndarray:
 
 
 def bound_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str) -> list[int]:
-    """Per rank: the elements of its target shard that it does not hold. Only for layouts without partial."""
+    """For each rank, the number of elements of its target shard that it does not hold. For layouts without partial."""
     return (held_mask(mesh_shape, shape, target) & ~held_mask(mesh_shape, shape, source)).sum(axis=1).tolist()
 
 
 def step_elements(mesh_shape: Sizes, shape: Sizes, source: str, target: str, floating: bool) -> list[int]:
-    """Per rank: what one step must bring, partial included.
+    """For each rank, the number of elements that it must receive in one step, partial included.
 
-    A rank needs, of its target shard, what is not filled with an identity. Of each needed element it takes one
-    contribution per coordinate along the mesh dims whose partial ends, and one of those is its own if it holds the
-    element: contributors × needed − (needed and held).
+    A rank needs the elements of its target shard that are not filled with an identity. Of each it needs one term per
+    coordinate along the mesh dims whose partial is reduced, one of which is its own if it holds the element:
+    contributors × needed − (needed and held).
     """
     a, b = read(source), read(target)
     places = coordinates(mesh_shape)
@@ -141,13 +141,13 @@ def reduce_over(values: torch.Tensor, ops: dict[int, str]) -> torch.Tensor:
 
 
 def contribution_shape(mesh_shape: Sizes, shape: Sizes, text: str) -> Sizes:
-    """One whole tensor per coordinate along the partial mesh dims: [*mesh or 1, *shape]."""
+    """The shape [*mesh or 1, *shape] of one whole tensor per coordinate along the partial mesh dims."""
     spec = read(text)
     return (*(n if m in spec.partial_dims else 1 for m, n in enumerate(mesh_shape)), *shape)
 
 
 def local_shards(mesh_shape: Sizes, shape: Sizes, text: str, contributed: torch.Tensor) -> list[torch.Tensor]:
-    """Per rank: its shard of its own contribution, in new memory."""
+    """For each rank, its shard of its own contribution, in new memory."""
     out = []
     for place, indices in zip(coordinates(mesh_shape), held_indices(mesh_shape, shape, text), strict=True):
         mine = contributed[tuple(c if n > 1 else 0 for c, n in zip(place, contributed.shape, strict=False))]
@@ -156,7 +156,7 @@ def local_shards(mesh_shape: Sizes, shape: Sizes, text: str, contributed: torch.
 
 
 def whole_of(mesh_shape: Sizes, text: str, contributed: torch.Tensor) -> torch.Tensor:
-    """The tensor that contributions stand for."""
+    """The global tensor of some contributions: the reduction over partial mesh dims."""
     spec = read(text)
     return reduce_over(contributed, {m: spec.op(m) for m in spec.partial_dims}).reshape(
         contributed.shape[len(mesh_shape) :]
@@ -164,7 +164,7 @@ def whole_of(mesh_shape: Sizes, text: str, contributed: torch.Tensor) -> torch.T
 
 
 def assembled(mesh_shape: Sizes, text: str, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Per rank: its shard of the whole, partial locals reduced over the mesh dims that are partial."""
+    """For each rank, its shard of the global tensor, reduced over the partial mesh dims."""
     spec, places = read(text), coordinates(mesh_shape)
     if not spec.partial_dims:
         return list(locals_)
@@ -181,12 +181,12 @@ def assembled(mesh_shape: Sizes, text: str, locals_: Sequence[torch.Tensor]) -> 
     return out
 
 
-# Which pairs are proved
+# The pairs of layouts that are tested
 
 
 @dataclass(frozen=True)
 class Case:
-    """Pairs of layouts of one tensor on one mesh: all of them, or `sample` drawn by a fixed seed."""
+    """Pairs of layouts of one tensor on one mesh: all of them, or a fixed random sample."""
 
     mesh_shape: Sizes
     shape: Sizes
@@ -197,12 +197,12 @@ class Case:
         return f"{'x'.join(map(str, self.mesh_shape))}-{'x'.join(map(str, self.shape)) or '0d'}-{''.join(self.tokens)}"
 
     def pairs(self, partial: bool | None = None) -> list[tuple[str, str]]:
-        """(source, target); with `partial` only those where a layout is partial, or only those where none is."""
+        """The (source, target) pairs: all, those with a partial layout (True), or those without (False)."""
         texts = list(layout_texts(len(self.mesh_shape), self.tokens))
-        found = list(product(texts, texts))
-        if self.sample is not None and self.sample < len(found):
-            found = Random(str(self)).sample(found, self.sample)
-        return [pair for pair in found if partial is None or ("P" in pair[0] + pair[1]) == partial]
+        pairs = list(product(texts, texts))
+        if self.sample is not None and self.sample < len(pairs):
+            pairs = Random(str(self)).sample(pairs, self.sample)
+        return [pair for pair in pairs if partial is None or ("P" in pair[0] + pair[1]) == partial]
 
 
 SHAPES: tuple[Sizes, ...] = (

@@ -1,4 +1,4 @@
-"""What `explain()` prints, as golden files. `python tests/planner/test_explain.py` writes them anew."""
+"""Golden files of `explain()`. `python tests/planner/test_explain.py` rewrites them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ON_NODES: dict[str, tuple] = {
     "transpose_over_nodes": (Mesh((4, 8), ("node", "gpu")), (512, 512), "bfloat16", "S0 S0", "S1 S1"),
 }
 TRAINER, GENERATOR = Mesh((2, 8), ("dp", "tp")), Mesh((8,), ranks=range(16, 24))
-BETWEEN_MESHES: dict[str, tuple] = {
+CROSS_MESH: dict[str, tuple] = {
     "gradient_to_another_mesh": (Mesh((2, 2)), (8, 6), "float32", "P S0", "S0", Mesh((3,), ranks=(2, 3, 4)), None),
     "weights_to_a_generator": (
         TRAINER,
@@ -50,12 +50,12 @@ BETWEEN_MESHES: dict[str, tuple] = {
         NVLINK_INFINIBAND,
     ),
 }
-NAMES = [*REQUESTS, *ON_NODES, *BETWEEN_MESHES]
+NAMES = [*REQUESTS, *ON_NODES, *CROSS_MESH]
 
 
 def explained(name: str) -> str:
-    if name in BETWEEN_MESHES:
-        *request, target_mesh, topology = BETWEEN_MESHES[name]
+    if name in CROSS_MESH:
+        *request, target_mesh, topology = CROSS_MESH[name]
     else:
         request, topology = (ON_NODES[name], NVLINK_INFINIBAND) if name in ON_NODES else (REQUESTS[name], None)
         target_mesh = None

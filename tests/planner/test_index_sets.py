@@ -16,7 +16,7 @@ pytestmark = pytest.mark.plan
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 40), st.integers(0, 7), st.integers(1, 9))
-def test_cut_is_torch_chunk(extent: int, start: int, parts: int) -> None:
+def test_cut_matches_torch_chunk(extent: int, start: int, parts: int) -> None:
     chunks = list(torch.arange(start, start + extent).chunk(parts))
     chunks += [torch.empty(0, dtype=torch.long)] * (parts - len(chunks))
     for index, chunk in enumerate(chunks):
@@ -42,7 +42,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str]
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cut_tensors())
-def test_held_box_holds_the_oracles_indices(case: tuple[tuple[int, ...], tuple[int, ...], str]) -> None:
+def test_held_box_matches_oracle(case: tuple[tuple[int, ...], tuple[int, ...], str]) -> None:
     mesh_shape, shape, text = case
     mesh, layout = Mesh(mesh_shape), Layout.parse(text)
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -53,7 +53,7 @@ def test_held_box_holds_the_oracles_indices(case: tuple[tuple[int, ...], tuple[i
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 30), st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple), st.data())
-def test_cells_meeting_finds_every_cell_that_meets(extent: int, sizes: tuple[int, ...], data: st.DataObject) -> None:
+def test_cells_meeting_exact_for_plain_cuts(extent: int, sizes: tuple[int, ...], data: st.DataObject) -> None:
     low = data.draw(st.integers(0, extent))
     high = data.draw(st.integers(low, extent))
     mesh = Mesh(sizes or (1,))
@@ -71,7 +71,7 @@ parts = st.lists(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.in
 
 
 def indices(extent: int, cuts: list[tuple[int, int, int]]) -> torch.Tensor:
-    """By cutting a tensor of indices with torch.chunk."""
+    """The indices that are left after cutting with torch.chunk."""
     held = torch.arange(extent)
     for number, split, index in cuts:
         pieces = [piece.chunk(number) for piece in held.chunk(split)]
@@ -81,7 +81,7 @@ def indices(extent: int, cuts: list[tuple[int, int, int]]) -> torch.Tensor:
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.integers(0, 60), parts)
-def test_strided_cuts_leave_what_torch_chunk_leaves(extent: int, cuts: list[tuple[int, int, int]]) -> None:
+def test_held_spans_match_torch_chunk(extent: int, cuts: list[tuple[int, int, int]]) -> None:
     spans = held_spans(extent, tuple(cuts))
     found = [i for low, high in spans.tolist() for i in range(low, high)]
     assert found == indices(extent, cuts).tolist()
@@ -90,7 +90,7 @@ def test_strided_cuts_leave_what_torch_chunk_leaves(extent: int, cuts: list[tupl
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.integers(0, 60), parts, parts)
-def test_common_runs_are_what_both_hold(
+def test_common_runs_match_intersection(
     extent: int, held: list[tuple[int, int, int]], wanted: list[tuple[int, int, int]]
 ) -> None:
     a, b = indices(extent, held), indices(extent, wanted)
@@ -106,8 +106,8 @@ def test_common_runs_are_what_both_hold(
     assert found == sorted(set(a.tolist()) & set(b.tolist()))
 
 
-def test_runs_are_few_where_spans_are_many() -> None:
-    """A strided shard that a view made has thousands of spans, and a table of them would be as long."""
+def test_common_runs_compact_for_many_spans() -> None:
+    """A strided shard of a view may have thousands of spans."""
     assert len(held_spans(1 << 20, ((4, 1 << 12, 1),))) == 1 << 12
     assert len(common_runs(1 << 20, ((4, 1 << 12, 1),), ((4, 1, 2),))) == 1
     assert len(common_runs(1 << 20, ((4, 1 << 12, 1),), ((2, 1 << 13, 0),))) <= 2

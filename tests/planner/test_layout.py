@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(layouts())
-def test_parse_reads_what_str_writes(layout: Layout) -> None:
+def test_parse_inverts_str(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
     assert hash(Layout.parse(str(layout))) == hash(layout)
 
@@ -64,19 +64,19 @@ def test_parse_keeps_tokens_and_orders(mesh_dims: int) -> None:
         ("S12 R", "S12 R"),
     ],
 )
-def test_parse_writes_one_form(text: str, canonical: str) -> None:
+def test_parse_canonical_form(text: str, canonical: str) -> None:
     assert str(Layout.parse(text)) == canonical
     assert Layout.parse(text) == Layout.parse(canonical)
 
 
-def test_order_names_the_first_cut_first() -> None:
+def test_order_first_cut_first() -> None:
     layout = Layout.parse("S0 S0 S1 @ 0:1,0")
     assert (layout.order(0), layout.order(1), layout.order(2)) == ((1, 0), (2,), ())
     assert Layout([Shard(0), Shard(0), Shard(1)], {0: [1, 0]}) == layout
     assert Layout([Shard(0), Shard(0), Shard(1)]) != layout
 
 
-def test_without_size_one_replicates_what_cuts_nothing() -> None:
+def test_without_size_one_replicates_size_one_dims() -> None:
     layout = Layout.parse("S0 S0 P S0 @ 0:3,1,0")
     assert layout.without_size_one((2, 1, 1, 2)) == Layout.parse("S0 R R S0 @ 0:3,0")
     assert layout.without_size_one((2, 2, 2, 2)) is layout
@@ -87,7 +87,7 @@ def test_without_size_one_replicates_what_cuts_nothing() -> None:
 
 
 def torch_order(tokens: tuple[str, ...], mesh_shape: tuple[int, ...]) -> dict[int, tuple[int, ...]] | None:
-    """torch's own reading of strided placements; only the sizes of a mesh are asked for."""
+    """The shard order that torch finds for strided placements."""
     placements: list = []
     for token in tokens:
         dim, _, factor = token[1:].partition("/")
@@ -101,9 +101,9 @@ def torch_order(tokens: tuple[str, ...], mesh_shape: tuple[int, ...]) -> dict[in
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 2), (2, 3), (2, 2, 2), (2, 3, 4), (4, 2, 1)], ids=str)
-def test_parse_decodes_strided_shards_as_torch_does(mesh_shape: tuple[int, ...]) -> None:
+def test_parse_strided_shards_match_torch(mesh_shape: tuple[int, ...]) -> None:
     choices = ("R", "S0", "S1", "S0/2", "S0/3", "S0/4", "S0/6", "S0/8", "S1/2")
-    decoded = kept = 0
+    decoded = unchanged = 0
     for tokens in product(choices, repeat=len(mesh_shape)):
         if not any("/" in token for token in tokens):
             continue
@@ -112,15 +112,15 @@ def test_parse_decodes_strided_shards_as_torch_does(mesh_shape: tuple[int, ...])
         assert Layout.parse(str(layout), mesh_shape) == Layout.parse(str(layout)) == layout
         if expected is None:
             assert layout.strided_dims
-            kept += 1
+            unchanged += 1
         else:
             assert dict(layout.orders) == expected, tokens
             assert not layout.strided_dims
             decoded += 1
-    assert decoded and kept
+    assert decoded and unchanged
 
 
-def test_a_strided_shard_may_be_kept_from_becoming_an_order() -> None:
+def test_parse_own_strided_shard_is_kept() -> None:
     layout = Layout.parse("S0//2 S0", (2, 2))
     assert layout.placements == (StridedShard(0, 2, own=True), Shard(0)) and str(layout) == "S0//2 S0"
     assert layout.order(0) == (0, 1) and layout.cuts(0) == ((0, 2), 1)
@@ -128,18 +128,18 @@ def test_a_strided_shard_may_be_kept_from_becoming_an_order() -> None:
     assert Layout.parse("S0/2 S0") == Layout((StridedShard(0, 2), Shard(0)))
 
 
-def test_a_strided_shard_of_its_own_may_have_an_order() -> None:
+def test_parse_own_strided_shard_with_order() -> None:
     text = "S0 S0//3 S0 @ 0:1,0,2"
     layout = Layout.parse(text, (2, 2, 2))
     assert str(layout) == text and layout.cuts(0) == ((1, 3), 0, 2) and layout.decoded((2, 2, 2)) == layout
     thirds = torch.arange(31).chunk(3)
     second = torch.cat([third.chunk(2)[1] for third in thirds])
-    # Of the rank at (0, 1, 1): by the middle mesh dim first, then the first, then the last.
+    # The shard at (0, 1, 1), cut by the middle mesh dim, then the first, then the last.
     assert oracle.held_indices((2, 2, 2), (31,), text)[3].equal(second.chunk(2)[0].chunk(2)[1])
 
 
-def test_decoded_holds_what_torch_splits() -> None:
-    # FSDP over a mesh dim of 4, tensor parallel over 2: the right one cuts first.
+def test_decoded_fsdp_with_tensor_parallel() -> None:
+    # FSDP over a mesh dim of 4, tensor parallel over 2; the latter cuts first.
     layout = Layout.parse("S0/2 S0", (4, 2))
     assert layout == Layout.parse("S0 S0 @ 0:1,0")
     indices = oracle.held_indices((4, 2), (16,), str(layout))
@@ -148,12 +148,14 @@ def test_decoded_holds_what_torch_splits() -> None:
     assert all(indices[2 * i + j].equal(right[j].chunk(4)[i]) for i in range(4) for j in range(2))
 
 
-def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
+def test_parse_order_and_strided_shard_of_different_dims() -> None:
     layout = Layout.parse("S0/2 S0 S1 S1 @ 1:3,2", (2, 2, 2, 2))
     assert layout == Layout.parse("S0 S0 S1 S1 @ 0:1,0 1:3,2")
-    with pytest.raises(LayoutSyntaxError, match="tensor dim 0 is strided and has an order as well"):
+    with pytest.raises(
+        LayoutSyntaxError, match="tensor dim 0 has both a strided shard and an order; allowed: one of them"
+    ):
         Layout.parse("S0/2 S0 @ 0:1,0", (2, 2))
-    with pytest.raises(ArgumentError, match="tensor dim 0 is strided and has an order as well; give one"):
+    with pytest.raises(ArgumentError, match="tensor dim 0 has both a strided shard and an order; allowed: one of them"):
         Layout((StridedShard(0, 2), Shard(0)), {0: (1, 0)})
     with pytest.raises(ArgumentError, match="mesh dim 0 has split factor 0; allowed: 1 and up"):
         Layout((StridedShard(0, 0), Shard(0)))
@@ -182,29 +184,29 @@ def test_parse_takes_an_order_beside_a_strided_shard_of_another_dim() -> None:
         ("S0 S0 @ 0:1,", 8, ["'0:1,'", "<tensor dim>:<mesh dim>"]),
         ("S0 S0 @ 0:1, 0", 8, ["'0:1,'"]),
         ("S0 S0 @ 0:1,0 @ 0:0,1", 14, ["'@'"]),
-        ("S0 S0 @ 0:1,1", 8, ["1,1", "mesh dim twice"]),
+        ("S0 S0 @ 0:1,1", 8, ["1,1", "repeats a mesh dim"]),
         ("S0 S0 @ 0:1,0 0:0,1", 14, ["second order for tensor dim 0"]),
         ("S0 S0 @ 1:1,0", 8, ["tensor dim 1", "[]", "1,0"]),
         ("S0 R @ 0:1,0", 7, ["tensor dim 0", "[0]", "1,0"]),
         ("S0 S0 @ 0:2,0", 8, ["tensor dim 0", "[0, 1]", "2,0"]),
-        ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "not 1"]),
-        ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "not 0"]),
+        ("S0 S0 @ 0:1", 8, ["tensor dim 0", "[0, 1]", "order 1 of"]),
+        ("S0/2 S0 @ 1:0", 10, ["tensor dim 1", "[]", "order 0 of"]),
         ("S0 S0/0", 3, ["unknown token 'S0/0'"]),
         ("S0 S9999999999999999999", 4, ["a number of 19 digits", "allowed: up to 2**58"]),
         ("S0/9999999999999999999 R", 3, ["a number of 19 digits"]),
         ("R S0 @ 0:9999999999999999999", 7, ["a number of 19 digits"]),
         ("()", 0, ["no placements"]),
-        ("(Shard(dim=0), Shard)", 15, ["no placement; allowed: Replicate(), Shard(dim), Partial(op)"]),
-        ("[Shard(0), Shard(-1)]", 17, ["counted from the last", "allowed: 0 and up"]),
-        ("S(0)Q", 4, ["no placement"]),
+        ("(Shard(dim=0), Shard)", 15, ["not a placement; allowed: Replicate(), Shard(dim), Partial(op)"]),
+        ("[Shard(0), Shard(-1)]", 17, ["negative tensor dim", "allowed: 0 and up"]),
+        ("S(0)Q", 4, ["not a placement"]),
         ("P(norm)R", 2, ["unknown op 'norm'", "sum, avg, max, min, prod"]),
-        ("S(0)[0]S(0)[0]", 12, ["a second place 0 for tensor dim 0"]),
-        ("S(0)[0]S(0)", 0, ["tensor dim 0 is cut by mesh dims [0, 1], not 0"]),
-        ("R[0]S(0)", 2, ["a place in an order; allowed: of a shard"]),
+        ("S(0)[0]S(0)[0]", 12, ["second index 0 in the order of tensor dim 0"]),
+        ("S(0)[0]S(0)", 0, ["order 0 of tensor dim 0; allowed: a permutation of mesh dims [0, 1]"]),
+        ("R[0]S(0)", 2, ["index in an order; allowed: after a shard only"]),
         ("S(9999999999999999999)", 2, ["a number of 19 digits"]),
     ],
 )
-def test_parse_refuses_with_a_caret(text: str, caret: int, parts: list[str]) -> None:
+def test_parse_invalid_text(text: str, caret: int, parts: list[str]) -> None:
     with pytest.raises(LayoutSyntaxError) as error:
         Layout.parse(text)
     lines = str(error.value).split("\n")
@@ -216,7 +218,7 @@ def test_parse_refuses_with_a_caret(text: str, caret: int, parts: list[str]) -> 
 @pytest.mark.parametrize(
     "text", ["S" + "9" * 5000, "R " * 3000 + "X", "é" * 9000, "R " * 6000, "S0\nR\tX"], ids=range(5)
 )
-def test_what_is_said_of_a_long_text_is_short(text: str) -> None:
+def test_parse_error_of_long_text_is_short(text: str) -> None:
     with pytest.raises(LayoutSyntaxError) as error:
         Layout.parse(text)
     reason, line, caret = str(error.value).split("\n")
@@ -238,20 +240,20 @@ def as_torch_prints(placement: object) -> Any:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_parse_reads_what_torch_prints(number: int) -> None:
+def test_parse_torch_forms(number: int) -> None:
     for placements in product(TORCHS, repeat=number):
         if len({p.op for p in placements if isinstance(p, Partial)}) > 1:
             continue
         theirs = tuple(map(as_torch_prints, placements))
         wanted = Layout(placements)
-        # A lone "R" or "P" is a text of the own form, which says the same.
+        # A lone "R" or "P" is also in the form of str(layout), with the same meaning.
         for text in (str(theirs), str(list(theirs)), "".join(map(str, theirs)), ", ".join(map(repr, theirs))):
             assert Layout.parse(text) == wanted, text
         spec = DTensorSpec.format_shard_order_str(theirs, None)
         assert Layout.parse(f"Spec(f32[8, 8, 8]({spec}))") == wanted
 
 
-def test_parse_reads_the_shard_order_that_torch_prints() -> None:
+def test_parse_torch_shard_order() -> None:
     theirs = tuple(map(torch_types.Shard, (1, 0, 1, 0, 1)))
     order = (ShardOrderEntry(0, (3, 1)), ShardOrderEntry(1, (2, 4, 0)))
     text = DTensorSpec.format_shard_order_str(theirs, order)
@@ -266,8 +268,8 @@ def test_parse_reads_the_shard_order_that_torch_prints() -> None:
         assert Layout.parse(text) == Layout.parse("Pavg S1")
 
 
-def test_parse_refuses_a_strided_layout_of_another_length() -> None:
-    with pytest.raises(LayoutSyntaxError, match="2 placements for a mesh of 3 dims"):
+def test_parse_strided_layout_of_wrong_length() -> None:
+    with pytest.raises(LayoutSyntaxError, match="2 placements; allowed: 3, one per mesh dim"):
         Layout.parse("S0/2 S0", (2, 2, 2))
 
 
@@ -277,25 +279,25 @@ def test_parse_refuses_a_strided_layout_of_another_length() -> None:
         ([Shard(-1)], None, ["mesh dim 0", "tensor dim -1", "allowed: 0 and up"]),
         ([Replicate(), Partial("mean")], None, ["mesh dim 1", "'mean'", "allowed: sum, avg, max, min, prod"]),
         ([Replicate(), "S0"], None, ["mesh dim 1", "'S0'", "allowed: Replicate, Shard, Partial"]),
-        ([Shard(0), Shard(0)], {0: (1, 1)}, ["tensor dim 0", "(1, 1)", "mesh dim twice"]),
+        ([Shard(0), Shard(0)], {0: (1, 1)}, ["tensor dim 0", "(1, 1)", "repeats a mesh dim"]),
         ([Shard(0), Shard(0)], {0: (1,)}, ["tensor dim 0", "(1,)", "(0, 1)", "allowed: a permutation"]),
         ([Shard(0), Replicate()], {0: (1, 0)}, ["tensor dim 0", "(1, 0)", "(0,)"]),
         ([Shard(0), Shard(0)], {1: (0, 1)}, ["tensor dim 1", "(0, 1)", "()"]),
     ],
 )
-def test_layout_refuses(placements: list, orders: dict | None, parts: list[str]) -> None:
+def test_layout_invalid_arguments(placements: list, orders: dict | None, parts: list[str]) -> None:
     with pytest.raises(ArgumentError) as error:
         Layout(placements, orders)
     assert [part for part in parts if part not in str(error.value)] == []
 
 
-def test_layout_refuses_mixed_ops_but_sum_with_avg() -> None:
+def test_layout_mixed_partial_ops() -> None:
     assert str(Layout.parse("P Pavg")) == "P Pavg"
     for a, b in product(("sum", "avg", "max", "min", "prod"), repeat=2):
         if a == b or {a, b} == {"sum", "avg"}:
             assert Layout([Partial(a), Partial(b)]).has_partial
         else:
-            with pytest.raises(UnsupportedError, match="do not mix; only sum with avg does") as error:
+            with pytest.raises(UnsupportedError, match="do not mix; allowed: one op, or sum and avg") as error:
                 Layout([Partial(a), Partial(b)])
             assert repr(a) in str(error.value) and repr(b) in str(error.value)
 
@@ -308,7 +310,7 @@ def test_layout_refuses_mixed_ops_but_sum_with_avg() -> None:
         ("R S0", (2, 2), 0, ["src", "mesh dim 1", "tensor dim 0", "no dims"]),
     ],
 )
-def test_check_refuses(text: str, mesh_shape: tuple[int, ...], ndim: int, parts: list[str]) -> None:
+def test_check_invalid_layouts(text: str, mesh_shape: tuple[int, ...], ndim: int, parts: list[str]) -> None:
     with pytest.raises(ArgumentError) as error:
         Layout.parse(text).check(mesh_shape, ndim, "src")
     assert [part for part in parts if part not in str(error.value)] == []

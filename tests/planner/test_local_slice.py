@@ -1,4 +1,4 @@
-"""Requests by which every rank keeps a part of what it holds."""
+"""Requests in which every rank keeps a slice of its shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES: tuple[Sizes, ...] = ((7, 5), (1, 4), (0, 3), (12, 8))
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 3), (2, 1), (2, 2, 2)], ids=str)
-def test_local_slice_is_the_part_that_the_oracle_gives(mesh_shape: Sizes) -> None:
+def test_local_slice_matches_oracle(mesh_shape: Sizes) -> None:
     texts = list(layout_texts(len(mesh_shape), ("R", "S0", "S1")))
     sliced = 0
     for source, target in itertools.product(texts, repeat=2):
@@ -33,14 +33,14 @@ def test_local_slice_is_the_part_that_the_oracle_gives(mesh_shape: Sizes) -> Non
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
-def test_local_slice_is_found_wherever_shards_are_only_cut_further(mesh_shape: Sizes) -> None:
+def test_local_slice_found_for_local_steps(mesh_shape: Sizes) -> None:
     for source, target in itertools.product(layout_texts(len(mesh_shape), ("R", "S0", "S1")), repeat=2):
         planner = planner_of(mesh_shape, 2, "float32", source, target, rank=0)
-        steps = planner.program((64, 64)).steps  # even, so that nothing stays by chance
+        steps = planner.program((64, 64)).steps  # even sizes, so that no exchange happens to be local
         assert (planner.local_slice is not None) == (len(steps) == 1 and type(steps[0]) is Local), (source, target)
 
 
 @pytest.mark.parametrize("source,target", [("P", "S0"), ("R", "P"), ("S0/2 R", "S0/2 S1"), ("S0", "P"), ("Pavg", "R")])
-def test_local_slice_is_none_where_values_are_computed_or_shards_are_strided(source: str, target: str) -> None:
+def test_local_slice_none_if_reduced_or_strided(source: str, target: str) -> None:
     mesh_shape = (2,) * len(source.split())
     assert planner_of(mesh_shape, 2, "float32", source, target, rank=0).local_slice is None

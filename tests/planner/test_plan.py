@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from box_checks import (
     BOX_COLUMNS,
-    assert_boxes_tile_the_target_and_lie_with_their_senders,
-    assert_is_its_part_of_the_whole,
+    assert_boxes_match_oracle,
+    assert_matches_program_of_all,
 )
 
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.plan
 
 @pytest.fixture(scope="module", params=oracle.EXHAUSTIVE + oracle.SAMPLED, ids=str)
 def case(request: pytest.FixtureRequest) -> oracle.Case:
-    """Module scope: tests run case by case, so that every program is planned once."""
+    """Module scope, so that tests run case by case and every program is planned once."""
     return request.param
 
 
@@ -45,7 +45,7 @@ def programs(case: oracle.Case, dtype: str = "float32") -> list[Program]:
     return [plan(case.mesh_shape, case.shape, dtype, *pair) for pair in case.pairs()]
 
 
-def test_plan_without_partial_is_one_exchange_of_the_bound(case: oracle.Case) -> None:
+def test_plan_without_partial_meets_bound_in_one_exchange(case: oracle.Case) -> None:
     for source, target in case.pairs(partial=False):
         program = plan(case.mesh_shape, case.shape, "float32", source, target)
         bound = [4 * n for n in oracle.bound_elements(case.mesh_shape, case.shape, source, target)]
@@ -57,7 +57,7 @@ def test_plan_without_partial_is_one_exchange_of_the_bound(case: oracle.Case) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
-def test_plan_with_partial_receives_the_stated_bytes(case: oracle.Case, dtype: str) -> None:
+def test_plan_with_partial_bytes_match_oracle(case: oracle.Case, dtype: str) -> None:
     itemsize = {"float32": 4, "int64": 8}[dtype]
     for source, target in case.pairs(partial=True):
         program = plan(case.mesh_shape, case.shape, dtype, source, target)
@@ -75,19 +75,19 @@ def test_plan_with_partial_receives_the_stated_bytes(case: oracle.Case, dtype: s
 
 
 def cheapest_known(case: oracle.Case, source: str, target: str) -> int:
-    """The most elements that a rank receives, directly or with every ending partial scattered over a dim first."""
+    """The elements that a rank receives at most on the best of two kinds of paths: direct, or reduce-scatter first."""
     a, b = oracle.read(source), oracle.read(target)
-    ended = [m for m in a.partial_dims if b.tokens[m] != a.tokens[m]]
-    routes = [(source, target)]
+    reduced = [m for m in a.partial_dims if b.tokens[m] != a.tokens[m]]
+    paths = [(source, target)]
     for dim in range(len(case.shape)):
-        if case.shape[dim] > 1 and ended:
-            tokens = [f"S{dim}" if m in ended else token for m, token in enumerate(a.tokens)]
-            orders = a.orders | {dim: (*a.orders.get(dim, ()), *ended)}
+        if case.shape[dim] > 1 and reduced:
+            tokens = [f"S{dim}" if m in reduced else token for m, token in enumerate(a.tokens)]
+            orders = a.orders | {dim: (*a.orders.get(dim, ()), *reduced)}
             odd = " ".join(f"{d}:{','.join(map(str, o))}" for d, o in sorted(orders.items()))
-            routes.append((source, f"{' '.join(tokens)} @ {odd}", target))
+            paths.append((source, f"{' '.join(tokens)} @ {odd}", target))
     costs = []
-    for route in routes:
-        legs = zip(route, route[1:], strict=False)
+    for path in paths:
+        legs = zip(path, path[1:], strict=False)
         per_leg = np.array([oracle.step_elements(case.mesh_shape, case.shape, *leg, True) for leg in legs])
         costs.append(int(per_leg.sum(axis=0).max()))
     return min(costs)
@@ -95,43 +95,43 @@ def cheapest_known(case: oracle.Case, source: str, target: str) -> int:
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(32,), (32, 16), (16, 16, 16)], ids=str)
-def test_plan_with_partial_is_near_the_cheapest_known(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_plan_with_partial_near_fewest_bytes(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     case = oracle.Case(mesh_shape, shape, ("R", "P", "S0", "S1")[: 2 + min(len(shape), 2)])
     for source, target in case.pairs(partial=True):
         program = plan(mesh_shape, shape, "float32", source, target)
-        # Routes are priced by whole shards, what a rank holds of them included, so that no rank looks at the world.
+        # The planner counts whole shards, the part that a rank already holds included.
         assert max(program.bytes_received) <= 1.5 * 4 * cheapest_known(case, source, target), program.explain()
 
 
-def test_plan_boxes_tile_the_target_and_lie_with_their_senders(case: oracle.Case) -> None:
+def test_plan_boxes_match_oracle(case: oracle.Case) -> None:
     for program in programs(case):
-        assert_boxes_tile_the_target_and_lie_with_their_senders(program)
+        assert_boxes_match_oracle(program)
 
 
-def test_plan_steps_lead_from_source_to_target(case: oracle.Case) -> None:
+def test_plan_steps_connect_source_and_target(case: oracle.Case) -> None:
     for (source, target), program in zip(case.pairs(), programs(case), strict=True):
         assert (program.src, program.dst) == (Layout.parse(source), Layout.parse(target))
-        stops = [program.src.without_size_one(case.mesh_shape)]
+        layouts = [program.src.without_size_one(case.mesh_shape)]
         for step in program.steps:
-            assert step.source == stops[-1]
-            stops.append(step.target)
+            assert step.source == layouts[-1]
+            layouts.append(step.target)
             received = sum(step.boxes.elements_received(rank) for rank in program.ranks)
             assert isinstance(step, Exchange if received else Local), program.explain()
-        assert stops[-1] == program.dst.without_size_one(case.mesh_shape)
-        assert program.is_identity == (len(stops) == 1)
+        assert layouts[-1] == program.dst.without_size_one(case.mesh_shape)
+        assert program.is_identity == (len(layouts) == 1)
 
 
-def test_plan_of_one_rank_is_its_part_of_the_whole(case: oracle.Case) -> None:
+def test_plan_of_one_rank_matches_plan_of_all(case: oracle.Case) -> None:
     size = math.prod(case.mesh_shape)
     for number, ((source, target), whole) in enumerate(zip(case.pairs(), programs(case), strict=True)):
-        # Every rank of small meshes; of others two per pair, another two for the next.
+        # All ranks of small meshes; two ranks per pair of larger ones, varying over pairs.
         for rank in range(size) if size <= 4 else {number % size, (3 * number + 1) % size}:
             alone = plan(case.mesh_shape, case.shape, "float32", source, target, rank=rank)
             assert alone.ranks == (rank,)
-            assert_is_its_part_of_the_whole(alone, whole)
+            assert_matches_program_of_all(alone, whole)
 
 
-def test_peak_bytes_hold_input_output_and_what_lies_between(case: oracle.Case) -> None:
+def test_peak_bytes_include_intermediates(case: oracle.Case) -> None:
     for program in programs(case):
         for rank, peak in zip(program.ranks, program.peak_bytes, strict=True):
             source, target = (program.local_bytes(layout, rank) for layout in (program.src, program.dst))
@@ -147,7 +147,7 @@ def test_peak_bytes_hold_input_output_and_what_lies_between(case: oracle.Case) -
                 assert peak <= source + sum(after) + sum(n * m for n, m in zip(after, terms, strict=True))
 
 
-def test_program_survives_json(case: oracle.Case) -> None:
+def test_program_json_round_trip(case: oracle.Case) -> None:
     for program in programs(case)[::7]:
         text = program.to_json()
         again = Program.from_json(text)
@@ -176,7 +176,7 @@ def test_program_survives_json(case: oracle.Case) -> None:
         *(("complex64", op) for op in ("", "avg")),
     ],
 )
-def test_program_survives_json_with_every_fill(dtype: str, op: str) -> None:
+def test_program_json_round_trip_of_fills(dtype: str, op: str) -> None:
     program = plan(Mesh((2, 2), ("a", "b"), (3, 2, 1, 0)), (5, 4), dtype, "S0 R", f"P{op} S1", rank=1)
     again = Program.from_json(program.to_json())
     assert again.to_json() == program.to_json()
@@ -184,7 +184,7 @@ def test_program_survives_json_with_every_fill(dtype: str, op: str) -> None:
     assert type(again.steps[0].fill) is type(program.steps[0].fill)
 
 
-def test_to_dict_has_the_keys_of_the_command_line() -> None:
+def test_to_dict_has_totals() -> None:
     data = json.loads(plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0").to_json())
     assert {"steps", "exchanges", "bytes_received", "bytes_bound", "peak_bytes"} <= set(data)
     assert data["exchanges"] == 1 and data["bytes_received"] == data["bytes_bound"]
@@ -194,7 +194,7 @@ def test_to_dict_has_the_keys_of_the_command_line() -> None:
 
 
 def loads(program: Program) -> dict[tuple, list[int]]:
-    """Per set of equal holders: the elements that each of them serves to others."""
+    """For each set of equal holders, the elements that each of them sends to other ranks."""
     places = oracle.coordinates(program.mesh.shape)
     step = program.steps[0]
     assert isinstance(step, Exchange)
@@ -223,7 +223,7 @@ def loads(program: Program) -> dict[tuple, list[int]]:
     ],
     ids=str,
 )
-def test_plan_spreads_the_load_over_equal_holders(
+def test_plan_balances_equal_holders(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: str, target: str
 ) -> None:
     program = plan(mesh_shape, shape, "float32", source, target)
@@ -233,7 +233,7 @@ def test_plan_spreads_the_load_over_equal_holders(
         assert max(served) <= math.ceil(boxes / len(served)) * box, (program.explain(), served)
 
 
-# The pairs on which torch moves many times the bound
+# Pairs on which torch receives many times the bound
 
 
 @pytest.mark.parametrize("mesh_shape", [(4, 4), (2, 8)], ids=str)
@@ -248,7 +248,9 @@ def test_plan_spreads_the_load_over_equal_holders(
         ("P P", "R R", 480),
     ],
 )
-def test_plan_is_not_wasteful(mesh_shape: tuple[int, ...], source: str, target: str, mebibytes: int | dict) -> None:
+def test_plan_bytes_of_known_pairs(
+    mesh_shape: tuple[int, ...], source: str, target: str, mebibytes: int | dict
+) -> None:
     program = plan(mesh_shape, (8192, 8192), "float32", source, target)
     received = max(program.bytes_received) / 2**20
     expected = mebibytes if isinstance(mebibytes, int) else mebibytes[mesh_shape]
@@ -259,7 +261,7 @@ def test_plan_is_not_wasteful(mesh_shape: tuple[int, ...], source: str, target: 
 # Arguments
 
 
-def test_plan_takes_texts_layouts_meshes_and_shapes() -> None:
+def test_plan_argument_types() -> None:
     a = plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")
     b = plan(Mesh((2, 2)), [8, 6], "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0"))
     assert a.to_json() == b.to_json()
@@ -267,14 +269,14 @@ def test_plan_takes_texts_layouts_meshes_and_shapes() -> None:
         assert plan((2, 2), (8,), "float32", given, "R R").src == Layout.parse("S0 S0 @ 0:1,0")
 
 
-def test_plan_on_a_mesh_with_ranks_is_in_positions() -> None:
+def test_plan_uses_positions_on_mesh_with_ranks() -> None:
     plain = plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")
     other = plan(Mesh((2, 2), ranks=(7, 5, 3, 1)), (8, 6), "float32", "S0 S1", "S1 S0")
     assert np.array_equal(plain.steps[0].boxes.sender, other.steps[0].boxes.sender)
     assert plain.digest != other.digest
 
 
-def test_digest_differs_for_every_other_request() -> None:
+def test_digest_unique_per_request() -> None:
     requests: list[tuple] = [
         ((2, 2), (8, 6), "float32", "S0 S1", "S1 S0"),
         ((4,), (8, 6), "float32", "S0", "S1"),
@@ -298,8 +300,8 @@ def test_digest_differs_for_every_other_request() -> None:
         (((2, 2), (), "float32", "R R", "R S0"), ArgumentError, ["dst", "mesh dim 1", "tensor dim 0", "no dims"]),
         (((2, 2), (8,), "float32", "R", "R R"), ArgumentError, ["src", "1 placements", "(2, 2)", "allowed: one each"]),
         (((2, 2), (8,), "float32", "R R", "R R R"), ArgumentError, ["dst", "3 placements", "(2, 2)"]),
-        (((2, 2), (8,), "float32", "S0 S0 @ 0:1,1", "R R"), LayoutSyntaxError, ["mesh dim twice", "^"]),
-        (((2, 2), (8,), "float32", "S0 S0", "S0 S0 @ 0:0,0"), LayoutSyntaxError, ["mesh dim twice", "^"]),
+        (((2, 2), (8,), "float32", "S0 S0 @ 0:1,1", "R R"), LayoutSyntaxError, ["repeats a mesh dim", "^"]),
+        (((2, 2), (8,), "float32", "S0 S0", "S0 S0 @ 0:0,0"), LayoutSyntaxError, ["repeats a mesh dim", "^"]),
         (((2, 2), (8,), "float32", "S0 Q", "R R"), LayoutSyntaxError, ["'Q'", "^"]),
         (((2, 2), (8,), "float99", "R R", "R R"), ArgumentError, ["dtype", "'float99'", "allowed", "bfloat16"]),
         (((2, 2), (8, -1), "float32", "R R", "R R"), ArgumentError, ["shape", "(8, -1)", "allowed: 0 and up"]),
@@ -319,7 +321,7 @@ def test_digest_differs_for_every_other_request() -> None:
         (((2, 2), (8,), "float32", "S0/2 S0 @ 0:1,0", "R R"), LayoutSyntaxError, ["tensor dim 0", "strided", "^"]),
     ],
 )  # fmt: skip
-def test_plan_refuses(arguments: tuple, error: type[Exception], parts: list[str]) -> None:
+def test_plan_invalid_arguments(arguments: tuple, error: type[Exception], parts: list[str]) -> None:
     with pytest.raises(error) as caught:
         plan(*arguments)
     assert [part for part in parts if part not in str(caught.value)] == []
@@ -339,9 +341,7 @@ def test_plan_refuses(arguments: tuple, error: type[Exception], parts: list[str]
         ("P P R", "R R R", 4096),
     ],
 )
-def test_plan_of_one_rank_takes_room_by_its_peers(
-    source: str, target: str, peers: int, topology: Topology | None
-) -> None:
+def test_plan_of_one_rank_memory(source: str, target: str, peers: int, topology: Topology | None) -> None:
     tracemalloc.start()
     try:
         program = plan((16, 64, 64), (65537, 4097), "bfloat16", source, target, rank=12345, topology=topology)
@@ -353,17 +353,17 @@ def test_plan_of_one_rank_takes_room_by_its_peers(
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_plan_refuses_a_rank_outside_the_mesh(rank: int) -> None:
+def test_plan_rank_out_of_range(rank: int) -> None:
     with pytest.raises(ArgumentError, match=rf"rank: position {rank} is outside the mesh \(2, 2\); allowed: 0..3"):
         plan((2, 2), (8,), "float32", "R R", "S0 R", rank=rank)
 
 
-def test_plan_keeps_a_partial_product_that_does_not_change() -> None:
+def test_plan_unchanged_partial_product() -> None:
     program = plan((2, 2), (8,), "float32", "Pprod R", "Pprod S0")
     assert program.bytes_received == [0] * 4 and program.exchanges == 0
 
 
-def test_check_local_shape_names_what_fits() -> None:
+def test_check_local_shape_message() -> None:
     program = plan((2, 2), (5, 6), "float32", "S0 S1", "R R")
     assert [program.local_shape(program.src, rank) for rank in range(4)] == [(3, 3), (3, 3), (2, 3), (2, 3)]
     check_local_shape(program, 2, (2, 3))
@@ -375,13 +375,13 @@ def test_check_local_shape_names_what_fits() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e8m0fnu", "complex32"])
-def test_dtypes_that_are_only_moved(dtype: str) -> None:
+def test_plan_dtypes_without_reduction(dtype: str) -> None:
     assert plan((2, 2), (5, 7), dtype, "S0 S1", "S1 R").bytes_bound is not None
     for source, target in (("P R", "R R"), ("P S0", "S0 S0")):
-        with pytest.raises(UnsupportedError, match=f"dtype: {dtype} is moved, not reduced; allowed .*float32"):
+        with pytest.raises(UnsupportedError, match=f"dtype: {dtype} can be moved but not reduced; allowed .*float32"):
             plan((2, 2), (5, 7), dtype, source, target)
     if dtype == "float8_e8m0fnu":
-        with pytest.raises(UnsupportedError, match="no identity of 'sum'"):
+        with pytest.raises(UnsupportedError, match="cannot represent the identity of 'sum'"):
             plan((2, 2), (5, 7), dtype, "S0 R", "P R")
 
 
@@ -396,7 +396,7 @@ def test_dtypes_that_are_only_moved(dtype: str) -> None:
         (((2, 2), (2**62, 8), "float32", "S0 R", "R R"), r"shape: .* has more than 2\*\*58 elements"),
     ],
 )
-def test_errors_name_the_argument(arguments: tuple, text: str) -> None:
+def test_plan_errors_name_argument(arguments: tuple, text: str) -> None:
     with pytest.raises((ArgumentError, UnsupportedError), match=text):
         plan(*arguments)
 
@@ -414,12 +414,12 @@ def test_errors_name_the_argument(arguments: tuple, text: str) -> None:
         lambda: Mesh((2, 2), names=([], [])),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_named(make: Callable[[], object]) -> None:
+def test_layout_and_mesh_wrong_types(make: Callable[[], object]) -> None:
     with pytest.raises(ArgumentError, match="^(layout|mesh): .*allowed: "):
         make()
 
 
-def test_receivers_contribute_is_never_said_of_others(case: oracle.Case) -> None:
+def test_receivers_contribute_implies_own_term(case: oracle.Case) -> None:
     for program in programs(case):
         for step in program.steps:
             if step.reduce is not None and isinstance(step, Exchange) and step.receivers_contribute:
@@ -428,7 +428,7 @@ def test_receivers_contribute_is_never_said_of_others(case: oracle.Case) -> None
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "said"),
+    ("source", "target", "expected"),
     [
         ("P S0", "S0/2 S0", True),
         ("P S0", "S0 S0", False),
@@ -438,14 +438,16 @@ def test_receivers_contribute_is_never_said_of_others(case: oracle.Case) -> None
         ("P P", "R P", True),
     ],
 )
-def test_receivers_contribute(source: str, target: str, said: bool) -> None:
+def test_receivers_contribute(source: str, target: str, expected: bool) -> None:
     first = plan((2, 2), (8, 8), "float32", source, target).steps[0]
-    assert first.reduce is not None and first.receivers_contribute == said
+    assert first.reduce is not None and first.receivers_contribute == expected
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (7, 3), (4096, 1024)], ids=str)
-def test_plan_reduces_between_two_ranks_in_one_exchange_of_as_many_bytes(shape: tuple[int, ...]) -> None:
+def test_plan_all_reduce_of_two_ranks_in_one_exchange(shape: tuple[int, ...]) -> None:
     program = plan((2,), shape, "float32", "P", "R")
     assert program.exchanges == 1
     assert program.bytes_received == [4 * math.prod(shape)] * 2
-    assert plan((4,), shape, "float32", "P", "R").exchanges == 2, "among more ranks a stop brings fewer bytes"
+    assert plan((4,), shape, "float32", "P", "R").exchanges == 2, (
+        "with more ranks a reduce-scatter first receives fewer bytes"
+    )

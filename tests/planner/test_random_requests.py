@@ -1,4 +1,4 @@
-"""Random requests, on which the planner and the brute-force oracle must not disagree."""
+"""Plans of random requests against the brute-force oracle."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import brute_force_oracle as oracle
 import pytest
-from box_checks import assert_boxes_tile_the_target_and_lie_with_their_senders, assert_is_its_part_of_the_whole
+from box_checks import assert_boxes_match_oracle, assert_matches_program_of_all
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Link, Mesh, Topology, plan
-from shardweave.planner.cost import price
-from shardweave.planner.exchange import Change
+from shardweave.planner.cost import step_price
+from shardweave.planner.exchange import LayoutChange
 
 pytestmark = pytest.mark.plan
 
@@ -27,7 +27,7 @@ TOPOLOGIES = [
     replace(NVLINK_INFINIBAND, name="slow network", node_size=4, network=SLOW),
     Topology("all two-sided", 2, SLOW, SLOW, 1000.0),
 ]
-# Partial ops that a request may have, by dtype: averages are of floats, and only sum and average mix.
+# Partial ops that a request may have, by dtype. Only floats have averages, and only sum and avg mix.
 OPS = {
     "float32": (("P", "Pavg"), ("Pmax",), ("Pmin",)),
     "bfloat16": (("P", "Pavg"), ("Pmax",), ("Pmin",)),
@@ -35,7 +35,7 @@ OPS = {
     "bool": (("P",), ("Pmax",), ("Pmin",)),
     "complex64": (("P", "Pavg"),),
 }
-_MOST_RANKS, _MOST_ELEMENTS = 16, 400
+_MAX_RANKS, _MAX_ELEMENTS = 16, 400
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class Request:
         return Mesh(self.mesh_shape, ranks=self.ranks)
 
 
-def bounded(draw: st.DrawFn, sizes: st.SearchStrategy[int], least: int, most_product: int) -> tuple[int, ...]:
-    """Up to 4 sizes, later ones cut so that the product stays within `most_product`."""
-    found: list[int] = []
+def bounded(draw: st.DrawFn, sizes: st.SearchStrategy[int], least: int, max_product: int) -> tuple[int, ...]:
+    """Up to 4 sizes, clipped so that their product stays within `max_product`."""
+    sizes_drawn: list[int] = []
     for n in draw(st.lists(sizes, min_size=least, max_size=4)):
-        found.append(min(n, most_product // max(1, math.prod(found))))
-    return tuple(found)
+        sizes_drawn.append(min(n, max_product // max(1, math.prod(sizes_drawn))))
+    return tuple(sizes_drawn)
 
 
 @st.composite
 def layout_texts(draw: st.DrawFn, mesh_dims: int, tokens: list[str]) -> str:
-    """Tokens and a shard order, by any draw."""
+    """A layout of random tokens and shard order."""
     chosen = " ".join(draw(st.lists(st.sampled_from(tokens), min_size=mesh_dims, max_size=mesh_dims)))
     cuts = oracle.read(chosen).orders.items()
     orders = {d: draw(st.permutations(order)) for d, order in cuts}
@@ -74,8 +74,8 @@ def layout_texts(draw: st.DrawFn, mesh_dims: int, tokens: list[str]) -> str:
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    mesh_shape = bounded(draw, st.integers(1, 8), 1, _MOST_RANKS)
-    shape = bounded(draw, st.integers(0, 17), 0, _MOST_ELEMENTS)
+    mesh_shape = bounded(draw, st.integers(1, 8), 1, _MAX_RANKS)
+    shape = bounded(draw, st.integers(0, 17), 0, _MAX_ELEMENTS)
     size = math.prod(mesh_shape)
     dtype = draw(st.sampled_from(sorted(OPS)))
     shards = [f"S{d}{split}" for d in range(len(shape)) for split in ("", "//2", "//3")]
@@ -97,10 +97,13 @@ def check(request: Request) -> None:
     arguments = (mesh, request.shape, request.dtype, request.source, request.target)
     program = plan(*arguments, topology=topology)
     floating = request.dtype not in ("int64", "bool")
-    finer = program.mesh.shape  # of two dims for one where a mesh dim runs through several nodes
+    mesh_shape = program.mesh.shape  # mesh dims that span several nodes are split in two
 
     by_step = [
-        [itemsize * n for n in oracle.step_elements(finer, request.shape, str(step.source), str(step.target), floating)]
+        [
+            itemsize * n
+            for n in oracle.step_elements(mesh_shape, request.shape, str(step.source), str(step.target), floating)
+        ]
         for step in program.steps
     ]
     assert program.bytes_received == ([sum(column) for column in zip(*by_step, strict=True)] or [0] * mesh.size)
@@ -111,58 +114,59 @@ def check(request: Request) -> None:
         assert program.bytes_bound == [itemsize * n for n in least], program.explain()
         if topology is None or not any(least):
             assert program.bytes_received == program.bytes_bound, program.explain()
-    assert_boxes_tile_the_target_and_lie_with_their_senders(program)
+    assert_boxes_match_oracle(program)
 
     alone = plan(*arguments, rank=request.rank, topology=topology)
-    assert_is_its_part_of_the_whole(alone, program)
+    assert_matches_program_of_all(alone, program)
     if topology is not None and program.steps:
-        a, b = (x.without_size_one(finer) for x in (program.src, program.dst))
-        direct = price(Change(program.mesh, request.dtype, a, b, topology.node_size), request.shape, topology)
+        a, b = (x.without_size_one(mesh_shape) for x in (program.src, program.dst))
+        direct = step_price(
+            LayoutChange(program.mesh, request.dtype, a, b, topology.node_size), request.shape, topology
+        )
         assert program.cost_us is not None and program.cost_us <= direct.us + 0.001 * len(program.steps) + 1e-9
 
 
-def forget() -> None:
-    """Empties the planner's tables of what it found before."""
+def clear_planner_caches() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("shardweave.planner."):
-            for kept in vars(module).values():
-                if hasattr(kept, "cache_clear"):
-                    kept.cache_clear()
+            for cache in vars(module).values():
+                if hasattr(cache, "cache_clear"):
+                    cache.cache_clear()
 
 
 def check_history(first: Request, second: Request) -> None:
-    """The first request is planned alike whether or not the second, and itself, were planned before."""
+    """Check that the plan of the first request is the same with and without earlier plans."""
     before = plan(first.mesh, first.shape, first.dtype, first.source, first.target, topology=first.topology)
     plan(second.mesh, second.shape, second.dtype, second.source, second.target, topology=second.topology)
-    forget()
+    clear_planner_caches()
     again = plan(first.mesh, first.shape, first.dtype, first.source, first.target, topology=first.topology)
     assert again.to_json() == before.to_json() and again.digest == before.digest
 
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-# In parts of 2,000, each with a seed of its own; a night's run may ask for more parts.
+# Each part has 2,000 requests and its own seed.
 PARTS = int(os.environ.get("SHARDWEAVE_TEST_PARTS", "10"))
 LONG = settings(QUICK, max_examples=2000, derandomize=False, database=None)
 
 
 @QUICK
 @given(requests())
-def test_planner_and_oracle_agree(request: Request) -> None:
+def test_plan_random_requests(request: Request) -> None:
     check(request)
 
 
 @QUICK
 @given(requests(), requests())
-def test_plans_do_not_depend_on_what_was_planned_before(first: Request, second: Request) -> None:
+def test_plan_independent_of_history(first: Request, second: Request) -> None:
     check_history(first, second)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
-def test_planner_and_oracle_agree_at_length(part: int) -> None:
+def test_plan_random_requests_long(part: int) -> None:
     seed(part)(LONG(given(requests())(check)))()
 
 
 @pytest.mark.long
-def test_plans_do_not_depend_on_history_at_length() -> None:
+def test_plan_independent_of_history_long() -> None:
     seed(0)(LONG(given(requests(), requests())(check_history)))()

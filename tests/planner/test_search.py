@@ -1,4 +1,4 @@
-"""Programs planned for a topology: priced as their boxes cost, near the best of all layouts, never above a cap."""
+"""Programs planned for a topology: prices against boxes, cost against other searches, and `max_bytes`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from shardweave.planner import (
     plan,
     redistribute_cost,
 )
-from shardweave.planner.cost import price
-from shardweave.planner.exchange import Change
+from shardweave.planner.build_steps import build_step
+from shardweave.planner.cost import step_price
+from shardweave.planner.exchange import LayoutChange
 from shardweave.planner.index_sets import held_box
-from shardweave.planner.mesh_split import refined
+from shardweave.planner.mesh_split import split_by_nodes
 from shardweave.planner.search import Search
-from shardweave.planner.steps import step_of
 
 pytestmark = pytest.mark.plan
 
@@ -54,42 +54,42 @@ CASES = [
 
 
 def by_link(program: Program, topology: Topology) -> np.ndarray:
-    """[in near, in far, out near, out far] bytes, and [peers near, peers far], of each rank, counted box by box."""
+    """[6, ranks] (in near, in far, out near, out far) in bytes, then (peers near, peers far), counted box by box."""
     step = program.steps[0]
-    found = np.zeros((6, program.mesh.size))
+    counts = np.zeros((6, program.mesh.size))
     peers: set[tuple[int, int]] = set()
     for receiver, senders, elements in zip(step.boxes.receiver, step.boxes.sender, step.boxes.elements, strict=True):
         for sender in senders:
             if sender not in (FILL, receiver) and elements:
                 far = int(topology.node_of(int(sender)) != topology.node_of(int(receiver)))
-                found[far, receiver] += elements * 4
-                found[2 + far, sender] += elements * 4
+                counts[far, receiver] += elements * 4
+                counts[2 + far, sender] += elements * 4
                 peers.add((int(receiver), int(sender)))
     for receiver, sender in peers:
-        found[4 + int(topology.node_of(sender) != topology.node_of(receiver)), receiver] += 1
-    return found
+        counts[4 + int(topology.node_of(sender) != topology.node_of(receiver)), receiver] += 1
+    return counts
 
 
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, SHARED_CORES], ids=lambda t: f"{t.name}, {t.node_size}")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topology) -> None:
-    # Copies are free here: they are no part of what boxes say.
+def test_step_price_matches_boxes(case: oracle.Case, topology: Topology) -> None:
+    # Infinite memory bandwidth, as boxes do not include copies.
     topology = replace(topology, memory_gigabytes_per_s=1e30)
     mesh, checked = Mesh(case.mesh_shape), 0
     for source, target in case.pairs():
         a, b = Layout.parse(source), Layout.parse(target)
         if a == b or (a.has_partial and "R" in target):
             continue
-        change = Change(mesh, "float32", a, b, topology.node_size)
-        program = Program(mesh, case.shape, "float32", a, b, (step_of(change, case.shape, None),), None, topology)
+        change = LayoutChange(mesh, "float32", a, b, topology.node_size)
+        program = Program(mesh, case.shape, "float32", a, b, (build_step(change, case.shape, None),), None, topology)
         in_near, in_far, out_near, out_far, near, far = by_link(program, topology)
-        priced = price(change, case.shape, topology).us
+        priced = step_price(change, case.shape, topology).us
         received = np.maximum(topology.node.us(in_near, near), topology.network.us(in_far, far)).max()
         both = np.maximum(
             topology.node.us(np.maximum(in_near, out_near), near), topology.network.us(np.maximum(in_far, out_far), far)
         ).max()
         if change.replicas:
-            # Equal holders share what they send, and the price is of the share.
+            # The price charges equal holders equal shares; in the boxes one of them sends.
             assert priced <= both * (1 + 1e-9) + (topology.network.message_us + topology.node.message_us) * mesh.size
             assert priced >= topology.network.us(in_far, 0).max() * (1 - 1e-9)
         else:
@@ -100,7 +100,7 @@ def test_a_step_is_priced_as_its_boxes_cost(case: oracle.Case, topology: Topolog
 
 
 @pytest.mark.parametrize("case", [oracle.Case((2, 2), (8, 6), ("R", "S0", "S1")), *CASES[:3]], ids=str)
-def test_on_one_node_the_direct_exchange_wins(case: oracle.Case) -> None:
+def test_plan_on_one_node_is_direct_exchange(case: oracle.Case) -> None:
     for source, target in case.pairs(partial=False):
         program = plan(case.mesh_shape, case.shape, "float32", source, target, topology=NVLINK_NODE)
         assert program.bytes_received == program.bytes_bound and len(program.steps) <= 1, program.explain()
@@ -111,52 +111,52 @@ def test_on_one_node_the_direct_exchange_wins(case: oracle.Case) -> None:
 @pytest.mark.parametrize(
     ("mesh_shape", "shape"), [((2, 2), (64, 64)), ((2, 4), (640, 128)), ((2, 2, 2), (512, 512)), ((4, 2), (9, 33))]
 )
-def test_the_search_is_near_the_best_over_all_layouts(
+def test_search_near_shortest_path_over_all_layouts(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], topology: Topology
 ) -> None:
-    """Dijkstra over every layout without partial, each pair an edge: slow, and the best that steps can do."""
+    """Compare with the shortest path over all layouts without partial, with an edge between every pair."""
     layouts = [Layout.parse(text) for text in oracle.layout_texts(len(mesh_shape), ("R", "S0", "S1"))]
-    prices = Search(Mesh(mesh_shape), shape, "bfloat16", layouts[0], layouts[-1], topology)
+    pricing = Search(Mesh(mesh_shape), shape, "bfloat16", layouts[0], layouts[-1], topology)
     graph = nx.DiGraph()
     for a, b in product(layouts, layouts):
         if a != b:
-            graph.add_edge(a, b, us=prices.price(a, b).us)
+            graph.add_edge(a, b, us=pricing.price(a, b).us)
     pairs = Random(7).sample([(a, b) for a, b in product(layouts, layouts) if a != b], 60)
     for a, b in pairs:
-        found = Search(Mesh(mesh_shape), shape, "bfloat16", a, b, topology).cheapest()
+        path = Search(Mesh(mesh_shape), shape, "bfloat16", a, b, topology).cheapest()
         best = nx.shortest_path_length(graph, a, b, weight="us")
-        assert best <= found.us + 1e-6 <= 1.25 * best + 1e-5, (str(a), str(b), [str(stop) for stop in found.stops])
-        assert prices.price(a, b).least_us <= best + 1e-6, (str(a), str(b))
-        assert found.us == pytest.approx(sum(prices.price(x, y).us for x, y in pairwise(found.stops)))
+        assert best <= path.us + 1e-6 <= 1.25 * best + 1e-5, (str(a), str(b), str(path))
+        assert pricing.price(a, b).lower_bound_us <= best + 1e-6, (str(a), str(b))
+        assert path.us == pytest.approx(sum(pricing.price(x, y).us for x, y in pairwise(path.layouts)))
 
 
-def test_each_byte_enters_a_node_once() -> None:
+def test_plan_all_gather_enters_each_node_once() -> None:
     program = plan((4, 8), (8192, 8192), "bfloat16", "S0 S0", "R R", topology=NVLINK_INFINIBAND)
     whole = 8192 * 8192 * 2
     by_node = np.array(program.bytes_over_network).reshape(4, 8).sum(axis=1)
     assert by_node.tolist() == [whole * 3 // 4] * 4, program.explain()
     direct = plan((4, 8), (8192, 8192), "bfloat16", "S0 S0", "R R")
     assert len(direct.steps) == 1
-    # Every rank of a node brings in as much.
+    # Every rank of a node receives an equal share.
     assert set(program.bytes_over_network) == {whole * 3 // 32}
     assert program.cost_us is not None
-    assert program.others[-1].stops == (Layout.parse("S0 S0"), Layout.parse("R R"))
+    assert program.others[-1].layouts == (Layout.parse("S0 S0"), Layout.parse("R R"))
     assert program.others[-1].us > 3 * program.cost_us
 
 
-def test_sums_over_nodes_are_scattered_first() -> None:
+def test_plan_all_reduce_scatters_inside_nodes_first() -> None:
     program = plan((4, 8), (8192, 8192), "bfloat16", "P P", "R R", topology=NVLINK_INFINIBAND)
-    # Inside a node 1/8 is left to a rank, of which 3/4 leave and 3/4 enter the node again.
+    # After the reduce-scatter inside a node a rank has 1/8, of which it exchanges 3/4 with other nodes twice.
     assert max(program.bytes_over_network) == 8192 * 8192 * 2 // 8 * 3 // 4 * 2, program.explain()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=lambda t: f"{t.name}, {t.node_size}")
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_ranks_plan_alike_and_whatever_was_planned_before(case: oracle.Case, topology: Topology) -> None:
+def test_plan_same_on_every_rank(case: oracle.Case, topology: Topology) -> None:
     mesh = Mesh(case.mesh_shape)
     pairs = case.pairs()[::10]
-    routes = [plan(mesh, case.shape, "float32", *pair, topology=topology) for pair in pairs]
-    for pair, whole in reversed(list(zip(pairs, routes, strict=True))):
+    programs = [plan(mesh, case.shape, "float32", *pair, topology=topology) for pair in pairs]
+    for pair, whole in reversed(list(zip(pairs, programs, strict=True))):
         for rank in range(mesh.size):
             alone = plan(mesh, case.shape, "float32", *pair, rank=rank, topology=topology)
             assert alone.digest == whole.digest
@@ -166,7 +166,7 @@ def test_ranks_plan_alike_and_whatever_was_planned_before(case: oracle.Case, top
             assert alone.peak_bytes == [whole.peak_bytes[rank]]
 
 
-def test_a_box_comes_from_the_own_node_where_a_rank_there_holds_it() -> None:
+def test_plan_prefers_senders_on_own_node() -> None:
     topology = replace(NVLINK_INFINIBAND, node_size=4)
     program = plan((2, 4), (64, 64), "float32", "R S0", "R S1", topology=topology)
     assert program.bytes_over_network == [0] * 8 and program.bytes_received == program.bytes_bound
@@ -180,7 +180,7 @@ def test_a_box_comes_from_the_own_node_where_a_rank_there_holds_it() -> None:
 @pytest.mark.parametrize(
     ("mesh_shape", "shape"), [((8,), (16, 6)), ((4, 4), (16, 32)), ((2, 8), (8, 7)), ((6,), (12,))]
 )
-def test_a_mesh_dim_through_several_nodes_is_split_in_place(
+def test_split_by_nodes_keeps_positions_and_shards(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], order: str
 ) -> None:
     size = math.prod(mesh_shape)
@@ -195,16 +195,18 @@ def test_a_mesh_dim_through_several_nodes_is_split_in_place(
     split = 0
     for text in texts:
         layout = Layout.parse(text)
-        finer, (same,) = refined(mesh, shape, (layout,), topology)
-        assert finer.rank_array.tolist() == ranks
-        split += finer.ndim > mesh.ndim
+        split_mesh, (same,) = split_by_nodes(mesh, shape, (layout,), topology)
+        assert split_mesh.rank_array.tolist() == ranks
+        split += split_mesh.ndim > mesh.ndim
         for position in range(size):
-            boxes = [held_box(shape, x, m.shape, m.coordinate(position)) for x, m in ((layout, mesh), (same, finer))]
+            boxes = [
+                held_box(shape, x, m.shape, m.coordinate(position)) for x, m in ((layout, mesh), (same, split_mesh))
+            ]
             assert boxes[0] == boxes[1], (text, str(same))
     assert (split > 0) == (order in ("arange", "reversed"))
 
 
-def test_a_gather_along_one_mesh_dim_enters_a_node_once() -> None:
+def test_plan_all_gather_along_one_mesh_dim_over_nodes() -> None:
     program = plan((32,), (65536, 4096), "bfloat16", "S0", "R", topology=NVLINK_INFINIBAND)
     whole = 65536 * 4096 * 2
     assert sum(program.bytes_over_network) == 4 * whole * 3 // 4, program.explain()
@@ -215,22 +217,22 @@ def test_a_gather_along_one_mesh_dim_enters_a_node_once() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [("P P", "R R"), ("S0 S0", "R R"), ("P S0", "S0 S0")])
-def test_max_bytes_caps_what_a_rank_holds(source: str, target: str) -> None:
+def test_plan_max_bytes_caps_peak(source: str, target: str) -> None:
     request = ((4, 8), (1024, 512), "float32", source, target)
     free = plan(*request, topology=NVLINK_INFINIBAND)
-    peaks = [max(free.peak_bytes), *(route.peak_bytes for route in free.others)]
+    peaks = [max(free.peak_bytes), *(path.peak_bytes for path in free.others)]
     for cap in (max(peaks), min(peaks)):
         capped = plan(*request, topology=NVLINK_INFINIBAND, max_bytes=cap)
         assert max(capped.peak_bytes) <= cap, capped.explain()
     least = math.prod((1024, 512)) * 4 // 8
-    with pytest.raises(ArgumentError, match=rf"max_bytes: {least}; the plan found that holds least, .*, needs \d+"):
+    with pytest.raises(ArgumentError, match=rf"max_bytes: {least}; allowed: at least \d+, needed by the smallest"):
         plan(*request, topology=NVLINK_INFINIBAND, max_bytes=least)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=lambda t: f"{t.name}, {t.node_size}")
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_max_bytes_is_kept_by_the_boxes_themselves(case: oracle.Case, topology: Topology) -> None:
-    kept = refused = 0
+def test_plan_max_bytes_exact_from_boxes(case: oracle.Case, topology: Topology) -> None:
+    planned = refused = 0
     for source, target in case.pairs()[::5]:
         request = (case.mesh_shape, case.shape, "int16", source, target)
         free = max(plan(*request, topology=topology).peak_bytes)
@@ -241,12 +243,12 @@ def test_max_bytes_is_kept_by_the_boxes_themselves(case: oracle.Case, topology: 
                 refused += 1
             else:
                 assert max(program.peak_bytes) <= cap, program.explain()
-                kept += 1
-    assert refused and (kept or case.mesh_shape == (3, 2))
+                planned += 1
+    assert refused and (planned or case.mesh_shape == (3, 2))
 
 
-def test_no_plan_is_dearer_than_one_mesh_dim_at_a_time() -> None:
-    """Dijkstra over steps that change one mesh dim, from random sources to random targets, partial ones too."""
+def test_redistribute_cost_at_most_one_mesh_dim_at_a_time() -> None:
+    """Compare with Dijkstra over steps that change one mesh dim, between random layouts."""
     random, compared = Random(11), 0
     for _ in range(60):
         sizes = random.choice([(2, 4), (3, 2), (4, 4), (2, 2, 3)])
@@ -261,32 +263,32 @@ def test_no_plan_is_dearer_than_one_mesh_dim_at_a_time() -> None:
             at = min(queue, key=lambda x: least[x])
             queue.remove(at)
             for m, wanted in enumerate(b.placements):
-                beside = {at.with_placement([m], p) for p in (*options, wanted)} - {at}
+                neighbours = {at.with_placement([m], p) for p in (*options, wanted)} - {at}
                 others = [at.prefixes[i] == b.prefixes[i] for i in range(len(sizes)) if i != m]
-                for x in beside | ({b} if all(others) else set()):
+                for x in neighbours | ({b} if all(others) else set()):
                     us = least[at] + search.price(at, x).us
                     if us < least.get(x, math.inf) and us <= direct:
                         queue += [x] if x not in queue else []
                         least[x] = us
         if a != b:
-            found = redistribute_cost(mesh, shape, "int64", a, b, topology)
-            assert found <= least.get(b, math.inf) + 0.01, (
+            cost = redistribute_cost(mesh, shape, "int64", a, b, topology)
+            assert cost <= least.get(b, math.inf) + 0.01, (
                 str(a),
                 str(b),
                 sizes,
                 shape,
                 topology.name,
-                found,
+                cost,
                 least[b],
             )
             compared += 1
     assert compared > 40
 
 
-def test_max_bytes_without_a_topology_is_for_one_node() -> None:
+def test_plan_max_bytes_without_topology() -> None:
     program = plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=10**6)
     assert len(program.steps) == 1
-    with pytest.raises(ArgumentError, match="max_bytes: 100; the plan found that holds least"):
+    with pytest.raises(ArgumentError, match=r"max_bytes: 100; allowed: at least \d+, needed by the smallest"):
         plan((2, 2), (64, 64), "float32", "S0 S1", "R R", max_bytes=100)
     for wrong in ("much", -1):
         with pytest.raises(ArgumentError, match=f"max_bytes: .*{wrong}.*; allowed"):
@@ -294,7 +296,7 @@ def test_max_bytes_without_a_topology_is_for_one_node() -> None:
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_programs_with_a_topology_survive_json(case: oracle.Case) -> None:
+def test_program_with_topology_json_round_trip(case: oracle.Case) -> None:
     for pair in case.pairs()[::40]:
         program = plan(case.mesh_shape, case.shape, "float32", *pair, topology=TOPOLOGIES[1])
         again = Program.from_json(program.to_json())
@@ -302,7 +304,7 @@ def test_programs_with_a_topology_survive_json(case: oracle.Case) -> None:
         assert again.digest == program.digest
 
 
-def test_cost_is_what_the_program_says() -> None:
+def test_redistribute_cost_equals_program_cost() -> None:
     request = ((4, 8), (4096, 512), "bfloat16", "P S0", "R R")
     for topology in TOPOLOGIES:
         program = plan(*request, topology=topology)
@@ -312,6 +314,6 @@ def test_cost_is_what_the_program_says() -> None:
     assert plan((2, 2), (8, 8), "float32", "R S0", "R S0").cost_us is None
 
 
-def test_a_topology_is_refused_unless_it_is_one() -> None:
+def test_plan_invalid_topology() -> None:
     with pytest.raises(ArgumentError, match="topology: 'fast'; allowed: a Topology, or None"):
         plan((2, 2), (8, 8), "float32", "R S0", "S0 R", topology="fast")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What links cost, and that a bad topology is named."""
+"""Links and topologies: costs, validation, JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardweave.planner import (
 pytestmark = pytest.mark.plan
 
 
-def test_a_link_is_paid_by_latency_messages_and_bytes() -> None:
+def test_link_us() -> None:
     link = Link(latency_us=20, gigabytes_per_s=50, one_sided=False, message_us=2)
     assert link.us(0, 0) == 0
     assert link.us(100_000, 3) == 20 + 3 * 2 + 2
@@ -31,34 +31,34 @@ def test_a_link_is_paid_by_latency_messages_and_bytes() -> None:
     assert replace(link, one_sided=True, message_us=0.5).us(100_000, 3) == 23.5
 
 
-def test_what_a_call_costs_is_counted_once_and_chooses_nothing() -> None:
-    """Between nodes the plan has several steps; all are one call."""
+def test_call_us_added_once_per_call() -> None:
+    """The plans between nodes have several steps, which are one call."""
     slow = replace(NVLINK_INFINIBAND, node_size=2, call_us=1000.0)
     free = replace(slow, call_us=0.0)
     for request in (("P S0", "S0 S0"), ("S0 S0", "R S0"), ("P P", "R R"), ("R R", "S0 S1")):
-        asked = (4, 2), (1 << 14, 64), "float32", *request
-        program, without = plan(*asked, topology=slow), plan(*asked, topology=free)
+        request_on_mesh = (4, 2), (1 << 14, 64), "float32", *request
+        program, without = plan(*request_on_mesh, topology=slow), plan(*request_on_mesh, topology=free)
         assert [step.target for step in program.steps] == [step.target for step in without.steps]
         assert program.cost_us == pytest.approx((without.cost_us or 0) + 1000)
-        assert redistribute_cost(*asked, slow) == pytest.approx(program.cost_us)
+        assert redistribute_cost(*request_on_mesh, slow) == pytest.approx(program.cost_us)
         assert [other.us for other in program.others] == pytest.approx([other.us + 1000 for other in without.others])
     assert plan((4, 2), (8, 8), "float32", "R R", "R R", topology=slow).cost_us == 0
 
 
-def test_a_batch_is_one_call() -> None:
+def test_call_us_added_once_per_batch() -> None:
     request = Request((4,), (64, 64), "float32", "S0", "S1")
     costs = [plan_batch([request] * 4, topology=replace(NVLINK_NODE, call_us=call)).cost_us for call in (0.0, 100.0)]
     assert costs[1] == pytest.approx(costs[0] + 100)
 
 
 @pytest.mark.parametrize("topology", [NVLINK_NODE, NVLINK_INFINIBAND], ids=lambda t: t.name)
-def test_topologies_survive_json(topology: Topology) -> None:
+def test_topology_json_round_trip(topology: Topology) -> None:
     assert Topology.from_json(topology.to_json()) == topology
     older = {name: value for name, value in topology.to_dict().items() if name != "call_us"}
     assert Topology.from_dict(older) == topology
 
 
-def test_ranks_share_a_node_by_blocks() -> None:
+def test_node_of() -> None:
     assert [NVLINK_INFINIBAND.node_of(rank) for rank in (0, 7, 8, 17)] == [0, 0, 1, 2]
     assert NVLINK_NODE.node_of(10**6) == 0
 
@@ -90,20 +90,20 @@ def test_ranks_share_a_node_by_blocks() -> None:
         ({"node": {"latency_us": 1, "gigabytes_per_s": 1, "one_sided": "no"}}, "one_sided 'no'; allowed: True, False"),
     ],
 )
-def test_a_bad_topology_is_named(change: dict, text: str) -> None:
+def test_topology_invalid_fields(change: dict, text: str) -> None:
     with pytest.raises(ArgumentError) as raised:
         Topology.from_json(json.dumps({**NVLINK_INFINIBAND.to_dict(), **change}))
     assert text in str(raised.value)
 
 
-def test_what_is_no_json_is_named() -> None:
+def test_topology_from_invalid_json() -> None:
     for text in ("{", "[" * 100_000, '{"name": ' + "9" * 5000 + "}"):
-        with pytest.raises(ArgumentError, match="no JSON"):
+        with pytest.raises(ArgumentError, match="not valid JSON"):
             Topology.from_json(text)
 
 
 @pytest.mark.parametrize("figure", [1e-9, 1e30])
-def test_prices_are_finite_whatever_the_bandwidth(figure: float) -> None:
+def test_cost_finite_at_extreme_bandwidths(figure: float) -> None:
     link = Link(latency_us=1e12, gigabytes_per_s=figure, one_sided=False, message_us=1e12)
     slow = Topology("slow", 2, link, link, figure, 1e12)
     for source, target in (("S0", "R"), ("P", "R"), ("R", "S0")):
@@ -111,10 +111,10 @@ def test_prices_are_finite_whatever_the_bandwidth(figure: float) -> None:
         assert program.cost_us is not None and 0 < program.cost_us < float("inf")
 
 
-def test_nodes_larger_than_any_mesh() -> None:
-    """As one node, whatever the size says."""
+def test_plan_nodes_larger_than_mesh() -> None:
+    """All ranks are on one node."""
     for node_size in (4, 1 << 24, 1 << 62):
         on = replace(NVLINK_INFINIBAND, node_size=node_size)
         assert plan((2, 2), (8, 8), "float32", "R S0", "S0 R", topology=on).bytes_over_network == [0] * 4
-        crossing = plan((2,), (8,), "float32", "R", "S0", target_mesh=Mesh((2,), ranks=(2, 3)), topology=on)
-        assert crossing.bytes_over_network == [0] * 4
+        cross_mesh = plan((2,), (8,), "float32", "R", "S0", target_mesh=Mesh((2,), ranks=(2, 3)), topology=on)
+        assert cross_mesh.bytes_over_network == [0] * 4

@@ -75,7 +75,7 @@ def test_peak_bytes_bound_allocated_memory(mesh: tuple[int, ...], shape: tuple[i
 
 
 def test_identity_larger_than_max_bytes_raises() -> None:
-    with pytest.raises(ArgumentError, match=r"max_bytes: 100; the tensor itself, \(R\), needs 175"):
+    with pytest.raises(ArgumentError, match=r"max_bytes: 100; allowed: at least 175, the size of a shard of \(R\)"):
         shardweave.plan((4,), (5, 5, 7), "uint8", "R", "R", max_bytes=100)
     assert shardweave.plan((4,), (5, 5, 7), "uint8", "R", "R", max_bytes=175).is_identity
 

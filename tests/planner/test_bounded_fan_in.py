@@ -1,4 +1,4 @@
-"""Sums over more ranks of one mesh dim than a step reduces: in stages, which take room by their own peers and terms."""
+"""Reductions over more ranks than `MAX_FAN_IN`: done in stages, in memory proportional to peers and terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 import brute_force_oracle as oracle
 import pytest
 import torch
-from box_checks import assert_boxes_tile_the_target_and_lie_with_their_senders, assert_is_its_part_of_the_whole
+from box_checks import assert_boxes_match_oracle, assert_matches_program_of_all
 
 import shardweave
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh, Topology, redistribute_cost
@@ -25,15 +25,15 @@ TERMS = 4
 
 @pytest.fixture
 def few_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Answers that are kept would be of other terms."""
-    kept = (MODULE._planner, MODULE._kept_program, MODULE._routed, MODULE._cost)
-    for answers in kept:
-        answers.cache_clear()
-    monkeypatch.setattr(bounded_fan_in, "MOST_TERMS", TERMS)
-    monkeypatch.setattr(search, "MOST_TERMS", TERMS)
+    """Lower `MAX_FAN_IN`, without cached plans from before or after."""
+    caches = (MODULE._planner, MODULE._cached_program, MODULE._search, MODULE._cost)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(bounded_fan_in, "MAX_FAN_IN", TERMS)
+    monkeypatch.setattr(search, "MAX_FAN_IN", TERMS)
     yield
-    for answers in kept:
-        answers.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND], ids=["bytes", "nodes"])
@@ -50,16 +50,16 @@ def few_terms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ((2, 8), "R P", "S1 R"),
     ],
 )
-def test_in_stages_as_at_once(
+def test_plan_with_bounded_fan_in(
     few_terms: None, mesh: tuple[int, ...], source: str, target: str, topology: Topology | None
 ) -> None:
     shape, names = (48, 2), ("a", "b")[: len(mesh)]
-    asked = Mesh(mesh, names), shape, "float64", source, target
-    program = plan(*asked, topology=topology)
+    request = Mesh(mesh, names), shape, "float64", source, target
+    program = plan(*request, topology=topology)
     assert max(step.boxes.sender.shape[1] for step in program.steps) <= TERMS < max(mesh)
-    assert_boxes_tile_the_target_and_lie_with_their_senders(program)
-    assert_is_its_part_of_the_whole(plan(*asked, rank=5, topology=topology), program)
-    # Whole numbers, so that no order of summing rounds.
+    assert_boxes_match_oracle(program)
+    assert_matches_program_of_all(plan(*request, rank=5, topology=topology), program)
+    # Whole numbers, so that no order of summation rounds.
     generator = torch.Generator().manual_seed(0)
     contributed = torch.randint(-99, 99, oracle.contribution_shape(mesh, shape, source), generator=generator).double()
     outputs = shardweave.simulate(program, oracle.local_shards(mesh, shape, source, contributed))
@@ -71,30 +71,30 @@ def test_in_stages_as_at_once(
 @pytest.mark.parametrize(
     ("mesh", "shape", "source", "target"),
     [
-        ((7, 2), (56, 4), "P S0", "S0 S0"),  # 7 has no factors
-        ((8, 2), (20, 4), "P S0", "S0 S0"),  # shards would be others
+        ((7, 2), (56, 4), "P S0", "S0 S0"),  # 7 is prime
+        ((8, 2), (20, 4), "P S0", "S0 S0"),  # uneven shards
         ((8, 2), (48, 4), "P S0", "P S1"),  # nothing is reduced
         ((4, 2), (48, 4), "P S0", "S0 S0"),
     ],
 )
-def test_what_is_left_whole(
+def test_plan_keeps_mesh_dims_that_cannot_split(
     few_terms: None, mesh: tuple[int, ...], shape: tuple[int, ...], source: str, target: str
 ) -> None:
     program = plan(mesh, shape, "float32", source, target)
     assert program.mesh.shape == mesh
-    assert_boxes_tile_the_target_and_lie_with_their_senders(program)
+    assert_boxes_match_oracle(program)
 
 
 @pytest.mark.parametrize("topology", [None, NVLINK_INFINIBAND], ids=["bytes", "nodes"])
 @pytest.mark.parametrize("target", ["S0 S0", "R S0"])
-def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
-    """Without stages what each of 16,384 peers is sent would name 16,384 senders: gigabytes."""
+def test_plan_one_rank_of_131072(target: str, topology: Topology | None) -> None:
+    """Without stages the boxes of 16,384 peers would each have 16,384 senders, which takes gigabytes."""
     tracemalloc.start()
     program = plan((16384, 8), (1 << 17, 64), "bfloat16", "P S0", target, rank=77777, topology=topology)
-    most = tracemalloc.get_traced_memory()[1]
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert program.mesh.size == 1 << 17 and most < 200e6
-    assert all(step.boxes.sender.shape[1] <= bounded_fan_in.MOST_TERMS for step in program.steps)
+    assert program.mesh.size == 1 << 17 and peak < 200e6
+    assert all(step.boxes.sender.shape[1] <= bounded_fan_in.MAX_FAN_IN for step in program.steps)
     reduced = (1 << 17) // 8 * 64 * 2
     assert reduced * (1 - 1 / 128) <= program.bytes_received[0] <= (2 if target == "S0 S0" else 4) * reduced
 
@@ -104,9 +104,11 @@ def test_one_rank_of_131072(target: str, topology: Topology | None) -> None:
 @pytest.mark.parametrize(
     ("source", "target"), [("P P S1", "R S0 S1"), ("P P S0", "R S0 S0 @ 0:2,1"), ("P P R", "R R R")]
 )
-def test_no_dearer_than_each_stage_by_itself(shape: tuple[int, ...], source: str, target: str, node_size: int) -> None:
+def test_redistribute_cost_at_most_sum_of_stages(
+    shape: tuple[int, ...], source: str, target: str, node_size: int
+) -> None:
     mesh, topology = Mesh((32, 128, 8), ("replicas", "dp", "tp")), replace(NVLINK_INFINIBAND, node_size=node_size)
-    stops = bounded_fan_in.staged(mesh, (Layout.parse(source), Layout.parse(target)))
-    assert len(stops) == 3
-    us = [redistribute_cost(mesh, shape, "float32", a, b, topology) for a, b in pairwise(stops)]
+    layouts = bounded_fan_in.bound_fan_in(mesh, (Layout.parse(source), Layout.parse(target)))
+    assert len(layouts) == 3
+    us = [redistribute_cost(mesh, shape, "float32", a, b, topology) for a, b in pairwise(layouts)]
     assert redistribute_cost(mesh, shape, "float32", source, target, topology) <= sum(us) * (1 + 1e-12)

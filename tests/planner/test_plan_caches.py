@@ -1,4 +1,4 @@
-"""Tensors whose shapes differ: what of a plan is shared between them, and that nothing else is."""
+"""Plans of tensors of different shapes: cached parts give the same results in any order."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from box_checks import BOX_COLUMNS, rows_touching
+from box_checks import BOX_COLUMNS, rows_of_rank
 
 from shardweave.planner import Layout, Mesh, Program, plan
 from shardweave.planner import exchange as exchange_module
-from shardweave.planner.exchange import Boxes, Change
+from shardweave.planner.exchange import LayoutChange, TransferTable
 
 pytestmark = pytest.mark.plan
 
@@ -25,66 +25,65 @@ PAIRS = {
 MESHES = {(4,): None, (2, 2): (3, 1, 0, 2), (2, 3): None}
 
 
-def forget() -> None:
+def clear_planner_caches() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("shardweave.planner."):
-            for kept in vars(module).values():
-                if hasattr(kept, "cache_clear"):
-                    kept.cache_clear()
+            for cache in vars(module).values():
+                if hasattr(cache, "cache_clear"):
+                    cache.cache_clear()
 
 
-def assert_same_rows(found: Boxes, expected: Boxes, said: object) -> None:
-    assert found.axes == expected.axes, said
+def assert_same_rows(actual: TransferTable, expected: TransferTable, context: object) -> None:
+    assert actual.axes == expected.axes, context
     for name in BOX_COLUMNS:
-        assert np.array_equal(getattr(found, name), getattr(expected, name)), (said, name)
+        assert np.array_equal(getattr(actual, name), getattr(expected, name)), (context, name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 @pytest.mark.parametrize("node_size", [None, 2])
 @pytest.mark.parametrize("mesh_shape", PAIRS)
-def test_rows_of_a_rank_are_those_of_its_shape_whichever_way(
+def test_boxes_of_one_rank_same_on_all_code_paths(
     mesh_shape: tuple[int, ...], node_size: int | None, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From pairs of any shape, kept, in Python numbers and as arrays; from pairs looked for in this shape, as of many
-    ranks; out of all ranks' rows."""
+    """Cached pairs as Python numbers and as arrays, pairs computed for one shape, and the rows of all ranks."""
     mesh = Mesh(mesh_shape, ranks=MESHES[mesh_shape])
     for (source, target), length in product(PAIRS[mesh_shape], LENGTHS):
         change, as_arrays = (
-            Change(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size) for _ in range(2)
+            LayoutChange(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size) for _ in range(2)
         )
         with monkeypatch.context() as patched:
-            patched.setattr(exchange_module, "_FEW_PAIRS", 0)
+            patched.setattr(exchange_module, "_MAX_SCALAR_PAIRS", 0)
             for rank in range(mesh.size):
-                as_arrays.boxes((0, 0), rank)  # what is kept of a change is made once
+                as_arrays.boxes((0, 0), rank)  # fills the cache of the change while patched
         for shape in ((length, 6), (6, length)):
             whole = change.boxes(shape)
             for rank in range(mesh.size):
-                said = source, target, shape, rank
-                kept = change.boxes(shape, rank)
+                context = source, target, shape, rank
+                cached = change.boxes(shape, rank)
                 with monkeypatch.context() as patched:
-                    patched.setattr(exchange_module, "_MOST_KEPT", 0)
-                    assert_same_rows(change.boxes(shape, rank), kept, said)
-                assert_same_rows(kept, rows_touching(whole, rank), said)
-                assert_same_rows(as_arrays.boxes(shape, rank), kept, said)
-                assert kept.numbers() == rows_touching(whole, rank).numbers(), said
+                    patched.setattr(exchange_module, "_MAX_CACHED_CLOSURE", 0)
+                    assert_same_rows(change.boxes(shape, rank), cached, context)
+                assert_same_rows(cached, rows_of_rank(whole, rank), context)
+                assert_same_rows(as_arrays.boxes(shape, rank), cached, context)
+                assert cached.rows() == rows_of_rank(whole, rank).rows(), context
 
 
-def planned(requests: list[tuple], order: list[int], forgets: bool) -> dict[int, tuple[str, int]]:
-    forget()
-    found: dict[int, tuple[str, int]] = {}
+def planned(requests: list[tuple], order: list[int], cold: bool) -> dict[int, tuple[str, int]]:
+    clear_planner_caches()
+    plans: dict[int, tuple[str, int]] = {}
     for number in order:
-        if forgets:
-            forget()
+        if cold:
+            clear_planner_caches()
         mesh_shape, shape, source, target, rank = requests[number]
         mesh = Mesh(mesh_shape, ranks=MESHES[mesh_shape])
         program: Program = plan(mesh, shape, "float32", source, target, rank=rank)
-        assert program.steps == () or program.bytes_received  # computed on demand, and kept with the program
-        found[number] = program.to_json(), program.digest
-    return found
+        assert program.steps == () or program.bytes_received  # computed on demand and cached on the program
+        plans[number] = program.to_json(), program.digest
+    return plans
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_plans_are_alike_in_any_order_of_shapes(seed: int) -> None:
+def test_plan_independent_of_order_of_shapes(seed: int) -> None:
     requests = [
         (mesh_shape, shape, *pair, rank)
         for mesh_shape, pairs in PAIRS.items()
@@ -94,9 +93,9 @@ def test_plans_are_alike_in_any_order_of_shapes(seed: int) -> None:
         for rank in (0, 3)
     ]
     order = Random(seed).sample(range(len(requests)), 120)
-    cold = planned(requests, order, forgets=True)
-    warm = planned(requests, order, forgets=False)
-    assert warm == cold == planned(requests, order[::-1], forgets=False)
+    cold = planned(requests, order, cold=True)
+    warm = planned(requests, order, cold=False)
+    assert warm == cold == planned(requests, order[::-1], cold=False)
     digests: dict[tuple, int] = {}
     for number in order:
         mesh_shape, shape, source, target, _ = requests[number]
@@ -104,13 +103,13 @@ def test_plans_are_alike_in_any_order_of_shapes(seed: int) -> None:
     assert len(set(digests.values())) == len(digests)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_planner_caches_bounded() -> None:
     plan((4,), (8, 8), "float32", "S0", "R", rank=0)
     bounds = {
-        f"{name}.{key}": kept.cache_parameters()["maxsize"]
+        f"{name}.{key}": cache.cache_parameters()["maxsize"]
         for name, module in list(sys.modules.items())
         if name.startswith("shardweave.planner.")
-        for key, kept in vars(module).items()
-        if hasattr(kept, "cache_parameters")
+        for key, cache in vars(module).items()
+        if hasattr(cache, "cache_parameters")
     }
     assert bounds and all(bounds.values()), bounds

@@ -1,4 +1,4 @@
-"""Pictures of programs, read back: what is filled, in whose colour, and whether the text has room."""
+"""Drawings of programs, parsed: regions, colours, tooltips, and room for text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardweave.errors import ArgumentError
-from shardweave.planner import NVLINK_INFINIBAND, Boxes, Exchange, Layout, Mesh, Program, draw, plan
+from shardweave.planner import NVLINK_INFINIBAND, Exchange, Layout, Mesh, Program, TransferTable, draw, plan
 from shardweave.planner.render.explain import totals
 
 pytestmark = pytest.mark.plan
@@ -63,12 +63,12 @@ ON_NODES: dict[str, tuple] = {
     ),
 }
 NAMES = [*REQUESTS, *ON_NODES]
-# A row of 128257 is drawn thicker than it is.
+# In a tensor of 128257 rows, thin regions are drawn thicker than to scale.
 TO_SCALE = [name for name in NAMES if name != "long_shapes"]
 FLAT = [name for name in TO_SCALE if len({**REQUESTS, **ON_NODES}[name][1]) in (1, 2)]
 
 
-def program_of(name: str) -> Program:
+def planned(name: str) -> Program:
     if name in REQUESTS:
         return plan(*REQUESTS[name])
     *request, topology = ON_NODES[name]
@@ -107,7 +107,7 @@ class Picture:
         self.root = ElementTree.fromstring(self.svg)
         self.view = [float(x) for x in self.root.attrib["viewBox"].split()]
         self.panels: dict[tuple[int, int], list[Drawn]] = {}
-        self.chips: dict[int, str] = {}  # the colour beside each rank's number
+        self.chips: dict[int, str] = {}  # the colour of each rank
         self.arrows = [e for e in self.root.iter() if e.get("class") == "arrow"]
         for panel in (e for e in self.root.iter() if e.get("class") == "rank"):
             frame = next(e for e in panel if e.get("class", "").startswith("panel"))
@@ -132,7 +132,7 @@ class Picture:
         )
 
     def texts(self) -> Iterator[tuple[str, float, float, float, float]]:
-        """Each text with its left, top, right and bottom, at 0.6 em a character."""
+        """Each text with its left, top, right and bottom, at 0.6 em per character."""
         for element in (e for e in self.root.iter() if tag(e) == "text"):
             text, (x, y, size) = element.text or "", numbers(element, "x", "y", "font-size")
             width = 0.6 * size * len(text)
@@ -142,8 +142,8 @@ class Picture:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_and_every_step_is_drawn(name: str) -> None:
-    program = program_of(name)
+def test_draw_has_panel_per_rank_and_caption_per_step(name: str) -> None:
+    program = planned(name)
     picture = Picture(program)
     columns = range(len(program.steps) + 1)
     assert set(picture.panels) == {(c, program.mesh.rank_at(p)) for c in columns for p in range(program.mesh.size)}
@@ -161,8 +161,8 @@ def test_every_rank_and_every_step_is_drawn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TO_SCALE)
-def test_areas_go_with_elements(name: str) -> None:
-    program = program_of(name)
+def test_draw_areas_proportional_to_elements(name: str) -> None:
+    program = planned(name)
     layouts = [program.src, *(step.target for step in program.steps)]
     for (column, rank), drawn in Picture(program).panels.items():
         position = list(program.mesh.rank_array).index(rank)
@@ -174,8 +174,8 @@ def test_areas_go_with_elements(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_every_element_lies_where_it_is_held_and_came_from_a_rank_that_held_it(name: str) -> None:
-    program = program_of(name)
+def test_draw_regions_match_oracle(name: str) -> None:
+    program = planned(name)
     shape, mesh = program.shape, program.mesh
     layouts = [str(program.src), *(str(step.target) for step in program.steps)]
     held = [oracle.held_mask(mesh.shape, shape, text) for text in layouts]
@@ -196,8 +196,8 @@ def test_every_element_lies_where_it_is_held_and_came_from_a_rank_that_held_it(n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_colours_labels_and_tooltips_are_the_senders(name: str) -> None:
-    program = program_of(name)
+def test_draw_colours_labels_and_tooltips(name: str) -> None:
+    program = planned(name)
     picture = Picture(program)
     moved: set[tuple[int, int, int]] = set()
     for (column, rank), drawn in picture.panels.items():
@@ -221,33 +221,33 @@ def test_colours_labels_and_tooltips_are_the_senders(name: str) -> None:
     assert len(picture.arrows) == sum(few)
 
 
-def test_arrows_name_ranks_and_bytes_and_are_as_thick_as_they_carry() -> None:
-    arrows = {title(a): float(a[1].attrib["stroke-width"]) for a in Picture(program_of("uneven")).arrows}
+def test_draw_arrow_tooltips_and_widths() -> None:
+    arrows = {title(a): float(a[1].attrib["stroke-width"]) for a in Picture(planned("uneven")).arrows}
     assert arrows["rank 0 → rank 2: 10 elements, 40 B"] == 3
     assert arrows["rank 3 → rank 1: 5 elements, 20 B"] == 2
     assert len(arrows) == 6
 
 
-def test_tooltips_say_exactly_what() -> None:
-    titles = [e.text for e in Picture(program_of("swap")).root.iter() if tag(e) == "title"]
+def test_draw_region_tooltips() -> None:
+    titles = [e.text for e in Picture(planned("swap")).root.iter() if tag(e) == "title"]
     assert "rank 1 at (0,1) under S0 S1: 12 elements, 48 B, of 48" in titles
     assert "rank 1 holds: [0:4, 3:6], 12 elements, 48 B" in titles
     assert "rank 1 receives from rank 2: [4:8, 0:3], 12 elements, 48 B" in titles
     assert "rank 0 keeps: [0:4, 0:3], 12 elements, 48 B" in titles
-    titles = [e.text for e in Picture(program_of("max")).root.iter() if tag(e) == "title"]
+    titles = [e.text for e in Picture(planned("max")).root.iter() if tag(e) == "title"]
     assert "rank 0 reduces from ranks 0, 2 (max of 2): [0:8, 0:3], 24 elements, 96 B" in titles
 
 
-def test_partial_is_hatched_until_it_is_reduced() -> None:
-    root = Picture(program_of("gradient")).root
+def test_draw_hatches_partial() -> None:
+    root = Picture(planned("gradient")).root
     hatched = {p.get("data-column") for p in root.iter() for e in p.iter() if e.get("class") == "partial"}
     assert {"0"} <= hatched and "1" not in hatched
     assert "hatch" not in draw(plan((1, 4), (8, 8), "float32", "P S0", "P S1")).split("</style>")[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_lies_inside_and_does_not_overlap(name: str) -> None:
-    picture = Picture(program_of(name))
+def test_draw_text_inside_sheet_without_overlap(name: str) -> None:
+    picture = Picture(planned(name))
     left, top, width, height = picture.view
     texts = list(picture.texts())
     for text, x0, y0, x1, y1 in texts:
@@ -258,8 +258,8 @@ def test_text_lies_inside_and_does_not_overlap(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_marks_lie_on_the_sheet(name: str) -> None:
-    picture = Picture(program_of(name))
+def test_draw_rectangles_inside_sheet(name: str) -> None:
+    picture = Picture(planned(name))
     for element in picture.root.iter():
         if tag(element) == "rect" and element.get("x"):
             x, y, width, height = numbers(element, "x", "y", "width", "height")
@@ -267,7 +267,7 @@ def test_marks_lie_on_the_sheet(name: str) -> None:
 
 
 @pytest.mark.parametrize("source", sorted(set(oracle.layout_texts(2, ("R", "S0", "S1", "P")))))
-def test_all_layouts_on_2x3(source: str) -> None:
+def test_draw_all_layouts_on_2x3(source: str) -> None:
     for target in ("R R", "S1 S0", "S0 S0 @ 0:1,0"):
         program = plan((2, 3), (7, 5), "float32", source, target)
         picture = Picture(program)
@@ -276,7 +276,7 @@ def test_all_layouts_on_2x3(source: str) -> None:
             assert all(region.rectangles for region in drawn)
 
 
-def test_a_small_shard_is_still_seen() -> None:
+def test_draw_small_shards_visible() -> None:
     picture = Picture(plan((2, 2), (100_001, 3), "float32", "S0 S0", "R R"))
     last = picture.panels[0, 3]
     assert all(height > 0.006 for _, _, _, height in last[0].rectangles)
@@ -286,24 +286,24 @@ def test_a_small_shard_is_still_seen() -> None:
     assert all(region.rectangles for drawn in one_of_many.panels.values() for region in drawn)
 
 
-def test_nodes_are_outlined_together() -> None:
-    root = Picture(program_of("gather_over_nodes")).root
+def test_draw_node_outlines() -> None:
+    root = Picture(planned("gather_over_nodes")).root
     outlines = [numbers(e, "x", "y", "width", "height") for e in root.iter() if e.get("class") == "node"]
-    steps = len(program_of("gather_over_nodes").steps)
+    steps = len(planned("gather_over_nodes").steps)
     assert len(outlines) == 2 * (steps + 1)
     frames = [numbers(e, "x", "y", "width", "height") for e in root.iter() if e.get("class", "").startswith("panel ")]
     frames += [numbers(e, "x", "y", "width", "height") for e in root.iter() if e.get("class") == "panel"]
     for x, y, width, height in outlines:
         inside = [f for f in frames if x < f[0] < f[0] + f[2] < x + width and y < f[1] < f[1] + f[3] < y + height]
         assert len(inside) == 4
-    assert "node" not in {e.get("class") for e in Picture(program_of("swap")).root.iter()}
+    assert "node" not in {e.get("class") for e in Picture(planned("swap")).root.iter()}
 
 
-def test_strided_boxes_are_drawn_run_by_run() -> None:
-    """Boxes with two axes along tensor dim 0: pairs of rows, every second pair from the other rank."""
+def test_draw_strided_boxes() -> None:
+    """Boxes with two axes along tensor dim 0: pairs of rows, alternating between two senders."""
     layout = Layout.parse("S0")
     n, contributors = 4, 1
-    boxes = Boxes(
+    boxes = TransferTable(
         receiver=np.array([0, 0, 1, 1]),
         sender=np.array([0, 1, 0, 1]).reshape(n, contributors),
         source_start=np.array([[0, 0], [0, 0], [2, 0], [2, 0]]),
@@ -335,7 +335,7 @@ def test_strided_boxes_are_drawn_run_by_run() -> None:
         draw(replace(tall, dst=layout, steps=(replace(step, boxes=combs),)))
 
 
-def test_between_two_meshes() -> None:
+def test_draw_cross_mesh() -> None:
     program = plan((2, 2), (8, 6), "float32", "S0 S1", "S0", target_mesh=Mesh((2,), ranks=(3, 7)))
     picture = Picture(program)
     text = "".join(e.text or "" for e in picture.root.iter() if tag(e) == "text")
@@ -347,14 +347,14 @@ def test_between_two_meshes() -> None:
     assert [len(scalar.panels[1, rank]) for rank in (0, 1, 5)] == [0, 0, 1]
 
 
-def test_outer_mesh_dims_are_further_apart() -> None:
-    root = Picture(program_of("three_mesh_dims")).root
+def test_draw_spacing_of_outer_mesh_dims() -> None:
+    root = Picture(planned("three_mesh_dims")).root
     first = [p for p in root.iter() if p.get("class") == "rank" and p.get("data-column") == "0"]
     tops = sorted({float(p[1].attrib["y"]) for p in first})
     assert len(tops) == 4 and tops[2] - tops[1] > tops[1] - tops[0] == pytest.approx(tops[3] - tops[2])
 
 
-def test_names_of_any_characters() -> None:
+def test_draw_escapes_names() -> None:
     mesh = Mesh((2, 2), ("<b>&\"'", "]]>\x00\ud800 \u65e5\u672c"))
     picture = Picture(plan(mesh, (8, 6), "float32", "S0 S1", "S1 S0"))
     picture.svg.encode()
@@ -362,20 +362,20 @@ def test_names_of_any_characters() -> None:
     assert "<b>&\"'" in shown and "]]>\ufffd\ufffd" in shown
 
 
-def test_the_same_program_draws_the_same_text() -> None:
+def test_draw_deterministic() -> None:
     for name in ("gradient", "three_exchanges"):
-        program = program_of(name)
+        program = planned(name)
         assert draw(program) == draw(Program.from_json(program.to_json())) == program.to_svg()
 
 
-def test_light_and_dark_and_a_view_box() -> None:
-    svg = draw(program_of("swap"))
+def test_draw_colour_schemes_and_view_box() -> None:
+    svg = draw(planned("swap"))
     assert "@media (prefers-color-scheme: dark)" in svg and "sans-serif" in svg
     root = ElementTree.fromstring(svg)
     assert root.attrib["viewBox"] == f"0 0 {root.attrib['width']} {root.attrib['height']}"
 
 
-def test_what_is_refused() -> None:
+def test_draw_invalid_programs() -> None:
     with pytest.raises(ArgumentError, match=r"of rank 1 alone; allowed in a drawing: of all ranks"):
         draw(plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0", rank=1))
     with pytest.raises(ArgumentError, match=r"of 65 ranks; allowed in a drawing: up to 64"):
@@ -385,11 +385,11 @@ def test_what_is_refused() -> None:
     assert len(Picture(plan((8, 8), (64, 64), "float32", "S0 S1", "R R")).panels) == 128
 
 
-def test_command_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_svg(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     from shardweave.__main__ import main
 
     request = ["plan", "--mesh", "2,2", "--shape", "8,6", "S0 S1", "S1 S0", "--svg"]
-    program = program_of("swap")
+    program = planned("swap")
     assert main([*request, str(tmp_path / "plan.svg")]) == 0
     assert capsys.readouterr().out == f"{program.explain()}\n"
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8") == draw(program)

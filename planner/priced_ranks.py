@@ -1,0 +1,164 @@
+"""The ranks of a mesh that prices are computed for: their nodes, and the elements that pairs of them have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from .exchange import LayoutChange
+from .index_sets import overlaps
+from .layout import Cuts, Layout
+from .mesh import Mesh
+from .topology import Topology
+
+PRICED_WHOLE = 128
+"""The mesh size up to which every rank is priced. On larger meshes `SAMPLED` ranks are, by what they receive."""
+SAMPLED = 16
+_SMALL = 1024  # receivers times holders up to which many tables are cached
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class PricedRanks:
+    """The priced ranks of a mesh: all of them, or sampled receivers and all ranks of their nodes.
+
+    Attributes:
+        positions: [q] mesh positions.
+        receivers: [r] indices into `positions`.
+        coordinates: [mesh dims, q].
+        nodes: [q] the index of the node of each rank.
+        members: [nodes, q] whether the rank is on the node.
+        near, own: [r, q] whether the rank is on the receiver's node, whether it is the receiver itself.
+        whole: whether these are all ranks of the mesh.
+        one_node: whether the whole mesh is on one node.
+        spans_nodes: for each mesh dim, whether ranks along it are on different nodes.
+        inside: the mesh dims of size 2 and more that stay inside nodes.
+    """
+
+    def __init__(self, mesh: Mesh, topology: Topology) -> None:
+        self.mesh = mesh
+        self.whole = mesh.size <= PRICED_WHOLE
+        all_positions = np.arange(mesh.size)
+        ranks = mesh.rank_array
+        nodes = np.zeros_like(ranks) if topology.node_size is None else ranks // topology.node_size
+        self.one_node = bool((nodes == nodes[0]).all())
+        sampled = all_positions if self.whole else np.unique(np.linspace(0, mesh.size - 1, SAMPLED).astype(np.int64))
+        is_priced = np.isin(all_positions, sampled) if self.one_node else np.isin(nodes, nodes[sampled])
+        self.positions = all_positions[is_priced]
+        self.receivers = np.searchsorted(self.positions, sampled)
+        self.nodes = np.unique(nodes[is_priced], return_inverse=True)[1]
+        self.near = self.nodes[self.receivers][:, None] == self.nodes
+        self.own = self.receivers[:, None] == np.arange(len(self.positions))
+        self.coordinates = np.stack(np.unravel_index(self.positions, mesh.shape))
+        self.members = np.arange(self.nodes.max() + 1)[:, None] == self.nodes
+        table = nodes.reshape(mesh.shape)
+        self.spans_nodes = [bool((table != table.take([0], axis=m)).any()) for m in range(mesh.ndim)]
+        self.inside = [m for m in range(mesh.ndim) if mesh.shape[m] > 1 and not self.spans_nodes[m]]
+
+    def kinds(self, mesh_dims: Iterable[int]) -> np.ndarray:
+        """[q] an index for each rank, equal for ranks with equal coordinates along `mesh_dims`."""
+        kind = np.zeros(len(self.positions), dtype=np.int64)
+        for m in mesh_dims:
+            kind = kind * self.mesh.shape[m] + self.coordinates[m]
+        return kind
+
+    def first_of_shard(self, layout: Layout) -> np.ndarray:
+        """[q] whether the rank is the first of its node that holds its shard."""
+        return _first_of_kind(self, tuple(sorted([m for _, order in layout.orders for m in order])))
+
+    def terms_on_node(self, reduced: tuple[int, ...]) -> int:
+        """The largest number of terms on one node of a value that is partial along the mesh dims `reduced`."""
+        return _terms_on_node(self, reduced)
+
+
+@lru_cache(maxsize=64)
+def priced_ranks(mesh: Mesh, topology: Topology) -> PricedRanks:
+    """The priced ranks of a mesh; cached."""
+    return PricedRanks(mesh, topology)
+
+
+@lru_cache(maxsize=1024)
+def _first_of_kind(at: PricedRanks, mesh_dims: tuple[int, ...]) -> np.ndarray:
+    _, first = np.unique(np.stack([at.nodes, at.kinds(mesh_dims)]), axis=1, return_index=True)
+    return np.isin(np.arange(len(at.nodes)), first)
+
+
+@lru_cache(maxsize=1024)
+def _terms_on_node(at: PricedRanks, reduced: tuple[int, ...]) -> int:
+    nodes = np.unique(np.stack([at.nodes, at.kinds(reduced)]), axis=1)[0]
+    return int(np.bincount(nodes).max())
+
+
+def _cached(make: Callable[Concatenate[PricedRanks, P], T]) -> Callable[Concatenate[PricedRanks, P], T]:
+    """Caches results of the size [r, q]: many that are small, few that are large."""
+    many, few = lru_cache(maxsize=4096)(make), lru_cache(maxsize=256)(make)
+
+    def cached(at: PricedRanks, *key: P.args, **_: P.kwargs) -> T:
+        return (many if at.near.size <= _SMALL else few)(at, *key)
+
+    return cached
+
+
+@_cached
+def common_lengths(at: PricedRanks, extent: int, cuts: tuple[Cuts, Cuts]) -> np.ndarray:
+    """[1, r, q] how many indices of a tensor dim receiver r wants and rank q holds; `cuts`: (wanted, held)."""
+    lengths = overlaps(extent, *cuts, at.mesh.shape, at.coordinates[:, at.receivers], at.coordinates)
+    return lengths[None].astype(float)
+
+
+@lru_cache(maxsize=4096)
+def held_lengths(at: PricedRanks, extent: int, cuts: Cuts) -> np.ndarray:
+    """[1, q] how many indices of a tensor dim each rank holds."""
+    return overlaps(extent, cuts, (), at.mesh.shape, at.coordinates, at.coordinates[:, :1]).T
+
+
+class SendShares:
+    """The share of the common elements of rank q and receiver r that q sends to r.
+
+    A receiver takes what it holds from itself, otherwise from the holders on its node in equal shares, otherwise from
+    all holders in equal shares.
+
+    Attributes:
+        near, far: [1, r, q] the shares of ranks on the receiver's node, itself included, and of ranks on other nodes.
+        keeps: [1, r] 0 for receivers that hold zero because a value becomes a partial sum elsewhere, otherwise 1.
+    """
+
+    def __init__(
+        self,
+        at: PricedRanks,
+        closure: tuple[int, ...],
+        replicas: tuple[int, ...],
+        shards_split: tuple[int, ...],
+        keepers: tuple[int, ...],
+    ) -> None:
+        mesh = at.mesh
+        kinds = at.kinds(m for m in range(mesh.ndim) if m not in replicas)
+        alike = kinds[:, None] == kinds
+        near = at.near.astype(np.float64) @ alike
+        far = 1 / math.prod(mesh.shape[m] for m in replicas)
+        shares = np.where(alike[at.receivers], at.own, np.where(near > 0, at.near / np.maximum(near, 1), far))
+        kinds = at.kinds(m for m in range(mesh.ndim) if m not in closure or m in shards_split)
+        keeps = (at.coordinates[list(keepers)].sum(axis=0) == 0)[at.receivers]
+        shares = shares * (kinds[at.receivers][:, None] == kinds) * keeps[:, None]
+        self.near, self.far = (shares * at.near)[None], (shares * ~at.near)[None]
+        self.keeps = keeps[None].astype(float)
+
+
+@_cached
+def _send_shares(
+    at: PricedRanks,
+    closure: tuple[int, ...],
+    replicas: tuple[int, ...],
+    shards_split: tuple[int, ...],
+    keepers: tuple[int, ...],
+) -> SendShares:
+    return SendShares(at, closure, replicas, shards_split, keepers)
+
+
+def send_shares(at: PricedRanks, change: LayoutChange) -> SendShares:
+    return _send_shares(at, change.closure, change.replicas, change.shards_split, change.keepers)

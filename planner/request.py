@@ -1,0 +1,95 @@
+"""A request to the planner: one tensor, its source and target layouts, and the options of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArgumentError
+from .arguments import check_shape, resolve_layout
+from .cross_mesh_exchange import union_mesh
+from .dtypes import check_dtype
+from .layout import Layout
+from .mesh import Mesh, whole_numbers
+from .topology import Topology
+
+
+@dataclass(frozen=True, init=False)
+class Request:
+    """The redistribution of one tensor, with meshes, layouts and numbers in their final types.
+
+    Args:
+        mesh: a `Mesh` or its shape.
+        shape: the global shape of the tensor.
+        dtype: a name such as "bfloat16".
+        src, dst: layouts or their text form (`Layout.parse`).
+        target_mesh: the mesh of `dst`; default: `mesh`.
+        rank: the mesh position to plan for; None for all ranks.
+        topology: the topology to plan for; None if bytes alone decide.
+        max_bytes: the bytes that a rank may hold at most; None for no limit.
+
+    Raises:
+        ArgumentError: an argument has the wrong type or range. Whether the layouts fit the shape and the dtype is
+            checked when the request is planned.
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    dtype: str
+    src: Layout
+    dst: Layout
+    target_mesh: Mesh
+    rank: int | None
+    topology: Topology | None
+    max_bytes: int | None
+
+    def __init__(
+        self,
+        mesh: Mesh | Sequence[int],
+        shape: Sequence[int],
+        dtype: str,
+        src: Layout | str,
+        dst: Layout | str,
+        target_mesh: Mesh | Sequence[int] | None = None,
+        rank: int | None = None,
+        topology: Topology | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        shape = check_shape(shape)
+        mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+        other = mesh if target_mesh is None else target_mesh if isinstance(target_mesh, Mesh) else Mesh(target_mesh)
+        if rank is not None:
+            rank = whole_numbers("rank", [rank])[0]
+            union_mesh(mesh, other).coordinate(rank)  # raises if there is no such position
+        src, dst = resolve_layout("src", src, mesh), resolve_layout("dst", dst, other)
+        check_topology(topology)
+        max_bytes = check_max_bytes(max_bytes)
+        self.__dict__.update(
+            mesh=mesh, shape=shape, dtype=check_dtype(dtype), src=src, dst=dst, target_mesh=other, rank=rank,
+            topology=topology, max_bytes=max_bytes,
+        )  # fmt: skip
+
+    def fields(self) -> tuple[Any, ...]:
+        """(mesh, shape, dtype, src, dst, target_mesh): the request without the options of the plan."""
+        return self.mesh, self.shape, self.dtype, self.src, self.dst, self.target_mesh
+
+
+def check_topology(topology: object) -> None:
+    """Raise ArgumentError unless `topology` is a Topology or None."""
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+
+
+def check_max_bytes(max_bytes: int | None) -> int | None:
+    """`max_bytes` as a plain int.
+
+    Raises:
+        ArgumentError: it is neither None nor a whole number of 0 or more.
+    """
+    if max_bytes is None:
+        return None
+    (max_bytes,) = whole_numbers("max_bytes", [max_bytes])
+    if max_bytes < 0:
+        raise ArgumentError(f"max_bytes: {max_bytes}; allowed: 0 and up, or None")
+    return max_bytes
