@@ -28,7 +28,7 @@ from rich.table import Table
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.render.explain import format_bytes
-from ..runtime.environment import poison_asked_for, pool_limit_asked_for, pretended_node_size, timeout_asked_for
+from ..runtime.environment import pretended_node_size, requested_poison, requested_pool_limit, requested_timeout
 from ..runtime.transports import shared_segments
 from ..runtime.transports.select import why_no_memory
 from ..runtime.transports.selection_rule import check_name, choose_transport
@@ -83,12 +83,12 @@ def settings() -> Iterator[Finding]:
     """The variables that shardweave reads, where they are set."""
 
     checks: dict[str, Callable[[], object]] = {
-        "SHARDWEAVE_TIMEOUT": timeout_asked_for,
+        "SHARDWEAVE_TIMEOUT": requested_timeout,
         "SHARDWEAVE_TRANSPORT": lambda: check_name(os.environ["SHARDWEAVE_TRANSPORT"]),
         "SHARDWEAVE_SEGMENTS": shared_segments.uses_names,
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
-        "SHARDWEAVE_POISON_ROWS": poison_asked_for,
-        "SHARDWEAVE_POOL_LIMIT": pool_limit_asked_for,
+        "SHARDWEAVE_POISON_ROWS": requested_poison,
+        "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
     }
     for name, check in checks.items():
         value = os.environ.get(name)

@@ -20,9 +20,10 @@ from ..bench.harness.interleaved import rotating, rotation_of, time_sides
 from ..bench.harness.ranks import Send
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, Mesh
-from ..runtime.convert import spec_of_layout
-from ..runtime.dtensor.drop_in import stock_redistribute_local_tensor
-from ..runtime.dtensor.local import RedistributeOptions, run_redistribution
+from ..runtime.convert_specs import spec_of_layout
+from ..runtime.dtensor.local import run_redistribution
+from ..runtime.dtensor.redistribute_local_tensor import stock_redistribute_local_tensor
+from ..runtime.dtensor.redistribute_options import RedistributeOptions
 from ..runtime.tracing.trace import Entry
 from .replay_values import Values
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from ..bench.harness.ranks import Ranks, RanksFailed, Send
 from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.dtensor.redistribute import redistribute
-from ..runtime.environment import pretended_node_size, timeout_asked_for
+from ..runtime.environment import pretended_node_size, requested_timeout
 from ..runtime.transports.select import why_no_memory
 from ..runtime.transports.selection_rule import NAMES, choose_transport
 
@@ -30,7 +30,7 @@ def self_test() -> list[tuple[str, float, str | None]]:
         return [("two ranks", 0.0, "no gloo to start them with")]
     try:
         pretended_node_size()
-        timeout_asked_for()
+        requested_timeout()
     except ArgumentError as unset:  # no transport starts then
         return [("two ranks", 0.0, str(unset))]
     outcomes: list[tuple[str, float, str | None]] = []

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...planner import Mesh
-from ..cache import forget_all
-from ..convert import mesh_of
+from ..convert_specs import mesh_of
+from ..process_group_cache import clear_caches
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport
@@ -97,4 +97,4 @@ def _prepare(transport: AnyTransport, mesh: Mesh, device: torch.device, max_byte
                 if near not in inside.windows.rates:
                     inside.windows.rates[near] = measure_rates(inside, near, max_bytes)
                     # Ranks keep what they have bound for as long as it suits each: all bind by the new rates from here.
-                    forget_all()
+                    clear_caches()

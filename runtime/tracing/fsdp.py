@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as seam
 
 from ...planner import Mesh
-from ..convert import dtype_name, mesh_of
+from ..convert_specs import dtype_name, mesh_of
 from .recording import Recording, active, in_backward
 from .trace import Entry
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ..dtensor.install import bind_seams, is_installed
+from ..dtensor.install import bind_replacements, is_installed
 from .fsdp import note_fsdp
 from .recording import Recording, active, write_down
 from .trace import exception_text
@@ -42,7 +42,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
     ended: str | None = None
     recording.begin(at)
     write_down(recording)
-    bind_seams(is_installed())
+    bind_replacements(is_installed())
     note_fsdp(True)
     try:
         yield recording
@@ -51,6 +51,6 @@ def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
         raise
     finally:
         write_down(None)
-        bind_seams(is_installed())
+        bind_replacements(is_installed())
         note_fsdp(False)
         recording.end(at, ended)

@@ -20,9 +20,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, ShardweaveError
 from ...planner import Mesh, plan, position_of
-from ..convert import dtype_name, layout_of_spec, mesh_of
+from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..dtensor.observer import observe
-from ..dtensor.partials import plain_request
+from ..dtensor.partials import transformed_request
 from .trace import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 
 _ROOT = Path(inspect.getfile(ShardweaveError)).parent
@@ -131,8 +131,8 @@ def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
         ShardweaveError: a redistribution that programs do not carry.
     """
     current, target = key.current, key.target
-    if plain := plain_request(current, target):
-        current, target = plain.current, plain.target
+    if request := transformed_request(current, target):
+        current, target = request.current, request.target
     if current.tensor_meta is None:
         raise ArgumentError("a spec without tensor_meta")
     mesh, other = meshes[current.mesh], meshes[target.mesh]

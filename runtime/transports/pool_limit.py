@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import ArgumentError
-from ..cache import forget_dead_groups
-from ..environment import pool_limit_asked_for
+from ..environment import requested_pool_limit
+from ..process_group_cache import forget_dead_groups
 from .shared_allocator import DEFAULT_LIMIT, allocators
 
 _asked: int | None = None  # by `set_pool_limit`
@@ -41,7 +41,7 @@ def pool_limit() -> int | None:
     Raises:
         ArgumentError: SHARDWEAVE_POOL_LIMIT is no number of bytes.
     """
-    return pool_limit_asked_for() if _asked is None else _asked
+    return requested_pool_limit() if _asked is None else _asked
 
 
 def set_pool_limit(nbytes: int | None) -> None:
@@ -63,7 +63,7 @@ def set_pool_limit(nbytes: int | None) -> None:
     global _asked
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
         raise ArgumentError(f"nbytes: {nbytes!r}; allowed: a whole number of bytes, or None")
-    limit = pool_limit_asked_for() if nbytes is None else nbytes
+    limit = requested_pool_limit() if nbytes is None else nbytes
     _asked = nbytes
     for allocator in list(allocators):
         allocator.set_limit(limit)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
-from ..cache import at_end_of_group, forget_dead_groups
-from ..environment import pretended_node_size, timeout_asked_for, transport_asked_for
+from ..environment import pretended_node_size, requested_timeout, requested_transport
+from ..process_group_cache import forget_dead_groups, on_group_destroyed
 from ..statistics import stats
 from .capabilities import BACKENDS
 from .hierarchical import HierarchicalTransport, InsideNodes
@@ -75,7 +75,7 @@ class Transports:
 
     def why_not_backend(self, device_type: str, asked: str | None) -> str | None:
         """Why the group cannot carry programs on devices of a type in the transport asked for, or None."""
-        if (asked or transport_asked_for()) == "symmetric_memory":
+        if (asked or requested_transport()) == "symmetric_memory":
             # Not through the group's backend, unless there are nodes: that is seen when the transport is chosen.
             return "world size 1" if self.size == 1 else None
         if device_type not in self._obstacles:
@@ -107,7 +107,7 @@ class Transports:
             ArgumentError: an unknown transport.
             UnsupportedError: the transport asked for cannot carry these ranks.
         """
-        asked = asked or transport_asked_for()
+        asked = asked or requested_transport()
         check_name(asked)
         key = (ranks, str(device) if asked == "symmetric_memory" else device.type, asked)
         found = self._chosen.get(key)
@@ -205,7 +205,7 @@ def why_no_memory(device: torch.device, asked: str | None) -> str | None:
 
 def _timeout(group: Any) -> float:
     """Seconds that a wait may take: those asked for, else the group's own."""
-    seconds = timeout_asked_for()
+    seconds = requested_timeout()
     if seconds is not None:
         return seconds
     try:
@@ -230,7 +230,7 @@ def _end_transports() -> None:
         _transports.pop().finish()
 
 
-at_end_of_group(_end_transports)
+on_group_destroyed(_end_transports)
 
 
 def current_transports() -> Transports:

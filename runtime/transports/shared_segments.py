@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...errors import TransportError
-from ..environment import segments_asked_for
+from ..environment import requested_segments
 
 NAMED_FOLDER = "/dev/shm"
 _serial = itertools.count(1)
@@ -32,7 +32,7 @@ def uses_names() -> bool:
     Raises:
         ArgumentError: SHARDWEAVE_SEGMENTS is neither "anonymous" nor "named".
     """
-    if (asked := segments_asked_for()) is not None:
+    if (asked := requested_segments()) is not None:
         return asked == "named"
     # So it is with processes that may not be looked into ("not dumpable").
     return os.stat("/proc/self/fd").st_uid != os.geteuid()

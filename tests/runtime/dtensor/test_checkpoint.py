@@ -299,7 +299,7 @@ def refusals(rank: int, base: str) -> None:
         assert said.startswith(f"{UnsupportedError.__name__}: layer.odd: P"), said
 
     writer = dcp.HuggingFaceStorageWriter(f"{base}/safetensors", save_distributed=True)
-    with pytest.raises(CheckpointException, match="w: this rank's shard is 2 boxes, and safetensors files keep one"):
+    with pytest.raises(CheckpointException, match="w: this rank's shard has 2 boxes, and safetensors files hold one"):
         strided = made(x, mesh, by_view(Shard(1), _StridedShard(0, split_factor=2)))
         dcp.save({"w": strided}, storage_writer=writer, planner=shardweave.SavePlanner())
 

@@ -488,16 +488,19 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
         (lambda: gather(out, DTensor.from_local(x, mesh), group), "input_tensor: a DTensor; allowed"),
         (lambda: gather(out.to("meta"), x, group), "output_tensor: torch.strided on meta"),
         (lambda: gather(out, x.to_sparse(), group), "input_tensor: torch.sparse_coo on cpu"),
-        (lambda: gather(torch.zeros(1).expand(n * size), x, group), "output_tensor: .* a place of its own"),
+        (
+            lambda: gather(torch.zeros(1).expand(n * size), x, group),
+            "output_tensor: .* no two elements in the same memory",
+        ),
         (
             lambda: gather(torch.zeros(n + size).as_strided((n, size), (1, 1)), x, group),
-            "output_tensor: .* a place of its own",
+            "output_tensor: .* no two elements in the same memory",
         ),
         (lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM), "output_tensor: .* of its own"),
         (lambda: gather(inference, x, group), "output_tensor: made under torch.inference_mode"),
         (lambda: gather(x, x, other), "group: .*; allowed: a process group that this rank is in"),
         (lambda: gather(x, x, None), "group: None; allowed"),
-        (lambda: gather(out.double(), x, group), "all else alike"),
+        (lambda: gather(out.double(), x, group), "of the same dtype and device"),
         (lambda: scatter(x[:2], out, group, dist.ReduceOp.SUM), "as large as the other"),
         (
             lambda: scatter(x.int(), out.int(), group, dist._make_nccl_premul_sum(2.5)),

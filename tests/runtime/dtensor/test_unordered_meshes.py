@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import shardweave
 from shardweave.errors import UnsupportedError
-from shardweave.runtime.convert import unordered_dims
+from shardweave.runtime.convert_specs import unordered_dims
 from shardweave.runtime.moe.shares import share_of_tokens
 
 pytestmark = pytest.mark.multi

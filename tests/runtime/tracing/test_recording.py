@@ -42,9 +42,9 @@ def program(rank: int, path: str, installed: bool) -> bool:
         weight = distribute_tensor(torch.ones(8, 6), mesh, (R, S0), src_data_rank=None)
         functional.embedding(ids, weight).redistribute(placements=(R, R))
     assert shardweave.is_installed() == installed
-    recorded = shardweave.runtime.dtensor.drop_in.redistribute_local_tensor if installed else None
+    recorded = shardweave.runtime.dtensor.redistribute_local_tensor.redistribute_local_tensor if installed else None
     bound = torch_redistribute.redistribute_local_tensor
-    assert bound is (recorded or shardweave.runtime.dtensor.drop_in.stock_redistribute_local_tensor)
+    assert bound is (recorded or shardweave.runtime.dtensor.redistribute_local_tensor.stock_redistribute_local_tensor)
     shardweave.uninstall()
     return installed
 
