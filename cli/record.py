@@ -46,7 +46,7 @@ def _summarize(written: Path) -> None:
     if trace.ranks != (0,):
         return
     of = f" of rank 0 of {trace.world_size}" if trace.world_size > 1 else ""
-    number = len(trace.found)
+    number = len(trace.redistributions)
     count = (
         f"{number} distinct redistribution{'' if number == 1 else 's'}{of}{'' if number else f': {trace.why_empty}'}"
     )

@@ -89,7 +89,7 @@ def test_every_workload_grows() -> None:
         for ranks in projection.RANKS[4:]:
             transport = growth.transport(ranks)
             assert transport is not None and transport.size == ranks
-            for found in projection.load(name).found:
+            for found in projection.load(name).redistributions:
                 growth.grown(found, transport)
 
 

@@ -40,7 +40,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.multi
 @pytest.mark.long
-def test_replay_of_every_kind(tmp_path: Path) -> None:
+def test_replay_of_every_kind_of_entry(tmp_path: Path) -> None:
     trace, out = tmp_path / "trace.json", tmp_path / "out.json"
     rows = [Mesh((2,), ("tp",), ranks=ranks) for ranks in ([0, 1], [2, 3])]
     alike = {Entry(mesh, None, (9, 4), "float32", "S0", "S1", "a.py:9 f"): Cost(1, 4) for mesh in rows}
@@ -93,7 +93,7 @@ sys.exit(replay.run([Path(sys.argv[1])], replay.Options(json_path=Path(sys.argv[
 
 
 @pytest.mark.multi
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+def test_replay_reports_wrong_results(tmp_path: Path) -> None:
     pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
     found = {
         Entry(pair, None, (8, 8), "float32", "S0", "S1", "a.py:1 rows swapped"): Cost(1, 64),
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     report = {one["where"][0]: one for one in json.loads(out.read_text())["redistributions"]}
     partial = report.pop("a.py:4 becomes partial")
     assert partial["torch_s"] is None and partial["shardweave_s"] > 0 and not partial["faults"]
-    assert partial["notes"][0] == "not checked: what becomes partial may be any terms"
+    assert partial["notes"][0] == "not checked: the target is partial, and many terms are valid"
     assert partial["notes"][1].startswith("torch refuses: RuntimeError: ")
     faults = {where: one["faults"] for where, one in report.items()}
     assert len(faults.pop("a.py:1 rows swapped")) == len(faults.pop("a.py:2 a term twice")) == 2, "on both ranks"
@@ -138,7 +138,7 @@ for transport in NAMES:
 
 
 @pytest.mark.multi
-def test_every_transport_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
+def test_fsdp_collectives_on_every_transport(tmp_path: Path) -> None:
     """Both sides are right in each transport, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
     rows = [Mesh((2,), ("dp",), ranks=ranks) for ranks in ([0, 2], [1, 3])]
     requests = [(mesh, *layouts) for layouts in FSDP_COLLECTIVES for mesh in ([GRID] if " " in layouts[0] else rows)]
@@ -175,14 +175,14 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.multi
-def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
+def test_record_runs_a_script_unchanged(tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
     done = command("record", "-o", trace, script, 3)
     assert done.returncode == 3, "the script's own status: " + done.stderr
     written = tmp_path / "trace.rank2.json"
     assert Trace.read(written).ended == "SystemExit: 3"
-    ((entry, cost),) = Trace.read(written).found.items()
+    ((entry, cost),) = Trace.read(written).redistributions.items()
     assert (entry.source, entry.target, entry.where, cost.calls) == ("S0", "S1", "script.py:10 <module>", 1)
     # The group is gone by then that knows which ranks a part of a mesh has.
     assert entry.mesh == Mesh((2,), ("tp",), ranks=[2, 3])
@@ -192,7 +192,7 @@ def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
-def test_what_was_recorded_is_told(
+def test_record_prints_a_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardweave.__main__ import main
@@ -208,8 +208,8 @@ def test_what_was_recorded_is_told(
     said = capsys.readouterr()
     assert said.out == "as it was\n"
     assert said.err == (
-        f"record: {trace}: 0 distinct redistributions: the program asked DTensor for none, or processes that it "
-        f"started did\n"
+        f"record: {trace}: 0 distinct redistributions: the program redistributed no DTensor, or only in "
+        f"processes that it started\n"
     )
     script.write_text("raise ValueError('no')")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -224,19 +224,19 @@ def test_what_was_recorded_is_told(
 
 
 @pytest.mark.plan
-def test_what_cannot_be_replayed(tmp_path: Path) -> None:
+def test_replay_refuses_invalid_traces(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())
     rows = len(distinct(Trace.read(trace)))
     with pytest.raises(ArgumentError, match=f"'nowhere' is in none of the {rows} redistributions of TRACE"):
         replay.run([trace], Options(only="nowhere"))
     for left_out, ended, says in (
-        ({}, None, "the program asked DTensor for none, or processes that it started did; allowed"),
+        ({}, None, "the program redistributed no DTensor, or only in processes that it started; allowed"),
         ({"symbolic shapes": 3}, None, "3 calls are left out: symbolic shapes; allowed"),
-        ({}, "ValueError: no", "the program ended before: rank 0: ValueError: no; allowed"),
+        ({}, "ValueError: no", "the program ended before the first one: rank 0: ValueError: no; allowed"),
     ):
         empty = Trace("2.13.0", 4, (0,), {}, left_out, ended=ended).write(tmp_path / "empty.json")
-        with pytest.raises(ArgumentError, match=f"TRACE: it holds no redistribution: {says}"):
+        with pytest.raises(ArgumentError, match=f"TRACE: it has no redistribution: {says}"):
             replay.run([empty], Options())
     for path in (tmp_path / "no" / "file.json", tmp_path):
         with pytest.raises(ArgumentError, match=f"--json: '{path}' cannot be written"):
@@ -246,7 +246,7 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
-def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
         check_device("cuda", None, 2)
@@ -267,7 +267,7 @@ def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
-def test_on_gpus(tmp_path: Path, transport: str) -> None:
+def test_replay_on_gpus(tmp_path: Path, transport: str) -> None:
     """Processes that share a GPU, through symmetric memory; with NCCL a GPU each."""
     gpus = torch.cuda.device_count()
     if gpus < (1 if transport == "symmetric_memory" else 2):

@@ -31,7 +31,7 @@ def said(found: list[Replayed], trace: Trace, scaled: bool = False, left_out: st
     return console.export_text()
 
 
-def test_the_most_expensive_are_named_with_both_costs() -> None:
+def test_most_expensive_lines_have_both_costs() -> None:
     found = [
         replayed(case("a.py:1 f", (8, 130), 5), 2e-3, 1e-3),
         replayed(case("a.py:2 f", (8, 12), 1), 3e-3, 1e-4),
@@ -50,7 +50,7 @@ def test_the_most_expensive_are_named_with_both_costs() -> None:
     ]
 
 
-def test_rounds_are_shown_with_their_spread() -> None:
+def test_times_are_shown_with_their_spread() -> None:
     trace = Trace("2.13.0", 4, (0, 2, 3), {}, ended="rank 1: ValueError: [no]")
     rounds = (3e-3, 1e-3, 2e-3, 5e-3, 4e-3)
     one = Replayed.of(case("[v2].py:1 f[/b]", (8, 130), 2), rounds, (1e-3,), (), (), False)
@@ -60,16 +60,16 @@ def test_rounds_are_shown_with_their_spread() -> None:
     assert (found["cold"], found["torch_is"]) == (False, "DTensor") and quartiles(()) is None
     text = said([one], trace)
     assert "3.000 ± 33% │" in text and "1.000 ±  0% │" in text and "│  warm" in text and "[v2].py:1 f[/b]" in text
-    assert "Recorded by ranks 0, 2-3 of 4: what rank 1 alone redistribute" in text and "FSDP2" not in text
-    assert "lacks what was to come: rank 1: ValueError: [no]\n" in text
+    assert "Recorded by ranks 0, 2-3 of 4: redistributions of rank 1 alone are missing" in text and "FSDP2" not in text
+    assert "incomplete: rank 1: ValueError: [no]\n" in text
     fsdp = replayed(case("FSDP sums x", (64,), 1, fsdp=True), None, 1e-3)
     assert fsdp.to_dict()["torch_is"] == "torch.distributed's all_reduce"
     text = said([fsdp], Trace("2.13.0", 4, (0, 1, 2, 3), {}))
     assert "│  cold" in text and "as FSDP2 does it: by torch.distributed's all_gather" in text
-    assert "Recorded" not in text and "did not end well" not in text
+    assert "Recorded" not in text and "incomplete" not in text
 
 
-def test_what_is_scaled_or_left_out_is_said() -> None:
+def test_scaled_and_left_out_cases_are_stated() -> None:
     trace, whole = Trace("2.13.0", 4, (0,), {}), case("a.py:1 f", (800, 48), 3, 38400)
     # Of the ranks off the diagonal all is new: a half of 100 rows, and of the 48 columns that stay.
     scaled = replayed(whole.scaled(), 2e-3, 1e-3, "a note")

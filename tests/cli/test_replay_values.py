@@ -34,7 +34,7 @@ def _cut(
     ],
 )
 @pytest.mark.parametrize("shape", [(12, 24), (7, 5, 3), (1, 50), (0, 4)])
-def test_what_ranks_hold_of_the_values(text: str, order: list[tuple[int, int]], shape: tuple[int, ...]) -> None:
+def test_values_held_by_each_rank(text: str, order: list[tuple[int, int]], shape: tuple[int, ...]) -> None:
     sizes = (2, 2, 3)
     values = Values.of(shape, torch.float32, text, sizes)
     whole = values.target("R", (1,), (0,))
@@ -51,7 +51,7 @@ DTYPES = ("float64", "bfloat16", "int8", "bool", "float8_e4m3fn")
 @pytest.mark.parametrize(
     ("op", "name"), [(op, name) for op in REDUCTIONS for name in DTYPES if op != "avg" or "float" in name]
 )
-def test_terms_differ_and_become_the_value(op: str, name: str) -> None:
+def test_terms_differ_and_reduce_to_the_value(op: str, name: str) -> None:
     shape, sizes, dtype = (30, 40), (2, 2), getattr(torch, name)
     values = Values.of(shape, dtype, f"P{op} P{op}", sizes)
     terms = [values.source(f"P{op} P{op}", at) for at in itertools.product(range(2), range(2))]
@@ -64,7 +64,7 @@ def test_terms_differ_and_become_the_value(op: str, name: str) -> None:
 
 
 @pytest.mark.plan
-def test_what_is_not_exact_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inexact_values_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def exact(name: str, source: str, ranks: int) -> bool:
         return Values.of((4,), getattr(torch, name), source, (ranks,)).exact
 

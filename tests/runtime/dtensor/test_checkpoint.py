@@ -175,7 +175,7 @@ def from_any_to_any(rank: int, base: str) -> int:
     return done
 
 
-def test_what_is_saved_anyhow_loads_anyhow(tmp_path: Path) -> None:
+def test_save_and_load_in_any_layout(tmp_path: Path) -> None:
     assert run_ranks(from_any_to_any, 4, str(tmp_path)) == [200] * 4
 
 
@@ -206,7 +206,7 @@ def with_torchs_planners(rank: int, base: str) -> int:
     return done
 
 
-def test_checkpoints_are_torchs_too(tmp_path: Path) -> None:
+def test_torch_planners_read_and_write_the_same_checkpoints(tmp_path: Path) -> None:
     assert run_ranks(with_torchs_planners, 4, str(tmp_path)) == [100] * 4
 
 
@@ -232,7 +232,7 @@ def torchs_mistakes(rank: int, base: str) -> list[Any]:
     return found
 
 
-def test_torchs_planners_are_wrong_where_these_are_right(tmp_path: Path) -> None:
+def test_shard_orders_that_torch_planners_get_wrong(tmp_path: Path) -> None:
     """When torch's part of this fails, torch has learnt it: see what of these planners is still needed."""
     for found in run_ranks(torchs_mistakes, 4, str(tmp_path)):
         assert found[:6] == [False, False, "ValueError", False, True, True]
@@ -323,7 +323,7 @@ def refusals(rank: int, base: str) -> None:
     assert said == f"{ArgumentError.__name__}: w: the checkpoint has 18 of the 24 elements of this rank's shard", said
 
 
-def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
+def test_unsupported_checkpoints_raise(tmp_path: Path) -> None:
     run_ranks(refusals, 4, str(tmp_path))
 
 
@@ -359,7 +359,7 @@ def whole_states(rank: int, base: str) -> None:
     assert moment._local_tensor.allclose(cut(x * 0.2, mesh, STRIDED))
 
 
-def test_parameters_optimizers_and_everything_else(tmp_path: Path) -> None:
+def test_state_of_models_and_optimizers(tmp_path: Path) -> None:
     run_ranks(whole_states, 4, str(tmp_path))
 
 
@@ -380,6 +380,6 @@ def many(rank: int, base: str) -> list[str]:
     return said
 
 
-def test_a_shard_of_very_many_boxes_is_right_and_warned_of(tmp_path: Path) -> None:
+def test_shard_of_many_boxes_logs_a_warning(tmp_path: Path) -> None:
     for said in run_ranks(many, 2, str(tmp_path)):
-        assert len(said) == 1 and "w: this rank's shard is 1050 boxes" in said[0]
+        assert len(said) == 1 and "w: this rank's shard has 1050 boxes" in said[0]

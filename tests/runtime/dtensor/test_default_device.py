@@ -77,12 +77,12 @@ def everything(rank: int, default: str) -> list[list]:
 
 
 @pytest.mark.multi
-def test_ranks_do_not_follow_the_default_device():
+def test_ranks_ignore_the_default_device():
     assert run_ranks(everything, 2, "meta") == run_ranks(everything, 2, "cpu")
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_virtual_ranks_do_not_follow_it_either(one_sided):
+def test_virtual_ranks_ignore_the_default_device(one_sided):
     tokens = [given(rank) for rank in range(3)]
     want = layer(VirtualTokenDispatcher(3, **SETTINGS, one_sided=one_sided), tokens)
     with torch.device("meta"):
@@ -91,7 +91,7 @@ def test_virtual_ranks_do_not_follow_it_either(one_sided):
 
 
 @pytest.mark.plan
-def test_what_makes_tensors_says_where():
+def test_runtime_passes_a_device_to_every_factory():
     """Of a GPU as the default a machine without one has nothing to show."""
     makers = {"zeros", "empty", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "linspace", "eye"}
     silent = []
@@ -105,7 +105,7 @@ def test_what_makes_tensors_says_where():
     assert not silent
 
 
-def test_a_copy_of_a_model_meets_by_the_same_dispatcher():
+def test_copied_model_shares_the_dispatcher():
     d = VirtualTokenDispatcher(2, **SETTINGS)
     module = torch.nn.Linear(2, 2)
     module.dispatcher = d

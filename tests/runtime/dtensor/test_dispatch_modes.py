@@ -208,7 +208,7 @@ def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
     ("size", "transport"),
     [(2, "shared_memory"), (4, "shared_memory"), pytest.param(3, "process_group", marks=pytest.mark.long)],
 )
-def test_selective_checkpointing_saves_and_recomputes_as_stock_does(size: int, transport: str) -> None:
+def test_selective_checkpointing_saves_and_recomputes_like_torch(size: int, transport: str) -> None:
     policies = {2: ("nothing", "all-gathers", "as torchtitan", "waits"), 3: tuple(SAVED), 4: ("both", "as torchtitan")}
     run_ranks(checkpointed, size, policies[size], environment={"SHARDWEAVE_TRANSPORT": transport})
 
@@ -248,7 +248,7 @@ def forward_under_other_modes(rank: int, saved: str) -> None:
 
 
 @pytest.mark.parametrize("saved", ("nothing", "both", "as torchtitan"))
-def test_recomputing_does_what_forward_did(saved: str) -> None:
+def test_recomputation_repeats_the_forward(saved: str) -> None:
     run_ranks(forward_under_other_modes, 2, saved)
 
 
@@ -315,7 +315,7 @@ def some_left_to_torch(rank: int) -> None:
     assert "smaller than install(min_bytes=)" in shardweave.stats().delegations
 
 
-def test_regions_in_which_torch_carries_some_out() -> None:
+def test_checkpointed_regions_with_delegations() -> None:
     run_ranks(some_left_to_torch, 2)
 
 
@@ -361,7 +361,7 @@ def asked(rank: int) -> None:
     assert not shardweave.stats().delegations
 
 
-def test_policies_are_asked_for_the_collectives_of_stock() -> None:
+def test_policies_receive_torch_collectives() -> None:
     run_ranks(asked, 4)
 
 
@@ -429,7 +429,7 @@ def what_modes_see(rank: int) -> None:
     assert not seen.seen and out.tolist() == [0, 0, 1, 1]
 
 
-def test_what_each_mode_sees() -> None:
+def test_operators_seen_by_each_dispatch_mode() -> None:
     run_ranks(what_modes_see, 2)
 
 
@@ -457,7 +457,7 @@ def logged(rank: int) -> list[tuple[str, str]]:
     return lines
 
 
-def test_what_is_left_to_torch_is_logged_once_for_each_reason() -> None:
+def test_delegations_are_logged_once_per_reason() -> None:
     first, second = run_ranks(logged, 2)
     assert [level for level, _ in first] == ["INFO", "WARNING", "INFO"]
     assert [level for level, _ in second] == ["DEBUG"] * 3

@@ -151,7 +151,7 @@ def tried(rank: int, name: str, ours: bool) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_torch_gets_wrong(name: str) -> None:
+def test_cases_that_torch_gets_wrong(name: str) -> None:
     """Each is wrong, or refused, on some rank without shardweave: if torch is mended, this says so."""
     assert run_ranks(tried, 4, name, True) == ["right"] * 4
     stock = run_ranks(tried, 4, name, False)
@@ -199,7 +199,7 @@ def all_arguments(rank: int) -> None:
         shardweave.redistribute(held(x, mesh, (S0, R), {0: (0,)}).requires_grad_(), (R, S1), out=out)
 
 
-def test_arguments_that_torch_has_not() -> None:
+def test_redistribute_arguments_without_torch_equivalent() -> None:
     run_ranks(all_arguments, 4)
 
 
@@ -232,7 +232,7 @@ def gradients(rank: int, ours: bool) -> list[Any]:
     return found
 
 
-def test_gradients_are_those_of_stock() -> None:
+def test_gradients_match_torch() -> None:
     stock, ours = run_ranks(gradients, 4, False), run_ranks(gradients, 4, True)
     assert stock == ours and len(stock[0]) == (20 if TWICE else 11)
 
@@ -250,7 +250,7 @@ def order_of_gradients(rank: int) -> None:
         assert right(d.grad, 2 * x, {0: (0, 1)})
 
 
-def test_a_gradient_holds_what_its_spec_says() -> None:
+def test_gradient_data_matches_its_spec() -> None:
     run_ranks(order_of_gradients, 4)
 
 
@@ -284,7 +284,7 @@ def policies(rank: int) -> None:
     assert not shardweave.is_installed()
 
 
-def test_policies_by_size_and_mesh() -> None:
+def test_install_min_bytes_and_only() -> None:
     run_ranks(policies, 4)
 
 
@@ -314,7 +314,7 @@ def counted(rank: int) -> None:
     assert stats.ignored == {"use_graph_based_transform": 1}
 
 
-def test_each_redistribution_is_counted_and_timed() -> None:
+def test_stats_count_and_time_each_redistribution() -> None:
     run_ranks(counted, 4)
 
 
@@ -351,7 +351,7 @@ def watched(rank: int) -> dict[str, int]:
     return dict(stats.delegations)
 
 
-def test_watchers_see_what_they_would() -> None:
+def test_debug_modes_see_torch_collectives() -> None:
     for delegations in run_ranks(watched, 4):
         modes = {f"{name} reports torch's own collectives" for name in ("CommDebugMode", "DebugMode")}
         # torch 2.11 traces with tensors of its own only.
@@ -363,7 +363,7 @@ def delegated_otherwise(rank: int) -> None:
     shardweave.stats().delegations["something new"] += 1
 
 
-def test_a_new_kind_of_delegation_fails_any_test() -> None:
+def test_unexpected_delegations_fail_tests() -> None:
     with pytest.raises(AssertionError, match="not listed: .'something new'"):
         run_ranks(delegated_otherwise, 2)
 
@@ -399,7 +399,7 @@ def ordered(rank: int) -> None:
         shardweave.ordered_redistribute_local_tensor(x, DTensorSpec(mesh, (S0, S0)), spec)
 
 
-def test_local_tensors_in_device_orders() -> None:
+def test_ordered_redistribute_local_tensor() -> None:
     run_ranks(ordered, 4)
 
 
@@ -447,7 +447,7 @@ def waited_for_later(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_what_is_begun_is_waited_for_when_it_is_used(transport: str) -> None:
+def test_async_result_waits_on_first_use(transport: str) -> None:
     run_ranks(waited_for_later, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
@@ -466,7 +466,7 @@ def a_peer_that_never_comes(rank: int) -> str:
     return "told"
 
 
-def test_what_is_begun_and_fails_is_told_when_it_is_waited_for() -> None:
+def test_async_error_is_raised_by_wait() -> None:
     assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["told", ""]
 
 
@@ -488,7 +488,7 @@ def beside_messages_of_the_users_own(rank: int) -> None:
         assert right(got, x, {})
 
 
-def test_messages_do_not_mix_with_the_users_own() -> None:
+def test_messages_are_separate_from_user_collectives() -> None:
     run_ranks(beside_messages_of_the_users_own, 2, environment={"SHARDWEAVE_TRANSPORT": "process_group"})
 
 
@@ -503,7 +503,7 @@ def with_another_past(rank: int) -> None:
             assert right(held(x, mesh, (R, S0), {0: (1,)}).redistribute(placements=(R, S1)), x, {1: (1,)})
 
 
-def test_ranks_with_another_past_choose_the_same_groups() -> None:
+def test_ranks_with_different_histories_choose_the_same_groups() -> None:
     run_ranks(with_another_past, 4, environment={"SHARDWEAVE_TRANSPORT": "process_group", "SHARDWEAVE_TIMEOUT": "20"})
 
 
@@ -528,7 +528,7 @@ def between_meshes(rank: int) -> None:
                         source.redistribute(target, (R,))
 
 
-def test_tensors_of_any_dims_go_to_another_mesh() -> None:
+def test_other_mesh_with_any_number_of_dims() -> None:
     run_ranks(between_meshes, 4)
 
 
@@ -545,5 +545,5 @@ def refused_meanwhile(rank: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_what_is_refused_leaves_what_has_begun_alone(transport: str) -> None:
+def test_refused_call_keeps_the_pending_one(transport: str) -> None:
     run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_TRANSPORT": transport})

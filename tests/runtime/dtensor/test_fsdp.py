@@ -130,7 +130,7 @@ def train_all_ways(rank: int, shape: tuple[int, ...], low: bool) -> tuple[dict[s
 @pytest.mark.parametrize("low", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("shape", ((2,), (4,), (2, 2)), ids=str)
-def test_training_is_that_of_fsdp(shape: tuple[int, ...], transport: str, low: bool) -> None:
+def test_adapted_training_matches_fsdp(shape: tuple[int, ...], transport: str, low: bool) -> None:
     size = 2 if shape == (2,) else 4
     ends = run_ranks(train_all_ways, size, shape, low, environment={"SHARDWEAVE_TRANSPORT": transport})
     for calls, from_expected, from_stock, from_exact in ends:
@@ -150,7 +150,7 @@ def gradients_multiplied(rank: int) -> tuple[int, float]:
     return sum(shardweave.stats().calls.values()), difference(ours, stock)
 
 
-def test_a_factor_of_ones_own() -> None:
+def test_gradient_divide_factor() -> None:
     for calls, off in run_ranks(gradients_multiplied, 2):
         assert calls == 8
         assert off < 2**-20
@@ -186,7 +186,7 @@ def other_ways_through_fsdp(rank: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_ways_through_fsdp(transport: str) -> None:
+def test_fsdp_options(transport: str) -> None:
     run_ranks(other_ways_through_fsdp, 2, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
@@ -234,7 +234,7 @@ def collectives_alone(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_collectives_alone(transport: str) -> None:
+def test_collectives_without_fsdp(transport: str) -> None:
     run_ranks(collectives_alone, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
@@ -243,7 +243,7 @@ def one_rank(rank: int) -> float:
     return difference(train(adapted(shard(mesh, MixedPrecisionPolicy())), x), train(made(), x))
 
 
-def test_one_rank() -> None:
+def test_adapt_fsdp_on_one_rank() -> None:
     assert run_ranks(one_rank, 1) == [0]
 
 
@@ -260,7 +260,7 @@ def on_a_backend_without_transports(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_backend_without_transports_is_refused_before_anything_is_adapted() -> None:
+def test_unsupported_backend_adapts_no_module() -> None:
     (message,) = run_ranks(on_a_backend_without_transports, 1)
     assert "module: '1'" in message and "fake" in message
 
@@ -471,7 +471,7 @@ def strided_in_a_group_of_one(rank: int) -> None:
             assert torch.equal(out, expected)
 
 
-def test_collectives_of_strided_tensors_in_a_group_of_one() -> None:
+def test_strided_collectives_in_a_group_of_one() -> None:
     run_ranks(strided_in_a_group_of_one, 1)
 
 
@@ -518,7 +518,7 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_collectives_refused_by_all_ranks_leave_the_next_call_paired(transport: str) -> None:
+def test_next_collective_works_after_all_ranks_refuse(transport: str) -> None:
     run_ranks(
         refused_by_all_alike, 3, transport, environment={"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_TIMEOUT": "30"}
     )
@@ -541,7 +541,7 @@ def refused_on_one_rank(rank: int, transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_collectives_refused_on_one_rank_are_told(transport: str) -> None:
+def test_collective_refused_on_one_rank_raises_on_its_peers(transport: str) -> None:
     said = run_ranks(
         refused_on_one_rank, 3, transport, environment={"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_TIMEOUT": "30"}
     )

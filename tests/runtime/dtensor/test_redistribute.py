@@ -99,7 +99,7 @@ def every_dtype(rank: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sampled_pairs_equal_slicing_in_every_dtype(transport: str) -> None:
+def test_sampled_layout_pairs_match_slicing_in_every_dtype(transport: str) -> None:
     assert run_ranks(every_dtype, 4, transport, timeout=300) == [96 * len(DTYPES)] * 4
 
 
@@ -124,7 +124,7 @@ def partial_pairs(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_partial_sources_equal_the_reduced_whole(transport: str) -> None:
+def test_partial_sources_match_the_reduced_tensor(transport: str) -> None:
     run_ranks(partial_pairs, 4, transport)
 
 
@@ -251,7 +251,7 @@ def lazy_views(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_conjugated_and_negated_views_move_what_they_say(transport: str) -> None:
+def test_conjugated_and_negated_views(transport: str) -> None:
     run_ranks(lazy_views, 4, transport)
 
 
@@ -270,7 +270,7 @@ def unequal_speeds(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_groups_of_one_mesh_go_at_their_own_speed(transport: str) -> None:
+def test_groups_of_one_mesh_are_independent(transport: str) -> None:
     run_ranks(unequal_speeds, 4, transport)
 
 
@@ -294,7 +294,7 @@ def modes(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_modes_come_and_go(transport: str) -> None:
+def test_inference_and_grad_modes(transport: str) -> None:
     run_ranks(modes, 4, transport)
 
 

@@ -81,7 +81,7 @@ def to_other_meshes(rank: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_goes_to_other_meshes(transport: str) -> None:
+def test_redistribute_to_other_meshes(transport: str) -> None:
     assert min(run_ranks(to_other_meshes, 4, transport)) == 200
 
 
@@ -98,7 +98,7 @@ def there_and_back(rank: int) -> None:
             shardweave.redistribute(given, [Shard(1), Shard(0)], device_mesh=wrong)
 
 
-def test_gradients_come_back_to_the_first_mesh() -> None:
+def test_gradients_return_to_the_source_mesh() -> None:
     run_ranks(there_and_back, 4)
 
 
@@ -131,7 +131,7 @@ def strided(rank: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_strided_shards_made_by_views_are_right(transport: str) -> None:
+def test_strided_shards_of_views(transport: str) -> None:
     assert run_ranks(strided, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport}) == [120] * 4
 
 
@@ -151,7 +151,7 @@ def on_nodes(rank: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_programs_for_a_topology_run_on_real_ranks(transport: str) -> None:
+def test_topology_argument_on_real_ranks(transport: str) -> None:
     assert run_ranks(on_nodes, 4, transport) == [144] * 4
 
 
@@ -207,7 +207,7 @@ def outputs_live_alone(rank: int) -> None:
     dist.barrier()
 
 
-def test_each_output_of_a_batch_is_memory_of_its_own() -> None:
+def test_batch_outputs_share_no_memory() -> None:
     run_ranks(outputs_live_alone, 4)
 
 
@@ -223,6 +223,6 @@ def one_disagrees(rank: int, transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_ask_for_other_batches_are_told(transport: str) -> None:
+def test_different_batches_raise_disagreement(transport: str) -> None:
     found = run_ranks(one_disagrees, 4, transport)
     assert "nothing" not in found and "DisagreementError" in found

@@ -141,5 +141,5 @@ def what_is_left(rank: int) -> None:
             found.redistribute(placements=(R, R))
 
 
-def test_what_cannot_be_transformed_is_left_to_torch() -> None:
+def test_unsupported_transforms_are_delegated() -> None:
     run_ranks(what_is_left, 4)

@@ -137,13 +137,13 @@ def check_in_one_dim(transport: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits(transport: str) -> None:
+def test_one_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_one_dim(transport, 11)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits_at_length(transport: str) -> None:
+def test_one_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
     check_in_one_dim(transport, 1)
 
 
@@ -172,13 +172,13 @@ def check_in_two_dims(transport: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits(transport: str) -> None:
+def test_two_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_two_dims(transport, 37)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits_at_length(transport: str) -> None:
+def test_two_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
     check_in_two_dims(transport, 1)
 
 
@@ -195,7 +195,7 @@ def round_trips(rank: int) -> None:
     assert delegated() == 7
 
 
-def test_full_tensor_of_what_torch_distributed_gives_it_back() -> None:
+def test_full_tensor_inverts_distribute_tensor() -> None:
     run_ranks(round_trips, 2)
 
 
@@ -213,7 +213,7 @@ def flattened(rank: int) -> None:
         assert delegated() == 1
 
 
-def test_gather_over_a_transposed_mesh_that_is_also_flattened() -> None:
+def test_gather_over_a_transposed_and_flattened_mesh() -> None:
     run_ranks(flattened, 4)
 
 
@@ -261,7 +261,7 @@ def refusals(rank: int, path: str) -> None:
     assert not shardweave.stats().delegations
 
 
-def test_what_is_not_torchs_own_is_refused(tmp_path: Any) -> None:
+def test_unordered_mesh_is_refused_by_shardweave_functions(tmp_path: Any) -> None:
     run_ranks(refusals, 4, str(tmp_path))
 
 
@@ -287,7 +287,7 @@ def masks_and_norms(rank: int) -> None:
     assert not delegated()
 
 
-def test_masked_and_norm_partials_on_a_mesh_that_does_not_ascend() -> None:
+def test_masked_and_norm_partials_on_an_unordered_mesh() -> None:
     run_ranks(masks_and_norms, 2)
 
 
@@ -309,12 +309,12 @@ def under_fsdp(rank: int) -> None:
     assert delegated() == 4
 
 
-def test_fsdp_on_a_mesh_that_does_not_ascend() -> None:
+def test_fsdp_on_an_unordered_mesh() -> None:
     run_ranks(under_fsdp, 3)
 
 
 @pytest.mark.skipif("sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="groups are always sorted")
-def test_mesh_of_a_group_that_is_not_sorted_is_left_to_torch() -> None:
+def test_mesh_of_an_unsorted_group_is_delegated() -> None:
     run_ranks(of_a_group, 2)
 
 
@@ -328,7 +328,7 @@ def of_a_group(rank: int) -> None:
     "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters, reason="meshes sort their groups"
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_mesh_that_preserves_the_order_of_its_ranks_is_carried_out(transport: str) -> None:
+def test_mesh_with_preserve_rank_order(transport: str) -> None:
     run_ranks(preserved, 4, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 

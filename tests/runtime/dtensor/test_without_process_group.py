@@ -38,7 +38,7 @@ X = torch.ones(4, 2)
     ],
     ids=range(9),
 )
-def test_before_a_process_group(call: Callable[[DeviceMesh], Any], text: str) -> None:
+def test_calls_without_a_process_group(call: Callable[[DeviceMesh], Any], text: str) -> None:
     assert not dist.is_initialized()
     with pytest.raises(UnsupportedError, match=text):
         call(DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",), _init_backend=False, _rank=0))
@@ -89,6 +89,6 @@ def wrong_arguments(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_arguments_that_are_something_else() -> None:
+def test_arguments_of_the_wrong_type() -> None:
     run_ranks(wrong_arguments, 2)
     assert issubclass(ArgumentError, ShardweaveError)
