@@ -159,10 +159,11 @@ def memory() -> Iterator[Finding]:
     yield from _named_folder(named)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     unlimited = files == resource.RLIM_INFINITY
-    problem = None
-    if not unlimited and files < MIN_FILES:
-        problem = f"too few: run `ulimit -n {MIN_FILES}` in the shell that starts the ranks"
-    yield Finding("ranks on this machine", "open files", "unlimited" if unlimited else str(files), problem)
+    too_few = not unlimited and files < MIN_FILES
+    fix = f"too few: run `ulimit -n {MIN_FILES}` in the shell that starts the ranks"
+    yield Finding(
+        "ranks on this machine", "open files", "unlimited" if unlimited else str(files), fix if too_few else None
+    )
 
 
 def _named_folder(named: bool) -> Iterator[Finding]:

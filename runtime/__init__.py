@@ -1,4 +1,4 @@
-"""Carries programs out: transports, the executor, the DTensor drop-in."""
+"""The runtime: transports, the executor of programs, DTensor, MoE and tracing."""
 
 from .dtensor.batch import redistribute_batch
 from .dtensor.checkpoint import LoadPlanner, SavePlanner

@@ -20,8 +20,10 @@ class ProcessGroupCache(dict[K, V]):
 
     A look-up is `dict.get`. A new key in a full cache first removes the oldest eighth of the entries.
 
-    `forget_dead_groups` must have been called since the last change of the default process group, before a look-up.
+    Call `forget_dead_groups` before a look-up, since the default process group may have changed.
     """
+
+    __slots__ = ("_max_entries",)
 
     def __init__(self, max_entries: int) -> None:
         super().__init__()

@@ -139,9 +139,11 @@ def _why_delegate(
 def _backend_obstacle(device: torch.device) -> str | None:
     """Why the default process group cannot carry programs on `device`, or None."""
     forget_dead_groups()
-    if device not in _backend_obstacles:
-        _backend_obstacles[device] = why_not_backend(device)
-    return _backend_obstacles[device]
+    try:
+        return _backend_obstacles[device]
+    except KeyError:
+        obstacle = _backend_obstacles[device] = why_not_backend(device)
+        return obstacle
 
 
 def _log_level(reason: str) -> int:
