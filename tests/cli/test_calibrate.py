@@ -1,4 +1,4 @@
-"""The topology that `calibrate` measures: its fit, its ranks, what it refuses, and that plans take it."""
+"""`calibrate`: the fit, the ranks, the errors, and plans on the measured topology."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL = Local(35.0, 900.0)
 
 
 def samples(link: Link, local: Local, peers: tuple[int, ...]) -> list[Sample]:
-    """What a link of these figures would take, on ranks that take so long by themselves."""
+    """Simulated times of a link, on ranks with the given local costs."""
     topology = Topology("exact", None, link, link, local.memory_gigabytes_per_s, local.call_us)
     found = []
     for count in peers:
@@ -92,7 +92,7 @@ def test_unmeasurable_parameters_are_noted() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_predicted_times_equal_planner_costs(ranks: int, node_size: int | None) -> None:
-    """The exchange that is timed, [2, 2 n, n k] float32 from S1 to S2, costs what the report says is fitted."""
+    """The planner's cost of the measured exchange, [2, 2 n, n k] float32 from S1 to S2, is the fitted time."""
     topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0, 11.0)
     k = 24
     shape = 2, 2 * ranks, ranks * k
@@ -138,7 +138,7 @@ def test_missing_links_are_stated() -> None:
 
 
 def checked(text: str) -> Topology:
-    """The topology in a command's output, after it has gone through JSON and made a plan."""
+    """The topology in the output of a command, after a round trip through JSON and a plan."""
     topology = Topology.from_json(text)
     assert Topology.from_json(topology.to_json()) == topology
     assert topology.memory_gigabytes_per_s > 0 and topology.call_us > 0
@@ -223,12 +223,12 @@ def test_invalid_arguments_exit_with_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("shardweave.bench.harness.ranks._Child", None)  # no rank is started
+    monkeypatch.setattr("shardweave.bench.harness.ranks._Child", None)  # starts no rank
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     try:
         status: object = main(["calibrate", *arguments])
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # raised by argparse
         status = end.code
     shown = capsys.readouterr()
     assert status == 2 and shown.out == "" and text in shown.err

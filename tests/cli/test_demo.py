@@ -35,8 +35,8 @@ def test_invalid_layout_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None
 def test_plan_on_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     request = ("plan", "--mesh", "4,8", "--shape", "8192,8192", "--dtype", "bfloat16", "S0 S0", "R R")
     assert main([*request, "--topology", "nvlink-infiniband"]) == 0
-    said = capsys.readouterr().out
-    assert "over the network" in said and "not (S0 S0) → (R R)" in said
+    printed = capsys.readouterr().out
+    assert "over the network" in printed and "not (S0 S0) → (R R)" in printed
     file = tmp_path / "two_ranks_a_node.json"
     file.write_text(json.dumps({**shardweave.NVLINK_INFINIBAND.to_dict(), "name": "mine", "node_size": 2}))
     assert main([*request, "--topology", str(file)]) == 0 and "on mine" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_demo_reports_dead_ranks(victim: int | str) -> None:
         while len(ranks) < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
             ranks = _children(demo.pid)
-        time.sleep(6)  # into the first cases, on most machines; any moment has to do
+        time.sleep(6)  # during the first cases on most machines; any moment is valid
         os.kill(demo.pid if victim == "parent" else ranks[int(victim)], signal.SIGKILL)
         output, _ = demo.communicate(timeout=30)
         while any(map(_is_running, ranks)) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Scripts recorded unchanged, and traces carried out again by both sides."""
+"""`record` with unchanged scripts, and `replay` on both sides."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_replay_of_every_kind_of_entry(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     found = {(one["source"], one["target"]): one for one in report["redistributions"]}
-    assert len(found) == len(ENTRIES) - 1 + 1, "one was asked for in two places, one by two meshes that are alike"
+    assert len(found) == len(ENTRIES) - 1 + 1, "one was requested on two lines, one on two equal meshes"
     assert {one["meshes"] for one in found.values()} == {1, 2} and found["S0", "S1"]["meshes"] == 2
     both = found["S0 S1", "S1 S0"]
-    # Recorded as it was, and beside it what was replayed and shown: off the diagonal all is new, 4 rows of 8.
+    # The recorded and the scaled shape. Ranks off the diagonal receive everything: 4 rows of 8.
     assert (both["shape"], both["bytes_received"]) == ([8, 130], 100)
     assert (both["replayed_shape"], both["replayed_bytes_received"]) == ([8, 16], 4 * 8 * 4)
     assert "float32[8, 16]" in done.stdout and "[8, 130]" not in done.stdout
@@ -64,7 +64,7 @@ def test_replay_of_every_kind_of_entry(tmp_path: Path) -> None:
         refused = any("torch refuses" in note for note in one["notes"])
         assert (one["torch_s"] is None) == refused
     assert found["S0 S0", "S1"]["notes"] == ["torch refuses: another mesh"]
-    # torch cannot read this strided shard: it says something else than an order.
+    # torch cannot redistribute this strided shard, which is not a shard order.
     assert any("torch is wrong" in note or "torch refuses" in note for note in found["S0/3 R", "S1 S0"]["notes"])
     assert "What FSDP2 issues itself" in done.stdout
     assert "a.py:1 f" in done.stdout and "2 calls: symbolic shapes" in done.stdout
@@ -79,7 +79,7 @@ from shardweave.cli import replay, replay_ranks
 carried_out = replay_ranks.run_redistribution
 
 def planted(x, source, target, how):
-    if source.placements[0].is_partial():  # rank 0's term in the place of each
+    if source.placements[0].is_partial():  # the term of rank 0 instead of each
         x = x.clone()
         dist.broadcast(x, 0)
     out = carried_out(x, source, target, how)
@@ -123,7 +123,7 @@ from shardweave.cli import replay, replay_ranks
 from shardweave.runtime.transports.selection_rule import NAMES
 
 def refused(*_):
-    raise RuntimeError("DTensor is asked")
+    raise RuntimeError("DTensor is called")
 
 replay_ranks.stock_redistribute_local_tensor = refused
 replay.ROUNDS = 1
@@ -139,7 +139,8 @@ for transport in NAMES:
 
 @pytest.mark.multi
 def test_fsdp_collectives_on_every_transport(tmp_path: Path) -> None:
-    """Both sides are right in each transport, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
+    """Both sides are right on each transport. For FSDP2's collectives, torch's side calls torch.distributed
+    directly."""
     rows = [Mesh((2,), ("dp",), ranks=ranks) for ranks in ([0, 2], [1, 3])]
     requests = [(mesh, *layouts) for layouts in FSDP_COLLECTIVES for mesh in ([GRID] if " " in layouts[0] else rows)]
     found = {Entry(mesh, None, (640,), "float32", *of, "FSDP", fsdp=True): Cost(1, 1) for mesh, *of in requests}
@@ -151,12 +152,12 @@ def test_fsdp_collectives_on_every_transport(tmp_path: Path) -> None:
     for transport in NAMES:
         report = json.loads((tmp_path / f"{transport}.json").read_text())["redistributions"]
         by_layouts = {(one["source"], one["target"]): one for one in report}
-        assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is asked"]
+        assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is called"]
         assert by_layouts.keys() == FSDP_COLLECTIVES.keys()
         for layouts, one in by_layouts.items():
             assert one["torch_s"] > 0 and one["torch_is"] == f"torch.distributed's {FSDP_COLLECTIVES[layouts]}"
             assert one["shardweave_s"] > 0 and one["cold"] and not one["notes"] and not one["faults"]
-    assert "as FSDP2 does it: by torch.distributed's all_gather, reduce_scatter and all_reduce" in done.stdout
+    assert "as FSDP2 issues them: all_gather, reduce_scatter and all_reduce" in done.stdout
 
 
 SCRIPT = """
@@ -184,11 +185,11 @@ def test_record_runs_a_script_unchanged(tmp_path: Path) -> None:
     assert Trace.read(written).ended == "SystemExit: 3"
     ((entry, cost),) = Trace.read(written).redistributions.items()
     assert (entry.source, entry.target, entry.where, cost.calls) == ("S0", "S1", "script.py:10 <module>", 1)
-    # The group is gone by then that knows which ranks a part of a mesh has.
+    # The process group, which knows the ranks of a submesh, is destroyed by then.
     assert entry.mesh == Mesh((2,), ("tp",), ranks=[2, 3])
     done = command("replay", written)
     assert done.returncode == 0 and "Recorded by rank 2 of 4" in done.stdout
-    assert "what was to come: rank 2: SystemExit: 3" in done.stdout
+    assert "so the trace is incomplete: rank 2: SystemExit: 3" in done.stdout
 
 
 @pytest.mark.plan
@@ -205,9 +206,9 @@ def test_record_prints_a_summary(
     arguments = ["record", "-o", str(trace), str(script)]
     script.write_text("print('as it was')")
     assert main(arguments) == 0
-    said = capsys.readouterr()
-    assert said.out == "as it was\n"
-    assert said.err == (
+    output = capsys.readouterr()
+    assert output.out == "as it was\n"
+    assert output.err == (
         f"record: {trace}: 0 distinct redistributions: the program redistributed no DTensor, or only in "
         f"processes that it started\n"
     )
@@ -219,7 +220,7 @@ def test_record_prints_a_summary(
             main(arguments)
     assert capsys.readouterr().err == (
         f"record: {tmp_path / 'trace.rank0.json'}: 0 distinct redistributions of rank 0 of 2: the program ended "
-        f"before: ValueError: no\n"
+        f"before the first one: ValueError: no\n"
     )
 
 
@@ -268,7 +269,7 @@ def test_missing_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
 def test_replay_on_gpus(tmp_path: Path, transport: str) -> None:
-    """Processes that share a GPU, through symmetric memory; with NCCL a GPU each."""
+    """Processes that share a GPU use symmetric memory; with NCCL each has its own."""
     gpus = torch.cuda.device_count()
     if gpus < (1 if transport == "symmetric_memory" else 2):
         pytest.skip(f"{gpus} GPUs")

@@ -1,4 +1,4 @@
-"""torch's default device is the caller's affair: nothing of the library follows it."""
+"""The library ignores torch's default device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = [
 
 
 def layer(d, tokens: list, rounds: int = 2) -> list[torch.Tensor]:
-    """Results and gradients of all ranks of a dispatcher that takes lists."""
+    """Results and gradients of all ranks of a virtual dispatcher."""
     found = []
     for _ in range(rounds):
         xs, weights = [
@@ -44,7 +44,7 @@ def layer(d, tokens: list, rounds: int = 2) -> list[torch.Tensor]:
 
 
 class Listed:
-    """A dispatcher of one rank behind lists."""
+    """A dispatcher of one rank with the interface of a virtual one."""
 
     def __init__(self, d: TokenDispatcher) -> None:
         self.d, self.check = d, d.check
@@ -92,7 +92,7 @@ def test_virtual_ranks_ignore_the_default_device(one_sided):
 
 @pytest.mark.plan
 def test_runtime_passes_a_device_to_every_factory():
-    """Of a GPU as the default a machine without one has nothing to show."""
+    """Static check, since a machine without GPU cannot run with a GPU as the default device."""
     makers = {"zeros", "empty", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "linspace", "eye"}
     silent = []
     for path in [*ROOT.glob("runtime/*.py"), *ROOT.glob("kernels/*.py")]:

@@ -1,4 +1,4 @@
-"""`install()` and what torch does without it: wrong data, lost orders, dtypes, policies, watchers, counts."""
+"""`install()` against torch without it: wrong data, lost orders, dtypes, options, observers, counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 
 pytestmark = pytest.mark.multi
-TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether stock is differentiable twice
+TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether torch's own is differentiable twice
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
@@ -32,7 +32,7 @@ def whole(*shape: int) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, mesh: DeviceMesh, order: dict[int, tuple[int, ...]]) -> torch.Tensor:
-    """This rank's shard by torch.chunk, tensor dim by tensor dim in order."""
+    """This rank's shard, by torch.chunk in the order of the cuts."""
     coordinate = mesh.get_coordinate()
     for dim, mesh_dims in order.items():
         for m in mesh_dims:
@@ -42,7 +42,7 @@ def cut(x: torch.Tensor, mesh: DeviceMesh, order: dict[int, tuple[int, ...]]) ->
 
 
 def held(x: torch.Tensor, mesh: DeviceMesh, placements: Any, order: dict[int, tuple[int, ...]]) -> DTensor:
-    """A DTensor from slices; no redistribution makes it."""
+    """A DTensor made by slicing, without redistribution."""
     meta = TensorMeta(x.shape, x.stride(), x.dtype)
     entries = tuple((d, order[d]) for d in sorted(order))
     spec = DTensorSpec(mesh, tuple(placements), meta)
@@ -57,9 +57,9 @@ def right(got: DTensor, x: torch.Tensor, order: dict[int, tuple[int, ...]]) -> b
 
 
 def on_all_ranks(fine: bool) -> bool:
-    said = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(said, fine)
-    return all(said)
+    flags = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(flags, fine)
+    return all(flags)
 
 
 def uneven_nested_gather(mesh: DeviceMesh, n: int) -> bool:
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "another mesh": (another_mesh,),
     "another order, the same placements": (order_only,),
 }
-if torch.__version__ >= "2.12":  # before, DTensor refused such views
+if torch.__version__ >= "2.12":  # earlier versions of DTensor refused such views
     CASES["a view's strided shard"] = (flattened_view,)
 
 
@@ -143,7 +143,7 @@ def tried(rank: int, name: str, ours: bool) -> str:
         shardweave.install()
     try:
         fine = function(mesh, *arguments)
-    except Exception as error:  # what stock raises is of many kinds
+    except Exception as error:  # torch raises many types
         if ours:
             raise
         return type(error).__name__
@@ -152,17 +152,17 @@ def tried(rank: int, name: str, ours: bool) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_cases_that_torch_gets_wrong(name: str) -> None:
-    """Each is wrong, or refused, on some rank without shardweave: if torch is mended, this says so."""
+    """Each case is wrong or refused on some rank without shardweave. The test fails when torch fixes one."""
     assert run_ranks(tried, 4, name, True) == ["right"] * 4
     stock = run_ranks(tried, 4, name, False)
-    assert stock != ["right"] * 4, "torch is right here now: move the case to the tests of what both do"
+    assert stock != ["right"] * 4, "torch is right now: move the case to the tests against torch"
 
 
 def all_arguments(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     x = whole(6, 4)
     source = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)})
-    # Orders alone, with placements left out.
+    # Shard orders without placements.
     nested = held(x, mesh, (S0, S0), {0: (0, 1)})
     assert right(shardweave.redistribute(nested, shard_order={0: (1, 0)}), x, {0: (1, 0)})
     # Dtypes.
@@ -174,7 +174,7 @@ def all_arguments(rank: int) -> None:
     pointer = out._local_tensor.data_ptr()
     assert shardweave.redistribute(source, (R, S1), out=out) is out
     assert right(out, x, {1: (1,)}) and out._local_tensor.data_ptr() == pointer
-    # Of any strides that keep its elements apart: steps of 2 and 5 that lie within each other, say.
+    # Any strides without overlap, such as interleaved steps of 2 and 5.
     apart = torch.zeros(30).as_strided((6, 2), (2, 5))
     wide = DTensor(apart, out._spec, requires_grad=False)
     assert right(shardweave.redistribute(source, (R, S1), out=wide), x, {1: (1,)})
@@ -204,7 +204,7 @@ def test_redistribute_arguments_without_torch_equivalent() -> None:
 
 
 def gradients(rank: int, ours: bool) -> list[Any]:
-    """What stock and installed do in backward, and twice: dtypes, placements, values."""
+    """Dtypes, placements and values of first and second gradients."""
     mesh = init_device_mesh("cpu", (2, 2))
     found: list[Any] = []
     x = whole(6, 4) / 8
@@ -245,7 +245,7 @@ def order_of_gradients(rank: int) -> None:
             d = held(x, mesh, (S0, S0), {0: (1, 0)}).requires_grad_()
             y = use(d)
             (y * y).sum().backward()
-        # Autograd detaches it, and what torch detaches is in the default order by its spec.
+        # Autograd detaches the gradient, and torch's detach resets the order in the spec.
         assert d.grad.placements == (S0, S0) and d.grad._spec.shard_order[0].mesh_dims == (0, 1)
         assert right(d.grad, 2 * x, {0: (0, 1)})
 
@@ -260,7 +260,7 @@ def policies(rank: int) -> None:
     stats = shardweave.stats()
 
     def redistribute_forward(**policy: Any) -> list[int]:
-        """Redistributions carried out of a large tensor, a small one, and a large one on the other mesh."""
+        """The redistributions carried out for a large tensor, a small one, and a large one on the other mesh."""
         counts = []
         for value, on in ((x, mesh), (x[:2], mesh), (x, line)):
             source = distribute_tensor(value, on, [S0] * on.ndim, src_data_rank=None)
@@ -354,7 +354,7 @@ def watched(rank: int) -> dict[str, int]:
 def test_debug_modes_see_torch_collectives() -> None:
     for delegations in run_ranks(watched, 4):
         modes = {f"{name} reports torch's own collectives" for name in ("CommDebugMode", "DebugMode")}
-        # torch 2.11 traces with tensors of its own only.
+        # torch 2.11 traces its own tensors only.
         tracing = {"torch.compile is tracing", "local tensor is a FakeTensor", "local tensor is a FunctionalTensor"}
         assert modes <= set(delegations) <= modes | tracing and set(delegations) & tracing
 
@@ -409,7 +409,7 @@ def waited_for_later(rank: int, transport: str) -> None:
     source = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)})
     partial = DTensor.from_local(x + rank % 2, mesh, (R, Partial()), run_check=False)
     summed = 2 * x + 1
-    wanted = (
+    targets = (
         (source, (S1, S0), x, {1: (0,), 0: (1,)}),
         (source, (R, R), x, {}),
         (partial, (R, S0), summed, {0: (1,)}),
@@ -418,25 +418,23 @@ def waited_for_later(rank: int, transport: str) -> None:
     with shardweave.installed():
         kept = []
         for turn in range(12):
-            x_, placements, value, order = wanted[turn % 4]
+            x_, placements, value, order = targets[turn % 4]
             y = x_.redistribute(placements=placements, async_op=True)
-            alone = (
-                turn % 4 == 0 and rank in (0, 3) and transport == "process_group"
-            )  # has all it needs, and no message
+            alone = turn % 4 == 0 and rank in (0, 3) and transport == "process_group"  # needs no message
             assert type(y._local_tensor) is (torch.Tensor if alone else AsyncCollectiveTensor)
-            if turn % 3 == 0:  # at once, or after others have begun, or not at all
+            if turn % 3 == 0:  # wait at once, after others have begun, or never
                 assert right(y, value, order)
             elif turn % 3 == 1:
                 kept.append((y, value, order))
         for y, value, order in reversed(kept):
             local = y._local_tensor.view(-1) if turn % 2 else y._local_tensor
             assert local.sum() == cut(value, mesh, order).sum() and right(y, value, order)
-        # As input of the next redistribution, and of an op.
+        # As the input of the next redistribution and of an op.
         y = source.redistribute(placements=(R, S0), async_op=True)
         assert right(y.redistribute(placements=(S1, R)), x, {1: (0,)})
         y = source.redistribute(placements=(R, S0), async_op=True)
         assert (y * 2).full_tensor().equal(2 * x)
-        # Nothing to wait for where nothing is exchanged.
+        # Without an exchange there is nothing to wait for.
         whole_one = held(x, mesh, (R, R), {})
         assert type(whole_one.redistribute(placements=(S0, R), async_op=True)._local_tensor) is torch.Tensor
         z = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)}).requires_grad_()
@@ -454,7 +452,7 @@ def test_async_result_waits_on_first_use(transport: str) -> None:
 def a_peer_that_never_comes(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2,))
     x = held(whole(4), mesh, (S0,), {0: (0,)})
-    for _ in range(3):  # from then on buffers are kept ready, and nobody is met before the last exchange
+    for _ in range(3):  # from then on buffers are ready, and the last exchange is the first meeting
         shardweave.redistribute(x, (R,))
     if rank == 1:
         return ""
@@ -463,11 +461,11 @@ def a_peer_that_never_comes(rank: int) -> str:
         y._local_tensor.wait()
     with pytest.raises((PeerError, MeetingTimeoutError)):
         shardweave.redistribute(x, (R,))
-    return "told"
+    return "raised"
 
 
 def test_async_error_is_raised_by_wait() -> None:
-    assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["told", ""]
+    assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["raised", ""]
 
 
 def beside_messages_of_the_users_own(rank: int) -> None:
@@ -476,7 +474,7 @@ def beside_messages_of_the_users_own(rank: int) -> None:
     source = held(x, mesh, (S0,), {0: (0,)})
     for _ in range(2):
         mine, theirs = torch.full((n,), -7.0 - rank), torch.empty(n)
-        # Posted early on one side, late on the other, as pipeline schedules do.
+        # Posted early on one side and late on the other, as in pipeline schedules.
         posted = torch.distributed.irecv(theirs, 1) if rank == 0 else None
         assert "send and receive" in shardweave.explain(source, (R,))
         got = shardweave.redistribute(source, (R,))
@@ -496,7 +494,7 @@ def with_another_past(rank: int) -> None:
     first, second = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (2, 2))
     x = whole(4, 4)
     with shardweave.installed():
-        if rank == 0:  # what needs nobody else is nobody else's business
+        if rank == 0:  # local-only calls need no peers
             held(x, second, (R, R), {}).redistribute(placements=(R, S0))
             shardweave.explain(held(x, second, (R, S0), {0: (1,)}), (R, R))
         for mesh in (first, second, first):

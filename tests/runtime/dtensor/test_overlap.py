@@ -1,4 +1,4 @@
-"""Whether a strided tensor has two elements in one place, against all of its offsets."""
+"""`overlaps_itself` against an enumeration of all offsets."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_overlap_of_all_small_tensors() -> None:
         sizes = tuple(random.choice((0, 1, 2, 2, 3, 4, 5)) for _ in range(ndim))
         most = random.choice((4, 12, 60))
         strides = tuple(random.choice((1, 2, 3)) * random.randint(0, most) for _ in range(ndim))
-        wanted = by_offsets(sizes, strides)
-        assert overlaps_itself(made(sizes, strides)) == wanted, (sizes, strides)
-        found[wanted] += 1
+        expected = by_offsets(sizes, strides)
+        assert overlaps_itself(made(sizes, strides)) == expected, (sizes, strides)
+        found[expected] += 1
     assert min(found.values()) > 400
 
 

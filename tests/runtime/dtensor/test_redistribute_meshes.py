@@ -1,4 +1,4 @@
-"""Real ranks: from one mesh to another, strided shards, programs for a topology, batches; on both transports."""
+"""Redistribution between meshes, strided shards, topologies and batches, on real ranks and both transports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made(x: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
 
 
 def meshes_of_all_kinds() -> dict[str, DeviceMesh]:
-    """Made in the same order on all ranks: making one makes process groups."""
+    """Collective, since meshes make process groups."""
     return {
         "2x2": init_device_mesh("cpu", (2, 2)),
         "4": init_device_mesh("cpu", (4,)),
@@ -69,12 +69,12 @@ def to_other_meshes(rank: int, transport: str) -> int:
                 for topology in (None, NODES):
                     given = made(x, a, source)
                     y = shardweave.redistribute(given, target, device_mesh=b, transport=transport, topology=topology)
-                    wanted = cut(x, b, target)
+                    expected = cut(x, b, target)
                     if a.get_coordinate() is not None or b.get_coordinate() is not None:
                         terms = [a.size(m) for m, p in enumerate(source) if p.is_partial()]
-                        wanted = wanted * torch.tensor(terms).prod() if terms else wanted
-                        assert y.to_local().numel() == wanted.numel()
-                        assert y.to_local().reshape(wanted.shape).equal(wanted), (rank, source, target)
+                        expected = expected * torch.tensor(terms).prod() if terms else expected
+                        assert y.to_local().numel() == expected.numel()
+                        assert y.to_local().reshape(expected.shape).equal(expected), (rank, source, target)
                     assert y.device_mesh is b and tuple(y.shape) == shape
                     done += 1
     return done
@@ -117,7 +117,7 @@ def strided(rank: int, transport: str) -> int:
         x = torch.arange(shape[0] * shape[1], dtype=torch.int64).reshape(shape)
         for source, target in random.sample(pairs, 60):
             meta = made(x, mesh, [Replicate(), Replicate()])._spec.tensor_meta
-            # As a view makes them: an index set of its own, cut from left to right.
+            # The strided shards of a view: an index set of its own, cut from left to right.
             before, after = (
                 DTensorSpec(mesh, p, tensor_meta=meta, use_strided_shard_as_shard_order=False) for p in (source, target)
             )
@@ -142,10 +142,10 @@ def on_nodes(rank: int, transport: str) -> int:
         if any(b.is_partial() for b in target):
             continue
         given = made(x, mesh, source)
-        wanted = cut(x, mesh, target) * 2 ** sum(p.is_partial() for p in source)
-        assert shardweave.redistribute(given, target, transport=transport, topology=NODES).to_local().equal(wanted)
+        expected = cut(x, mesh, target) * 2 ** sum(p.is_partial() for p in source)
+        assert shardweave.redistribute(given, target, transport=transport, topology=NODES).to_local().equal(expected)
         with shardweave.installed(topology=NODES):
-            assert given.redistribute(placements=target).to_local().equal(wanted)
+            assert given.redistribute(placements=target).to_local().equal(expected)
         done += 1
     return done
 
@@ -161,7 +161,7 @@ def batches(rank: int, transport: str) -> int:
     for topology in (None, NODES):
         for target_name in ("2x2", "4", "1,3"):
             b = meshes[target_name]
-            given, targets, wanted = [], [], []
+            given, targets, expected = [], [], []
             for shape in ((8, 6), (7, 5), (13,), (0, 3), (4, 3, 2)) * 3:
                 dtype = random.choice([torch.float32, torch.int64, torch.bfloat16, torch.uint8])
                 x = (torch.arange(torch.Size(shape).numel()) % 17).reshape(shape).to(dtype)
@@ -170,12 +170,12 @@ def batches(rank: int, transport: str) -> int:
                 target = [random.choice([Replicate(), *shards]) for _ in range(b.ndim)]
                 given.append(made(x, main, source))
                 targets.append(target)
-                wanted.append(cut(x, b, target) * 2 ** sum(p.is_partial() for p in source))
+                expected.append(cut(x, b, target) * 2 ** sum(p.is_partial() for p in source))
             for _ in range(3):
                 outs = shardweave.redistribute_batch(
                     given, targets, device_mesh=None if b is main else b, transport=transport, topology=topology
                 )
-                for y, want, target in zip(outs, wanted, targets, strict=True):
+                for y, want, target in zip(outs, expected, targets, strict=True):
                     assert y.to_local().numel() == want.numel()
                     assert y.to_local().reshape(want.shape).equal(want), (rank, target)
                     assert list(y.placements) == list(target) and y.device_mesh == b

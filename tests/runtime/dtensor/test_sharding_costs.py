@@ -1,4 +1,4 @@
-"""Prices for solvers: `redistribute_cost` and `plan` from torch's objects, and `install(costs=True)`."""
+"""`redistribute_cost` and `plan` with torch's objects, and `install(costs=True)`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.plan
 
 NODES_OF_4 = replace(NVLINK_INFINIBAND, node_size=4)
 SHAPE = (512, 96)
-PAIRS = 250  # of specs whose prices are compared, of some 20,000
+PAIRS = 250  # of specs whose costs are compared, out of some 20,000
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_costs_raise_only_where_torch_does(
             if isinstance(ours, str):
                 assert ours == theirs, (a, b)
             elif (theirs == 0 and ours != 0) or (theirs == math.inf and ours != math.inf):
-                # torch has no price yet for strided shards, which it does carry out.
+                # torch redistributes strided shards, but has no cost for them yet.
                 assert any(isinstance(p, _StridedShard) for p in (*a.placements, *b.placements)), (a, b)
             priced += theirs != ours
     assert priced or dtype == torch.quint8
@@ -210,7 +210,7 @@ def test_costs_on_meshes_that_torch_refuses(mesh: DeviceMesh) -> None:
         assert torch_costs.redistribute_cost(b, away) == stock_redistribute_cost(b, away) == 0
         near = spec(mesh["tp"], Replicate())
         assert torch_costs.redistribute_cost(a, near) == cost_on_mesh((4,), SHAPE, "float32", "S0", "R")
-        # What is on the network follows from the ranks of a submesh.
+        # Which links are on the network depends on the ranks of a submesh.
         across = spec(mesh["dp"], Shard(0)), spec(mesh["dp"], Replicate())
         assert torch_costs.redistribute_cost(*across) == cost_on_mesh((2,), SHAPE, "float32", "S0", "R")
     with shardweave.installed(costs=True, topology=NODES_OF_4):
@@ -224,7 +224,7 @@ def test_costs_on_meshes_that_torch_refuses(mesh: DeviceMesh) -> None:
 
 
 def test_sharding_propagation_uses_costs(mesh: DeviceMesh) -> None:
-    """Also while a fake mode traces; and what was decided by other prices is forgotten."""
+    """Also under a fake tensor mode; decisions made with other costs are dropped."""
 
     def chosen() -> tuple[Any, ...]:
         with FakeTensorMode():

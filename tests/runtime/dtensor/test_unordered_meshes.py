@@ -1,4 +1,4 @@
-"""Meshes whose ranks are permuted: equal to stock torch, bit for bit, or refused.
+"""Meshes with permuted ranks: bitwise equal to torch, or refused.
 
 Along a mesh dim whose ranks do not ascend, torch scatters, gathers and reduces by the order of the process group, which
 it sorts, and cuts replicas by mesh coordinate.
@@ -35,7 +35,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 TRANSPORTS = ["shared_memory", "process_group"]
 REASON = re.compile(r"shards along mesh dim \d, whose ranks do not ascend: .*; allowed: .*")
 TWO_DIMS = {
-    # The dims along which some line of ranks descends.
+    # The dims along which ranks do not ascend everywhere.
     "((0, 1), (2, 3))": (),
     "((0, 2), (1, 3))": (),
     "((1, 0), (3, 2))": (1,),
@@ -59,7 +59,7 @@ def by_coordinate(x: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.T
 
 
 def source_of(x: torch.Tensor, mesh: DeviceMesh, placements: Any, by_torch: bool) -> DTensor:
-    """Shards by `distribute_tensor` or by coordinate; each term of a sum is the whole."""
+    """Shards by `distribute_tensor` or by coordinate; each term of a partial is the whole tensor."""
     if by_torch:
         shards = [R if p.is_partial() else p for p in placements]
         local = distribute_tensor(x, mesh, shards).to_local()
@@ -70,7 +70,7 @@ def source_of(x: torch.Tensor, mesh: DeviceMesh, placements: Any, by_torch: bool
 
 
 def moved(x: torch.Tensor, mesh: DeviceMesh, source: Any, target: Any, by_torch: bool) -> list[torch.Tensor]:
-    """What a redistribution gives on this rank, the gradient that comes back, and the whole of each."""
+    """The result of a redistribution on this rank, its gradient, and the full tensor of each."""
     given = source_of(x, mesh, source, by_torch)
     got = given.redistribute(placements=target)
     (got * got).to_local().sum().backward()
@@ -84,7 +84,7 @@ def same(found: list[torch.Tensor], stock: list[torch.Tensor]) -> bool:
 
 
 def delegated() -> int:
-    """How often since the last call; each for the one reason that it may have."""
+    """The number of delegations since the last call, which must all have the expected reason."""
     found = dict(shardweave.stats().delegations)
     shardweave.stats().delegations.clear()
     assert all(REASON.fullmatch(reason) for reason in found), found
@@ -94,7 +94,7 @@ def delegated() -> int:
 def compare(
     mesh: DeviceMesh, x: torch.Tensor, source: Any, target: Any, unordered: tuple[int, ...], by_torch: bool
 ) -> int:
-    """Delegations of what stock and shardweave do alike."""
+    """Compare shardweave with torch. Returns the number of delegations."""
     what = f"{mesh.mesh.tolist()} {source} → {target}, by torch: {by_torch}"
     stock = moved(x, mesh, source, target, by_torch)
     with shardweave.installed():
@@ -111,7 +111,7 @@ def compare(
 
 
 def in_one_dim(rank: int, tables: list[list[int]], every: int) -> list[tuple[int, int]]:
-    """Of each mesh, comparisons and delegations."""
+    """The numbers of comparisons and delegations for each mesh."""
     meshes, found = [DeviceMesh("cpu", table) for table in tables], []
     for table, mesh in zip(tables, meshes, strict=True):
         done, left, n, cases = 0, 0, len(table), 0
@@ -121,7 +121,7 @@ def in_one_dim(rank: int, tables: list[list[int]], every: int) -> list[tuple[int
             shapes = whole(4 * n, 2 * n), whole(2 * n - 1, n + 2), whole(1, 3)
             for x, source, target, by_torch in product(shapes, (R, S0, S1, P), (R, S0, S1), (True, False)):
                 cases += 1
-                # Where shards are uneven torch drops rows, unless ranks ascend.
+                # torch drops rows of uneven shards unless ranks ascend.
                 if cases % every == 0 and not (by_torch and unordered and x.shape[0] % n):
                     left += compare(mesh, x, (source,), (target,), unordered, by_torch)
                     done += 1
@@ -148,7 +148,7 @@ def test_one_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
 
 
 def in_two_dims(rank: int, every: int) -> list[int]:
-    """Of each mesh, delegations."""
+    """The number of delegations for each mesh."""
     counts, cases = [], 0
     for text, unordered in TWO_DIMS.items():
         mesh, left = DeviceMesh("cpu", eval(text)), 0
@@ -183,7 +183,7 @@ def test_two_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
 
 
 def round_trips(rank: int) -> None:
-    """What torch's own disagreement is; where it ends, there is nothing left to delegate."""
+    """torch's inconsistency. If this test fails, torch has fixed it and delegation is no longer needed."""
     mesh, x = DeviceMesh("cpu", [1, 0]), whole(4, 2)
     with shardweave.installed():
         assert distribute_tensor(x, mesh, [S0]).full_tensor().equal(x)
@@ -248,7 +248,7 @@ def refusals(rank: int, path: str) -> None:
             action({"x": here}, checkpoint_id=path, planner=planner)
         for error, _ in failed.value.failures.values():
             assert isinstance(error, UnsupportedError) and str(error).startswith("x: shards along mesh dim 0")
-    # Neither replicas nor sums nor the other dim's shards are in question.
+    # Replicas, sums and shards along the other dim are unaffected.
     for source, target in (((R, S0), (R, R)), ((P, S0), (R, S1)), ((P, R), (R, S0)), ((R, R), (P, S1))):
         local = by_coordinate(x, rows, source)
         given = DTensor.from_local(local, rows, source, run_check=False, shape=x.shape, stride=x.stride())
@@ -266,7 +266,7 @@ def test_unordered_mesh_is_refused_by_shardweave_functions(tmp_path: Any) -> Non
 
 
 def masks_and_norms(rank: int) -> None:
-    """A mask is applied once, by whoever carries the sum out."""
+    """A mask is applied once, by torch or by shardweave."""
     mesh, weight, ids = DeviceMesh("cpu", [1, 0]), whole(8, 4), torch.tensor([0, 7, 3, 4])
 
     def embedded(target: Placement) -> torch.Tensor:
@@ -292,7 +292,7 @@ def test_masked_and_norm_partials_on_an_unordered_mesh() -> None:
 
 
 def under_fsdp(rank: int) -> None:
-    """FSDP2 goes by the order of the process group throughout, uneven shards too, and so do its adapters."""
+    """FSDP2 uses the order of the process group everywhere, also for uneven shards, and so does `adapt_fsdp`."""
     mesh, found = DeviceMesh("cpu", [2, 0, 1]), []
     for adapted in (False, True):
         torch.manual_seed(3)

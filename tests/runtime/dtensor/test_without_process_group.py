@@ -1,4 +1,4 @@
-"""What functions that need a process group say before there is one, and of arguments that are something else."""
+"""Errors of functions without a process group, and of arguments of the wrong type."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def wrong_arguments(rank: int) -> None:
             for g in ("ep", 5, [0, 1])
         ),
     ]
-    if rank == 0:  # what new_group gives a rank that is not in the group
+    if rank == 0:  # the value of new_group on a rank outside the group
         calls.append((lambda: shardweave.TokenDispatcher(other, **SETTINGS), "group_or_mesh: .*; allowed: a process g"))
     for number, (call, text) in enumerate(calls):
         with pytest.raises(ArgumentError, match=f"(?s){text}") as raised:

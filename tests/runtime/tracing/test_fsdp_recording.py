@@ -1,4 +1,4 @@
-"""FSDP2's own gathers and reductions in a trace: what they are, how many, and that nothing is left behind."""
+"""Recording of FSDP2's own collectives: their entries and counts, and that the hooks are removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
 
 
 def padded(n: int, *sizes: tuple[int, ...]) -> int:
-    """Elements of a flat buffer, each parameter's rows padded to n."""
+    """The number of elements of a flat buffer, with the rows of each parameter padded to a multiple of n."""
     return sum(-(-size[0] // n) * n * math.prod(size[1:]) for size in sizes)
 
 
@@ -46,7 +46,7 @@ FIRST, SECOND, LAST = ((13, 7), (13,)), ((7, 13), (7,)), ((3, 7), (3,))
 
 
 def expected(n: int, hybrid: bool) -> dict[tuple[int, str, str, str, str], int]:
-    """Calls of a step by elements, dtype, layouts and where, with n shards: the root stays gathered for backward."""
+    """The expected calls of a step by elements, dtype, layouts and calling line, with n shards."""
     found: Counter[tuple[int, str, str, str, str]] = Counter()
     for sizes, where in ((FIRST, "layers.*"), (SECOND, "layers.*"), (LAST, "last")):
         numel, what = padded(n, *sizes), f"{where} (2 parameters)"
@@ -103,7 +103,7 @@ def test_recorded_fsdp_collectives(tmp_path: Path, shape: tuple[int, ...], adapt
         for entry in trace.redistributions:
             assert rank in entry.mesh.rank_array, "the groups of this rank"
             assert entry.mesh.names == ("replicas", "shards")[-len(shape) :][-entry.mesh.ndim :]
-    # 3 of 4 parts, or the other half.
+    # a rank receives 3 of 4 shards, or 1 of 2
     gathered = next(c for e, c in traces[0].redistributions.items() if e.where == "FSDP gathers last (2 parameters)")
     n = shape[-1]
     assert gathered == Cost(1, padded(n, *LAST) * 2 * (n - 1) // n)
@@ -112,7 +112,7 @@ def test_recorded_fsdp_collectives(tmp_path: Path, shape: tuple[int, ...], adapt
 
 @pytest.mark.plan
 def test_recording_in_a_fake_process_group(tmp_path: Path) -> None:
-    """Averages, which gloo has not; and a group of a size that no machine has."""
+    """Averages, which gloo does not support, and a very large group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
     try:
         mesh = made((512,))

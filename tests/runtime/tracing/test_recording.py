@@ -1,4 +1,4 @@
-"""Traces of what programs redistribute: what is in them, how ranks merge, and what becomes of wrong ones."""
+"""Traces: their entries, merging, and errors."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_recorded_redistributions_of_a_program(tmp_path: Path, installed: bool) 
     assert entry.where.startswith("test_recording.py:") and entry.where.endswith(" program")
     assert by_layouts["S1 S0", "S0 S1", True][1] == Cost(1, 48)
     assert by_layouts["S0 S1", "S0 S0 @ 0:1,0", False][1].calls == 1
-    # A masked partial is the sum that it is.
+    # A masked partial is recorded as a sum.
     assert by_layouts["R P", "R R", False][0].shape == (4, 6)
     first = [cost.total_bytes for _, cost in trace.heaviest_first()]
     assert first == sorted(first, reverse=True) and first[0] == 144
 
 
 def half_a_mesh(rank: int, path: str) -> None:
-    """Ranks that do different things: what any of them does is in the merge_traces trace."""
+    """The merged trace contains the redistributions of every rank."""
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     x = distribute_tensor(torch.ones(4, 2 + 2 * (rank // 2)), pair, (S0,), src_data_rank=None)
     with shardweave.record(path):
@@ -115,7 +115,7 @@ def traced(rank: int, path: str) -> None:
 
 @pytest.mark.multi
 def test_compiled_calls_are_counted_once(tmp_path: Path) -> None:
-    """However often torch goes over the graph."""
+    """torch passes over the graph several times."""
     run_ranks(traced, 2, str(tmp_path / "trace.json"))
     ((entry, cost),) = Trace.read(tmp_path / "trace.rank0.json").redistributions.items()
     assert entry.traced and cost.calls == 1
@@ -128,7 +128,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, rank: object, world_size: object) 
 
 @pytest.mark.plan
 def test_exception_before_the_process_group_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the rank that torchrun says, and no trace of an earlier run passes for its own."""
+    """The rank is that of torchrun, and the trace of an earlier run is removed."""
     path = tmp_path / "trace.json"
     for rank in range(8):
         Trace("2.13.0", 8, (rank,), {ENTRY: Cost(1, 1)}).write(path)
@@ -145,7 +145,7 @@ def test_exception_before_the_process_group_exists(tmp_path: Path, monkeypatch: 
     with shardweave.record(path):
         assert not list(tmp_path.iterdir())
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-    for rank, world_size in ((0, ""), (4, 4), ("x", 2)):  # says nothing, so other ranks' files may be of this run
+    for rank, world_size in ((0, ""), (4, 4), ("x", 2)):  # invalid, so files of other ranks may be of this run
         launched(monkeypatch, rank, world_size)
         other = Trace("2.13.0", 4, (2,), {}).write(path)
         with shardweave.record(path) as recording:
@@ -155,7 +155,7 @@ def test_exception_before_the_process_group_exists(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.plan
 def test_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace goes where its path was when the recording began."""
+    """The path is resolved when the recording begins."""
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(tmp_path)
