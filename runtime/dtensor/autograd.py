@@ -42,8 +42,8 @@ class RedistributeArgs(NamedTuple):
     async_op: bool = False
 
 
-class Redistribute:
-    """Replaces torch's autograd function of the same name, which drops the other mesh and the shard order.
+class RedistributeReplacement:
+    """Replaces torch's autograd function `Redistribute`, which drops the other mesh and the shard order.
 
     The placements that are passed mean the default shard order, also where they are those of the source.
     """
@@ -93,10 +93,12 @@ def redistribute_forward(x: DTensor, args: RedistributeArgs, requires_grad: bool
 
 def redistribute_with_gradient(x: DTensor, args: RedistributeArgs) -> DTensor:
     """Redistribute `x` and record its gradient."""
-    return _RedistributeFunction.apply(x, args)
+    return Redistribute.apply(x, args)
 
 
-class _RedistributeFunction(torch.autograd.Function):
+class Redistribute(torch.autograd.Function):
+    """The autograd function. Its name is torch's, so that `grad_fn` is named alike."""
+
     @staticmethod
     def forward(ctx: Any, x: DTensor, args: RedistributeArgs) -> DTensor:  # type: ignore[override]
         ctx.source, ctx.args = x._spec, args
@@ -116,7 +118,7 @@ class _RedistributeFunction(torch.autograd.Function):
             gradient._local_tensor.dtype,
             args.async_op,
         )
-        return _RedistributeFunction.apply(gradient, backward_args), None
+        return Redistribute.apply(gradient, backward_args), None
 
 
 def gradient_spec(spec: DTensorSpec, partial: Collection[int] = ()) -> DTensorSpec:

@@ -14,14 +14,14 @@ from ..executor.lower import Reduction
 from ..transports.rendezvous import settings
 from ..transports.select import tell_settings
 from . import observer, redistribute_options
-from .autograd import Redistribute
+from .autograd import RedistributeReplacement
 from .redistribute_local_tensor import redistribute_local_tensor
 from .redistribute_options import RedistributeOptions, install_options, set_default
 from .sharding_costs import set_cost_topology
 
 _REPLACEMENTS: dict[str, Any] = {
     "redistribute_local_tensor": redistribute_local_tensor,
-    "Redistribute": Redistribute,
+    "Redistribute": RedistributeReplacement,
 }
 _MODULES = {
     "redistribute_local_tensor": (
