@@ -496,7 +496,10 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
             lambda: gather(torch.zeros(n + size).as_strided((n, size), (1, 1)), x, group),
             "output_tensor: .* no two elements in the same memory",
         ),
-        (lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM), "output_tensor: .* of its own"),
+        (
+            lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM),
+            "output_tensor: .* no two elements in the same memory",
+        ),
         (lambda: gather(inference, x, group), "output_tensor: made under torch.inference_mode"),
         (lambda: gather(x, x, other), "group: .*; allowed: a process group that this rank is in"),
         (lambda: gather(x, x, None), "group: None; allowed"),
