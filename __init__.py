@@ -1,7 +1,6 @@
-"""shardweave: redistribution of sharded tensors by plan, with Triton kernels.
+"""shardweave: planned redistribution of DTensors, and token dispatch for MoE, with Triton kernels.
 
-Imports are absolute here, and nothing is registered: test runners import this file once more under the name of its
-folder.
+Imports are absolute here and have no side effects, because pytest imports this file again under the name of its folder.
 """
 
 from shardweave.errors import (

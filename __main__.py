@@ -1,4 +1,4 @@
-"""The command line: `python -m shardweave COMMAND`; each command is a module of `cli.commands`."""
+"""The command line: `python -m shardweave COMMAND`. `cli.commands` declares the arguments of each command."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ _COMMANDS = {
 }
 
 
-_LONGEST = 1000  # characters of a fault in the arguments
-_OTHERS = ("torch", "triton", "numpy")
+_MAX_ERROR = 1000  # characters
+_DEPENDENCIES = ("torch", "triton", "numpy")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Of arguments of any length, as much as can be read."""
-        half = _LONGEST // 2
-        super().error(message if len(message) <= _LONGEST else f"{message[:half]}…{message[-half:]}")
+        """Print the error, shortened in the middle: arguments may have any length."""
+        half = _MAX_ERROR // 2
+        super().error(message if len(message) <= _MAX_ERROR else f"{message[:half]}…{message[-half:]}")
 
 
 def _versions() -> str:
-    """Of shardweave and of what it stands on: as installed, or as imported where it is not."""
-    found = []
-    for name in ("shardweave", *_OTHERS):
+    """The versions of shardweave and of its dependencies; of shardweave the imported one where it is not installed."""
+    versions = []
+    for name in ("shardweave", *_DEPENDENCIES):
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} {shardweave.__version__ if name == 'shardweave' else 'not installed'}")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+            versions.append(f"{name} {shardweave.__version__ if name == 'shardweave' else 'not installed'}")
+    return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="shardweave", description="Redistribute tensors over a device mesh, by plan.")
-    parser.add_argument("--version", action="version", version=_versions(), help="versions of what is installed")
+    parser = _Parser(
+        prog="shardweave", description="Plan, measure and compare redistributions of tensors over device meshes."
+    )
+    parser.add_argument(
+        "--version", action="version", version=_versions(), help="print the versions of shardweave and its dependencies"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in _COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP))
@@ -59,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 2 for a bad argument, 1 for a fault that was found or ranks that were lost."""
+    """Run one command. Returns its exit status: 2 for an invalid argument, 1 for a wrong result, a problem or a failed
+    rank."""
     arguments = _parser().parse_args(argv)
     try:
         return _COMMANDS[arguments.command].run(arguments)

@@ -1,1 +1,1 @@
-"""The commands of `python -m shardweave`, and what they need and no benchmark does."""
+"""The command line. `commands/` declares the arguments of each command; the modules beside it do the work."""

@@ -1,6 +1,6 @@
-"""`python -m shardweave calibrate`: a `Topology` measured on the ranks that it is started on, or on local ones.
+"""`python -m shardweave calibrate`: measure a `Topology`, on the ranks of torchrun or on local ones.
 
-The report goes to stderr, the topology's JSON alone to stdout.
+The report goes to stderr, the JSON of the topology to stdout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..planner import Topology
 from ..runtime.transports.select import NAMES
 
 LARGEST = 32 << 20
-_LEAST_LARGEST = 4096
+_MIN_LARGEST = 4096
 _LOCAL_RANKS = 4
-_PLAIN_WIDTH = 120
+_WIDTH = 120  # of the report where stderr is not a terminal
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -41,45 +41,48 @@ def run(
     name: str | None,
     largest: int = LARGEST,
 ) -> int:
-    """Measure, show how well the figures fit, print the topology and write it; 1 if a rank was lost.
+    """Measure the links, print the quality of the fit and the topology, and write the topology.
 
     Args:
-        ranks: local ranks to start; None: those of `torchrun`, or 4.
-        node_size: ranks of a node, pretended where they are all on one machine; None: those that share a machine.
-        transport: what ranks of a node meet in; None: as `redistribute` chooses (`SHARDWEAVE_TRANSPORT`).
-        out: a file for the JSON, besides stdout.
-        name: the topology's.
-        largest: bytes that a rank sends at most.
+        ranks: the number of local ranks to start; None: the ranks of torchrun, otherwise 4.
+        node_size: the number of consecutive ranks that are treated as a node; None: the ranks of a machine.
+        transport: the transport inside a node; None: chosen as by `redistribute` (`SHARDWEAVE_TRANSPORT`).
+        out: also write the JSON to this file.
+        name: the name of the topology.
+        largest: the most bytes that a rank sends.
+
+    Returns:
+        The exit status: 1 if a rank failed.
 
     Raises:
-        ArgumentError: a number that does not fit, nodes that are not equally many consecutive ranks.
+        ArgumentError: a value that is not allowed, or nodes of different sizes or of ranks that are not consecutive.
     """
-    given = all(variable in os.environ for variable in _TORCHRUN)
-    size = int(os.environ["WORLD_SIZE"]) if given else ranks or _LOCAL_RANKS
-    if given and ranks not in (None, size):
-        raise ArgumentError(f"--ranks: {ranks}, inside torchrun with {size}; allowed: none there")
+    in_torchrun = all(variable in os.environ for variable in _TORCHRUN)
+    size = int(os.environ["WORLD_SIZE"]) if in_torchrun else ranks or _LOCAL_RANKS
+    if in_torchrun and ranks not in (None, size):
+        raise ArgumentError(f"--ranks: {ranks}, inside torchrun with {size}; allowed: outside torchrun only")
     if size < 2:
-        raise ArgumentError(f"--ranks: {size}; allowed: 2 or more, a link has two ends")
+        raise ArgumentError(f"--ranks: {size}; allowed: 2 or more")
     transport = transport or os.environ.get("SHARDWEAVE_TRANSPORT") or None
     if transport is not None and transport not in NAMES:
         raise ArgumentError(f"--transport: {transport!r} is not known; allowed: {', '.join(NAMES)}")
     if transport == "hierarchical":
-        transport = None  # which is of several nodes; the ranks of one choose by what they share
-    if largest < _LEAST_LARGEST:
-        raise ArgumentError(f"--largest: {largest}; allowed: {_LEAST_LARGEST} bytes or more")
+        transport = None  # which spans nodes; inside a node the transport is chosen
+    if largest < _MIN_LARGEST:
+        raise ArgumentError(f"--largest: {largest}; allowed: {_MIN_LARGEST} bytes or more")
     check_writable("--out", out)
     config = {"device": "cpu", "transport": transport, "node_size": node_size, "largest": largest}
-    return (_run_here if given else _run_local)(size, config, out, name)
+    return (_run_in_torchrun if in_torchrun else _run_local)(size, config, out, name)
 
 
 def _run_local(size: int, config: dict[str, Any], out: Path | None, name: str | None) -> int:
     node_size_of(["here"] * size, config["node_size"])
     console = _console()
-    found: list[dict[str, Any]] = []
+    measurements: list[dict[str, Any]] = []
 
     def message(rank: int, measured: dict[str, Any]) -> None:
         console.print(f"measured: {measured['kind']}")
-        found.append(measured)
+        measurements.append(measured)
 
     console.print(f"{size} ranks on {os.cpu_count()} cores, torch {torch.__version__}, one thread each.")
     try:
@@ -87,57 +90,57 @@ def _run_local(size: int, config: dict[str, Any], out: Path | None, name: str | 
     except RanksFailed as failure:
         print(f"error: the calibration ends: {failure}", file=sys.stderr)
         return 1
-    _report(console, found, out, name)
+    _report(console, measurements, out, name)
     return 0
 
 
-def _run_here(size: int, config: dict[str, Any], out: Path | None, name: str | None) -> int:
-    """As one of the ranks that torchrun started, on its GPU if there is one (not tried on any yet)."""
+def _run_in_torchrun(size: int, config: dict[str, Any], out: Path | None, name: str | None) -> int:
+    """Measure as one rank of torchrun, on its GPU if it has one (not tested on GPUs yet)."""
     rank = int(os.environ["RANK"])
     backend = "gloo"
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
         torch.cuda.set_device(local)
         config["device"], backend = f"cuda:{local}", "cpu:gloo,cuda:nccl"
-    found: list[dict[str, Any]] = []
+    measurements: list[dict[str, Any]] = []
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds()))
-        rank_main(rank, size, config, found.append)
+        rank_main(rank, size, config, measurements.append)
         if rank == 0:
-            _report(_console(), found, out, name)
+            _report(_console(), measurements, out, name)
         dist.barrier()
         dist.destroy_process_group()
     except UnsupportedError:
         raise
-    except RuntimeError as error:  # a peer that died or did not come, in torch's words or in shardweave's
+    except RuntimeError as error:  # a peer died or did not come: an error of torch or of shardweave
         print(f"error: the calibration ends: rank {rank}: {error}", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # a group that lost a member may never come down by itself
+        os._exit(1)  # destroying a group that lost a member may hang
     return 0
 
 
 def _console() -> Console:
-    return Console(stderr=True, width=None if sys.stderr.isatty() else _PLAIN_WIDTH, highlight=False)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH, highlight=False)
 
 
 def predicted_us(topology: Topology, kind: str, sample: Sample) -> float:
-    """What the topology says a call takes: an exchange, or a copy inside a rank."""
-    alone = topology.call_us + float(topology.copy_us(sample.copied))
+    """The microseconds that the topology predicts for an exchange, or for a copy inside a rank."""
+    local_us = topology.call_us + float(topology.copy_us(sample.copied))
     if kind == "local":
-        return alone
+        return local_us
     link = topology.node if kind == "node" else topology.network
-    return alone + float(link.us(sample.nbytes, sample.peers))
+    return local_us + float(link.us(sample.nbytes, sample.peers))
 
 
-def _report(console: Console, found: Sequence[dict[str, Any]], out: Path | None, name: str | None) -> None:
-    topology, notes = topology_of(found, name)
-    for measured in found:
-        kind, title = measured["kind"], "local: a copy inside each rank, all at once"
+def _report(console: Console, measurements: Sequence[dict[str, Any]], out: Path | None, name: str | None) -> None:
+    topology, notes = topology_of(measurements, name)
+    for measured in measurements:
+        kind, title = measured["kind"], "local: a copy inside each rank, all ranks at once"
         if kind != "local":
-            title = f"{kind}: {measured['transport']} transport, every rank with every other of its group at once"
+            title = f"{kind}: {measured['transport']} transport, every pair of ranks of a group at once"
         console.print(_table(title, topology, kind, samples_of(measured)))
     console.print(f"Times are medians of {ROUNDS} rounds of the slowest rank; sizes from {SMALLEST} bytes.")
-    console.print("Fitted: a call + latency + peers + bytes / bandwidth + what is copied inside a rank.\n")
+    console.print("Fitted: call + latency + peers + bytes / bandwidth + copies inside a rank.\n")
     for note in notes:
         console.print(note, markup=False)
     text = topology.to_json()

@@ -1,4 +1,5 @@
-"""Redistributions of real models, by stock DTensor on gloo and by shardweave, in the same ranks of this machine."""
+"""`python -m shardweave demo`: redistributions of real models by stock DTensor on gloo and by shardweave, on the same
+ranks of this machine."""
 
 from __future__ import annotations
 
@@ -31,19 +32,25 @@ from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
 from ..errors import ArgumentError, shown
 from ..runtime.environment import pretended_node_size
 
-_LEAST_RATIO, _MOST_OF_A_COPY = 3.0, 1.5
-_ENDINGS = ("_into_tensor", "_tensor", "_single", "_coalesced")
+_MIN_RATIO, _MAX_COPIES = 3.0, 1.5  # of a case that is not too slow
+_SUFFIXES = ("_into_tensor", "_tensor", "_single", "_coalesced")
 Result = dict[str, Any]
 
 
 def run(ranks: int, only: str, json_path: Path | None) -> int:
-    """Show the tables, write the JSON; 1 if a rank died or any output differs from what it has to be.
+    """Run the cases, print the tables and write the JSON.
+
+    Args:
+        only: a part of the names of the cases to run.
+
+    Returns:
+        The exit status: 1 if a rank died or any output is wrong.
 
     Raises:
-        ArgumentError: no case is asked for, or none in which anything moves between so many ranks.
+        ArgumentError: no case matches `only`, or no matching case moves anything between so many ranks.
     """
     console = console_of_tables()
-    # On nodes that SHARDWEAVE_NODE_SIZE pretends no memory reaches all ranks.
+    # With SHARDWEAVE_NODE_SIZE no memory is shared by all ranks.
     transports = ("hierarchical" if pretended_node_size() else "shared_memory", "process_group")
     cases = _check_cases(ranks, only)
     check_writable("--json", json_path)
@@ -54,7 +61,7 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
     results: dict[str, list[Result]] = {transport: [] for transport in transports}
     skipped: dict[str, str] = {}
 
-    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
+    def collect(case: str, by_rank: list[dict[str, Any]]) -> None:
         first = by_rank[0]
         if "unsuitable" in first:
             skipped[first["name"]] = first["unsuitable"]
@@ -63,7 +70,7 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
         progress.update(task, advance=1, description=case)
 
     try:
-        run_ranks(rank_main, ranks, {"transports": transports, "only": only}, together, progress=progress)
+        run_ranks(rank_main, ranks, {"transports": transports, "only": only}, collect, progress=progress)
     except RanksFailed as failure:
         print(f"error: the demo ends: {failure}", file=sys.stderr)
         return 1
@@ -71,28 +78,31 @@ def run(ranks: int, only: str, json_path: Path | None) -> int:
 
 
 def _check_cases(ranks: int, only: str) -> int:
-    """How many cases are asked for.
+    """The number of cases that match `only`.
 
     Raises:
-        ArgumentError: none, or none in which anything moves between so many ranks.
+        ArgumentError: no case, or no case that moves anything between so many ranks.
     """
     every, mesh = load_workloads(), mesh_for(ranks)
-    asked = [workload for workload in every if only in workload.name]
-    if not asked:
+    matching = [workload for workload in every if only in workload.name]
+    if not matching:
         names = ", ".join(workload.name for workload in every)
-        raise ArgumentError(f"--only: {shown(only)} is in no case's name; allowed: part of one of {names}")
-    if not any(moves(workload, mesh) for workload in asked):
+        raise ArgumentError(
+            f"--only: {shown(only)} is not a part of any case's name; allowed: a part of one of {names}"
+        )
+    if not any(moves(workload, mesh) for workload in matching):
         moving = [workload.name for workload in every if moves(workload, mesh)]
-        allowed = f"part of one of {', '.join(moving)}" if moving else "2 ranks and more"
+        allowed = f"a part of one of {', '.join(moving)}" if moving else "2 ranks and more"
         option = f"--only: {shown(only)}" if moving else f"--ranks: {ranks}"
         here = f"a {mesh[0]}×{mesh[1]} mesh, which is what --ranks {ranks} makes"
         raise ArgumentError(f"{option}: nothing moves on {here}; allowed: {allowed}")
-    return len(asked)
+    return len(matching)
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """Every workload through every named transport of shardweave."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
+    """Run every workload on every transport."""
+    # torch logs advice about its own plans on every rank.
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
     for transport in config["transports"]:
         for workload in load_workloads():
@@ -101,23 +111,23 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
             names = workload.mesh_names
             if names not in meshes:
                 meshes[names] = init_device_mesh("cpu", mesh_for(size), mesh_dim_names=names)
-            about = {"case": f"{transport}: {workload.name}", "transport": transport, "name": workload.name}
+            labels = {"case": f"{transport}: {workload.name}", "transport": transport, "name": workload.name}
             try:
-                send({**about, **_compared(Case(workload, meshes[names]), meshes[names], transport)})
+                send({**labels, **_compare(Case(workload, meshes[names]), meshes[names], transport)})
             except Unsuitable as reason:
-                send({**about, "unsuitable": str(reason)})
+                send({**labels, "unsuitable": str(reason)})
 
 
-def _compared(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
+def _compare(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
     dtype = str(case.dtype).removeprefix("torch.")
     program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text)
     source, target = (torch.full((max(program.bytes_received),), n, dtype=torch.uint8) for n in (1, 0))
     sides: dict[str, Callable[[], Any]] = {
         "stock": lambda: case.source.redistribute(placements=case.placements),
         "ours": lambda: shardweave.redistribute(case.source, case.placements, transport=transport),
-        "copy": lambda: target.copy_(source),  # of the bytes that have to move
+        "copy": lambda: target.copy_(source),  # a plain copy of as many bytes
     }
-    with CommDebugMode() as issued:
+    with CommDebugMode() as collectives:
         theirs = sides["stock"]().to_local()
     mine = sides["ours"]().to_local()
     faults = {"ours": case.fault(mine, pairwise=False), "stock": case.fault(theirs, pairwise=True)}
@@ -128,7 +138,9 @@ def _compared(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
         "mesh_names": list(mesh.mesh_dim_names or ()),
         "shape": list(case.shape),
         "dtype": dtype,
-        "torch_plan": {str(op).rpartition(".")[2]: count for op, count in issued.get_comm_counts().items() if count},
+        "torch_plan": {
+            str(op).rpartition(".")[2]: count for op, count in collectives.get_comm_counts().items() if count
+        },
         "shardweave_plan": [f"{step.kind}, {step.reduce}" if step.reduce else step.kind for step in program.steps],
         "bytes_received": list(program.bytes_received),
         "bytes_bound": None if program.bytes_bound is None else list(program.bytes_bound),
@@ -141,18 +153,18 @@ def _compared(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
 
 
 def result_of(by_rank: list[dict[str, Any]]) -> Result:
-    """One case on all ranks, as the JSON has it. Times are milliseconds a call: the median over rounds of the slowest
-    rank; where nothing has to move there is nothing to be faster at, and it is not counted."""
+    """The results of all ranks of one case, as in the JSON. Times are milliseconds per call: the median over rounds of
+    the slowest rank. Cases in which nothing moves are not counted."""
     first, faults = by_rank[0], faults_of(by_rank)
-    seconds = [found["seconds"] for found in by_rank]
+    seconds = [result["seconds"] for result in by_rank]
     theirs, ours, copy = (statistics.median(slowest(seconds, side)) * 1e3 for side in ("stock", "ours", "copy"))
     received, bound = first["bytes_received"], first["bytes_bound"]
     wrong = faults.get("ours", [])
     if bound is not None and received != bound:
         wrong.append(f"receives {received} bytes where {bound} are enough")
-    kept = ("name", "mesh", "mesh_names", "source", "target", "shape", "dtype", "torch_plan", "shardweave_plan")
+    copied = ("name", "mesh", "mesh_names", "source", "target", "shape", "dtype", "torch_plan", "shardweave_plan")
     return {
-        **{name: first[name] for name in kept},
+        **{name: first[name] for name in copied},
         "torch_ms": theirs,
         "shardweave_ms": ours,
         "copy_ms": copy,
@@ -167,12 +179,12 @@ def result_of(by_rank: list[dict[str, Any]]) -> Result:
 
 
 def _slow(one: Result) -> bool:
-    """Counted, under the least ratio, and not explained by what one bare copy of the bytes costs."""
-    return one["counted"] and one["ratio"] < _LEAST_RATIO and one["shardweave_ms"] > _MOST_OF_A_COPY * one["copy_ms"]
+    """Whether a counted case is under the least ratio although a plain copy of its bytes is much faster."""
+    return one["counted"] and one["ratio"] < _MIN_RATIO and one["shardweave_ms"] > _MAX_COPIES * one["copy_ms"]
 
 
 def summary(results: list[Result]) -> dict[str, Any]:
-    """Over the counted cases: median, least ratio and its case; those that are too slow."""
+    """The median and least ratio of the counted cases, and the cases that are too slow."""
     counted = [one for one in results if one["counted"]]
     least = min(counted, key=lambda one: one["ratio"], default=None)
     return {
@@ -185,14 +197,14 @@ def summary(results: list[Result]) -> dict[str, Any]:
 
 
 def summary_line(results: list[Result]) -> str:
-    found = summary(results)
-    if not found["counted"]:
-        return "nothing has to move between these ranks, so nothing is counted"
-    cases = "case" if found["counted"] == 1 else "cases"
-    line = f"{found['counted']} counted {cases}: median ratio {found['median_ratio']:.1f}, "
-    line += f"least {found['min_ratio']:.1f} ({found['min_case']})"
-    if found["slow"]:
-        line += f"; under {_LEAST_RATIO:g} and over {_MOST_OF_A_COPY:g} copies: {', '.join(found['slow'])}"
+    counts = summary(results)
+    if not counts["counted"]:
+        return "nothing has to move between these ranks, so no case is counted"
+    cases = "case" if counts["counted"] == 1 else "cases"
+    line = f"{counts['counted']} counted {cases}: median ratio {counts['median_ratio']:.1f}, "
+    line += f"least {counts['min_ratio']:.1f} ({counts['min_case']})"
+    if counts["slow"]:
+        line += f"; under {_MIN_RATIO:g} and over {_MAX_COPIES:g} copies: {', '.join(counts['slow'])}"
     return line
 
 
@@ -207,7 +219,7 @@ def _heading(ranks: int) -> str:
 
 
 def _cells(one: Result) -> list[str]:
-    """Bytes are those of the rank that receives most."""
+    """The cells of a row. Bytes are those of the rank that receives most."""
     bound = one["bytes_bound"]
     return [
         one["name"],
@@ -227,8 +239,8 @@ def _cells(one: Result) -> list[str]:
 def _collectives(counts: dict[str, int]) -> str:
     short: Counter[str] = Counter()
     for name, count in counts.items():
-        for ending in _ENDINGS:
-            name = name.replace(ending, "")
+        for suffix in _SUFFIXES:
+            name = name.replace(suffix, "")
         short[name] += count
     return ", ".join(name if count == 1 else f"{count} {name}" for name, count in short.items()) or "local"
 
@@ -237,21 +249,21 @@ def _show(
     console: Console, ranks: int, results: dict[str, list[Result]], skipped: dict[str, str], json_path: Path | None
 ) -> int:
     (transport, shared), (_, collective) = results.items()
-    how = "shared memory"
+    medium = "shared memory"
     if transport == "hierarchical":
-        how += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
-    about = provenance()
-    console.print("\n".join(provenance_lines(about)) + "\n", markup=False, soft_wrap=True)
+        medium += f" inside nodes of {pretended_node_size()} ranks, gloo between them"
+    machine = provenance()
+    console.print("\n".join(provenance_lines(machine)) + "\n", markup=False, soft_wrap=True)
     texts = ("case", "mesh", "layouts", "torch's plan", "shardweave's plan")
     figures = ("received\nMB", "bound\nMB", "torch\nms", "shardweave\nms", "bare copy\nms", "ratio")
-    said = "In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n"
-    for title, found in (
-        (f"torch on gloo against shardweave's {how}", shared),
+    note = "In brackets: nothing has to move, not counted. No bound is known where a layout is partial.\n"
+    for title, cases in (
+        (f"torch on gloo against shardweave's {medium}", shared),
         ("torch on gloo against shardweave on gloo: the same transport on both sides", collective),
     ):
-        console.print(table(title, texts, figures, list(map(_cells, found))))
-        console.print(f"\n[bold]{summary_line(found)}[/bold]\n{said}")
-        said = ""
+        console.print(table(title, texts, figures, list(map(_cells, cases))))
+        console.print(f"\n[bold]{summary_line(cases)}[/bold]\n{note}")
+        note = ""
     for name, of_transport in results.items():
         for one in of_transport:
             for fault in one["faults"]:
@@ -261,10 +273,10 @@ def _show(
         console.print(f"skipped: {name}: {reason}")
     failed = not all(one["equal"] for one in (*shared, *collective))
     if not failed:
-        console.print("Every output of shardweave is right: exact, sums within rounding and the same on all replicas.")
+        console.print("Every output of shardweave is correct: exact; sums within rounding and equal on all replicas.")
     if json_path is not None:
         report = {
-            **about, "ranks": ranks, "mesh": mesh_for(ranks), "rounds": ROUNDS, "kept_calls": KEPT,
+            **machine, "ranks": ranks, "mesh": mesh_for(ranks), "rounds": ROUNDS, "kept_calls": KEPT,
             "timeout_s": timeout_seconds(), **summary(shared), "transport": transport, "cases": shared,
             "process_group": summary(collective), "collective_cases": collective, "skipped": skipped,
         }  # fmt: skip

@@ -1,7 +1,7 @@
-"""`python -m shardweave replay TRACE …`: a program's redistributions once more, by torch and by shardweave.
+"""`python -m shardweave replay TRACE …`: run the redistributions of a program on torch and on shardweave.
 
-On as many ranks of this machine as the program had, checked and timed in turns; or, for programs of more ranks, priced
-on a topology.
+They run on as many ranks of this machine as the program had, with checked results; or, for programs of more ranks, the
+planner computes their costs on a topology.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from ..bench.harness.writable import check_writable
 from ..bench.workloads.trace_cases import Case, check_memory, distinct
 from ..errors import ArgumentError
 from ..planner import Topology
-from ..runtime.tracing.merge import merged
+from ..runtime.tracing.merge import merge_traces
 from ..runtime.tracing.trace import Trace
-from .replay_prices import priced
+from .replay_costs import computed_costs
 from .replay_ranks import Setting, rank_main
-from .replay_report import Replayed, show_priced, show_replayed
+from .replay_report import Replayed, show_computed, show_replayed
 
 MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command was given.
+    """The options of the command.
 
     Attributes:
-        device, transport: None: not given.
-        topology: to price on; None: run, where the program does not have too many ranks.
-        only: which redistributions.
-        most: how many of those are run, the ones that move most bytes; all are priced, and the table has so many.
+        device: None: "cpu".
+        transport: None: chosen by the library.
+        topology: compute costs on it; None: run, if the program does not have too many ranks.
+        scaled: divide sizes by 8.
+        only: a part of the calling line or of the layouts of the redistributions to replay.
+        most: run as many, those that move most bytes; where costs are computed, show as many rows.
     """
 
     device: str | None = None
@@ -58,76 +60,92 @@ class Options:
 
 
 def run(paths: Sequence[Path], options: Options) -> int:
-    """Replay or price traces of one program's ranks, show the table; 1 where shardweave is wrong or a rank died.
+    """Replay the traces of one run, or compute their costs, and print the table.
+
+    Returns:
+        The exit status: 1 if a result of shardweave is wrong or a rank died.
 
     Raises:
-        ArgumentError: traces that cannot be read, or are not of one run, with nothing to replay, or with what takes
-            more memory than is free; options that do not fit each other or this machine.
+        ArgumentError: traces that cannot be read, are of different runs, contain nothing to replay, or need more memory
+            than is free; options that exclude each other or that this machine does not support.
     """
     traces = [Trace.read(path) for path in paths]
-    trace = merged(traces)
-    if not trace.found:
-        raise ArgumentError(f"TRACE: it holds no redistribution: {trace.why_empty}; allowed: one or more")
+    trace = merge_traces(traces)
+    if not trace.redistributions:
+        raise ArgumentError(f"TRACE: it has no redistribution: {trace.why_empty}; allowed: one or more")
     every = distinct(trace, traces)
-    asked = [case for case in every if options.only in " ".join((*case.wheres, case.entry.source, case.entry.target))]
-    if not asked:
+    matching = [
+        case for case in every if options.only in " ".join((*case.wheres, case.entry.source, case.entry.target))
+    ]
+    if not matching:
         raise ArgumentError(
-            f"--only: {options.only!r} is in none of the {len(every)} redistributions of TRACE; allowed: in one"
+            f"--only: {options.only!r} is in none of the {len(every)} redistributions of TRACE; allowed: a part of one"
         )
     path = options.json_path
     check_writable("--json", path)
     console = console_of_tables()
     if options.topology is not None or trace.world_size > MOST_RANKS:
-        left_out = _left_out(options, len(every), len(asked), len(asked))
-        report, wrong = _price(trace, asked, left_out, options, console), False
+        left_out = _left_out(options, len(every), len(matching), len(matching))
+        report, wrong = _compute_costs(trace, matching, left_out, options, console), False
     else:
-        cases = asked[: options.most]
-        left_out = _left_out(options, len(every), len(asked), len(cases))
+        cases = matching[: options.most]
+        left_out = _left_out(options, len(every), len(matching), len(cases))
         try:
             report, wrong = _run(trace, cases, left_out, options, console)
         except RanksFailed as failure:
             print(f"error: the replay ends: {failure}", file=sys.stderr)
             return 1
     if path is not None:
-        about = {"torch": torch.__version__, "world_size": trace.world_size, "ranks": trace.ranks, "ended": trace.ended}
-        path.write_text(json.dumps({**about, **report}, indent=1) + "\n", encoding="utf-8")
+        program = {
+            "torch": torch.__version__,
+            "world_size": trace.world_size,
+            "ranks": trace.ranks,
+            "ended": trace.ended,
+        }
+        path.write_text(json.dumps({**program, **report}, indent=1) + "\n", encoding="utf-8")
     return int(wrong)
 
 
-def _left_out(options: Options, every: int, asked: int, kept: int) -> str:
-    """How many of a trace's distinct redistributions no figure is of, and by which options; none: nothing to say."""
-    by = [f"--only {options.only!r}"] if asked < every else []
-    if kept < asked:
+def _left_out(options: Options, every: int, matching: int, shown: int) -> str:
+    """The number of distinct redistributions that are left out, with the options that do so; empty if there are
+    none."""
+    by = [f"--only {options.only!r}"] if matching < every else []
+    if shown < matching:
         by.append(f"--most {options.most}")
-    return f", {every - kept} left out by {' and '.join(by)}" if by else ""
+    return f", {every - shown} left out by {' and '.join(by)}" if by else ""
 
 
-def _price(trace: Trace, cases: Sequence[Case], left_out: str, options: Options, console: Console) -> dict[str, Any]:
+def _compute_costs(
+    trace: Trace, cases: Sequence[Case], left_out: str, options: Options, console: Console
+) -> dict[str, Any]:
+    """Compute the costs of the cases on a topology, print the table and return the JSON report."""
     for name in ("device", "transport", "scaled"):
         if getattr(options, name):
-            why = "--topology is given" if options.topology else f"TRACE is of {trace.world_size} ranks"
+            why = "--topology is given" if options.topology else f"TRACE has {trace.world_size} ranks"
             raise ArgumentError(
-                f"--{name}: {why}, so that nothing is run; allowed: up to {MOST_RANKS} ranks and no --topology"
+                f"--{name}: {why}, so nothing is run; allowed: with up to {MOST_RANKS} ranks and no --topology"
             )
     topology = options.topology or shardweave.NVLINK_INFINIBAND
     if options.topology is None:
         console.print(
-            f"{trace.world_size} ranks are more than the {MOST_RANKS} that start here: simulated, not measured. "
-            f"--topology NAME|FILE says on what."
+            f"{trace.world_size} ranks are more than the {MOST_RANKS} that can be started here: simulated, not "
+            f"measured. --topology NAME|FILE selects the topology."
         )
-    found = [priced(case, topology) for case in cases]
-    show_priced(console, trace, found, topology, options.most, left_out)
+    costs = [computed_costs(case, topology) for case in cases]
+    show_computed(console, trace, costs, topology, options.most, left_out)
     return {
         "simulated": True,
         "topology": topology.to_dict(),
-        "redistributions": [one.to_dict() for one in found],
+        "redistributions": [one.to_dict() for one in costs],
     }
 
 
 def _run(
     trace: Trace, cases: list[Case], left_out: str, options: Options, console: Console
 ) -> tuple[dict[str, Any], bool]:
-    """
+    """Run the cases on ranks of this machine, print the table, and return the JSON report and whether a result is
+    wrong.
+
     Raises:
         RanksFailed: a rank died.
     """
@@ -142,11 +160,11 @@ def _run(
     progress = progress_on(console)
     task = progress.add_task("replaying", total=len(cases))
 
-    def found(case: str, by_rank: list[dict[str, Any]]) -> None:
-        replayed.append(together(cases[int(case)], by_rank))
+    def collect(case: str, by_rank: list[dict[str, Any]]) -> None:
+        replayed.append(result_of(cases[int(case)], by_rank))
         progress.update(task, advance=1)
 
-    run_ranks(rank_main, size, {"setting": setting}, found, device_type=device, progress=progress)
+    run_ranks(rank_main, size, {"setting": setting}, collect, device_type=device, progress=progress)
     show_replayed(console, trace, replayed, options.scaled, device, left_out)
     report = {
         "simulated": False,
@@ -160,30 +178,31 @@ def _run(
 
 
 def check_device(device: str, transport: str | None, ranks: int) -> None:
-    """
+    """Check that ranks can run on the device.
+
     Raises:
-        ArgumentError: there is no such device here, or too few, or the transport is not for them.
+        ArgumentError: no such device, too few of them, or a transport for CPUs.
     """
     if device == "cpu":
         return
-    there = torch.cuda.device_count()  # without using CUDA in this process, from which ranks are forked
-    if not there:
+    count = torch.cuda.device_count()  # does not initialise CUDA, so that ranks can be forked
+    if not count:
         raise ArgumentError("--device: 'cuda', and torch sees no GPU; allowed: cpu")
     if transport not in (None, "process_group", "symmetric_memory"):
         raise ArgumentError(
             f"--transport: {transport!r} is for CPUs; allowed with --device cuda: process_group, symmetric_memory"
         )
-    if there < ranks and transport != "symmetric_memory":
+    if count < ranks and transport != "symmetric_memory":
         raise ArgumentError(
-            f"--device: 'cuda', {there} GPUs for {ranks} ranks; allowed: a GPU for each, or --transport "
-            f"symmetric_memory, where ranks share GPUs and times say little"
+            f"--device: 'cuda', {count} GPUs for {ranks} ranks; allowed: a GPU for each, or --transport "
+            f"symmetric_memory, where ranks share GPUs and times mean little"
         )
 
 
-def together(case: Case, by_rank: list[dict[str, Any]]) -> Replayed:
-    """What the ranks found of one case."""
-    seconds = [found["seconds"] for found in by_rank]
+def result_of(case: Case, by_rank: list[dict[str, Any]]) -> Replayed:
+    """Combine the results of all ranks of one case."""
+    seconds = [result["seconds"] for result in by_rank]
     rounds = {side: tuple(slowest(seconds, side)) for side in seconds[0]}
-    faults = tuple(f"rank {r}: {text}" for r, found in enumerate(by_rank) for text in found["faults"])
-    notes = tuple(dict.fromkeys(text for found in by_rank for text in found["notes"]))
+    faults = tuple(f"rank {r}: {text}" for r, result in enumerate(by_rank) for text in result["faults"])
+    notes = tuple(dict.fromkeys(text for result in by_rank for text in result["notes"]))
     return Replayed.of(case, rounds.get("stock", ()), rounds["ours"], notes, faults, by_rank[0]["cold"])

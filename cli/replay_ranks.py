@@ -1,7 +1,7 @@
-"""A rank of a replay: makes each case's values, checks both sides to the bit, and times them in turns.
+"""A rank of a replay: makes the values of each case, checks both sides bitwise, and times them in turns.
 
-Elements and ranks' terms of them differ (`replay_values`), and what a rank is to end with is made without either side.
-Where the target is partial nothing is checked, since its terms may be any, and the notes say so.
+The expected results are made by `replay_values`, independently of both sides. Where the target is partial nothing is
+checked, since many terms are valid; the notes say so.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ..bench.harness.interleaved import rotating, rotation_of, time_sides
 from ..bench.harness.ranks import Send
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, Mesh
-from ..runtime.convert import spec_of_layout
-from ..runtime.dtensor.drop_in import stock_redistribute_local_tensor
-from ..runtime.dtensor.local import RedistributeOptions, run_redistribution
+from ..runtime.convert_specs import spec_of_layout
+from ..runtime.dtensor.local import run_redistribution
+from ..runtime.dtensor.redistribute_local_tensor import stock_redistribute_local_tensor
+from ..runtime.dtensor.redistribute_options import RedistributeOptions
 from ..runtime.tracing.trace import Entry
 from .replay_values import Values
 
@@ -32,13 +33,13 @@ _REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a replay is run with.
+    """The parameters of a replay.
 
     Attributes:
         device: "cpu" or "cuda".
-        transport: asked for by name; None: as the library chooses.
-        rounds: of timing.
-        cache_bytes: of the last level that ranks on CPUs share; a GPU says its own.
+        transport: the name of a transport; None: chosen by the library.
+        rounds: the number of timing rounds.
+        cache_bytes: the size of the last-level cache that ranks on CPUs share; for GPUs it is read from the device.
     """
 
     cases: Sequence[Case]
@@ -48,7 +49,7 @@ class Setting:
     cache_bytes: int
 
     def cache(self, ranks: int) -> tuple[int, int]:
-        """Of so many ranks, those that share a cache, and its bytes."""
+        """The number of ranks that share a cache, out of `ranks`, and the size of the cache in bytes."""
         if self.device == "cpu":
             return ranks, self.cache_bytes
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -56,37 +57,38 @@ class Setting:
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """A rank of the replay."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
+    """Run all cases on this rank."""
+    # torch logs advice about its own plans on every rank.
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     setting: Setting = config["setting"]
     meshes: dict[Mesh, DeviceMesh] = {}
     for number, case in enumerate(setting.cases):
         for mesh in (mesh for entry in case.entries for mesh in meshes_of(entry)):
-            if mesh not in meshes:  # made by all ranks alike, members or not
+            if mesh not in meshes:  # collective: every rank makes it, member or not
                 table = mesh.rank_array.reshape(mesh.shape)
                 meshes[mesh] = DeviceMesh(setting.device, table, mesh_dim_names=mesh.names)
         send({"case": str(number), **_replay(case, case.of_rank(rank), meshes, setting)})
 
 
 def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: Setting) -> dict[str, Any]:
-    """What this rank found: faults, notes, and seconds of each side by round."""
+    """The results of this rank: faults, notes, and the seconds of each side by round."""
     source, target = _specs(case, entry, meshes)
-    at, ends_at = source.mesh.get_coordinate(), target.mesh.get_coordinate()
-    how = RedistributeOptions(transport=setting.transport)
+    at, target_at = source.mesh.get_coordinate(), target.mesh.get_coordinate()
+    options = RedistributeOptions(transport=setting.transport)
 
-    def carried_out(x: torch.Tensor) -> torch.Tensor:
-        return run_redistribution(x, source, target, how)
+    def redistribute(x: torch.Tensor) -> torch.Tensor:
+        return run_redistribution(x, source, target, options)
 
-    takes_part = at is not None or ends_at is not None
-    ours, stock = (call if takes_part else _nothing for call in (carried_out, _stock(case, source, target)))
+    participates = at is not None or target_at is not None
+    ours, stock = (call if participates else _identity for call in (redistribute, _stock(case, source, target)))
     mesh, other = meshes_of(entry)
     values = Values.of(case.shape, getattr(torch, entry.dtype), entry.source, mesh.shape)
     mine = values.source(entry.source, at).to(setting.device)
     unchecked = _why_not_checked(entry, values)
 
-    def fault_of(found: torch.Tensor) -> str | None:
-        # Made anew each time: nothing but the source is there while it is timed.
-        return None if unchecked else _fault(found.cpu(), values.target(entry.target, other.shape, ends_at))
+    def fault_of(result: torch.Tensor) -> str | None:
+        # The expected values are made each time, so that they do not take memory while the case is timed.
+        return None if unchecked else _fault(result.cpu(), values.target(entry.target, other.shape, target_at))
 
     fault = fault_of(ours(mine))
     notes = [f"not checked: {unchecked}"] if unchecked else []
@@ -96,18 +98,18 @@ def _replay(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh], setting: S
             notes.append(f"torch is wrong: {theirs}")
     except _REFUSALS as error:
         refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    # All ranks time torch, or none: what it refuses to one of them, the others cannot do alone.
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, refused)
-    because = next((text for text in said if text), None)
-    if because:
-        notes.append(f"torch refuses: {because}")
-    timed = _timed(case, mine, ours, None if because else stock, setting)
-    return {"faults": [fault] if fault else [], "notes": notes, **timed}
+    # If torch refuses on one rank, no rank times it.
+    refusals: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refused)
+    refusal = next((text for text in refusals if text), None)
+    if refusal:
+        notes.append(f"torch refuses: {refusal}")
+    times = _time(case, mine, ours, None if refusal else stock, setting)
+    return {"faults": [fault] if fault else [], "notes": notes, **times}
 
 
 def _specs(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh]) -> tuple[DTensorSpec, DTensorSpec]:
-    """The source's and the target's."""
+    """The specs of source and target."""
     stride = torch.empty(case.shape, device="meta").stride()
     meta = TensorMeta(torch.Size(case.shape), stride, getattr(torch, entry.dtype))
     mesh, other = meshes_of(entry)
@@ -119,33 +121,33 @@ def _specs(case: Case, entry: Entry, meshes: dict[Mesh, DeviceMesh]) -> tuple[DT
 
 def _why_not_checked(entry: Entry, values: Values) -> str | None:
     if Layout.parse(entry.target).has_partial:
-        return "what becomes partial may be any terms"
-    return None if values.exact else f"what becomes of {values.terms} terms is not exact in {entry.dtype}"
+        return "the target is partial, and many terms are valid"
+    return None if values.exact else f"the reduction of {values.terms} terms is not exact in {entry.dtype}"
 
 
-def _timed(case: Case, mine: torch.Tensor, ours: Call, stock: Call | None, setting: Setting) -> dict[str, Any]:
-    """Seconds of each side by round, on sources that take turns."""
+def _time(case: Case, mine: torch.Tensor, ours: Call, stock: Call | None, setting: Setting) -> dict[str, Any]:
+    """The seconds of each side by round, on alternating copies of the source."""
     rotation = rotation_of(mine, *setting.cache(case.ranks))
     sets = [mine, *(mine.clone() for _ in range(rotation.sets - 1))]
     sides = {"ours": rotating(ours, sets)}
     if stock is not None:
-        own = [x.clone() for x in sets] if case.collective == "all_reduce" else sets  # what it sums in place
+        own = [x.clone() for x in sets] if case.collective == "all_reduce" else sets  # it works in place
         sides = {"stock": rotating(stock, own), **sides}
     finish = torch.cuda.synchronize if setting.device == "cuda" else (lambda: None)
     return {"cold": rotation.cold, "seconds": time_sides(sides, setting.rounds, finish=finish)}
 
 
-def _nothing(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 def _stock(case: Case, source: DTensorSpec, target: DTensorSpec) -> Call:
-    """What the program does without shardweave: DTensor's redistribution, or what FSDP2 calls on a flat tensor."""
+    """The program's call without shardweave: DTensor's redistribution, or FSDP2's collective of a flat tensor."""
 
     def redistributed(x: torch.Tensor) -> torch.Tensor:
         return stock_redistribute_local_tensor(x, source, target)
 
-    # Newer versions of torch have other names for both.
+    # Both have new names in newer versions of torch.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     op = dist.ReduceOp.AVG if case.entry.source.startswith("Pavg") else dist.ReduceOp.SUM
@@ -170,10 +172,11 @@ def _stock(case: Case, source: DTensorSpec, target: DTensorSpec) -> Call:
     return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}[case.collective]
 
 
-def _fault(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return f"has {found.dtype}{list(found.shape)}, not {wanted.dtype}{list(wanted.shape)}"
-    if found.dtype.itemsize == 1 and found.dtype.is_floating_point:
-        found, wanted = found.float(), wanted.float()
-    differ = int((found != wanted).sum())
-    return f"{differ} of {found.numel()} elements differ" if differ else None
+def _fault(result: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """The difference between a result and the expected tensor, as text; None if they are equal."""
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"has {result.dtype}{list(result.shape)}, not {expected.dtype}{list(expected.shape)}"
+    if result.dtype.itemsize == 1 and result.dtype.is_floating_point:
+        result, expected = result.float(), expected.float()
+    differ = int((result != expected).sum())
+    return f"{differ} of {result.numel()} elements differ" if differ else None

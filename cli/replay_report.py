@@ -1,6 +1,6 @@
-"""What a replay says: the table, the sums, the notes, and the three most expensive redistributions.
+"""The report of a replay: the table, the sums, the notes, and the three most expensive redistributions.
 
-What was timed and what was priced is shown alike: a case with seconds of either side.
+Measured times and computed costs are shown in the same way, as seconds of both sides.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _MOST_EXPENSIVE = 3
 
 @dataclass(frozen=True)
 class Compared:
-    """A case, and seconds of a call by torch and by shardweave on the rank that takes longest.
+    """A case with the seconds of a call on torch and on shardweave, on the slowest rank.
 
     Attributes:
-        stock: None where torch refuses, has no plan, or one through strided shards that are no shard order.
-        stock_bytes: that torch's plan brings a rank; None: not known.
-        our_bytes: that shardweave's does.
+        stock: torch's seconds; None where torch refuses, has no plan, or one through strided shards that are not a
+            shard order.
+        ours: shardweave's seconds.
+        stock_bytes: the bytes that a rank receives by torch's plan; None: not known.
+        our_bytes: the bytes that a rank receives by shardweave's plan.
     """
 
     case: Case
@@ -42,12 +44,12 @@ class Compared:
 
     @property
     def seconds(self) -> float:
-        """Of all calls of the program as it is: by torch, or by shardweave where torch has none."""
+        """Seconds of all calls of the program on torch, or on shardweave where torch has none."""
         return (self.ours if self.stock is None else self.stock) * self.case.cost.calls
 
     @property
     def saved(self) -> float:
-        """Seconds over all calls of the program."""
+        """The seconds that shardweave saves over all calls of the program."""
         return 0.0 if self.stock is None else (self.stock - self.ours) * self.case.cost.calls
 
     @property
@@ -74,8 +76,10 @@ class Replayed(Compared):
     """A case that was run.
 
     Attributes:
-        stock_rounds, our_rounds: seconds of the slowest rank, whose medians the others are; none: torch was not run.
-        cold: whether what calls read had left the cache.
+        stock_rounds, our_rounds: the seconds of the slowest rank by round, of which `stock` and `ours` are the medians;
+            empty: torch was not run.
+        notes, faults: texts of the ranks.
+        cold: whether the sources were evicted from the cache before each call.
     """
 
     stock_rounds: tuple[float, ...]
@@ -105,28 +109,29 @@ class Replayed(Compared):
 
 
 def quartiles(rounds: Sequence[float]) -> list[float] | None:
-    """The first and the third; None where there are no rounds."""
+    """The first and the third quartile; None without rounds."""
     if not rounds:
         return None
     low, *_, high = statistics.quantiles([*rounds] * (1 + (len(rounds) == 1)), n=4, method="inclusive")
     return [low, high]
 
 
-def together(found: Sequence[Compared]) -> tuple[float, float]:
-    """Seconds of all calls by torch and by shardweave, of what torch does at all."""
-    both = [one for one in found if one.stock is not None]
+def totals(cases: Sequence[Compared]) -> tuple[float, float]:
+    """The seconds of all calls on torch and on shardweave, over the cases that torch supports."""
+    both = [one for one in cases if one.stock is not None]
     return sum(one.seconds for one in both), sum(one.ours * one.case.cost.calls for one in both)
 
 
-def redistributions(found: Sequence[object]) -> str:
-    return f"{len(found)} redistribution{'s' * (len(found) != 1)}"
+def _count(cases: Sequence[object]) -> str:
+    return f"{len(cases)} redistribution{'s' * (len(cases) != 1)}"
 
 
 def show_cases(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]
 ) -> None:
-    """A table of cases, each with its figures, which `columns` names."""
-    cells = [[*map(escape, _cells(case)), *figures] for case, figures in rows]  # files and mesh dims may have brackets
+    """Print a table of cases with their figures, whose headings are `columns`."""
+    # File names and mesh dims may contain brackets, which rich would take for markup.
+    cells = [[*map(escape, _cells(case)), *figures] for case, figures in rows]
     console.print(table(escape(title), ("where", "mesh", "tensor", "layouts"), ("calls", *columns), cells))
 
 
@@ -145,9 +150,10 @@ def _cells(case: Case) -> list[str]:
 def show_replayed(
     console: Console, trace: Trace, replayed: list[Replayed], scaled: bool, device: str, left_out: str = ""
 ) -> None:
-    """
+    """Print the report of measured cases.
+
     Args:
-        left_out: how many of the trace's redistributions were not replayed, and why; none: all were.
+        left_out: text with the number of redistributions that were not replayed and the reason; empty: none.
     """
     size = " (sizes an eighth)" if scaled else ""
     of = f"{size}, of {len(replayed)} replayed{left_out}" if left_out else size
@@ -157,12 +163,12 @@ def show_replayed(
                     one.ratio, "-" if one.stock is None else f"{one.saved * 1e3:.1f}", "cold" if one.cold else "warm"))
         for one in sorted(replayed, key=lambda one: -one.seconds)
     ]  # fmt: skip
-    show_cases(console, f"{redistributions(replayed)}{size}{left_out}", columns, rows)
+    show_cases(console, f"{_count(replayed)}{size}{left_out}", columns, rows)
     console.print(
-        "A time is the median over rounds of the slowest rank, ± half of what lies between the quartiles. cold: what a "
-        "call reads is in no cache."
+        "A time is the median over rounds of the slowest rank, ± half of the interquartile range. cold: the source of "
+        "a call is in no cache."
     )
-    stock, ours = together(replayed)
+    stock, ours = totals(replayed)
     where = f"{os.cpu_count()} cores" if device == "cpu" else device
     console.print(
         f"All calls of a rank, on {trace.world_size} rank{'s' * (trace.world_size > 1)} of this machine ({where}){of}: "
@@ -171,8 +177,8 @@ def show_replayed(
     )
     if any(one.case.collective for one in replayed):
         console.print(
-            "What FSDP2 issues itself is timed on torch's side as FSDP2 does it: by torch.distributed's all_gather, "
-            "reduce_scatter and all_reduce of its flat tensor."
+            "FSDP2's own collectives are timed on torch's side as FSDP2 issues them: all_gather, reduce_scatter "
+            "and all_reduce of torch.distributed on its flat tensor."
         )
     for one in replayed:
         for text in (*one.notes, *(f"shardweave is wrong: {fault}" for fault in one.faults)):
@@ -182,25 +188,26 @@ def show_replayed(
 
 
 def _milliseconds(rounds: Sequence[float]) -> str:
-    found = quartiles(rounds)
-    if found is None:
+    low_high = quartiles(rounds)
+    if low_high is None:
         return "-"
-    middle = statistics.median(rounds)
-    return f"{middle * 1e3:.3f} ±{(found[1] - found[0]) / 2 / middle if middle else 0:4.0%}"
+    low, high = low_high
+    median = statistics.median(rounds)
+    return f"{median * 1e3:.3f} ±{(high - low) / 2 / median if median else 0:4.0%}"
 
 
-def show_priced(
-    console: Console, trace: Trace, found: Sequence[Compared], topology: Topology, rows: int, left_out: str
+def show_computed(
+    console: Console, trace: Trace, cases: Sequence[Compared], topology: Topology, rows: int, left_out: str
 ) -> None:
-    """What is saved most comes first.
+    """Print the report of computed costs, the largest savings first.
 
     Args:
-        rows: that the table has at most; sums are of all that were priced.
-        left_out: how many of the trace's redistributions were not priced, and why; none: all were.
+        rows: the most rows of the table; sums are over all cases.
+        left_out: text with the number of redistributions without costs and the reason; empty: none.
     """
-    first = sorted(found, key=lambda one: (-round(one.saved, 9), -one.seconds))[:rows]
-    number = f"{len(first)} of {redistributions(found)}" if len(first) < len(found) else redistributions(found)
-    of = f", of {len(found)} priced{left_out}" if left_out else ""
+    first = sorted(cases, key=lambda one: (-round(one.saved, 9), -one.seconds))[:rows]
+    number = f"{len(first)} of {_count(cases)}" if len(first) < len(cases) else _count(cases)
+    of = f", of {len(cases)} priced{left_out}" if left_out else ""
     columns = ("torch\nreceives", "shardweave\nreceives", "torch\nms", "shardweave\nms", "ratio", "saved\nms")
     cells = []
     for one in first:
@@ -211,43 +218,43 @@ def show_priced(
     show_cases(
         console, f"{number}{left_out}, simulated on {topology.name}: nothing was run or measured", columns, cells
     )
-    stock, ours = together(found)
+    stock, ours = totals(cases)
     console.print(
         f"All calls of a rank, of {trace.world_size}, simulated on {topology.name}{of}: torch {stock * 1e3:.1f} ms, "
-        f"shardweave {ours * 1e3:.1f} ms. These are the planner's prices: of torch's plan each step as the cheapest "
-        f"program that does it.",
+        f"shardweave {ours * 1e3:.1f} ms. These are the planner's costs; a step of torch's plan costs as much as the "
+        f"cheapest program that does it.",
         markup=False,
     )
-    if any(one.stock is None for one in found):
-        console.print("-: torch has no plan, as between meshes, or one through strided shards that cannot be priced.")
-    show_end(console, trace, found, f", simulated{of}", "torch without a price")
+    if any(one.stock is None for one in cases):
+        console.print("-: torch has no plan, as between meshes, or one through strided shards, whose cost is unknown.")
+    show_end(console, trace, cases, f", simulated{of}", "torch has no cost")
 
 
-def show_end(console: Console, trace: Trace, found: Sequence[Compared], of: str, no_stock: str) -> None:
-    """What the trace lacks, and what to look at first."""
+def show_end(console: Console, trace: Trace, cases: Sequence[Compared], of: str, no_stock: str) -> None:
+    """Print what the trace does not contain, and the most expensive redistributions."""
     if trace.ended is not None:
-        said = f"The program did not end well, so the trace lacks what was to come: {trace.ended}"
-        console.print(said, style="bold", markup=False)
+        text = f"An exception ended the program, so the trace is incomplete: {trace.ended}"
+        console.print(text, style="bold", markup=False)
     for why, calls in trace.left_out.items():
         console.print(f"not in the trace: {calls} call{'s' * (calls != 1)}: {why}", markup=False)
     if trace.missing:
         console.print(
-            f"Recorded by {ranks_text(trace.ranks)} of {trace.world_size}: what {ranks_text(trace.missing)} alone "
-            f"redistribute is not here.",
+            f"Recorded by {ranks_text(trace.ranks)} of {trace.world_size}: redistributions of "
+            f"{ranks_text(trace.missing)} alone are missing.",
             markup=False,
         )
-    for line in most_expensive(found, of, no_stock):
+    for line in most_expensive(cases, of, no_stock):
         console.print(line, markup=False)
 
 
-def most_expensive(found: Sequence[Compared], of: str, no_stock: str) -> list[str]:
-    """What a program is to look at first: place, request, and what all calls cost by either.
+def most_expensive(cases: Sequence[Compared], of: str, no_stock: str) -> list[str]:
+    """The most expensive redistributions: request, calling line, and the costs of all calls on both sides.
 
     Args:
-        of: what is to be said of the figures, if anything.
-        no_stock: what is said where torch has no seconds.
+        of: text about the figures.
+        no_stock: text where torch has no seconds.
     """
-    shown = sorted(found, key=lambda one: -one.seconds)[:_MOST_EXPENSIVE]
+    shown = sorted(cases, key=lambda one: -one.seconds)[:_MOST_EXPENSIVE]
     number = f"{len(shown)} most expensive redistributions" if len(shown) > 1 else "most expensive redistribution"
     lines = [f"\nThe {number} of a rank, all calls together{of}:"]
     for place, one in enumerate(shown, 1):

@@ -1,11 +1,12 @@
-"""The values of a replayed redistribution, and what of them a rank holds.
+"""The values of a replayed redistribution, and each rank's part of them.
 
-They are known of each element by itself: no rank makes the whole tensor, and neither side says what is right.
+Each element follows from its index alone, so no rank makes the whole tensor, and the expected result does not depend on
+either side.
 
-An element is a small power of two, by a hash of its place and of the number of the term: rows, columns and the terms of
-different ranks differ. They are so small that sums, averages and products of all terms are exact in the dtype, in any
-order. What a rank holds is cut as `torch.chunk` cuts (`against_stock.held`), in the order that the layout's text says;
-the planner's index sets are asked only where strided shards are no order of mesh dims.
+An element is a small power of two, chosen by a hash of its index and of the number of the term, so that rows, columns
+and the terms of different ranks differ. The values are so small that sums, averages and products of all terms are exact
+in the dtype, in any order. A rank's part is cut as `torch.chunk` cuts (`stock_dtensor.held`), in the shard order of the
+layout's text; the planner's index sets are used only where strided shards are not a shard order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..planner.index_sets import held_spans, parts_of
 
 _CHUNK = 1 << 18  # elements made at a time
 _CHOICES = ((1, 2, 4, 8), (1, 2), (0, 1))
-_REDUCE = {"max": np.maximum, "min": np.minimum, "prod": np.multiply}  # else terms are added
+_REDUCE = {"max": np.maximum, "min": np.minimum, "prod": np.multiply}  # default: np.add
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Values:
     """The terms of a tensor under a source layout.
 
     Attributes:
-        terms: one for each combination of coordinates along the partial mesh dims; 1 where there is none.
-        divisor: of averages; terms are multiples of it.
-        choices: what a term of an element may be.
-        exact: whether the dtype holds what becomes of all terms; what comes of others is not to be compared.
+        terms: the number of terms, one per combination of coordinates along the partial mesh dims; 1 without any.
+        divisor: the divisor of averages, of which terms are multiples.
+        choices: the possible values of a term.
+        exact: whether the reduction of all terms is exact in the dtype; otherwise results are not compared.
     """
 
     shape: tuple[int, ...]
@@ -60,26 +61,26 @@ class Values:
         return cls(shape, dtype, mesh_shape, tuple(ops), op, terms, divisor, choices, bool(fits))
 
     def source(self, text: str, coordinate: Sequence[int] | None) -> torch.Tensor:
-        """What the rank at `coordinate` of the mesh begins with; its own term where the layout is partial."""
+        """The source shard of the rank at `coordinate` of the mesh; its own term where the layout is partial."""
         mine = 0
         for m in self.partial_dims if coordinate is not None else ():
             mine = mine * self.mesh_shape[m] + coordinate[m]  # type: ignore[index]
         return self._part(held_indices(text, self.mesh_shape, coordinate, self.shape), [mine], 1)
 
     def target(self, text: str, mesh_shape: tuple[int, ...], coordinate: Sequence[int] | None) -> torch.Tensor:
-        """What the rank at `coordinate` of a mesh is to end with: what becomes of all terms."""
-        held_by_it = held_indices(text, mesh_shape, coordinate, self.shape)
-        return self._part(held_by_it, range(self.terms), self.divisor)
+        """The target shard of the rank at `coordinate` of a mesh: the reduction of all terms."""
+        indices = held_indices(text, mesh_shape, coordinate, self.shape)
+        return self._part(indices, range(self.terms), self.divisor)
 
     def _part(self, indices: list[np.ndarray], terms: Sequence[int], divide_by: int) -> torch.Tensor:
-        """The elements at these indices of each tensor dim, with these terms made one."""
+        """The elements at the indices of each tensor dim, with the terms reduced."""
         sizes = [len(of_dim) for of_dim in indices]
         out = torch.empty(sizes, dtype=self.dtype)
         if not out.numel():
             return out
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         offsets = [of_dim * stride for of_dim, stride in zip(indices, strides, strict=True)]
-        inner, dims = np.zeros(1, dtype=np.int64), len(sizes)  # places of the last tensor dims, as many as fit a chunk
+        inner, dims = np.zeros(1, dtype=np.int64), len(sizes)  # offsets along the last dims, as many as fit in a chunk
         while dims and len(inner) * sizes[dims - 1] <= _CHUNK:
             dims -= 1
             inner = (offsets[dims][:, None] + inner).ravel()
@@ -87,44 +88,45 @@ class Values:
         at_once, flat, done = max(1, _CHUNK // len(inner)), out.view(-1), 0
         for lead in product(*outer):
             for first in range(0, len(rows), at_once):
-                places = (rows[first : first + at_once, None] + (inner + sum(lead))).ravel()
-                flat[done : done + len(places)] = self._made(places, terms, divide_by)
-                done += len(places)
+                chunk = (rows[first : first + at_once, None] + (inner + sum(lead))).ravel()
+                flat[done : done + len(chunk)] = self._values(chunk, terms, divide_by)
+                done += len(chunk)
         return out
 
-    def _made(self, places: np.ndarray, terms: Sequence[int], divide_by: int) -> torch.Tensor:
+    def _values(self, offsets: np.ndarray, terms: Sequence[int], divide_by: int) -> torch.Tensor:
+        """The reduced values at flat offsets of the global tensor."""
         choices, combine = np.array(self.choices, dtype=np.int64), _REDUCE.get(self.op, np.add)
         total: np.ndarray | None = None
         for term in terms:
-            which = _hashed(places, term) >> np.uint64(64 - (len(choices) - 1).bit_length())
+            which = _hash(offsets, term) >> np.uint64(64 - (len(choices) - 1).bit_length())
             value = choices[which.astype(np.int64)] * self.divisor
             total = value if total is None else combine(total, value)
         assert total is not None
-        made = torch.from_numpy(total // divide_by)
-        return (made.float() if self.dtype.is_floating_point else made).to(self.dtype)
+        values = torch.from_numpy(total // divide_by)
+        return (values.float() if self.dtype.is_floating_point else values).to(self.dtype)
 
 
 def _fits(choices: Sequence[int], dtype: torch.dtype, op: str, terms: int, divisor: int) -> bool:
-    """Whether the dtype holds all that can become of as many terms, and everything on the way there."""
+    """Whether every reduction of the terms, and every intermediate result, is exact in the dtype."""
     top = max(choices)
     if dtype is torch.bool:
         return top == 1
     if op == "prod" and terms > 1 and (top != 2 or min(choices) == 0):
-        return False  # larger ones overflow, and with zeros nearly every product is one
+        return False  # larger values overflow, and with zeros nearly every product is 0
     if op in ("max", "min") or terms == 1:
         return True
     largest = top**terms if op == "prod" else top * terms * divisor
     if not (dtype.is_floating_point or dtype.is_complex):
         return largest <= torch.iinfo(dtype).max
-    # Powers of two need no bits.
+    # Powers of two need no mantissa bits.
     needed = 1 if op == "prod" else top * terms * (divisor // (divisor & -divisor))
-    about = torch.finfo(dtype)
-    return largest <= about.max and needed <= 2 / about.eps
+    limits = torch.finfo(dtype)
+    return largest <= limits.max and needed <= 2 / limits.eps
 
 
-def _hashed(places: np.ndarray, term: int) -> np.ndarray:
-    """64 bits for each place and term: multiplied and folded until every bit hangs on every bit."""
-    x = places.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64((term + 1) * 0x9E3779B97F4A7C15 % 2**64)
+def _hash(offsets: np.ndarray, term: int) -> np.ndarray:
+    """A 64-bit hash of each offset and the term, by multiplication and folding."""
+    x = offsets.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64((term + 1) * 0x9E3779B97F4A7C15 % 2**64)
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         x ^= x >> np.uint64(30)
         x *= np.uint64(factor)
@@ -134,10 +136,10 @@ def _hashed(places: np.ndarray, term: int) -> np.ndarray:
 def held_indices(
     text: str, mesh_shape: tuple[int, ...], coordinate: Sequence[int] | None, shape: tuple[int, ...]
 ) -> list[np.ndarray]:
-    """The indices of each tensor dim that a rank holds under a layout; none in the place of a rank outside the mesh."""
+    """The indices of each tensor dim that a rank holds under a layout; empty for a rank outside the mesh."""
     if coordinate is None:
         return [np.zeros(0, dtype=np.int64)] * max(len(shape), 1)
-    ranges = _plain_ranges(text, mesh_shape, coordinate, shape)
+    ranges = _ranges(text, mesh_shape, coordinate, shape)
     if ranges is not None:
         return [np.arange(part.start, part.stop) for part in ranges]
     layout, at = Layout.parse(text, mesh_shape), tuple(coordinate)
@@ -147,10 +149,11 @@ def held_indices(
     ]
 
 
-def _plain_ranges(
+def _ranges(
     text: str, mesh_shape: tuple[int, ...], coordinate: Sequence[int], shape: tuple[int, ...]
 ) -> list[slice] | None:
-    """None where a strided shard is no order of all mesh dims to its right that cut the same."""
+    """The index range of each tensor dim; None where a strided shard does not mean that the mesh dims to its right that
+    shard the same tensor dim are cut first."""
     head, _, orders = text.partition("@")
     tokens = head.split()
     for m, token in enumerate(tokens):

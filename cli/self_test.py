@@ -1,4 +1,4 @@
-"""A few redistributions on two ranks of this machine, on each transport, checked: does it work here?"""
+"""A self-test: a few redistributions on two ranks of this machine, on each transport, with checked results."""
 
 from __future__ import annotations
 
@@ -13,40 +13,45 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from ..bench.harness.ranks import Ranks, RanksFailed, Send
 from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.dtensor.redistribute import redistribute
-from ..runtime.environment import pretended_node_size, timeout_asked_for
+from ..runtime.environment import pretended_node_size, requested_timeout
 from ..runtime.transports.select import NAMES, choose_transport, why_no_memory
 
 _SIZE = 2
-_TIMEOUT = 15.0  # seconds that one transport may take, on machines that are busy with something else
-_ALL = 30.0  # seconds that all may take
+_TIMEOUT = 15.0  # seconds per transport, on a busy machine
+_TOTAL_TIMEOUT = 30.0  # seconds for all transports
 _CASES = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Partial(), Shard(0))]
 
 
 def self_test() -> list[tuple[str, float, str | None]]:
-    """What was tried, the seconds it took and what went wrong, if anything: two forked ranks on each transport that
-    they may ask for on this machine. Those that hang are ended, after half a minute in all."""
+    """Run two forked ranks on each transport that is available on this machine. Ranks that hang are ended, after half a
+    minute in total.
+
+    Returns:
+        For each transport a description, the seconds that it took, and the error or None.
+    """
     if not (dist.is_available() and dist.is_gloo_available()):
-        return [("two ranks", 0.0, "no gloo to start them with")]
+        return [("two ranks", 0.0, "gloo is not available")]
     try:
         pretended_node_size()
-        timeout_asked_for()
-    except ArgumentError as unset:  # no transport starts then
-        return [("two ranks", 0.0, str(unset))]
+        requested_timeout()
+    except ArgumentError as error:  # no transport starts with an invalid setting
+        return [("two ranks", 0.0, str(error))]
     outcomes: list[tuple[str, float, str | None]] = []
-    left = _ALL
+    left = _TOTAL_TIMEOUT
     for transport in NAMES:
-        if not _allowed(transport):
+        if not _is_available(transport):
             continue
         start = time.perf_counter()
-        error = _try(transport, min(left, _TIMEOUT)) if left > 0 else f"not tried: the others took {_ALL:.0f} s"
-        took = time.perf_counter() - start
-        left -= took
-        outcomes.append((f"two ranks on {transport}", took, error))
+        reason = f"not run: the other transports took {_TOTAL_TIMEOUT:.0f} s"
+        failure = _try(transport, min(left, _TIMEOUT)) if left > 0 else reason
+        seconds = time.perf_counter() - start
+        left -= seconds
+        outcomes.append((f"two ranks on {transport}", seconds, failure))
     return outcomes
 
 
-def _allowed(transport: str) -> bool:
-    """Whether two ranks of this machine that ask for it are not refused."""
+def _is_available(transport: str) -> bool:
+    """Whether two ranks of this machine may request the transport."""
     node_size, memory = pretended_node_size(), why_no_memory(torch.device("cpu"), transport)
     try:
         choose_transport(
@@ -59,20 +64,21 @@ def _allowed(transport: str) -> bool:
 
 
 def _try(transport: str, seconds: float) -> str | None:
-    said: list[str] = []
+    """Run the ranks on a transport. Returns the error, or None."""
+    output: list[str] = []
     wrong: list[str] = []
     try:
         with Ranks(_rank, _SIZE, {"transport": transport}, seconds) as ranks:
             ranks.supervise(
                 lambda rank, message: wrong.extend(message["wrong"]),
-                lambda rank, line: said.append(line),
+                lambda rank, line: output.append(line),
                 within=seconds,
             )
     except (RanksFailed, ShardweaveError, OSError, dist.DistError) as error:
-        # Of a rank's traceback its last line alone, which names the error; not who stopped after whom, in which order.
-        told = [line for line in said if line and not line[0].isspace() and not line.startswith("Traceback")]
-        causes = [line for line in told if not line.startswith("error: rank")]
-        return "; ".join([str(error), *(causes or told)[-2:]])
+        # The last lines of tracebacks, which name the errors; without the lines about ranks that were stopped after it.
+        errors = [line for line in output if line and not line[0].isspace() and not line.startswith("Traceback")]
+        causes = [line for line in errors if not line.startswith("error: rank")]
+        return "; ".join([str(error), *(causes or errors)[-2:]])
     return "; ".join(wrong) or None
 
 
@@ -81,10 +87,10 @@ def _rank(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     whole = torch.arange(7.0 * 5).reshape(7, 5)
     wrong = []
     for source, target in _CASES:
-        # Of a partial every rank holds a half.
-        given = distribute_tensor(whole, mesh, [source], src_data_rank=None)
-        moved = redistribute(given, [target], transport=config["transport"])
-        wanted = distribute_tensor(whole, mesh, [target], src_data_rank=None)
-        if not moved.to_local().equal(wanted.to_local()):
+        # distribute_tensor gives every rank a half of a partial tensor.
+        x = distribute_tensor(whole, mesh, [source], src_data_rank=None)
+        result = redistribute(x, [target], transport=config["transport"])
+        expected = distribute_tensor(whole, mesh, [target], src_data_rank=None)
+        if not result.to_local().equal(expected.to_local()):
             wrong.append(f"rank {rank}: {source} to {target} is wrong on {config['transport']}")
     send({"wrong": wrong})

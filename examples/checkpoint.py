@@ -1,9 +1,9 @@
-"""A checkpoint written from one mesh and shard order, and read into others: `SavePlanner`, `LoadPlanner`.
+"""A checkpoint saved from one mesh and shard order and loaded into others: `SavePlanner`, `LoadPlanner`.
 
     torchrun --standalone --nproc-per-node 4 examples/checkpoint.py
 
-torch's own planners take every DTensor to be cut in ascending mesh dims: one in another order is saved permuted. The
-files are torch's, so a program without shardweave reads them too.
+torch's own planners assume the default shard order, so a DTensor in another order is saved permuted. The files have
+torch's format, so a program without shardweave can load them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import shardweave
 SHAPE = (11, 6)  # 11 rows on 4 ranks: 3, 3, 3 and 2
 
 
-def emptied(x: DTensor) -> DTensor:
+def filled_with_minus_one(x: DTensor) -> DTensor:
+    """A DTensor of the same layout, to load into."""
     return DTensor.from_local(
         torch.full_like(x.to_local(), -1), x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
     )
@@ -38,8 +39,8 @@ def main() -> None:
     dist.broadcast_object_list(folder)
     dcp.save({"weight": reordered}, checkpoint_id=folder[0], planner=shardweave.SavePlanner())
 
-    columns = emptied(distribute_tensor(whole, line, [Shard(1)]))
-    rows = emptied(distribute_tensor(whole, grid, [Shard(0), Replicate()]))
+    columns = filled_with_minus_one(distribute_tensor(whole, line, [Shard(1)]))
+    rows = filled_with_minus_one(distribute_tensor(whole, grid, [Shard(0), Replicate()]))
     for name, target, planner in (
         ("columns of 4 ranks", columns, shardweave.LoadPlanner()),
         ("rows of 2, by torch's own planner", rows, dcp.DefaultLoadPlanner()),

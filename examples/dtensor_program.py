@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 -m shardweave record -o trace.json examples/dtensor_program.py
     python -m shardweave replay trace.rank*.json
 
-A layer of a model on a mesh of two data-parallel and two tensor-parallel ranks, trained for two steps. Within it
-activations change their layout, as between sequence and tensor parallelism.
+It trains one layer for two steps on a mesh of two data-parallel and two tensor-parallel ranks. Activations change their
+layout between sequence and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 BATCH, SEQUENCE, WIDTH, HIDDEN = 4, 256, 512, 1024
 STEPS = 2
-Sharded = Any  # a DTensor; torch's types say Tensor of what operators make of one
+Sharded = Any  # a DTensor; torch annotates the results of its operators as Tensor
 
 
 def attention(x: Sharded) -> Sharded:
-    """[B, L, W]: sequences of each dp rank, cut along L or along W by tp. Heads need all of a sequence."""
+    """x: [B, L, W], sharded by dp along B and by tp along L. Heads need whole sequences, so tp moves to W meanwhile."""
     heads = x.redistribute(placements=[Shard(0), Shard(2)])
     summed: Sharded = torch.cumsum(heads, dim=1)
     return summed.redistribute(placements=[Shard(0), Shard(1)])
 
 
 def feed_forward(x: Sharded, up: Sharded, down: Sharded) -> Sharded:
-    """Columns of `up` and rows of `down` are cut by tp, so every rank needs all of x, and its result is a term."""
+    """tp shards the columns of `up` and the rows of `down`: every rank needs all of x, and the result is partial."""
     whole = x.redistribute(placements=[Shard(0), Replicate()])
     return (torch.relu(whole @ up) @ down).redistribute(placements=[Shard(0), Shard(1)])
 
 
 def gathered(weight: Sharded) -> Sharded:
-    """Each weight is also cut by dp while it is not used."""
+    """Gather a weight along dp, by which it is sharded while it is not used."""
     return weight.redistribute(placements=[Replicate(), weight.placements[1]])
 
 

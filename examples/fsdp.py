@@ -1,8 +1,8 @@
-"""FSDP2 on shardweave: `adapt_fsdp` after `fully_shard`, and nothing else changes.
+"""FSDP2 on shardweave: call `adapt_fsdp` after `fully_shard`; nothing else changes.
 
     torchrun --standalone --nproc-per-node 4 examples/fsdp.py
 
-Two copies of a model take the same steps: one on torch's own gathers and reduce-scatters, one on shardweave's.
+Two copies of a model are trained alike: one on torch's all-gathers and reduce-scatters, one on shardweave's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def model_of(mesh: DeviceMesh) -> nn.Module:
 
 
 def train(model: nn.Module, rank: int) -> list[float]:
-    """The losses of this rank's batches."""
+    """Train for a few steps and return the losses of this rank's batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
@@ -51,7 +51,7 @@ def main() -> None:
     for name, parameter in ours.named_parameters():
         theirs = stock.get_parameter(name)
         assert isinstance(parameter, DTensor) and isinstance(theirs, DTensor)
-        # Terms are added in another order than by gloo's ring.
+        # gloo adds terms in another order.
         torch.testing.assert_close(parameter.to_local(), theirs.to_local(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     if rank == 0:

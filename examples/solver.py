@@ -1,10 +1,10 @@
-"""A sharding solver's use: price every layout, take the cheapest, and carry plain local tensors there.
+"""A sharding solver: compute the cost of every layout, choose the cheapest, and redistribute local tensors to it.
 
     torchrun --standalone --nproc-per-node 4 examples/solver.py
 
-An op can take its input in several layouts, and a parameter lies in a shard order that placements alone do not say.
-`redistribute_cost` prices each way without making a plan, and `ordered_redistribute_local_tensor` moves this rank's
-shard into the layout that was chosen.
+An op accepts its input in several layouts, and a parameter is in a shard order that placements do not express.
+`redistribute_cost` computes the cost of each layout without making a plan, and `ordered_redistribute_local_tensor`
+moves this rank's shard into the chosen one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shardweave
 
 SHAPE = (24, 20)
 NODES = replace(shardweave.NVLINK_INFINIBAND, name="nodes of 2", node_size=2)
-HELD = "S0 S0 @ 0:1,0"  # rows cut by tp first, then by dp: as FSDP2 keeps what tensor parallelism cut
+CURRENT = "S0 S0 @ 0:1,0"  # rows cut by tp first, then by dp: the order of FSDP2 on tensor-parallel parameters
 ACCEPTED = {
     "S0 S0": (Shard(0), Shard(0)),
     "R S0": (Replicate(), Shard(0)),
@@ -33,11 +33,11 @@ ACCEPTED = {
 def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank = dist.get_rank()
-    prices = {text: shardweave.redistribute_cost(mesh, SHAPE, torch.float32, HELD, text, NODES) for text in ACCEPTED}
-    chosen = min(prices, key=lambda text: prices[text])
+    costs = {text: shardweave.redistribute_cost(mesh, SHAPE, torch.float32, CURRENT, text, NODES) for text in ACCEPTED}
+    chosen = min(costs, key=lambda text: costs[text])
     if rank == 0:
-        for text, price in prices.items():
-            print(f"{HELD} → {text:<5} {price:5.1f} µs{' (chosen)' if text == chosen else ''}")
+        for text, cost in costs.items():
+            print(f"{CURRENT} → {text:<5} {cost:5.1f} µs{' (chosen)' if text == chosen else ''}")
 
     whole = torch.arange(480.0).reshape(SHAPE)
     dp, tp = rank // 2, rank % 2
@@ -45,14 +45,14 @@ def main() -> None:
 
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     source, target = (DTensorSpec(mesh, placements, meta) for placements in (ACCEPTED["S0 S0"], ACCEPTED[chosen]))
-    # A device order: of the source mesh dim 1 cuts first. The target's is its spec's own, the default one.
+    # In the source, mesh dim 1 cuts first. The target has the order of its spec, the default one.
     moved = shardweave.ordered_redistribute_local_tensor(mine, source, target, src_order=(1, 0), topology=NODES)
 
-    wanted = whole
+    expected = whole
     for at, placement in zip((dp, tp), ACCEPTED[chosen], strict=True):
         if isinstance(placement, Shard):
-            wanted = wanted.chunk(2, placement.dim)[at]
-    torch.testing.assert_close(moved, wanted)
+            expected = expected.chunk(2, placement.dim)[at]
+    torch.testing.assert_close(moved, expected)
     moved.sum().backward()
     torch.testing.assert_close(mine.grad, torch.ones_like(mine))
     dist.destroy_process_group()

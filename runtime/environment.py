@@ -1,4 +1,4 @@
-"""The variables of the environment that the runtime reads, checked."""
+"""The environment variables that the runtime reads, validated."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 
 from ..errors import ArgumentError
 
-_LONGEST_TIMEOUT = 366 * 86400.0
-_SEGMENTS = ("anonymous", "named")
+_MAX_TIMEOUT = 366 * 86400.0
+_SEGMENT_KINDS = ("anonymous", "named")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
-def transport_asked_for() -> str | None:
-    """The name that SHARDWEAVE_TRANSPORT gives, not checked; None where it is not set."""
+def requested_transport() -> str | None:
+    """The value of SHARDWEAVE_TRANSPORT, not validated; None where it is not set."""
     return os.environ.get("SHARDWEAVE_TRANSPORT") or None
 
 
-def timeout_asked_for() -> float | None:
-    """Seconds that SHARDWEAVE_TIMEOUT gives any wait for another rank; None where it is not set.
+def requested_timeout() -> float | None:
+    """SHARDWEAVE_TIMEOUT: the limit of every wait for another rank, in seconds; None where it is not set.
 
     Raises:
-        ArgumentError: it is no positive number of seconds.
+        ArgumentError: not a positive number of seconds.
     """
     text = os.environ.get("SHARDWEAVE_TIMEOUT")
     if not text:
@@ -30,16 +30,16 @@ def timeout_asked_for() -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= _LONGEST_TIMEOUT:
-        raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0, a year at most")
+    if not 0 < seconds <= _MAX_TIMEOUT:
+        raise ArgumentError(f"SHARDWEAVE_TIMEOUT: {text!r}; allowed: a number of seconds above 0, at most a year")
     return seconds
 
 
 def pretended_node_size() -> int | None:
-    """Consecutive ranks of which SHARDWEAVE_NODE_SIZE says that they alone share memory; None where it is not set.
+    """SHARDWEAVE_NODE_SIZE: the number of consecutive ranks that are treated as one node; None where it is not set.
 
     Raises:
-        ArgumentError: it is no whole number above 0.
+        ArgumentError: not a whole number above 0.
     """
     text = os.environ.get("SHARDWEAVE_NODE_SIZE")
     if not text:
@@ -49,38 +49,40 @@ def pretended_node_size() -> int | None:
     return int(text)
 
 
-def segments_asked_for() -> str | None:
-    """The kind of shared memory that SHARDWEAVE_SEGMENTS names, "anonymous" or "named"; None where it is not set.
+def requested_segments() -> str | None:
+    """SHARDWEAVE_SEGMENTS: the kind of shared memory, "anonymous" or "named"; None where it is not set.
 
     Raises:
-        ArgumentError: SHARDWEAVE_SEGMENTS is neither "anonymous" nor "named".
+        ArgumentError: another value.
     """
-    asked = os.environ.get("SHARDWEAVE_SEGMENTS") or None
-    if asked is not None and asked not in _SEGMENTS:
-        raise ArgumentError(f"SHARDWEAVE_SEGMENTS: {asked!r}; allowed: {', '.join(_SEGMENTS)}")
-    return asked
+    kind = os.environ.get("SHARDWEAVE_SEGMENTS") or None
+    if kind is not None and kind not in _SEGMENT_KINDS:
+        raise ArgumentError(f"SHARDWEAVE_SEGMENTS: {kind!r}; allowed: {', '.join(_SEGMENT_KINDS)}")
+    return kind
 
 
-def pool_limit_asked_for() -> int | None:
-    """Bytes that SHARDWEAVE_POOL_LIMIT says; None where it is not set.
+def requested_pool_limit() -> int | None:
+    """SHARDWEAVE_POOL_LIMIT in bytes; None where it is not set.
 
     Raises:
-        ArgumentError: it is no number of bytes.
+        ArgumentError: not a number of bytes.
     """
     text = os.environ.get("SHARDWEAVE_POOL_LIMIT")
     if not text:
         return None
     match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
     if match is None:
-        raise ArgumentError(f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed: a whole number of bytes, or one with K, M or G")
+        raise ArgumentError(
+            f"SHARDWEAVE_POOL_LIMIT: {text!r}; allowed: a whole number of bytes, optionally followed by K, M or G"
+        )
     return int(match[1]) << _UNITS[match[2]]
 
 
-def poison_asked_for() -> bool:
-    """Whether SHARDWEAVE_POISON_ROWS asks for NaN in rows that would not be initialised.
+def requested_poison() -> bool:
+    """SHARDWEAVE_POISON_ROWS: whether rows that would stay uninitialised are filled with NaN.
 
     Raises:
-        ArgumentError: it is neither 0 nor 1.
+        ArgumentError: neither 0 nor 1.
     """
     text = os.environ.get("SHARDWEAVE_POISON_ROWS")
     if text and text not in ("0", "1"):

@@ -23,7 +23,7 @@ import shardweave
 from shardweave import Layout, Mesh
 from shardweave.planner import Placement
 from shardweave.planner.index_sets import held_box
-from shardweave.runtime.convert import spec_of_layout
+from shardweave.runtime.convert_specs import spec_of_layout
 
 
 @dataclass(frozen=True)

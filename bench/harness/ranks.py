@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...runtime.environment import timeout_asked_for
+from ...runtime.environment import requested_timeout
 from ...runtime.transports.shared_memory.segments import unlink_names
 
 DEFAULT_TIMEOUT = 120.0
@@ -47,7 +47,7 @@ class RanksFailed(RuntimeError):
 
 def timeout_seconds() -> float:
     """How long any wait between ranks may take: `SHARDWEAVE_TIMEOUT` seconds, or two minutes."""
-    return timeout_asked_for() or DEFAULT_TIMEOUT
+    return requested_timeout() or DEFAULT_TIMEOUT
 
 
 class _Child:

@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trace = recorded(workload.program, mesh_sizes(workload.mesh, arguments.mesh))
             path = arguments.out / f"{name}.json"
             path.write_text(trace.to_json(), encoding="utf-8")
-            calls = sum(cost.calls for cost in trace.found.values())
-            print(f"{path}: {len(trace.found)} redistributions, {calls} calls; {workload.about}")
+            calls = sum(cost.calls for cost in trace.redistributions.values())
+            print(f"{path}: {len(trace.redistributions)} redistributions, {calls} calls; {workload.about}")
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

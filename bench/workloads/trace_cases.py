@@ -87,7 +87,7 @@ def distinct(trace: Trace, of_ranks: Sequence[Trace] = ()) -> list[Case]:
         together = len(ranks) == len(set(ranks))
         apart = [family] if together else [{one: places} for one, places in family.items()]
         found += [_case(alike, of_ranks or [trace]) for alike in apart]
-    return sorted(found, key=lambda case: -case.cost.bytes_in_all)
+    return sorted(found, key=lambda case: -case.cost.total_bytes)
 
 
 def _place(entry: Entry) -> str:
@@ -96,7 +96,9 @@ def _place(entry: Entry) -> str:
 
 def _case(family: dict[Entry, list[Entry]], of_ranks: Sequence[Trace]) -> Case:
     costs = [
-        [of.found[entry] for entry in places if entry in of.found] for places in family.values() for of in of_ranks
+        [of.redistributions[entry] for entry in places if entry in of.redistributions]
+        for places in family.values()
+        for of in of_ranks
     ]
     calls = max(sum(cost.calls for cost in of_mesh) for of_mesh in costs)
     wheres = dict.fromkeys(_place(entry) for places in family.values() for entry in places)

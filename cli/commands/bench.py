@@ -1,11 +1,11 @@
-"""`python -m shardweave bench`: measure ours beside others, checked first and in turns."""
+"""The arguments of `python -m shardweave bench`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .shared import interruptible, need_rich
+from .parsing import interruptible, need_rich
 
 PROGRAMS = (
     "codegen.aot",
@@ -19,25 +19,27 @@ PROGRAMS = (
     "baselines.torch_tests",
     "suites.training",
 )
-HELP = "measure ours beside others, checked first and in turns"
+HELP = "benchmark shardweave against other implementations, with checked results"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Measurements with a page of their own are programs, python -m shardweave.bench.NAME: "
-        f"{', '.join(PROGRAMS)}. gpu.targets is what kernels have to reach on a GPU; make gpu runs it."
+        "Further measurements are separate programs, python -m shardweave.bench.NAME: "
+        f"{', '.join(PROGRAMS)}. gpu.targets measures kernels against their targets on a GPU; make gpu runs it."
     )
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, in minutes")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only the cases with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; takes minutes")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also write JSON and Markdown to DIR/<kind of machine>/"
     )
     parser.add_argument(
-        "--check", action="store_true", help="compare with the committed results of this kind of machine, if any"
+        "--check",
+        action="store_true",
+        help="compare with the committed results of this kind of machine",
     )
 
 

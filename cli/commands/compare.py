@@ -1,20 +1,24 @@
-"""`python -m shardweave compare`: two result files of bench: what got slower or faster beyond noise."""
+"""The arguments of `python -m shardweave compare`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .shared import need_rich
+from .parsing import need_rich
 
-HELP = "two result files of bench: what got slower or faster beyond noise"
+HELP = "compare two result files of bench: cases that became slower or faster beyond noise"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, metavar="A.json")
     parser.add_argument("after", type=Path, metavar="B.json")
     parser.add_argument(
-        "--threshold", type=float, default=0.1, metavar="PART", help="slower by less is none (default: %(default)s)"
+        "--threshold",
+        type=float,
+        default=0.1,
+        metavar="PART",
+        help="ignore changes of less than this part (default: %(default)s)",
     )
 
 

@@ -1,19 +1,21 @@
-"""`python -m shardweave demo`: real models' redistributions, against stock DTensor, on this machine."""
+"""The arguments of `python -m shardweave demo`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .shared import interruptible, need_rich, number_of
+from .parsing import interruptible, need_rich, number_of
 
-HELP = "real models' redistributions, against stock DTensor, on this machine"
+HELP = "compare shardweave with stock DTensor on redistributions of real models, on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=number_of("ranks"), default=4, help="processes to start (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--ranks", type=number_of("ranks"), default=4, help="the processes to start (default: %(default)s)"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
 
 @interruptible

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .shared import dtype, number_of, whole_number
+from .parsing import dtype, number_of, whole_number
 
 HELP = "what a token dispatcher takes: memory, and bytes on the wire"
 

@@ -1,17 +1,17 @@
-"""`python -m shardweave doctor`: what this machine has, which transports ranks would use, what is off."""
+"""The arguments of `python -m shardweave doctor`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .shared import interruptible, need_rich
+from .parsing import interruptible, need_rich
 
-HELP = "what this machine has, which transports ranks would use, what is off"
+HELP = "check software, settings and transports of this machine; report problems and fixes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
 
 
 @interruptible

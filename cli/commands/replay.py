@@ -1,4 +1,4 @@
-"""`python -m shardweave replay`: carry a trace out again, by torch and by shardweave, and time both."""
+"""The arguments of `python -m shardweave replay`."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import argparse
 from pathlib import Path
 
 from ...runtime.transports.select import NAMES
-from .shared import TOPOLOGIES, interruptible, need_rich, number_of, topology
+from .parsing import TOPOLOGIES, interruptible, need_rich, number_of, topology
 
-HELP = "carry a trace out again, by torch and by shardweave, and time both"
+HELP = "run the redistributions of a trace on torch and on shardweave, and time both"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="of the ranks of one run of a program")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="that ranks have (default: cpu)")
-    parser.add_argument("--transport", choices=NAMES, help="that ranks meet in (default: as the library chooses)")
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="the traces of the ranks of one run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the device of the ranks (default: cpu)")
+    parser.add_argument("--transport", choices=NAMES, help="the transport (default: chosen as by redistribute)")
     parser.add_argument(
         "--topology",
         metavar="NAME|FILE",
-        help=f"price both sides on it, and run nothing: {', '.join(TOPOLOGIES)}, or a JSON file (default: run; "
-        "programs of more ranks than start here: nvlink-infiniband)",
+        help=f"compute the costs of both sides on it instead of running: {', '.join(TOPOLOGIES)}, or a JSON file "
+        "(default: run; for more ranks than can be started here: nvlink-infiniband)",
     )
-    parser.add_argument("--scaled", action="store_true", help="with an eighth of every size of 64 and more")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only those with this in place or layouts")
+    parser.add_argument("--scaled", action="store_true", help="divide every size of 64 and more by 8")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only redistributions whose source line or layouts contain TEXT"
+    )
     parser.add_argument(
         "--most",
         type=number_of("redistributions"),
         default=64,
         metavar="N",
-        help="run the N that move most bytes; of what is priced show N rows (default: %(default)s)",
+        help="run the N that move most bytes, or show N rows of costs (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
 
 @interruptible

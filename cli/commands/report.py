@@ -1,21 +1,21 @@
-"""`python -m shardweave report`: result files of bench as one HTML page, with pictures."""
+"""The arguments of `python -m shardweave report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-HELP = "result files of bench as one HTML page, with pictures"
+HELP = "make one HTML page with charts from result files of bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="files that bench --json has written")
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="(default: %(default)s)")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="files written by bench --json")
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
     parser.add_argument(
         "--projection",
         type=Path,
         metavar="FILE",
-        help="what python -m shardweave.bench.planning.projection has written",
+        help="a file written by python -m shardweave.bench.planning.projection",
     )
 
 

@@ -1,1 +1,1 @@
-"""What users of DTensor call, and what takes the place of torch's own redistribution."""
+"""Redistribution of DTensors: the public functions, and the replacements of torch's functions."""

@@ -1,4 +1,4 @@
-"""Many DTensors redistributed together: one exchange a round, whatever their number."""
+"""`redistribute_batch`: many DTensors redistributed together, with one exchange per round."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Request, Topology, check_local_shape, plan_batch
-from ..cache import forget_dead_groups, kept_with_group
-from ..convert import dtype_name, layout_of_spec, mesh_of
+from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
 from ..executor.call import Call, check_backend, check_ranks, refuse, refuse_unplanned, transport_for
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from .autograd import as_dtensor
-from .local import RedistributeOptions, requested_options
-from .redistribute import plain_local, target_of
+from .local import plain_local
+from .redistribute import target_spec
+from .redistribute_options import RedistributeOptions, call_options
 
-_KEPT = 256
-_calls: dict[tuple, Call] = kept_with_group({})
+_calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(256)
 
 
 def redistribute_batch(
@@ -33,48 +33,47 @@ def redistribute_batch(
     transport: str | None = None,
     topology: Topology | None = None,
 ) -> list[DTensor]:
-    """DTensors of the same values with other placements, all carried over together: a refit, an optimizer's step.
+    """Redistribute several DTensors together, for example in a refit or an optimizer step.
 
-    Ranks meet once a round, or exchange one message per pair, where one call per tensor would do so for each.
+    In each round ranks meet once, or exchange one message per pair, whatever the number of tensors.
 
     Args:
-        dtensors: of any shapes and dtypes, on any meshes, in the same order on all ranks.
-        placements: those of each target.
-        device_mesh: the mesh of all targets, if it is not that of their sources. Every rank of any of the meshes calls.
+        dtensors: of any shapes and dtypes, on any meshes; in the same order on all ranks.
+        placements: the placements of each target.
+        device_mesh: the mesh of all targets. None: each keeps its mesh. Every rank of any of the meshes must call.
         transport, topology: as for `redistribute`.
 
     Returns:
-        One DTensor each; memory of their own, except where nothing is to be done. No gradients are recorded.
+        One DTensor per input, in memory of its own except where nothing has to be done. Gradients are not recorded.
 
     Raises:
-        ArgumentError: lists that do not match, placements that do not fit, a tensor that needs gradients while they are
-            recorded (use `torch.no_grad()`).
+        ArgumentError: lists of different lengths, placements that do not match, or a tensor that requires gradients
+            while they are recorded (use `torch.no_grad()`).
         UnsupportedError: as for `redistribute`.
-        TransportError: a peer died, did not come, or asked for something else.
+        TransportError: a peer died, did not come, or requested something else.
     """
     try:
-        targets = _targets(dtensors, placements, device_mesh)
+        targets = _target_specs(dtensors, placements, device_mesh)
         if not targets:
             return []
         if torch.is_inference_mode_enabled():
-            # Views and buffers that are kept outlive the mode.
+            # Cached views and buffers outlive the mode.
             with torch.inference_mode(False):
-                return _run(dtensors, targets, requested_options(transport, topology))
-        return _run(dtensors, targets, requested_options(transport, topology))
+                return _run(dtensors, targets, call_options(transport, topology))
+        return _run(dtensors, targets, call_options(transport, topology))
     except (ArgumentError, UnsupportedError) as error:
-        given = dtensors if isinstance(dtensors, Sequence) else ()
-        meshes = [x.device_mesh for x in given if isinstance(x, DTensor)]
+        sources = dtensors if isinstance(dtensors, Sequence) else ()
+        meshes = [x.device_mesh for x in sources if isinstance(x, DTensor)]
         refuse_unplanned(error, [*meshes, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
         raise
 
 
-def _targets(
+def _target_specs(
     dtensors: Sequence[DTensor], placements: Sequence[Sequence[Placement]], device_mesh: DeviceMesh | None
 ) -> list[DTensorSpec]:
-    """The specs that are asked for."""
-    for name, given in (("dtensors", dtensors), ("placements", placements)):
-        if not isinstance(given, Sequence):
-            raise ArgumentError(f"{name}: {given!r}; allowed: a list")
+    for name, argument in (("dtensors", dtensors), ("placements", placements)):
+        if not isinstance(argument, Sequence):
+            raise ArgumentError(f"{name}: {argument!r}; allowed: a list")
     if len(dtensors) != len(placements):
         raise ArgumentError(f"placements: {len(placements)} given for {len(dtensors)} DTensors; allowed: one each")
     for i, x in enumerate(dtensors):
@@ -82,29 +81,27 @@ def _targets(
             raise ArgumentError(f"dtensors[{i}]: {type(x).__name__}; allowed: a DTensor")
         if x.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"dtensors[{i}]: it requires gradients; allowed: under torch.no_grad()")
-    return [target_of(x, p, device_mesh, None) for x, p in zip(dtensors, placements, strict=True)]
+    return [target_spec(x, p, device_mesh, None) for x, p in zip(dtensors, placements, strict=True)]
 
 
 def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: RedistributeOptions) -> list[DTensor]:
     forget_dead_groups()
     locals_ = [plain_local(x._local_tensor, x._spec).resolve_conj().resolve_neg() for x in dtensors]
     specs = [(x._spec, target) for x, target in zip(dtensors, targets, strict=True)]
-    form = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]
+    tensors = [(x.shape, x.stride(), x.dtype, x.device) for x in locals_]
+    # With the ids of the meshes: meshes of the same ranks are equal, but may have different process groups.
     meshes = [(id(source.mesh), id(target.mesh)) for source, target in specs]
-    key = (tuple(specs), tuple(meshes), tuple(form), options)
+    key = (tuple(specs), tuple(meshes), tuple(tensors), options)
     call = _calls.get(key)
     if call is None:
-        call = _bind(specs, locals_, options)
-        if len(_calls) >= _KEPT:
-            _calls.pop(next(iter(_calls)))
-        _calls[key] = call
+        call = _calls[key] = _bind(specs, locals_, options)
     return [as_dtensor(x, target) for x, target in zip(call(locals_), targets, strict=True)]
 
 
 def _bind(
     specs: Sequence[tuple[DTensorSpec, DTensorSpec]], locals_: Sequence[torch.Tensor], options: RedistributeOptions
 ) -> Call:
-    """Plan and bind a batch; nothing is communicated."""
+    """Plan and bind a batch. Communicates nothing."""
     device = locals_[0].device
     check_backend(device, max(max(a.mesh.size(), b.mesh.size()) for a, b in specs), options.transport)
     rank = dist.get_rank()
@@ -119,7 +116,7 @@ def _bind(
         check_ranks(program.mesh)
     participants = batch.participants(rank)
     if rank not in participants:
-        return Call(None, None, ())  # a rank in none of the meshes: it holds nothing, and nobody waits for it
+        return Call(None, None, ())  # this rank is in none of the meshes
     transport, _ = transport_for(
         participants, device, options.transport, *(spec.mesh for pair in specs for spec in pair)
     )

@@ -1,9 +1,9 @@
 """Checkpoints of DTensors in any shard order, strided or not: planners for `torch.distributed.checkpoint`.
 
-torch's own planners take a shard for one box that starts where its placements say, cut in ascending mesh dims. What a
-rank holds is a product of spans, one list of them per tensor dim, in whatever order the mesh dims cut: each box of that
-product is a chunk of the checkpoint here. The chunks tile the tensor, so any planner reads them into a layout that it
-knows.
+torch's own planners save a shard as one box, at the offset that its placements give in ascending order of mesh dims.
+In general a shard is a product of lists of spans, one list per tensor dim, which depends on the shard order. Each box
+of that product is saved as one chunk. The chunks tile the tensor, so any planner can load them into the layouts that it
+supports.
 """
 
 from __future__ import annotations
@@ -42,78 +42,80 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import held_spans, parts_of
-from ..convert import layout_of_spec
-from .autograd import as_dtensor, is_in
+from ..convert_specs import layout_of_spec
+from .autograd import as_dtensor
+from .local import is_in
 
 _logger = logging.getLogger(__name__)
 MANY_BOXES = 1024
-"""Boxes of one shard from which on saving it logs what that costs."""
+"""Saving a shard of more boxes logs a warning."""
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Saves DTensors of every layout but partial ones: `dcp.save(state, checkpoint_id=…, planner=SavePlanner())`.
+    """Saves DTensors of all layouts except partial ones: `dcp.save(state, checkpoint_id=…, planner=SavePlanner())`.
 
-    Takes the arguments of torch's `DefaultSavePlanner` and does what that does, but for DTensors. A shard is written
-    as one chunk per box of the whole tensor: one, unless it is strided; replicas are written once, and ranks outside
-    the mesh write nothing. Each chunk is a record of its own, which takes room and time beside its data, so
-    a shard of more than 1,024 boxes is logged as a warning: redistribute it to plain shards first.
+    Takes the arguments of torch's `DefaultSavePlanner` and behaves like it for everything except DTensors. A shard is
+    written as one chunk per box of the global tensor: one, unless it is strided. Replicas are written once, and ranks
+    outside the mesh write nothing. Each chunk is a separate record, which takes space and time in addition to its data;
+    a shard of more than 1,024 boxes therefore logs a warning. Redistribute it to plain shards before saving.
 
-    Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is written:
-        UnsupportedError: a DTensor that is partial, is sharded along a mesh dim whose ranks do not ascend, or has
-            several boxes where safetensors are written; the text names its key.
-        ArgumentError: a local tensor whose shape is not that of its shard.
+    Raises, on every rank wrapped in `torch.distributed.checkpoint.CheckpointException`, before anything is written:
+        UnsupportedError: a DTensor is partial, is sharded along a mesh dim whose ranks do not ascend, or has several
+            boxes where safetensors are written; the text names its key.
+        ArgumentError: the shape of a local tensor is not that of its shard.
     """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        # In place of its DTensor a shard is asked for its own write items.
+        # torch asks the values of the state dict for their write items.
         self.state_dict = {**self.state_dict, **_shards_of(self.state_dict)}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        if isinstance(plan.storage_data, dict):  # torch's writer of safetensors keeps the last chunk of a key in a file
+        if isinstance(plan.storage_data, dict):  # torch's safetensors writer keeps one chunk per key and file
             counts = Counter(item.index.fqn for item in plan.items)
             if several := [fqn for fqn, count in counts.items() if count > 1]:
                 raise UnsupportedError(
-                    f"{several[0]}: this rank's shard is {counts[several[0]]} boxes, and safetensors files keep one; "
+                    f"{several[0]}: this rank's shard has {counts[several[0]]} boxes, and safetensors files hold one; "
                     f"redistribute it to plain shards first"
                 )
         return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict.get(index.fqn)
-        return found.saved(index) if isinstance(found, _Shard) else super().lookup_object(index)
+        value = self.state_dict.get(index.fqn)
+        return value.box_at(index) if isinstance(value, _Shard) else super().lookup_object(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Loads DTensors of every layout but partial ones: `dcp.load(state, checkpoint_id=…, planner=LoadPlanner())`.
+    """Loads DTensors of all layouts except partial ones: `dcp.load(state, checkpoint_id=…, planner=LoadPlanner())`.
 
-    Takes the arguments of torch's `DefaultLoadPlanner` and does what that does, but for DTensors. What the checkpoint
-    was saved from does not matter: another mesh, another order, a whole tensor, torch's planner. Each saved chunk that
-    meets a shard is read once, into a view of the local tensor, or where they have several boxes in common into a
-    buffer of no more than the chunk. DTensors on the meta device get memory and keep their shard order.
+    Takes the arguments of torch's `DefaultLoadPlanner` and behaves like it for everything except DTensors. The
+    checkpoint may have been saved on another mesh, in another shard order, from a whole tensor, or by torch's planner.
+    Each saved chunk that intersects a shard is read once: into a view of the local tensor, or into a buffer no larger
+    than the chunk where the intersection has several boxes. DTensors on the meta device are allocated and keep their
+    shard order.
 
-    Raises, on every rank as `torch.distributed.checkpoint.CheckpointException` around it, before anything is read:
-        UnsupportedError: a DTensor that is partial, or is sharded along a mesh dim whose ranks do not ascend; the text
-            names its key.
-        ArgumentError: a local tensor whose shape is not that of its shard; a checkpoint that lacks part of the tensor.
-        ValueError: a tensor of another shape in the checkpoint.
+    Raises, on every rank wrapped in `torch.distributed.checkpoint.CheckpointException`, before anything is read:
+        UnsupportedError: a DTensor is partial, or is sharded along a mesh dim whose ranks do not ascend; the text names
+            its key.
+        ArgumentError: the shape of a local tensor is not that of its shard; the checkpoint lacks a part of the tensor.
+        ValueError: the checkpoint has a tensor of another shape.
     """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # Before torch does it: that would drop the shard order.
-        _iterate_state_dict(state_dict, _materialised, _same, _same)
+        # Before torch does it, which would drop the shard order.
+        _iterate_state_dict(state_dict, _materialize, _unchanged, _unchanged)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # Already here, so that what is refused is refused by name: torch's own plan has another text for it.
+        # Before torch's own plan, whose errors do not name the key.
         self._shards = _shards_of(self.state_dict)
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        # By now the keys are the checkpoint's, whatever version of torch wrote it.
+        # torch has renamed the keys to those of the checkpoint, which depend on the version that wrote it.
         self._shards = _shards_of(self.state_dict)
         assert self.metadata is not None
         items = [i for i in plan.items if i.type is LoadItemType.BYTE_IO or i.dest_index.fqn not in self._shards]
@@ -137,11 +139,16 @@ class LoadPlanner(DefaultLoadPlanner):
         parts = list(shard.parts(read_item))
         if len(parts) > 1:
             for box, into in parts:
-                into.copy_(_narrowed(tensor, *box))
+                into.copy_(_box_of(tensor, *box))
 
 
 class _Shard:
-    """What this rank holds of a DTensor: in each tensor dim ascending spans, in `local` one after the other."""
+    """This rank's shard of a DTensor.
+
+    Attributes:
+        spans: for each tensor dim the ascending global index ranges of the shard, [n, 2].
+        offsets: for each tensor dim the local index at which each span starts, and the local size, [n + 1].
+    """
 
     def __init__(self, fqn: str, tensor: DTensor) -> None:
         spec = tensor._spec
@@ -158,11 +165,9 @@ class _Shard:
             local = local.wait()
         self.fqn, self.size, self.local = fqn, tensor.size(), local.detach()
         mesh_shape, at = tuple(spec.mesh.shape), tuple(coordinate)
-        self.spans = [
-            held_spans(n, parts_of(layout.cuts(d), mesh_shape, at)) for d, n in enumerate(self.size)
-        ]  # [n, 2]
-        self.first = [_first_of(spans) for spans in self.spans]  # [n + 1]
-        needed = tuple(int(first[-1]) for first in self.first)
+        self.spans = [held_spans(n, parts_of(layout.cuts(d), mesh_shape, at)) for d, n in enumerate(self.size)]
+        self.offsets = [_local_offsets(spans) for spans in self.spans]
+        needed = tuple(int(offsets[-1]) for offsets in self.offsets)
         if tuple(local.shape) != needed:
             raise ArgumentError(
                 f"{fqn}: the local tensor has shape {tuple(local.shape)}; layout {layout} of global shape "
@@ -173,7 +178,7 @@ class _Shard:
         count = math.prod(map(len, self.spans))
         if count > MANY_BOXES:
             _logger.warning(
-                "%s: this rank's shard is %d boxes, each a record of its own in the checkpoint; "
+                "%s: this rank's shard has %d boxes, each a separate record in the checkpoint; "
                 "redistribute it to plain shards before saving",
                 fqn,
                 count,
@@ -189,45 +194,45 @@ class _Shard:
         ]
 
     def _boxes(self) -> Iterator[tuple[torch.Size, torch.Size]]:
-        """Offsets in the whole tensor, and sizes; a tensor without elements is one box, or no checkpoint had it."""
+        """The global offsets and sizes of the boxes. A tensor without elements has one box, so that it is saved."""
         if 0 in self.size:
             yield torch.Size([0] * len(self.size)), self.size
             return
         for box in product(*(spans.tolist() for spans in self.spans)):
             yield torch.Size([low for low, _ in box]), torch.Size([high - low for low, high in box])
 
-    def saved(self, index: MetadataIndex) -> torch.Tensor:
-        """The box that a write item names by its offset."""
+    def box_at(self, index: MetadataIndex) -> torch.Tensor:
+        """The box at the global offset of a write item."""
         if 0 in self.size:
             return self.local.new_empty(self.size)
         assert index.offset is not None
         which = [int(np.searchsorted(spans[:, 0], at)) for spans, at in zip(self.spans, index.offset, strict=True)]
-        starts = [int(first[i]) for first, i in zip(self.first, which, strict=True)]
-        stops = [int(first[i + 1]) for first, i in zip(self.first, which, strict=True)]
-        return _narrowed(self.local, starts, [b - a for a, b in zip(starts, stops, strict=True)])
+        starts = [int(offsets[i]) for offsets, i in zip(self.offsets, which, strict=True)]
+        stops = [int(offsets[i + 1]) for offsets, i in zip(self.offsets, which, strict=True)]
+        return _box_of(self.local, starts, [b - a for a, b in zip(starts, stops, strict=True)])
 
     def read_items(self, chunks: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:
-        """One for each saved chunk that meets the shard: the least box around what they have in common.
+        """One read per saved chunk that intersects the shard: the bounding box of the intersection.
 
-        `dest_index.offset` is where that box is in the whole tensor. One read a chunk, since a storage reader may load
-        all of it for every read.
+        `dest_index.offset` is the global offset of that box. There is one read per chunk because a storage reader may
+        load the whole chunk for every read.
         """
         if not self.local.numel():
             return []
         shape = (len(chunks), len(self.size))
         starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(shape)
         stops = starts + np.array([chunk.sizes for chunk in chunks], dtype=np.int64).reshape(shape)
-        low, high, places = starts.copy(), stops.copy(), starts.copy()
+        low, high, local = starts.copy(), stops.copy(), starts.copy()
         common = np.ones(len(chunks), dtype=np.int64)
-        for d, (spans, first) in enumerate(zip(self.spans, self.first, strict=True)):
+        for d, (spans, offsets) in enumerate(zip(self.spans, self.offsets, strict=True)):
             i = np.searchsorted(spans[:, 1], starts[:, d], side="right")
             j = np.searchsorted(spans[:, 0], stops[:, d], side="left") - 1
-            meets = (i <= j) & (starts[:, d] < stops[:, d])
-            i, j = np.where(meets, i, 0), np.where(meets, j, 0)
+            intersects = (i <= j) & (starts[:, d] < stops[:, d])
+            i, j = np.where(intersects, i, 0), np.where(intersects, j, 0)
             low[:, d] = np.maximum(starts[:, d], spans[i, 0])
             high[:, d] = np.minimum(stops[:, d], spans[j, 1])
-            places[:, d] = first[i] + low[:, d] - spans[i, 0]
-            common *= np.where(meets, first[j] + high[:, d] - spans[j, 0] - places[:, d], 0)
+            local[:, d] = offsets[i] + low[:, d] - spans[i, 0]
+            common *= np.where(intersects, offsets[j] + high[:, d] - spans[j, 0] - local[:, d], 0)
         if common.sum() < self.local.numel():
             raise ArgumentError(
                 f"{self.fqn}: the checkpoint has {common.sum()} of the {self.local.numel()} elements of this rank's "
@@ -237,7 +242,7 @@ class _Shard:
             ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(self.fqn, low[n].tolist()),
-                dest_offsets=torch.Size(places[n].tolist()),
+                dest_offsets=torch.Size(local[n].tolist()),
                 storage_index=MetadataIndex(self.fqn, chunks[n].offsets, n),
                 storage_offsets=torch.Size((low[n] - starts[n]).tolist()),
                 lengths=torch.Size((high[n] - low[n]).tolist()),
@@ -246,27 +251,30 @@ class _Shard:
         ]
 
     def parts(self, item: ReadItem) -> Iterator[tuple[tuple[list[int], list[int]], torch.Tensor]]:
-        """The boxes of a read that are this rank's: starts and sizes in what is read, and their views of `local`."""
+        """The boxes of a read that belong to this shard: offsets and sizes in the read data, and their views of
+        `local`."""
         assert item.dest_index.offset is not None
         along = []
-        for spans, first, low, length in zip(self.spans, self.first, item.dest_index.offset, item.lengths, strict=True):
+        dims = zip(self.spans, self.offsets, item.dest_index.offset, item.lengths, strict=True)
+        for spans, offsets, low, length in dims:
             i = int(np.searchsorted(spans[:, 1], low, side="right"))
             j = int(np.searchsorted(spans[:, 0], low + length, side="left"))
             start, stop = np.maximum(spans[i:j, 0], low), np.minimum(spans[i:j, 1], low + length)
-            table = np.stack([start - low, first[i:j] + start - spans[i:j, 0], stop - start], axis=1)
+            table = np.stack([start - low, offsets[i:j] + start - spans[i:j, 0], stop - start], axis=1)
             along.append(table.tolist())
         for box in product(*along):
             sizes = [size for _, _, size in box]
-            yield ([at for at, _, _ in box], sizes), _narrowed(self.local, [at for _, at, _ in box], sizes)
+            yield ([at for at, _, _ in box], sizes), _box_of(self.local, [at for _, at, _ in box], sizes)
 
 
-def _first_of(spans: np.ndarray) -> np.ndarray:
-    """Where each span begins in the shard, and where the last one ends."""
+def _local_offsets(spans: np.ndarray) -> np.ndarray:
+    """The local index at which each span starts, and at which the last one ends."""
     return np.concatenate([[0], (spans[:, 1] - spans[:, 0]).cumsum()])
 
 
 def _shards_of(state_dict: dict[str, Any]) -> dict[str, _Shard]:
-    """The shards of the DTensors that this rank has a part of; not of those whose local tensor knows its own chunks."""
+    """The shards of the DTensors whose mesh contains this rank, except those whose local tensor lists its own
+    chunks."""
     return {
         fqn: _Shard(fqn, value)
         for fqn, value in state_dict.items()
@@ -276,19 +284,19 @@ def _shards_of(state_dict: dict[str, Any]) -> dict[str, _Shard]:
     }
 
 
-def _narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def _box_of(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         if size < tensor.size(d):
             tensor = tensor.narrow(d, start, size)
     return tensor
 
 
-def _materialised(tensor: DTensor) -> DTensor:
+def _materialize(tensor: DTensor) -> DTensor:
     if tensor.device.type != "meta":
         return tensor
     local = torch.empty_like(tensor._local_tensor, device=tensor.device_mesh.device_type)
     return as_dtensor(local.detach(), tensor._spec, tensor.requires_grad)
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value

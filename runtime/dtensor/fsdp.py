@@ -1,4 +1,5 @@
-"""FSDP2's own gathers and reduce-scatters, which never call `redistribute`, as programs on shardweave's transports."""
+"""`adapt_fsdp`: FSDP2's all-gathers and reduce-scatters, which never call `redistribute`, on shardweave's
+transports."""
 
 from __future__ import annotations
 
@@ -17,73 +18,77 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh, plan, title
-from ..cache import forget_dead_groups, kept_with_group
-from ..convert import dtype_name
+from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, check_backend, refuse, transport_for
 from ..executor.copies import contiguous_strides
 from ..executor.dispatch_modes import below_modes
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.rendezvous import remarks
 from ..transports.select import publish_settings
-from .local import RedistributeOptions, default
+from . import redistribute_options
+from .local import PLAIN_TENSORS
 from .overlap import overlaps_itself
+from .redistribute_options import RedistributeOptions
 
-_KEPT = 2048
-_calls: dict[tuple, Call] = kept_with_group({})
-_handed_out = WeakTensorKeyDictionary()
-"""As keys, what `allocate` gave FSDP."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
-"""The attributes in which FSDP2's parameter groups keep what they communicate by. They say to it which process group
-each call is for, so that one object serves groups on any meshes."""
-_replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""By adapted parameter group, what it communicated by before."""
-# Not compared: of a pipeline's stages some may be sharded alone.
-remarks["adapt_fsdp()"] = lambda: "called" if _replaced else "not called"
+_calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(2048)
+_allocated = WeakTensorKeyDictionary()
+"""The tensors that `allocate` returned, as keys."""
+_COMM_ATTRIBUTES = ("_all_gather_comm", "_reduce_scatter_comm")
+"""The attributes in which FSDP2's parameter groups hold their collectives. Each call passes its process group, so one
+object serves groups on any mesh."""
+_originals: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""The replaced collectives of each adapted parameter group."""
+# Not compared between ranks: in a pipeline only some stages may be sharded.
+remarks["adapt_fsdp()"] = lambda: "called" if _originals else "not called"
 
 
-class _OwnMemory:
+class _Allocator:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory for a call's input or output.
+        """Allocate uninitialised memory for the input or output of a call.
 
-        As an output it is a place holder: a call lets the tensor refer to the memory that its result came to lie in, so
-        that nothing is copied once more. Views made of it before the call keep the memory that it had.
+        An output is a placeholder: the call makes the tensor refer to the memory of the result, which saves a copy.
+        Views that were made before the call keep the earlier memory.
         """
         buffer = torch.empty(tuple(size), dtype=dtype, device=device)
-        _handed_out[buffer] = None
+        _allocated[buffer] = None
         return buffer
 
 
-class FSDPAllGather(_OwnMemory, AllGather):
-    """For `FSDPModule.set_custom_all_gather`: the program `S0 -> R` of a flat tensor on the ranks of the group."""
+class FSDPAllGather(_Allocator, AllGather):
+    """An all-gather for `FSDPModule.set_custom_all_gather`, carried out as the program `S0 -> R` of a flat tensor on
+    the ranks of the group."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Gather n elements of each rank to [group size * n], complete on return, also with `async_op`.
+        """Gather n elements from each rank into [group size * n]. The output is complete on return, also with
+        `async_op`.
 
         Args:
-            output_tensor, input_tensor: of any shape and strides, and of as many elements as said: what counts is the
-                order of their elements. They may overlap; the input is read before the output is written.
-            group: with this rank in it.
+            output_tensor: [group size * n] elements; any shape and strides.
+            input_tensor: [n] elements of the same dtype and device; any shape and strides. It may overlap the output:
+                it is read before the output is written.
+            group: a process group of which this rank is a member.
 
         Raises:
-            ArgumentError: sizes, dtypes or devices that do not fit each other; a tensor subclass; an output in which
-                several elements share one place; a group without this rank. Nothing has been communicated.
+            ArgumentError: sizes, dtypes or devices that do not match; a tensor subclass; an output in which several
+                elements share memory; a group without this rank. Raised before anything is communicated.
             UnsupportedError: the process group cannot carry programs on the device.
-            TransportError: the ranks could not meet.
+            TransportError: a peer died, did not come, or requested something else.
         """
-        given = ("input_tensor", input_tensor), ("output_tensor", output_tensor)
-        with _telling(input_tensor, output_tensor, group):
-            _check(*given, output_tensor, group)
-        _carry(output_tensor, input_tensor, group, output_tensor.numel(), "S0", "R")
+        tensors = ("input_tensor", input_tensor), ("output_tensor", output_tensor)
+        with _refusing(input_tensor, output_tensor, group):
+            _check(*tensors, output_tensor, group)
+        _redistribute_flat(output_tensor, input_tensor, group, output_tensor.numel(), "S0", "R")
 
 
-class FSDPReduceScatter(_OwnMemory, ReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`: the program `P -> S0`, or `Pavg -> S0`, of a flat tensor.
+class FSDPReduceScatter(_Allocator, ReduceScatter):
+    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`, carried out as the program `P -> S0` or `Pavg -> S0`
+    of a flat tensor.
 
-    Values are added in the ascending order of ranks, 16-bit floats in float32, and rounded once; a factor of
-    `PREMUL_SUM` multiplies the sum, in the tensor's dtype.
+    Values are added in ascending order of ranks, 16-bit floats in float32, and rounded once. The factor of `PREMUL_SUM`
+    multiplies the sum, in the dtype of the tensor.
     """
 
     def __call__(
@@ -94,45 +99,47 @@ class FSDPReduceScatter(_OwnMemory, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce [group size * n] of each rank and leave n elements on each, complete on return, also with `async_op`.
+        """Reduce [group size * n] elements over the ranks and leave n elements on each. The output is complete on
+        return, also with `async_op`.
 
         Args:
-            output_tensor, input_tensor, group: as for `FSDPAllGather`.
+            output_tensor: [n] elements.
+            input_tensor: [group size * n] elements.
+            group: as for `FSDPAllGather`.
             op: SUM, AVG, or PREMUL_SUM with its factor.
 
         Raises:
-            ArgumentError: as for `FSDPAllGather`; a factor whose product is of another kind of dtype.
-            UnsupportedError: another op than SUM, AVG and PREMUL_SUM with its factor; a dtype that is not reduced; the
-                process group cannot carry programs on the device.
-            TransportError: the ranks could not meet.
+            ArgumentError: as for `FSDPAllGather`; a factor whose product cannot be cast to the dtype of the output.
+            UnsupportedError: another op; a dtype that cannot be reduced; the process group cannot carry programs on the
+                device.
+            TransportError: a peer died, did not come, or requested something else.
         """
-        given = ("output_tensor", output_tensor), ("input_tensor", input_tensor)
-        with _telling(input_tensor, output_tensor, group):
-            _check(*given, output_tensor, group)
+        tensors = ("output_tensor", output_tensor), ("input_tensor", input_tensor)
+        with _refusing(input_tensor, output_tensor, group):
+            _check(*tensors, output_tensor, group)
             source, factor = _read_op(op)
             if factor is not None and not torch.can_cast(torch.result_type(output_tensor, factor), output_tensor.dtype):
                 raise ArgumentError(
-                    f"op: a factor of {factor} for {output_tensor.dtype}; allowed: whole ones for integers"
+                    f"op: a factor of {factor} for {output_tensor.dtype}; allowed: whole factors for integers"
                 )
-        _carry(output_tensor, input_tensor, group, input_tensor.numel(), source, "S0", factor)
+        _redistribute_flat(output_tensor, input_tensor, group, input_tensor.numel(), source, "S0", factor)
 
 
 def adapt_fsdp(module: torch.nn.Module) -> None:
-    """From now on the gathers and reduce-scatters of every `fully_shard`-ed module in `module`, which may be one
-    itself, run on shardweave: like `DTensor.redistribute` under `install`, with what it was told if it was called.
+    """Run the all-gathers and reduce-scatters of every `fully_shard`-ed module in `module`, itself included, on
+    shardweave, with the topology and reduction of `install` if it was called.
 
-    Modules whose parameters are on several meshes, as experts and what is around them, are adapted like others. Every
-    rank must do it, at the same point of the program; doing it twice is doing it once. Parameters and gradients keep
-    their meaning; the all-reduce of hybrid sharding stays with torch, which has no place for another. `restore_fsdp`
-    undoes it.
+    Every rank must call it, at the same point of the program; calling it again has no effect. Modules whose parameters
+    are on several meshes, such as experts inside a model, are supported. Parameters and gradients keep their values.
+    The all-reduce of hybrid sharding stays with torch, which has no hook for it. `restore_fsdp` undoes it.
 
     Args:
-        module: after `fully_shard` of it, or of modules in it.
+        module: a module to which, or to parts of which, `fully_shard` has been applied.
 
     Raises:
-        ArgumentError: nothing in `module` is sharded by FSDP2.
-        UnsupportedError: the process group cannot carry programs on the device of the parameters of a module, which is
-            named. No module has been adapted then.
+        ArgumentError: no part of `module` is sharded by FSDP2.
+        UnsupportedError: the process group cannot carry programs on the device of a module's parameters; the text names
+            the module. No module is adapted then.
     """
     groups = list(_parameter_groups(module))
     for name, group in groups:
@@ -141,43 +148,43 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             check_backend(torch.device(mesh.device_type), mesh.size())
         except UnsupportedError as error:
             raise UnsupportedError(f"module: {name!r}: {error}") from error
-    ours = dict(zip(_COMMS, (FSDPAllGather(), FSDPReduceScatter()), strict=True))
+    ours = dict(zip(_COMM_ATTRIBUTES, (FSDPAllGather(), FSDPReduceScatter()), strict=True))
     for _, group in groups:
-        before = {name: getattr(group, name) for name in _COMMS}
+        before = {name: getattr(group, name) for name in _COMM_ATTRIBUTES}
         for name, comm in ours.items():
             if not isinstance(before[name], type(comm)):
-                _replaced.setdefault(group, {})[name] = before[name]
+                _originals.setdefault(group, {})[name] = before[name]
                 setattr(group, name, comm)
     publish_settings()
 
 
 def restore_fsdp(module: torch.nn.Module) -> None:
-    """Give the `fully_shard`-ed modules in `module` back what they communicated by before `adapt_fsdp`.
+    """Restore the collectives that the `fully_shard`-ed modules in `module` had before `adapt_fsdp`.
 
-    What was set after `adapt_fsdp`, as by `FSDPModule.set_custom_all_gather`, stays; modules that are not adapted stay
-    as they are. Every rank must do it, at the same point of the program.
+    Collectives that were set after `adapt_fsdp`, as by `FSDPModule.set_custom_all_gather`, are kept, and modules that
+    are not adapted are not changed. Every rank must call it, at the same point of the program.
 
     Args:
-        module: what was given to `adapt_fsdp`, or a part of it, or what contains it.
+        module: the module that was passed to `adapt_fsdp`, a part of it, or a module that contains it.
 
     Raises:
-        ArgumentError: nothing in `module` is sharded by FSDP2.
+        ArgumentError: no part of `module` is sharded by FSDP2.
     """
     for _, group in list(_parameter_groups(module)):
-        for name, before in _replaced.pop(group, {}).items():
-            if isinstance(getattr(group, name), _OwnMemory):
+        for name, before in _originals.pop(group, {}).items():
+            if isinstance(getattr(group, name), _Allocator):
                 setattr(group, name, before)
 
 
 def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """FSDP2's parameter groups in `module`, each with the name of its module there: one for each mesh on which a
-    sharded module has parameters.
+    """FSDP2's parameter groups in `module` with the names of their modules: one per mesh on which a sharded module has
+    parameters.
 
-    `FSDPModule.set_custom_all_gather` refuses where there are several, and says nowhere what was set before.
+    `FSDPModule.set_custom_all_gather` supports one group only, and does not return the previous collective.
     """
     sharded = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
     if not sharded:
-        raise ArgumentError(f"module: nothing in {type(module).__name__} is an FSDPModule; call fully_shard first")
+        raise ArgumentError(f"module: no part of {type(module).__name__} is an FSDPModule; call fully_shard first")
     seen = set()
     for name, part in sharded:
         state = part._get_fsdp_state()
@@ -189,15 +196,15 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _telling(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
-    """The ranks of the group are told when this rank refuses an argument in the block."""
+def _refusing(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    """Tell the ranks of the group when an `ArgumentError` is raised in the block."""
     try:
         yield
     except ArgumentError as error:
-        ours = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
-        # Of tensors without elements nothing is exchanged.
-        if ours and group.size() > 1 and isinstance(x, torch.Tensor) and (x.numel() or output.numel()):
-            ranks, options = tuple(sorted(dist.get_process_group_ranks(group))), default()
+        is_member = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+        # Tensors without elements are not exchanged.
+        if is_member and group.size() > 1 and isinstance(x, torch.Tensor) and (x.numel() or output.numel()):
+            ranks, options = tuple(sorted(dist.get_process_group_ranks(group))), redistribute_options.default
             check_backend(x.device, len(ranks), options.transport)
             refuse(transport_for(ranks, x.device, options.transport, groups=[group])[0], ranks, ranks, error)
         raise
@@ -206,9 +213,9 @@ def _telling(x: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup) ->
 def _check(
     shard: tuple[str, torch.Tensor], whole: tuple[str, torch.Tensor], output: torch.Tensor, group: dist.ProcessGroup
 ) -> None:
-    """All that can be refused is refused here, before anything is communicated."""
+    """Validate the arguments, before anything is communicated."""
     for name, x in (shard, whole):
-        if type(x) not in (*_PLAIN, AsyncCollectiveTensor):
+        if type(x) not in (*PLAIN_TENSORS, AsyncCollectiveTensor):
             raise ArgumentError(f"{name}: a {type(x).__name__}; allowed: a torch.Tensor")
         if x.layout is not torch.strided or x.is_meta or x.is_quantized:
             raise ArgumentError(f"{name}: {x.layout} on {x.device}, of {x.dtype}; allowed: a strided tensor with data")
@@ -218,29 +225,30 @@ def _check(
     if all_.numel() != size * own.numel() or all_.dtype != own.dtype or all_.device != own.device:
         raise ArgumentError(
             f"tensors of {own.numel()} {own.dtype} on {own.device} and {all_.numel()} {all_.dtype} on "
-            f"{all_.device} among {size} ranks; allowed: the one {size} times as large as the other, all else alike"
+            f"{all_.device} among {size} ranks; allowed: one {size} times as large as the other, of the same dtype "
+            f"and device"
         )
     if type(output) is AsyncCollectiveTensor or overlaps_itself(output):
         raise ArgumentError(
             f"output_tensor: a {type(output).__name__} of {list(output.shape)} with strides {list(output.stride())}; "
-            "allowed: memory in which each element has a place of its own"
+            "allowed: no two elements in the same memory"
         )
     if output.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError("output_tensor: made under torch.inference_mode(); allowed: only there")
 
 
 def _read_op(op: Any) -> tuple[str, float | torch.Tensor | None]:
-    """The layout that means the same, and what the sum is multiplied by."""
+    """The source layout of the op, and the factor of the sum."""
     name = getattr(op, "op", op).name
     if name in ("SUM", "AVG"):
         return {"SUM": "P", "AVG": "Pavg"}[name], None
     if name == "PREMUL_SUM" and hasattr(op, "op"):
-        _, factor = op.__getstate__()  # torch has no other way to read it
+        _, factor = op.__getstate__()  # torch has no other accessor
         return "P", factor
     raise UnsupportedError(f"op: {name} of {op!r}; allowed: SUM, AVG, PREMUL_SUM with its factor")
 
 
-def _carry(
+def _redistribute_flat(
     output: torch.Tensor,
     x: torch.Tensor,
     group: dist.ProcessGroup,
@@ -249,36 +257,32 @@ def _carry(
     target: str,
     factor: float | torch.Tensor | None = None,
 ) -> None:
-    """Take the flat tensor of `numel` elements that `x` is this rank's part of from one layout to the other."""
+    """Redistribute a flat tensor of `numel` elements, of which `x` is this rank's part, into `output`."""
     with below_modes(), torch.no_grad():
         x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         flat = _flat(x)
-        # Views and buffers that are kept outlive inference mode.
+        # Cached views and buffers outlive inference mode.
         with torch.inference_mode(False), torch.no_grad():
             forget_dead_groups()
-            options = default()
+            options = redistribute_options.default
             key = group, numel, x.dtype, x.device, source, target, options
             call = _calls.get(key)
             if call is None:
-                call = _bind(x.dtype, x.device, group, numel, source, target, options)
-                if len(_calls) >= _KEPT:
-                    _calls.pop(next(iter(_calls)))
-                _calls[key] = call
+                call = _calls[key] = _bind(x.dtype, x.device, group, numel, source, target, options)
             result = call(flat)
-        if call.bound is not None and output in _handed_out and output.shape == result.shape:
+        if call.bound is not None and output in _allocated and output.shape == result.shape:
             output.set_(result)
         elif call.bound is not None or not output.is_set_to(x):
-            # Without a program the result is the input itself, which the output may overlap.
+            # Without a program the result is the input itself, which may overlap the output.
             output.copy_((result if call.bound is not None else result.clone()).view(output.shape))
         if factor is not None:
             output.mul_(factor)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in their order, in memory one after the other: a view where they lie so.
+    """The elements of `x` as a contiguous vector; a view where `x` is contiguous.
 
-    Programs are bound for such memory, and for none else: whatever the strides and bits of `x`, no key has to tell
-    them apart.
+    Programs are bound for contiguous memory only, so cache keys need not contain strides and conjugate bits.
     """
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 

@@ -1,10 +1,11 @@
-"""Put what `drop_in` has in the place of torch's own, everywhere torch binds it by name."""
+"""`install`: put shardweave's replacements in place of torch's functions, in every module that binds them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,30 +13,17 @@ from ...planner import NVLINK_NODE, Topology
 from ..executor.lower import Reduction
 from ..transports.rendezvous import settings
 from ..transports.select import publish_settings
-from . import drop_in
-from .drop_in import Policy, carry_out_under, policy, policy_asked
-from .local import RedistributeOptions, default, requested_options, set_default_options
-from .observer import observed, observer
-from .sharding_costs import price_on, priced_on
+from . import observer, redistribute_options
+from .autograd import RedistributeReplacement
+from .redistribute_local_tensor import redistribute_local_tensor
+from .redistribute_options import RedistributeOptions, install_options, set_default
+from .sharding_costs import set_cost_topology
 
-
-def _said(read: Callable[[], object]) -> Callable[[], str]:
-    return lambda: str(read())
-
-
-# What ranks compare when they first meet.
-settings |= {
-    "install()": lambda: "called" if is_installed() else "not called",
-    "install(min_bytes=)": _said(lambda: policy().min_bytes),
-    # Each rank gives its own slices of meshes.
-    "install(only=)": lambda: "given" if policy().only else "not given",
-    "install(topology=)": _said(lambda: default().topology),
-    "install(reduction=)": _said(lambda: default().reduction),
-    "install(costs=)": _said(lambda: "on" if priced_on() is not None else "off"),
+_REPLACEMENTS: dict[str, Any] = {
+    "redistribute_local_tensor": redistribute_local_tensor,
+    "Redistribute": RedistributeReplacement,
 }
-
-
-_SEAMS = {
+_MODULES = {
     "redistribute_local_tensor": (
         "torch.distributed.tensor._redistribute",
         "torch.distributed.tensor._dispatch",
@@ -44,25 +32,30 @@ _SEAMS = {
     ),
     "Redistribute": ("torch.distributed.tensor._redistribute", "torch.distributed.tensor._api"),
 }
-"""Where torch binds what is replaced, by its name there and in `drop_in`."""
-_stock = {
-    (seam, name): getattr(import_module(seam), name)
-    for name, seams in _SEAMS.items()
-    for seam in seams
-    if hasattr(import_module(seam), name)
+"""The modules of torch that bind each replaced name; not all versions have all of them."""
+_originals = {
+    (module, name): getattr(import_module(module), name)
+    for name, modules in _MODULES.items()
+    for module in modules
+    if hasattr(import_module(module), name)
 }
 
 
-def bind_seams(ours: bool) -> None:
-    """Bind shardweave's functions, or torch's own, wherever torch binds them; torch's tell the observer, if any."""
-    for (seam, name), stock in _stock.items():
-        told = observer() is not None and name == "redistribute_local_tensor"  # ours tells by itself
-        setattr(import_module(seam), name, getattr(drop_in, name) if ours else observed(stock) if told else stock)
+def bind_replacements(installed: bool) -> None:
+    """Bind shardweave's functions, or torch's own, in every module that binds them. If there is an observer, torch's
+    functions notify it as well."""
+    for (module, name), original in _originals.items():
+        function = original
+        if installed:
+            function = _REPLACEMENTS[name]
+        elif observer.current is not None and name == "redistribute_local_tensor":
+            function = observer.observed(original)
+        setattr(import_module(module), name, function)
 
 
 def is_installed() -> bool:
-    """Whether DTensor's redistributions run on shardweave in this process."""
-    return all(getattr(import_module(seam), name) is getattr(drop_in, name) for seam, name in _stock)
+    """Whether DTensor redistributions run on shardweave in this process."""
+    return all(getattr(import_module(module), name) is _REPLACEMENTS[name] for module, name in _originals)
 
 
 def install(
@@ -73,43 +66,33 @@ def install(
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
 ) -> None:
-    """From now on `DTensor.redistribute`, implicit redistributions and their backward run on shardweave.
+    """Run `DTensor.redistribute`, implicit redistributions and their backward on shardweave in this process.
 
-    In this process: every rank must install alike, at the same point of the program. Doing it twice is doing it once;
-    the last call's arguments count.
+    Every rank must call it with the same arguments, at the same point of the program. A second call replaces the
+    arguments of the first.
 
     Args:
-        costs: DTensor also chooses between the sharding strategies of an op by shardweave's prices: torch's own
-            `redistribute_cost` answers with microseconds on `topology`, with 0 where nothing has to be communicated,
-            and with torch's number where shardweave has none (counted in `stats().delegations` under "price: ").
-        topology: what the ranks are linked by: programs are planned for it, and `costs` are prices on it. None: bytes
-            alone decide, and prices are those of `NVLINK_NODE`, on which all ranks share one node.
-        reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats in float32, so that replicas
-            are bitwise equal; "fast": where the ranks exchange through torch.distributed, its backend adds up and
-            multiplies as it likes (max and min, of which it may lose NaN, go the ordered way).
+        costs: DTensor's sharding propagation chooses between the strategies of an op by shardweave's costs: torch's
+            `redistribute_cost` returns microseconds on `topology`; 0 where nothing is communicated; and torch's own
+            number where shardweave has none (counted in `stats().delegations` under "price: ").
+        topology: the links between ranks that programs are planned for and that `costs` are computed on. None: plans
+            minimise bytes, and costs are those of `NVLINK_NODE`, on which all ranks share one node.
+        reduction: "ordered": values are reduced in ascending order of ranks, 16-bit floats accumulate in float32, and
+            replicas are bitwise equal. "fast": where ranks exchange through torch.distributed, its backend computes
+            sums and products in any order; max and min, which may lose NaN there, are reduced as in "ordered".
         min_bytes: tensors of fewer bytes, over all ranks, are left to torch and counted.
-        only: the meshes whose tensors shardweave carries over; those of others are left to torch and counted. None: of
-            all meshes.
+        only: the meshes whose tensors shardweave redistributes; those on other meshes are left to torch and counted.
+            None: all meshes.
 
     Raises:
-        ArgumentError: an argument is none of these.
+        ArgumentError: an argument of the wrong type, or a value that is not allowed.
     """
-    options = requested_options(None, topology, reduction)._replace(topology=topology, reduction=reduction)
-    carried_out = policy_asked(min_bytes, only)
-    bind_seams(True)
-    set_default_options(options)
-    carry_out_under(carried_out)
-    price_on((topology or NVLINK_NODE) if costs else None)
-    publish_settings()
+    _apply(install_options(topology, reduction, min_bytes, only, costs))
 
 
 def uninstall() -> None:
-    """Give torch its own redistribution and its own prices back."""
-    bind_seams(False)
-    set_default_options(RedistributeOptions())
-    carry_out_under(Policy())
-    price_on(None)
-    publish_settings()
+    """Restore torch's redistribution and costs."""
+    _apply(None)
 
 
 @contextmanager
@@ -121,7 +104,7 @@ def installed(
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
 ) -> Iterator[None]:
-    """`install(...)` inside the block; afterwards as it was before.
+    """A context manager that calls `install` with the same arguments, and restores the previous state on exit.
 
     Args:
         costs, topology, reduction, min_bytes, only: as for `install`.
@@ -129,13 +112,34 @@ def installed(
     Raises:
         ArgumentError: as for `install`.
     """
-    before, how_before, policy_before, prices_before = is_installed(), default(), policy(), priced_on()
+    before = redistribute_options.default if is_installed() else None
     install(costs=costs, topology=topology, reduction=reduction, min_bytes=min_bytes, only=only)
     try:
         yield
     finally:
-        bind_seams(before)
-        set_default_options(how_before)
-        carry_out_under(policy_before)
-        price_on(prices_before)
-        publish_settings()
+        _apply(before)
+
+
+def _apply(options: RedistributeOptions | None) -> None:
+    """Install with these options, or uninstall."""
+    bind_replacements(options is not None)
+    options = options or RedistributeOptions()
+    set_default(options)
+    set_cost_topology((options.topology or NVLINK_NODE) if options.costs else None)
+    publish_settings()
+
+
+def _default_option(name: str) -> Callable[[], str]:
+    return lambda: str(getattr(redistribute_options.default, name))
+
+
+# Ranks compare these when they first exchange anything.
+settings |= {
+    "install()": lambda: "called" if is_installed() else "not called",
+    "install(min_bytes=)": _default_option("min_bytes"),
+    # Each rank passes its own slices of meshes, so these cannot be compared.
+    "install(only=)": lambda: "given" if redistribute_options.default.only else "not given",
+    "install(topology=)": _default_option("topology"),
+    "install(reduction=)": _default_option("reduction"),
+    "install(costs=)": lambda: "on" if redistribute_options.default.costs else "off",
+}

@@ -1,4 +1,4 @@
-"""Whoever is told of each redistribution that is asked for, before it is carried out: a recording, say."""
+"""An observer is notified of every redistribution before it is carried out; `tracing.record` installs one."""
 
 from __future__ import annotations
 
@@ -14,29 +14,25 @@ class Observer(Protocol):
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None: ...
 
 
-_observer: Observer | None = None
+current: Observer | None = None
+"""The active observer."""
 
 
-def observer() -> Observer | None:
-    return _observer
-
-
-def observe(by: Observer | None) -> None:
-    """From now on redistributions are told to this observer, or to nobody. Torch's own are as well once
-    `install.bind_seams` has been called."""
-    global _observer
-    _observer = by
+def observe(observer: Observer | None) -> None:
+    """Set the observer; None removes it. Torch's own redistributions are observed after `install.bind_replacements`."""
+    global current
+    current = observer
 
 
 def observed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch's inner loop, which tells the observer what it is asked for."""
+    """Wrap torch's `redistribute_local_tensor` so that it notifies the observer."""
 
     @wraps(function)
     def redistribute_local_tensor(
         local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
     ) -> torch.Tensor:
-        if _observer is not None:
-            _observer.note(local_tensor.dtype, current_spec, target_spec)
+        if current is not None:
+            current.note(local_tensor.dtype, current_spec, target_spec)
         return function(local_tensor, current_spec, target_spec, **options)
 
     return redistribute_local_tensor

@@ -1,4 +1,5 @@
-"""`ordered_redistribute_local_tensor`: plain local tensors between device orders that placements do not say."""
+"""`ordered_redistribute_local_tensor`: redistribution of local tensors between shard orders that placements do not
+express."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Topology, whole_numbers
+from ..convert_specs import with_placements
 from ..executor.call import refuse_unplanned
-from .autograd import with_placements
-from .local import RedistributeOptions, requested_options
-from .redistribute import cuts_of, given_order, move_local, ordered
+from .redistribute import cuts_of, redistribute_local, shard_order_argument, sorted_orders
+from .redistribute_options import RedistributeOptions, call_options
 
 
 def ordered_redistribute_local_tensor(
@@ -27,15 +28,16 @@ def ordered_redistribute_local_tensor(
     transport: str | None = None,
     topology: Topology | None = None,
 ) -> torch.Tensor:
-    """A plain local tensor carried from one spec and device order to another: for solvers that place parameters in
-    orders that DTensor's placements do not say.
+    """Redistribute a local tensor from one spec and shard order to another: for solvers that place parameters in orders
+    that DTensor placements do not express.
 
     Args:
         tensor: this rank's shard, of the shape that `src_spec` in `src_order` gives it.
-        src_spec, dst_spec: specs with `tensor_meta`; strided shards among the placements say their order themselves.
-        src_order, dst_order: for each tensor dim the mesh dims that cut it, the first cut first: a mapping, or torch's
-            sequence of (tensor dim, mesh dims); or all mesh dims in one order, the first of which cuts first; None: the
-            spec's own.
+        src_spec, dst_spec: specs with `tensor_meta`; strided shards among the placements imply their order.
+        src_order, dst_order: the mesh dims that shard each tensor dim, in the order of the cuts: a mapping, torch's
+            sequence of (tensor dim, mesh dims), or one sequence of all mesh dims that applies to every tensor dim.
+            None: the order of the spec.
+        transport, topology: as for `redistribute`.
 
     Returns:
         This rank's shard under `dst_spec` in `dst_order`. Differentiable.
@@ -48,39 +50,37 @@ def ordered_redistribute_local_tensor(
             _in_order(name, spec, order)
             for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
         )
-        options = requested_options(transport, topology)
+        options = call_options(transport, topology)
         if tensor.requires_grad and torch.is_grad_enabled():
-            return _Local.apply(tensor, source, target, options)
-        return move_local(options, tensor, source, target, False)
+            return _OrderedRedistribute.apply(tensor, source, target, options)
+        return redistribute_local(options, tensor, source, target, False)
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [spec.mesh for spec in (src_spec, dst_spec) if isinstance(spec, DTensorSpec)])
         raise
 
 
-class _Local(torch.autograd.Function):
-    """`ordered_redistribute_local_tensor` of a tensor that requires gradients."""
-
+class _OrderedRedistribute(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, source: DTensorSpec, target: DTensorSpec, options: RedistributeOptions
     ) -> torch.Tensor:
         ctx.source, ctx.target, ctx.options = source, target, options
-        found = move_local(options, x, source, target, False)
-        return found.view_as(found) if found is x else found
+        out = redistribute_local(options, x, source, target, False)
+        return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        # Plain tensors have no spec that could forget their order.
-        here, there = (_replicated_where_partial(spec) for spec in (ctx.target, ctx.source))
-        return _Local.apply(gradient, here, there, ctx.options), None, None, None
+        # Unlike a DTensor's, the shard order of a plain tensor cannot be dropped by torch's `detach`.
+        source, target = (_replicated_where_partial(spec) for spec in (ctx.target, ctx.source))
+        return _OrderedRedistribute.apply(gradient, source, target, ctx.options), None, None, None
 
 
 def _replicated_where_partial(spec: DTensorSpec) -> DTensorSpec:
-    kept = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-    return with_placements(spec, kept)
+    return with_placements(spec, tuple(Replicate() if p.is_partial() else p for p in spec.placements))
 
 
 def _in_order(name: str, spec: DTensorSpec, order: Any) -> DTensorSpec:
+    """The spec in the shard order that `order` gives in any of the accepted forms."""
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
         raise ArgumentError(f"{name}_spec: {spec!r}; allowed: a DTensorSpec with tensor_meta")
     if order is None:
@@ -98,6 +98,5 @@ def _in_order(name: str, spec: DTensorSpec, order: Any) -> DTensorSpec:
         raise ArgumentError(
             f"{name}_order: {order!r}; allowed: a mapping of tensor dims to mesh dims, or mesh dims in order"
         ) from None
-    return DTensorSpec(
-        spec.mesh, spec.placements, spec.tensor_meta, **ordered(spec.placements, given_order(entries), ndim)
-    )
+    argument = shard_order_argument(spec.placements, sorted_orders(entries), ndim)
+    return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta, **argument)

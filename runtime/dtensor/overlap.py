@@ -1,4 +1,4 @@
-"""Whether two elements of a strided tensor are in one place, so that it cannot be written to."""
+"""Whether two elements of a strided tensor share memory, so that it cannot be written to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Exactly; at once for a tensor whose strides are nested, which all but few are."""
+    """Whether two elements of `tensor` share memory. Exact; fast for nested strides, which nearly all tensors have."""
     return _overlap(tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -21,12 +21,12 @@ def _overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     dims = sorted((stride, n) for n, stride in zip(sizes, strides, strict=True) if n > 1)
     if dims and dims[0][0] == 0:
         return True
-    # A dim whose step is longer than all that lies within it keeps elements apart; so does one that lies within a step
-    # of all others.
+    # Two kinds of dims cannot cause an overlap: one whose stride exceeds the span of all smaller ones, and one whose
+    # span is less than the greatest common divisor of the other strides.
     while dims:
-        within = sum(stride * (n - 1) for stride, n in dims[:-1])
+        span = sum(stride * (n - 1) for stride, n in dims[:-1])
         unit = math.gcd(*(stride for stride, _ in dims[1:]))
-        if dims[-1][0] > within:
+        if dims[-1][0] > span:
             dims.pop()
         elif dims[0][0] * (dims[0][1] - 1) < unit:
             dims.pop(0)
@@ -39,7 +39,7 @@ def _overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     length = sum(step * (n - 1) for step, n in zip(steps, counts, strict=True)) + 1
     if math.prod(counts) > length:
         return True
-    # Each element marks its place: no more places than the storage has elements.
-    places = np.zeros(length, dtype=np.uint8)
-    np.lib.stride_tricks.as_strided(places, counts, steps)[...] = 1
-    return int(np.count_nonzero(places)) < math.prod(counts)
+    # Each element marks its offset; there are no more offsets than elements in the storage.
+    marks = np.zeros(length, dtype=np.uint8)
+    np.lib.stride_tricks.as_strided(marks, counts, steps)[...] = 1
+    return int(np.count_nonzero(marks)) < math.prod(counts)

@@ -1,4 +1,4 @@
-"""`plan`, `plan_batch` and `redistribute_cost` for people who hold torch objects."""
+"""`plan`, `plan_batch` and `redistribute_cost` with torch's meshes, placements and dtypes as arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from ... import planner
 from ...errors import ArgumentError, UnsupportedError, with_prefix
 from ...planner import NVLINK_NODE, Batch, Layout, Mesh, Program, Request, Topology, check_shape
-from ...planner import plan as plan_on_mesh
-from ...planner import plan_batch as plan_batch_on_meshes
-from ...planner import redistribute_cost as cost_on_mesh
-from ..cache import forget_dead_groups, kept_with_group
-from ..convert import dtype_name, layout_given, mesh_of
+from ..convert_specs import as_layout, dtype_name, mesh_of
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 
 
 def plan(
@@ -30,28 +28,31 @@ def plan(
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Program:
-    """The program that takes a tensor of the global `shape` from layout `src` to layout `dst`.
+    """Plan the redistribution of a tensor from layout `src` to layout `dst`.
 
     Args:
-        mesh: a shape, a `Mesh` or a `DeviceMesh`.
-        shape: of the whole tensor, over all ranks.
+        mesh: a mesh shape, a `Mesh` or a `DeviceMesh`.
+        shape: the global shape of the tensor.
         dtype: a torch dtype or its name.
-        src, dst: layouts, their text form such as "S0 S1" (`Layout.parse`), or torch's placements, one per mesh dim; a
-            `_StridedShard` among these is read as an order where there is one.
-        target_mesh: the mesh that `dst` is on, if it is another: of the same ranks, of some of them, of none. Positions
-            are then counted over everyone, the ranks of `mesh` first (`Program.mesh`).
-        rank: a row-major position in the mesh: only its own program. None: the program of all ranks.
-        topology: what the ranks are linked by; the steps are those that are found to take least time on it. None: all
-            ranks reach each other alike, and bytes alone decide.
-        max_bytes: what a rank may hold at most at any time: input, output, and what lies between.
+        src, dst: a `Layout`, its text form such as "S0 S1" (`Layout.parse`), or torch placements, one per mesh dim; a
+            `_StridedShard` among these is decoded to a shard order where one exists.
+        target_mesh: the mesh of `dst`, if it is another. It may have the same ranks, some of them, or none. Positions
+            are then counted over the ranks of both meshes, those of `mesh` first (`Program.mesh`).
+        rank: a row-major position in the mesh whose program is returned. None: the program of all ranks.
+        topology: the links between ranks; the program with the least time on it is chosen. None: all links are alike,
+            and the program minimises bytes.
+        max_bytes: the most bytes that a rank may hold at any time, for input, output and intermediates together.
+
+    Returns:
+        The program: its steps, their bytes and costs; `explain()` prints it.
 
     Raises:
-        ArgumentError: something does not fit, or no plan that was found keeps to `max_bytes`; the text names the
-            argument, its value and what is allowed.
-        UnsupportedError: a reduction that has no meaning for the dtype, or a target that is refused.
+        ArgumentError: an argument is invalid, or no plan within `max_bytes` was found; the text names the argument, its
+            value and what is allowed.
+        UnsupportedError: a reduction that is undefined for the dtype, or a target that is refused.
     """
-    *asked, there = _request(mesh, shape, dtype, src, dst, target_mesh).fields()
-    return plan_on_mesh(*asked, target_mesh=there, rank=rank, topology=topology, max_bytes=max_bytes)
+    *request, destination_mesh = _request(mesh, shape, dtype, src, dst, target_mesh).fields()
+    return planner.plan(*request, target_mesh=destination_mesh, rank=rank, topology=topology, max_bytes=max_bytes)
 
 
 def plan_batch(
@@ -61,37 +62,40 @@ def plan_batch(
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Batch:
-    """The programs of several tensors, to be carried out together: a refit, an optimizer's step.
+    """Plan the redistribution of several tensors that are carried out together, as by `redistribute_batch`.
 
     In each round ranks meet once, or exchange one message per pair, whatever the number of tensors.
 
     Args:
         requests: tuples (mesh, shape, dtype, src, dst) or (mesh, shape, dtype, src, dst, target_mesh), each as for
             `plan`; meshes and dtypes may differ.
-        rank: only this rank's part (a rank, not a position: meshes may differ), None: of all ranks.
-        topology: as for `plan`; a round's latency is shared by all tensors.
-        max_bytes: what a rank may hold of all tensors together at any time; where that is less than they ask for, each
-            is planned with as much less.
+        rank: the rank whose part is returned (not a position, since meshes may differ). None: the parts of all ranks.
+        topology: as for `plan`; the tensors share the latency of a round.
+        max_bytes: the most bytes that a rank may hold of all tensors together at any time. Where they need more, the
+            limit of each is lowered in proportion.
+
+    Returns:
+        The programs by request, and their rounds.
 
     Raises:
-        ArgumentError: as for `plan`, with the number of the request in front; no plans were found that keep to
-            `max_bytes` together.
+        ArgumentError: as for `plan`, prefixed with the number of the request; or no plans within `max_bytes` were
+            found.
         UnsupportedError: as for `plan`.
     """
     if not isinstance(requests, Sequence):
         raise ArgumentError(f"requests: {requests!r}; allowed: a list of requests")
-    found = []
-    for number, given in enumerate(requests):
-        fields = given.fields() if isinstance(given, Request) else given
+    converted = []
+    for number, request in enumerate(requests):
+        fields = request.fields() if isinstance(request, Request) else request
         if not isinstance(fields, tuple | list) or not 5 <= len(fields) <= 6:
             raise ArgumentError(
-                f"requests[{number}]: {given!r}; allowed: mesh, shape, dtype, src, dst and perhaps target_mesh"
+                f"requests[{number}]: {request!r}; allowed: mesh, shape, dtype, src, dst and optionally target_mesh"
             )
         try:
-            found.append(_request(*fields))
+            converted.append(_request(*fields))
         except (ArgumentError, UnsupportedError) as error:
             raise with_prefix(error, f"requests[{number}]") from None
-    return plan_batch_on_meshes(found, rank=rank, topology=topology, max_bytes=max_bytes)
+    return planner.plan_batch(converted, rank=rank, topology=topology, max_bytes=max_bytes)
 
 
 def redistribute_cost(
@@ -102,48 +106,46 @@ def redistribute_cost(
     dst: Layout | str | Sequence[Placement],
     topology: Topology = NVLINK_NODE,
 ) -> float:
-    """Microseconds that the cheapest program takes on the rank that takes longest; no program is made.
+    """The cost of a redistribution, in microseconds on the rank that takes longest, without making a program.
 
-    Answers are kept: asking again costs a look-up, which is for solvers that ask the same many times.
+    Results are cached, since solvers repeat their queries.
 
     Args:
         mesh, shape, dtype, src, dst: as for `plan`.
-        topology: what the ranks are linked by, and so what a byte, a message and a step cost.
+        topology: the links between ranks, from which the costs of bytes, messages and steps follow.
 
     Returns:
-        0 where nothing is to be done. A change that needs no communication costs what its copies do.
+        The microseconds of the cheapest program; 0 where nothing has to be done. A program without communication costs
+        as much as its copies.
 
     Raises:
-        ArgumentError: something does not fit; the text names the argument, its value and what is allowed.
+        ArgumentError: an argument is invalid; the text names it, its value and what is allowed.
         UnsupportedError: as for `plan`.
     """
     key: tuple[Any, ...] | None = (mesh, shape, dtype, src, dst, topology)
     try:
-        return _prices[key]  # type: ignore[index]
+        return _costs[key]
     except KeyError:
         pass
     except TypeError:
         key = _hashable(mesh, shape, dtype, src, dst, topology)
-        if key in _prices:
-            return _prices[key]
+        if key in _costs:
+            return _costs[key]
     if not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology")
     forget_dead_groups()
-    asked = _request(mesh, shape, dtype, src, dst)
-    price = cost_on_mesh(asked.mesh, asked.shape, asked.dtype, asked.src, asked.dst, topology)
+    request = _request(mesh, shape, dtype, src, dst)
+    cost = planner.redistribute_cost(request.mesh, request.shape, request.dtype, request.src, request.dst, topology)
     if key is not None:
-        if len(_prices) >= _KEPT_PRICES:
-            _prices.clear()
-        _prices[key] = price
-    return price
+        _costs[key] = cost
+    return cost
 
 
-_KEPT_PRICES = 65536
-_prices: dict[tuple[Any, ...] | None, float] = kept_with_group({})
+_costs: ProcessGroupCache[tuple[Any, ...] | None, float] = ProcessGroupCache(65536)
 
 
 def _hashable(*arguments: Any) -> tuple[Any, ...] | None:
-    """The arguments with lists as tuples; None where that is not enough."""
+    """The arguments with lists converted to tuples; None if one still cannot be hashed."""
     key = tuple(tuple(argument) if isinstance(argument, list) else argument for argument in arguments)
     try:
         hash(key)
@@ -153,15 +155,17 @@ def _hashable(*arguments: Any) -> tuple[Any, ...] | None:
 
 
 def _request(mesh: Any, shape: Any, dtype: Any, src: Any, dst: Any, target_mesh: Any = None) -> Request:
-    """A request in the planner's own terms."""
-    here = _mesh(mesh)
-    there = here if target_mesh is None else _mesh(target_mesh)
+    """Convert a request to the planner's types."""
+    source_mesh = _mesh(mesh)
+    destination_mesh = source_mesh if target_mesh is None else _mesh(target_mesh)
     shape = check_shape(shape)
-    source, target = layout_given("src", src, here, len(shape)), layout_given("dst", dst, there, len(shape))
-    return Request(here, shape, dtype_name(dtype), source, target, None if target_mesh is None else there)
+    source = as_layout("src", src, source_mesh, len(shape))
+    destination = as_layout("dst", dst, destination_mesh, len(shape))
+    other_mesh = None if target_mesh is None else destination_mesh
+    return Request(source_mesh, shape, dtype_name(dtype), source, destination, other_mesh)
 
 
-def _mesh(given: Any) -> Mesh:
-    if isinstance(given, Mesh):
-        return given
-    return mesh_of(given) if isinstance(given, DeviceMesh) else Mesh(given)
+def _mesh(mesh: Any) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    return mesh_of(mesh) if isinstance(mesh, DeviceMesh) else Mesh(mesh)

@@ -1,4 +1,4 @@
-"""DTensors in, DTensors out: `redistribute` with a shard order, and its backward."""
+"""`redistribute`, `explain` and `bind`: redistribution of DTensors with a shard order, other meshes and gradients."""
 
 from __future__ import annotations
 
@@ -7,38 +7,30 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Orders, Topology, held_sizes, whole_numbers
-from ..cache import forget_dead_groups, kept_with_group
-from ..convert import layout_of_spec, normal_placements
+from ..convert_specs import layout_of_spec, normalize_placements
 from ..executor.call import refuse_unplanned
 from ..executor.lower import Reduction
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
-from .autograd import (
-    RedistributeArgs,
-    empty_local,
-    is_in,
-    redistribute_forward,
-    redistribute_with_gradient,
-    same_layout,
-    with_dtype,
-)
+from . import observer
+from .autograd import RedistributeArgs, redistribute_forward, redistribute_with_gradient, same_layout, with_dtype
 from .install import is_installed
 from .local import (
-    RedistributeOptions,
     bind_redistribution,
     explain_redistribution,
+    is_in,
+    plain_local,
     refuse_redistribution,
-    requested_options,
     run_redistribution,
 )
-from .observer import observer
 from .overlap import overlaps_itself
+from .redistribute_options import RedistributeOptions, call_options
 
 
 def redistribute(
@@ -55,52 +47,54 @@ def redistribute(
     topology: Topology | None = None,
     reduction: Reduction | None = None,
 ) -> DTensor:
-    """A DTensor of the same values with other placements, on the same mesh or on another.
+    """Redistribute a DTensor to other placements, on the same mesh or on another.
 
     Args:
-        dtensor: any placements of replicate, shard, strided shard and partial, in any shard order.
-        placements: one per mesh dim of the target's mesh; None: those it has, for another order or another mesh.
-            Targets may be partial (sum, avg, max, min), which torch refuses.
-        device_mesh: the target's mesh, if it is another: of the same ranks, of some of them, or of none. Every rank of
-            either mesh has to call; one that is not in the target's mesh gets a DTensor with an empty local tensor, and
-            one that is in neither keeps its own.
-        shard_order: tensor dim -> mesh dims, the first cut first; tensor dims left out are cut in ascending mesh dims.
-            `DTensor.detach` of torch 2.13 forgets it: its result holds the same data and says the default order.
-        async_op: the last exchange has begun when this returns, and is waited for when the result is first used, or by
-            this process's next redistribution in the same transport, or of which it is a part, whatever its ranks: all
-            are carried out in one order. What a request does for the first time, before any exchange, is waited for at
-            once.
-        forward_dtype: what is moved and returned; None: the dtype it has.
-        backward_dtype: what gradients are moved in; they come back in the input's dtype. None: the input's.
-        out: a DTensor of the target's layout, shape and dtype that is written in place and returned; not while
-            gradients are recorded. The result is copied there: any strides will do by which no two elements of the
-            local tensor are in one place.
-        transport: "shared_memory", "process_group", "hierarchical" (the first inside each machine, the second between
-            them), "symmetric_memory" (ranks of a node meet on the device, those of several send as well), or None to
-            choose by what the ranks share (`SHARDWEAVE_TRANSPORT` asks too).
-        topology: what the ranks are linked by, for which the program is planned; alike on all ranks. None: what
-            `install` was told, else bytes alone decide.
-        reduction: "ordered" or "fast", as for `install`; None: what that was told.
+        dtensor: replicated, sharded, strided-sharded and partial placements in any shard order are supported.
+        placements: one per mesh dim of the target's mesh. None: those of `dtensor`, to change the order or the mesh
+            only. Targets may be partial (sum, avg, max, min), which torch refuses.
+        device_mesh: the target's mesh, if it is another. It may have the same ranks, some of them, or none. Every rank
+            of either mesh must call. A rank outside the target's mesh gets a DTensor with an empty local tensor; a rank
+            outside both meshes keeps its own local tensor.
+        shard_order: maps tensor dims to the mesh dims that shard them, in the order of the cuts. Tensor dims that are
+            not in it are cut in ascending order of mesh dims. `DTensor.detach` of torch 2.13 drops the order from the
+            spec: its result has the same data and the default order.
+        async_op: return when the last exchange has begun. It is waited for when the result is first used, or by this
+            process's next redistribution on the same transport or on one that this is a part of, whatever its ranks:
+            redistributions complete in the order of their calls. The first call of a request waits at once for
+            everything that precedes its exchanges.
+        forward_dtype: the dtype of the communicated data and of the result. None: the dtype of `dtensor`.
+        backward_dtype: the dtype in which gradients are communicated; they are returned in the dtype of `dtensor`.
+            None: the dtype of `dtensor`.
+        out: a DTensor of the target's layout, shape and dtype that the result is copied into and that is returned. Not
+            allowed while gradients are recorded. Any strides are allowed where no two elements of the local tensor
+            share memory.
+        transport: "shared_memory"; "process_group"; "hierarchical" (shared memory inside each machine, process groups
+            between them); "symmetric_memory" (ranks of one node meet on the device; those of several also send). None:
+            chosen by what the ranks share. The environment variable `SHARDWEAVE_TRANSPORT` has the same effect.
+        topology: the links between ranks that the program is planned for; the same on all ranks. None: the topology of
+            `install`, otherwise plans minimise bytes.
+        reduction: "ordered" or "fast", as for `install`. None: the value of `install`.
 
-    Under torch.compile torch's own redistribution is traced in its place, which takes placements and dtypes only.
+    Under torch.compile, torch's own redistribution is traced instead, which supports placements and dtypes only.
 
     Returns:
-        A DTensor that shares no memory with the input, except where nothing is to be done. Differentiable any number of
-        times; the gradient of a partial input is replicated.
+        A DTensor that shares no memory with `dtensor`, except where nothing has to be done. Differentiable any number
+        of times; the gradient of a partial input is replicated.
 
     Raises:
-        ArgumentError: placements, an order, a dtype or an `out` that do not fit; raised before anything is
+        ArgumentError: placements, a shard order, a dtype or an `out` that do not match; raised before anything is
             communicated.
-        UnsupportedError: bitwise partials, a backend that cannot carry programs; shards along a mesh dim whose ranks do
-            not ascend, of which torch's own operations disagree about which rank holds which.
-        TransportError: a peer died, did not come, or asked for something else.
+        UnsupportedError: bitwise partials; a backend that cannot carry programs; shards along a mesh dim whose ranks do
+            not ascend, about whose owners torch's own operations disagree.
+        TransportError: a peer died, did not come, or requested something else.
     """
     if not isinstance(dtensor, DTensor):
         raise refuse_unplanned(ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor"), ())
     if torch.compiler.is_compiling():
-        # torch's own redistribution can be traced; what it does not know would be lost.
+        # torch's own redistribution can be traced. Arguments that it does not know would be lost.
         _count_traced()
-        if placements is None or any(given is not None for given in (device_mesh, shard_order, out)):
+        if placements is None or any(argument is not None for argument in (device_mesh, shard_order, out)):
             raise UnsupportedError("redistribute: torch.compile is tracing; allowed there: placements and dtypes alone")
         dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
         return dtensor.redistribute(placements=placements, async_op=async_op, **dtypes)  # type: ignore[arg-type]
@@ -108,24 +102,24 @@ def redistribute(
         own = dtensor._local_tensor.dtype
         _check_dtype("forward_dtype", forward_dtype)
         _check_dtype("backward_dtype", backward_dtype)
-        target = target_of(dtensor, placements, device_mesh, shard_order)
-        move = partial(move_local, requested_options(transport, topology, reduction))
-        moved = forward_dtype or own
-        carry = RedistributeArgs(target, move, moved, moved, backward_dtype or own, own, async_op)
+        target = target_spec(dtensor, placements, device_mesh, shard_order)
+        run = partial(redistribute_local, call_options(transport, topology, reduction))
+        op_dtype = forward_dtype or own
+        args = RedistributeArgs(target, run, op_dtype, op_dtype, backward_dtype or own, own, async_op)
         differentiable = dtensor.requires_grad and torch.is_grad_enabled()
         if out is not None:
             try:
-                _check_out(out, target, moved, differentiable)
+                _check_out(out, target, op_dtype, differentiable)
             except ArgumentError as error:
                 source = dtensor._spec
                 if is_in(source.mesh) or is_in(target.mesh):
-                    local = plain_local(dtensor._local_tensor, source).to(moved)
-                    specs = with_dtype(source, moved), with_dtype(target, moved)
-                    refuse_redistribution(local, *specs, requested_options(transport, topology, reduction), error)
+                    local = plain_local(dtensor._local_tensor, source).to(op_dtype)
+                    specs = with_dtype(source, op_dtype), with_dtype(target, op_dtype)
+                    refuse_redistribution(local, *specs, call_options(transport, topology, reduction), error)
                 raise
-            out._local_tensor.copy_(redistribute_forward(dtensor, carry)._local_tensor)
+            out._local_tensor.copy_(redistribute_forward(dtensor, args)._local_tensor)
             return out
-        return redistribute_with_gradient(dtensor, carry) if differentiable else redistribute_forward(dtensor, carry)
+        return redistribute_with_gradient(dtensor, args) if differentiable else redistribute_forward(dtensor, args)
     except (ArgumentError, UnsupportedError) as error:
         refuse_unplanned(error, [dtensor.device_mesh, *([device_mesh] if isinstance(device_mesh, DeviceMesh) else [])])
         raise
@@ -133,8 +127,8 @@ def redistribute(
 
 @torch.compiler.assume_constant_result
 def _count_traced() -> None:
-    """Counts while torch.compile traces, and leaves nothing of it in the graph."""
-    if not is_installed():  # else torch's redistribution, which comes next, counts
+    """Count a call while torch.compile traces, without adding anything to the graph."""
+    if not is_installed():  # otherwise the replacement of torch's function, which is called next, counts it
         stats().delegations["torch.compile is tracing"] += 1
 
 
@@ -150,14 +144,14 @@ def _check_out(out: DTensor, target: DTensorSpec, dtype: torch.dtype, differenti
     local = out._local_tensor
     if tuple(out.shape) != tuple(shape) or local.dtype != dtype:
         raise ArgumentError(f"out: {out.dtype}{list(out.shape)}; allowed: {dtype}{list(shape)}")
-    at = target.mesh.get_coordinate()
-    held = (0,) * max(len(shape), 1)  # of a rank that is not in the mesh
-    if at is not None:
-        held = held_sizes(tuple(shape), layout_of_spec(target), tuple(target.mesh.shape), tuple(at))
-    if tuple(local.shape) != held or overlaps_itself(local):
+    coordinate = target.mesh.get_coordinate()
+    local_shape = (0,) * max(len(shape), 1)  # of a rank outside the mesh
+    if coordinate is not None:
+        local_shape = held_sizes(tuple(shape), layout_of_spec(target), tuple(target.mesh.shape), tuple(coordinate))
+    if tuple(local.shape) != local_shape or overlaps_itself(local):
         raise ArgumentError(
             f"out: its local tensor is {list(local.shape)} with strides {list(local.stride())}; allowed: "
-            f"{list(held)}, each element in a place of its own"
+            f"{list(local_shape)}, no two elements in the same memory"
         )
 
 
@@ -171,10 +165,11 @@ def explain(
     topology: Topology | None = None,
     reduction: Reduction | None = None,
 ) -> str:
-    """What `redistribute` does with the same arguments, as this rank sees it: the program's steps with their bytes, the
-    transport, and the means that it picks for each step and why. Nothing is moved.
+    """Describe what `redistribute` does with the same arguments on this rank, without moving data: the steps of the
+    program with their bytes, the transport, and the algorithm of each step with the reason for it.
 
-    Every rank of the mesh calls, or has redistributed before: which transport it is follows from what each has posted.
+    Every rank of the mesh must call it, or have redistributed before: the choice of the transport depends on what each
+    rank has posted.
 
     Args:
         dtensor, placements, device_mesh, shard_order, transport, topology, reduction: as for `redistribute`.
@@ -184,8 +179,8 @@ def explain(
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
-    options = requested_options(transport, topology, reduction)
-    target = target_of(dtensor, placements, device_mesh, shard_order)
+    options = call_options(transport, topology, reduction)
+    target = target_spec(dtensor, placements, device_mesh, shard_order)
     return explain_redistribution(plain_local(dtensor._local_tensor, dtensor._spec), dtensor._spec, target, options)
 
 
@@ -200,11 +195,11 @@ def bind(
     topology: Topology | None = None,
     reduction: Reduction | None = None,
 ) -> None:
-    """Make ready what `redistribute` with the same arguments does: plan, compile kernels, upload their tables. Nothing
-    is moved. After `prepare` and this the first call may be captured in a CUDA graph.
+    """Plan what `redistribute` does with the same arguments, compile its kernels and upload their tables, without
+    moving data. After `prepare` and `bind`, the first call may be captured in a CUDA graph.
 
-    It holds for DTensors of the same layout, shape, dtype, strides and alignment. Where ranks meet on the device and
-    `prepare` has made no window that is large enough, it is collective.
+    Applies to DTensors of the same layout, shape, dtype, strides and alignment. Collective where ranks meet on the
+    device and `prepare` has not allocated a symmetric buffer that is large enough.
 
     Args:
         dtensor, placements, device_mesh, shard_order, forward_dtype, transport, topology, reduction: as for
@@ -212,15 +207,15 @@ def bind(
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
-        TransportError: a rank that has to make a window as well did not come.
+        TransportError: a rank that must allocate a symmetric buffer as well did not come.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")
     _check_dtype("forward_dtype", forward_dtype)
-    options = requested_options(transport, topology, reduction)
-    target = target_of(dtensor, placements, device_mesh, shard_order)
-    moved = forward_dtype or dtensor._local_tensor.dtype
-    redistribute_forward(dtensor, RedistributeArgs(target, partial(_bind_local, options), moved, moved, moved, moved))
+    options = call_options(transport, topology, reduction)
+    target = target_spec(dtensor, placements, device_mesh, shard_order)
+    dtype = forward_dtype or dtensor._local_tensor.dtype
+    redistribute_forward(dtensor, RedistributeArgs(target, partial(_bind_local, options), dtype, dtype, dtype, dtype))
 
 
 def _bind_local(
@@ -236,16 +231,28 @@ def _check_dtype(name: str, dtype: object) -> None:
         raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
 
 
-def target_of(
+def redistribute_local(
+    options: RedistributeOptions, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool
+) -> torch.Tensor:
+    """Redistribute the local tensor of a DTensor, or return it on a rank outside both meshes."""
+    if (recorder := observer.current) is not None:
+        recorder.note(local.dtype, source, target)
+    if is_in(source.mesh) or is_in(target.mesh):
+        return run_redistribution(plain_local(local, source), source, target, options, async_op)
+    return local
+
+
+def target_spec(
     dtensor: DTensor,
     placements: Sequence[Placement] | None,
     device_mesh: DeviceMesh | None,
     shard_order: Mapping[int, Sequence[int]] | None,
 ) -> DTensorSpec:
-    """The spec that is asked for; kept.
+    """The spec of the result of `redistribute`, from the cache if it was made before: constructing and hashing a spec
+    costs more than a barrier between ranks.
 
     Raises:
-        ArgumentError: placements, a mesh or an order that do not fit.
+        ArgumentError: placements, a mesh or a shard order that do not match.
     """
     if placements is None:
         placements = dtensor._spec.placements
@@ -253,31 +260,33 @@ def target_of(
         if not isinstance(placements, Sequence):
             raise ArgumentError(f"placements: {placements!r}; allowed: a sequence of Replicate, Shard, Partial")
         placements = tuple(placements)
-    order = None if shard_order is None else given_order(shard_order)
+    orders = None if shard_order is None else sorted_orders(shard_order)
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise ArgumentError(f"device_mesh: {device_mesh!r}; allowed: a DeviceMesh, or None")
     mesh = dtensor._spec.mesh if device_mesh is None else device_mesh
-    # The mesh itself: meshes of the same ranks are equal, but their process groups may differ.
-    key = (dtensor._spec, id(mesh), placements, order)
+    # With the id of the mesh: meshes of the same ranks are equal, but may have different process groups.
+    key = (dtensor._spec, id(mesh), placements, orders)
     try:
         target = _targets.get(key)
-    except TypeError:  # a placement that cannot be hashed is none: the spec's own check names it
+    except TypeError:  # an element that cannot be hashed is no placement: `normalize_placements` names it
         target = None
     if target is None:
-        forget_dead_groups()  # now: what is bound for the target finds it again without comparing it
-        target = _target_spec(dtensor, mesh, placements, order)
-        if len(_targets) >= _KEPT_TARGETS:
-            _targets.pop(next(iter(_targets)))
-        _targets[key] = target
+        forget_dead_groups()  # before the spec is made: the cache of bound requests finds it by identity
+        normalized = normalize_placements("placements", placements, mesh.ndim, dtensor.ndim)
+        order = shard_order_argument(normalized, orders, dtensor.ndim)
+        target = _targets[key] = DTensorSpec(mesh, normalized, dtensor._spec.tensor_meta, **order)
     return target
 
 
-_KEPT_TARGETS = 2048
-_targets: dict[tuple, DTensorSpec] = kept_with_group({})
+_targets: ProcessGroupCache[tuple, DTensorSpec] = ProcessGroupCache(2048)
 
 
-def given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
-    """`shard_order` as sorted tuples of whole numbers."""
+def sorted_orders(shard_order: Mapping[int, Sequence[int]]) -> Orders:
+    """`shard_order` as sorted tuples of whole numbers.
+
+    Raises:
+        ArgumentError: not a mapping of tensor dims to sequences of mesh dims.
+    """
     try:
         return tuple((dim, whole_numbers("shard_order", cuts)) for dim, cuts in sorted(shard_order.items()))
     except (AttributeError, TypeError):
@@ -285,66 +294,37 @@ def given_order(shard_order: Mapping[int, Sequence[int]]) -> Orders:
     raise ArgumentError(f"shard_order: {shard_order!r}; allowed: a mapping of tensor dims to sequences of mesh dims")
 
 
-def _target_spec(
-    dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], order: Orders | None
-) -> DTensorSpec:
-    """The spec asked for, checked; made once per request, since building and hashing it costs more than a meeting."""
-    normal = normal_placements("placements", placements, mesh.ndim, dtensor.ndim)
-    return DTensorSpec(mesh, normal, dtensor._spec.tensor_meta, **ordered(normal, order, dtensor.ndim))
-
-
-def ordered(placements: Sequence[Placement], order: Orders | None, ndim: int) -> dict[str, Any]:
-    """The `shard_order` argument of a spec, checked."""
-    if order is None:
+def shard_order_argument(placements: Sequence[Placement], orders: Orders | None, ndim: int) -> dict[str, Any]:
+    """The validated `shard_order` argument of a `DTensorSpec`, as keyword arguments; none for the default order."""
+    if orders is None:
         return {}
     cuts = cuts_of(placements)
-    given: dict[int, tuple[int, ...]] = {}
-    for tensor_dim, mesh_dims in order:
+    requested: dict[int, tuple[int, ...]] = {}
+    for tensor_dim, mesh_dims in orders:
         if not isinstance(tensor_dim, int) or not -ndim <= tensor_dim < ndim:
             allowed = f"{-ndim}..{ndim - 1}" if ndim else "none, the tensor has no dims"
             raise ArgumentError(f"shard_order: tensor dim {tensor_dim!r}; allowed: {allowed}")
         tensor_dim %= ndim
-        if tensor_dim in given:
+        if tensor_dim in requested:
             raise ArgumentError(f"shard_order: tensor dim {tensor_dim} is given twice; allowed: once each")
         if sorted(mesh_dims) != cuts.get(tensor_dim, []):
             raise ArgumentError(
                 f"shard_order: tensor dim {tensor_dim} has {tuple(mesh_dims)}; allowed: each of the mesh dims that "
-                f"cut it, {tuple(cuts.get(tensor_dim, []))}, once"
+                f"shard it, {tuple(cuts.get(tensor_dim, []))}, once"
             )
-        given[tensor_dim] = tuple(mesh_dims)
-    entries = [ShardOrderEntry(tensor_dim=d, mesh_dims=given.get(d, tuple(c))) for d, c in sorted(cuts.items())]
+        requested[tensor_dim] = tuple(mesh_dims)
+    entries = [ShardOrderEntry(tensor_dim=d, mesh_dims=requested.get(d, tuple(c))) for d, c in sorted(cuts.items())]
     return {"shard_order": tuple(entries)}
 
 
 def cuts_of(placements: Sequence[Placement]) -> dict[int, list[int]]:
-    """The mesh dims that cut each tensor dim, ascending."""
+    """The mesh dims that shard each tensor dim, ascending."""
     cuts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
         if type(placement) is Shard:
             cuts.setdefault(placement.dim, []).append(mesh_dim)
         elif not isinstance(placement, Replicate | Partial):
             raise ArgumentError(
-                f"shard_order: given together with {placement} on mesh dim {mesh_dim}; give one of them"
+                f"shard_order: given together with {placement} on mesh dim {mesh_dim}; allowed: one of them"
             )
     return cuts
-
-
-def plain_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The local tensor of a DTensor, without gradient; of a rank that is not in its mesh an empty one."""
-    if type(local) is AsyncCollectiveTensor:
-        local = local.wait()
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        raise UnsupportedError(f"dtensor: its local tensor is a {type(local).__name__}; allowed: a plain tensor")
-    if local.requires_grad:
-        local = local.detach()
-    return local if is_in(spec.mesh) else empty_local(local, spec)
-
-
-def move_local(
-    options: RedistributeOptions, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool
-) -> torch.Tensor:
-    if (told := observer()) is not None:
-        told.note(local.dtype, source, target)
-    if is_in(source.mesh) or is_in(target.mesh):
-        return run_redistribution(plain_local(local, source), source, target, options, async_op)
-    return local

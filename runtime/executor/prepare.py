@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError, shown
 from ...planner import Mesh
-from ..cache import forget_all
-from ..convert import mesh_of
+from ..convert_specs import mesh_of
+from ..process_group_cache import clear_caches
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport
@@ -98,4 +98,4 @@ def _prepare(transport: AnyTransport, mesh: Mesh, device: torch.device, max_byte
                 if node_ranks not in inside.windows.rates:
                     inside.windows.rates[node_ranks] = measure_rates(inside, node_ranks, max_bytes)
                     # Programs bound before may be cached on some ranks only: all ranks bind again, by the new rates.
-                    forget_all()
+                    clear_caches()

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import ArgumentError, shown
 from ...planner import Batch, Program, check_local_shape
-from ..convert import name_of
+from ..convert_specs import name_of
 from ..transports.in_process import InProcessTransport, run_all
 from ..transports.policies import BACKENDS
 from ..transports.streams import captured

@@ -17,7 +17,7 @@ import torch
 from ...errors import ArgumentError, shown
 from ...kernels import MOST_K, MOST_SLOTS, PAYLOADS, uploaded
 from ...planner import SPLITS
-from ..environment import poison_asked_for
+from ..environment import requested_poison
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -208,11 +208,11 @@ def fill_of(zero_rows: bool | None) -> float | None:
     None: they keep what they have.
 
     Raises:
-        ArgumentError: as of `poison_asked_for`.
+        ArgumentError: as of `requested_poison`.
     """
     if zero_rows is None:
         return None
-    return 0.0 if zero_rows else math.nan if poison_asked_for() else None
+    return 0.0 if zero_rows else math.nan if requested_poison() else None
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

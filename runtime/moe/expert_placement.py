@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
-from ..convert import unordered_dims
+from ..convert_specs import unordered_dims
 
 
 def experts_of_shards(num_experts: int, mesh: DeviceMesh) -> list[list[int]] | None:

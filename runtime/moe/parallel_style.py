@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import ArgumentError, UnsupportedError
-from ..convert import unordered_dims
+from ..convert_specs import unordered_dims
 from .config import DispatchSettings, spelled_out
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards

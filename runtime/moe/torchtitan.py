@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS
-from ..convert import name_of
+from ..convert_specs import name_of
 from .config import DispatchSettings
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards

@@ -1,1 +1,1 @@
-"""Traces: what a program redistributes, recorded while it runs."""
+"""Recording: the redistributions of a running program, written as traces."""

@@ -1,4 +1,4 @@
-"""`record`: what a block of a program redistributes, as a trace of each rank."""
+"""`record`: write the redistributions of a block to one trace per rank."""
 
 from __future__ import annotations
 
@@ -8,49 +8,53 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ..dtensor.install import bind_seams, is_installed
-from .fsdp import note_fsdp
-from .recording import Recording, active, write_down
+from ..dtensor.install import bind_replacements, is_installed
+from .fsdp import record_fsdp
+from .recording import Recording, active, set_active
 from .trace import exception_text
 
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
-    """Writes down what DTensors the block redistributes, whether shardweave is installed or not: every distinct
-    redistribution with its mesh, shape, dtype and layouts, how often and from where it was asked for, those that move
-    most bytes first. `python -m shardweave replay` carries them out again, by torch and by shardweave.
+    """A context manager that records the DTensor redistributions of the block, with or without `install`, and writes
+    them to a trace: every distinct redistribution with its mesh, shape, dtype and layouts, the number of calls and the
+    calling line, the most bytes first. `python -m shardweave replay` runs them again on torch and on shardweave.
 
-    The gathers and reductions that FSDP2 issues itself are among them, as the flat tensors that it moves; where they
-    come from begins with "FSDP".
+    FSDP2's own all-gathers and reductions are included, as redistributions of the flat tensors that it communicates;
+    their calling line begins with "FSDP".
 
     Args:
-        path: of the trace, JSON of at most 4 MiB, written when the block ends, also by an exception, which it then
-            names. Where the program has several ranks each writes its own, with `.rank<n>` before the suffix: rank and
-            world size are the process group's, or torchrun's `RANK` and `WORLD_SIZE` where there is none yet. What an
-            earlier run left there of this rank, or of ranks that the program does not have, is removed first.
+        path: the trace, a JSON file of at most 4 MiB, written when the block ends. If an exception ends the block, the
+            trace names it. In a program of several ranks each rank writes its own file, with `.rank<n>` before the
+            suffix; rank and world size are those of the process group, or torchrun's `RANK` and `WORLD_SIZE` before
+            there is one. Traces of an earlier run of this rank, or of ranks that this program does not have, are
+            removed first.
+
+    Yields:
+        The `Recording`, which counts calls; its `written` is the file, once the block has ended.
 
     Raises:
-        ArgumentError: the trace cannot be written; nothing is recorded inside of another `record`.
+        ArgumentError: the trace cannot be written, or another recording is active.
     """
     path = Path(path)
     if active() is not None:
-        raise ArgumentError(f"path: {str(path)!r}, but another recording is running; allowed: one at a time")
-    at = path.absolute()  # the block may change its folder
+        raise ArgumentError(f"path: {str(path)!r}, but another recording is active; allowed: one at a time")
+    at = path.absolute()  # the block may change the working directory
     if at.is_dir() or not os.access(at.parent, os.W_OK):
-        raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in a folder that is there")
+        raise ArgumentError(f"path: {str(path)!r} cannot be written; allowed: a file in an existing folder")
     recording = Recording()
     ended: str | None = None
     recording.begin(at)
-    write_down(recording)
-    bind_seams(is_installed())
-    note_fsdp(True)
+    set_active(recording)
+    bind_replacements(is_installed())
+    record_fsdp(True)
     try:
         yield recording
     except BaseException as error:
         ended = exception_text(error)
         raise
     finally:
-        write_down(None)
-        bind_seams(is_installed())
-        note_fsdp(False)
+        set_active(None)
+        bind_replacements(is_installed())
+        record_fsdp(False)
         recording.end(at, ended)

@@ -1,4 +1,4 @@
-"""What a program redistributes, written down while it runs: each distinct redistribution, how often, and from where."""
+"""Counts the distinct redistributions of a running program, with the lines that call them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, ShardweaveError
 from ...planner import Mesh, plan, position_of
-from ..convert import dtype_name, layout_of_spec, mesh_of
+from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..dtensor.observer import observe
-from ..dtensor.partials import plain_request
+from ..dtensor.partials import transformed_request
 from .trace import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 
 _ROOT = Path(inspect.getfile(ShardweaveError)).parent
-_NOT_THE_CALLER = (
+_SKIPPED_FILES = (
     *(str(_ROOT / room) + os.sep for room in ("runtime", "planner", "kernels", "cli")),
     str(_ROOT / "__main__.py"),
     str(Path(torch.__file__).parent) + os.sep,
@@ -34,7 +34,7 @@ _NOT_THE_CALLER = (
 )
 T = TypeVar("T")
 
-_LARGEST_PLANNED_WHOLE = 64  # ranks; of larger meshes the bytes are this rank's
+_MAX_PLANNED_RANKS = 64  # on larger meshes only this rank's bytes are computed
 
 
 @dataclass(frozen=True)
@@ -47,133 +47,134 @@ class _Key:
 
 
 class Recording:
-    """What `record` gives its block: it counts until it is written.
+    """The counters of `record`.
 
     Attributes:
-        left_out: calls of redistributions that no trace holds, by why.
-        written: this rank's file, once the block has ended.
+        left_out: the number of calls that the trace does not contain, by reason.
+        written: the file of this rank, once the block has ended.
     """
 
     def __init__(self) -> None:
         self._calls: Counter[_Key] = Counter()
         self._entries: Counter[Entry] = Counter()
         self._meshes: dict[DeviceMesh, Mesh] = {}
-        self._launched = _launched_as()
-        (self._rank, self._size), self._ranks_meet = self._launched or (0, 1), True
-        self._ask_group()
+        self._torchrun = _torchrun_rank()
+        (self._rank, self._size), self._ranks_communicate = self._torchrun or (0, 1), True
+        self._read_group()
         self.left_out: Counter[str] = Counter()
         self.written: Path | None = None
         self._process = os.getpid()
 
     def note(self, dtype: torch.dtype, current: DTensorSpec, target: DTensorSpec) -> None:
         for spec in (current, target):
-            if spec.mesh not in self._meshes:  # a part of a mesh knows its ranks while there is a process group
+            if spec.mesh not in self._meshes:  # read now: a submesh needs the process group to list its ranks
                 self._meshes[spec.mesh] = mesh_of(spec.mesh)
         key = _Key(current, target, dtype, _caller(), torch.compiler.is_compiling())
         try:
-            if not (key.traced and key in self._calls):  # passes over one graph, which say nothing of calls
+            if not (key.traced and key in self._calls):  # repeated passes over one graph are not calls
                 self._count(self._calls, key)
         except TypeError:  # cannot be hashed
             self.left_out["symbolic shapes"] += 1
 
     def note_entry(self, entry: Entry) -> None:
-        """What no `redistribute` is called for."""
+        """Count a redistribution that does not call `redistribute`."""
         self._count(self._entries, entry)
 
     def _count(self, calls: Counter[T], key: T) -> None:
-        self._ask_group()
+        self._read_group()
         if key not in calls and len(self._calls) + len(self._entries) >= MOST_ENTRIES:
             self.left_out[f"beyond the first {MOST_ENTRIES} distinct ones"] += 1
             return
         calls[key] += 1
 
-    def _ask_group(self) -> None:
-        """Now, because it may be gone when the trace is made."""
+    def _read_group(self) -> None:
+        """Read rank and world size, because the group may be destroyed before the trace is made."""
         if dist.is_initialized():
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
-            self._ranks_meet = dist.get_backend() != "fake"
+            self._ranks_communicate = dist.get_backend() != "fake"
 
     def begin(self, path: Path) -> None:
-        """Remove what an earlier run left at `path`, which would pass for this one where this one does not end."""
+        """Remove traces of an earlier run at `path`, which could be taken for this run's if it does not finish."""
         remove_own(path, self._rank, self._size)
-        if self._launched or dist.is_initialized():  # else this may be a rank that does not know it yet
+        if self._torchrun or dist.is_initialized():  # otherwise the world size may not be known yet
             remove_larger(path, self._size)
 
     def end(self, path: Path, ended: str | None) -> None:
-        """Write the trace, with the exception that ended the block, if any. A process that the block forked, and
-        that leaves it too, writes none: the file is its parent's."""
+        """Write the trace. `ended`: the exception that ended the block. A process that was forked in the block writes
+        none: the file belongs to its parent."""
         if os.getpid() != self._process:
             return
         self.written = replace(self.trace(), ended=ended).write(path)
 
     def trace(self) -> Trace:
-        """What has been counted so far; what takes most bytes first."""
-        self._ask_group()
-        found: dict[Entry, Cost] = {}
+        """The trace of the calls that have been counted so far."""
+        self._read_group()
+        redistributions: dict[Entry, Cost] = {}
         left_out = self.left_out.copy()
-        noted: list[tuple[_Key | Entry, int]] = [*self._calls.items(), *self._entries.items()]
-        for key, calls in noted:
+        counts: list[tuple[_Key | Entry, int]] = [*self._calls.items(), *self._entries.items()]
+        for key, calls in counts:
             try:
                 entry = key if isinstance(key, Entry) else _entry(key, self._meshes)
                 bytes_received = _bytes_received(entry, self._rank)
-                # Specs that differ in what no trace says, as in strides.
-                before = found[entry].calls if entry in found else 0
-                found[entry] = Cost(max(before, calls) if entry.traced else before + calls, bytes_received)
+                # Different specs may have the same entry, since a trace does not contain strides.
+                before = redistributions[entry].calls if entry in redistributions else 0
+                redistributions[entry] = Cost(max(before, calls) if entry.traced else before + calls, bytes_received)
             except ShardweaveError as error:
                 left_out[str(error)] += calls
-        alive = (_process_began(), round(time.time(), 2)) if self._ranks_meet else (0.0, 0.0)
-        return Trace(torch.__version__, self._size, (self._rank,), found, dict(left_out), alive)
+        alive = (_process_start(), round(time.time(), 2)) if self._ranks_communicate else (0.0, 0.0)
+        return Trace(torch.__version__, self._size, (self._rank,), redistributions, dict(left_out), alive)
 
 
 def _entry(key: _Key, meshes: Mapping[DeviceMesh, Mesh]) -> Entry:
-    """
+    """The entry of a recorded call.
+
     Raises:
-        ShardweaveError: a redistribution that programs do not carry.
+        ShardweaveError: a redistribution that shardweave does not support.
     """
     current, target = key.current, key.target
-    if plain := plain_request(current, target):
-        current, target = plain.current, plain.target
+    if request := transformed_request(current, target):
+        current, target = request.current, request.target
     if current.tensor_meta is None:
         raise ArgumentError("a spec without tensor_meta")
     mesh, other = meshes[current.mesh], meshes[target.mesh]
-    source, goal = layout_of_spec(current, mesh), layout_of_spec(target, other)
+    source, destination = layout_of_spec(current, mesh), layout_of_spec(target, other)
     shape, dtype = tuple(current.tensor_meta.shape), dtype_name(key.dtype)
     target_mesh = None if mesh == other else other
-    return Entry(mesh, target_mesh, shape, dtype, str(source), str(goal), key.where, key.traced)
+    return Entry(mesh, target_mesh, shape, dtype, str(source), str(destination), key.where, key.traced)
 
 
 def _bytes_received(entry: Entry, rank: int) -> int:
-    """What the rank that gets most receives; of large meshes, what this rank does.
+    """The most bytes that a rank receives; on large meshes the bytes of this rank.
 
     Raises:
-        ShardweaveError: a redistribution that programs do not carry.
+        ShardweaveError: a redistribution that shardweave does not support.
     """
     mesh, other = entry.mesh, entry.target_mesh or entry.mesh
-    whole = max(mesh.size, other.size) <= _LARGEST_PLANNED_WHOLE
+    whole = max(mesh.size, other.size) <= _MAX_PLANNED_RANKS
     at = None if whole else position_of(rank, mesh, other)
     program = plan(mesh, entry.shape, entry.dtype, entry.source, entry.target, target_mesh=other, rank=at)
     return max(program.bytes_received)
 
 
-def _launched_as() -> tuple[int, int] | None:
-    """Rank and world size, as torchrun tells each of its processes; None where nothing does."""
+def _torchrun_rank() -> tuple[int, int] | None:
+    """Rank and world size from torchrun's environment variables; None where they are not set."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else None
 
 
-def _process_began() -> float:
-    """Seconds since the epoch, to the hundredth."""
+def _process_start() -> float:
+    """The start of this process in seconds since the epoch, rounded to 0.01."""
     after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     since_boot = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)
 
 
 def _caller() -> str:
-    """The nearest frame that is neither torch's nor ours, as file:line and function."""
+    """The file, line and function of the innermost frame outside torch and shardweave."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_CALLER):
+        if not name.startswith(_SKIPPED_FILES):
             break
         frame = frame.f_back
     if frame is None:
@@ -193,8 +194,8 @@ def active() -> Recording | None:
     return _active
 
 
-def write_down(recording: Recording | None) -> None:
-    """From now on redistributions are noted there, or nowhere."""
+def set_active(recording: Recording | None) -> None:
+    """Count redistributions in `recording`; None stops counting."""
     global _active
     _active = recording
     observe(recording)

@@ -17,12 +17,12 @@ from ...planner import MOST_RANKS, Layout, Mesh, check_dtype, check_layout, chec
 
 VERSION = 2
 MOST_ENTRIES = 4096
-"""Distinct redistributions that a rank counts."""
+"""The most distinct redistributions that a rank counts."""
 MOST_BYTES = 4 << 20
-"""Of a trace as it is written; of what does not fit, what moves least bytes is left out."""
-_MOST_REASONS = 64  # for which calls are left out
+"""The most bytes of a trace file; the redistributions that move least bytes are left out."""
+_MOST_REASONS = 64  # in `left_out`
 _LONGEST_REASON = 200
-_BEYOND = 1 << 63  # what an int64 holds
+_INT64_END = 1 << 63
 _HEAD = '{"shardweave_trace"'
 FSDP_COLLECTIVES = {
     ("S0", "R"): "all_gather",
@@ -33,7 +33,7 @@ FSDP_COLLECTIVES = {
     ("P", "R"): "all_reduce",
     ("Pavg", "R"): "all_reduce",
 }
-"""By source and target, what FSDP2 calls on its flat tensors. The last mesh dim has the shards."""
+"""The collectives that FSDP2 calls on its flat tensors, by source and target. The last mesh dim has the shards."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class Entry:
     """One distinct redistribution.
 
     Attributes:
-        mesh, target_mesh: sizes, names and ranks; the target's is None where it is the same.
+        mesh: the source's mesh.
+        target_mesh: the target's mesh; None: the same.
+        shape: the global shape.
         source, target: layouts in text form.
-        where: file, line and function that asked for it, and whether a backward did.
-        traced: while torch.compile traced: how often it runs then is not known.
-        fsdp: issued by FSDP2 as one of `FSDP_COLLECTIVES` on a flat tensor, with no `redistribute`.
+        where: file, line and function of the caller; ", backward" is appended for calls by autograd.
+        traced: recorded while torch.compile traced, so that the number of calls is not known.
+        fsdp: issued by FSDP2 as one of `FSDP_COLLECTIVES` on a flat tensor, without `redistribute`.
     """
 
     mesh: Mesh
@@ -78,66 +80,70 @@ class Entry:
         for name, of in (("source", mesh), ("target", target_mesh or mesh)):
             check_layout(name, Layout.parse(data[name]), of, check_shape(shape), data["dtype"])
         if data["fsdp"] and not (layouts in FSDP_COLLECTIVES and len(shape) == 1 and target_mesh is None):
-            raise TypeError(f"{' -> '.join(layouts)} of {list(shape)} is no collective of FSDP2's")
+            raise TypeError(f"{' -> '.join(layouts)} of {list(shape)} is not a collective of FSDP2")
         return cls(mesh, target_mesh, shape, **texts, **flags)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """How often a rank asked for a redistribution, and the bytes that the rank that gets most receives in each."""
+    """The number of calls of a redistribution on a rank, and the most bytes that any rank receives per call."""
 
     calls: int
     bytes_received: int
 
     @property
-    def bytes_in_all(self) -> int:
+    def total_bytes(self) -> int:
         return self.calls * self.bytes_received
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What ranks of one program redistributed.
+    """The redistributions of some ranks of one program.
 
     Attributes:
-        torch: the version that ran.
-        world_size: of the program's default process group.
-        ranks: whose trace it is.
-        left_out: calls that it does not hold, by why.
-        alive: seconds since the epoch at which the rank's process began, and at which this was written; zeros in a
-            process group that moves nothing, whose ranks may be recorded one after the other.
-        ended: the exception that ended what was recorded, type and text; None: it came to its end.
+        torch: the version of torch.
+        world_size: the size of the program's default process group.
+        ranks: the recorded ranks.
+        redistributions: the distinct redistributions and their costs.
+        left_out: the number of calls that the trace does not contain, by reason.
+        alive: the start of the rank's process and the time of writing, in seconds since the epoch; zeros in a fake
+            process group, whose ranks may be recorded one after the other.
+        ended: type and text of the exception that ended the recorded block; None: it finished.
     """
 
     torch: str
     world_size: int
     ranks: tuple[int, ...]
-    found: Mapping[Entry, Cost]
+    redistributions: Mapping[Entry, Cost]
     left_out: Mapping[str, int] = field(default_factory=dict)
     alive: tuple[float, float] = (0.0, 0.0)
     ended: str | None = None
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks whose trace it is not."""
-        there = set(self.ranks)
-        return tuple(rank for rank in range(self.world_size) if rank not in there)
+        """The ranks that were not recorded."""
+        recorded = set(self.ranks)
+        return tuple(rank for rank in range(self.world_size) if rank not in recorded)
 
     @property
     def why_empty(self) -> str:
-        """What a trace without redistributions says of itself."""
+        """The reason why a trace has no redistributions."""
         if self.ended is not None:
-            return f"the program ended before: {self.ended}"
+            return f"the program ended before the first one: {self.ended}"
         if self.left_out:
             return "; ".join(f"{calls} calls are left out: {why}" for why, calls in self.left_out.items())
-        return "the program asked DTensor for none, or processes that it started did"
+        return "the program redistributed no DTensor, or only in processes that it started"
 
     def heaviest_first(self) -> list[tuple[Entry, Cost]]:
-        """By bytes in all calls; what moves none by calls."""
-        return sorted(self.found.items(), key=lambda item: (-item[1].bytes_in_all, -item[1].calls, str(item[0])))
+        """The redistributions by total bytes, then by calls, descending."""
+        return sorted(
+            self.redistributions.items(), key=lambda item: (-item[1].total_bytes, -item[1].calls, str(item[0]))
+        )
 
     def to_json(self, most_bytes: int = MOST_BYTES) -> str:
-        """At most so many bytes of ASCII: what no longer fits is counted in `left_out`."""
-        left_out = _most_often(self.left_out)
+        """The trace as ASCII JSON of at most `most_bytes`; redistributions that do not fit are counted in
+        `left_out`."""
+        left_out = _bounded_reasons(self.left_out)
         room = most_bytes - len(self._head(left_out)) - _LONGEST_REASON
         lines, beyond = [], 0
         for entry, cost in self.heaviest_first():
@@ -164,9 +170,9 @@ class Trace:
         return json.dumps(head if self.ended is None else {**head, "ended": self.ended})
 
     def write(self, path: Path) -> Path:
-        """To `path`; where the program has several ranks, to this one's file, with `.rank<n>` before the suffix.
+        """Write to `path`; in a program of several ranks to this rank's file, with `.rank<n>` before the suffix.
 
-        Files there of ranks that the program does not have are removed: an earlier run of more ranks has left them.
+        Removes files of ranks that the program does not have, which an earlier run of more ranks has left.
 
         Returns:
             The file that was written.
@@ -179,22 +185,21 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str, name: str = "trace") -> Trace:
-        """
+        """Parse a trace.
+
         Raises:
-            ArgumentError: no trace, one of another version, or one that is cut short; the text begins with `name`.
+            ArgumentError: not a trace, a trace of another version, or a truncated one; the text begins with `name`.
         """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ArgumentError(f"{name}: no whole JSON ({error}); allowed: what `record` wrote") from None
+            raise ArgumentError(f"{name}: not valid JSON ({error}); allowed: a trace written by `record`") from None
         if not isinstance(data, dict) or "shardweave_trace" not in data:
-            raise ArgumentError(f"{name}: JSON, but no trace; allowed: what `record` wrote")
+            raise ArgumentError(f"{name}: JSON, but not a trace; allowed: a trace written by `record`")
         if data["shardweave_trace"] != VERSION:
-            raise ArgumentError(
-                f"{name}: a trace of version {data['shardweave_trace']!r}; allowed: {VERSION}, which `record` writes"
-            )
+            raise ArgumentError(f"{name}: a trace of version {data['shardweave_trace']!r}; allowed: version {VERSION}")
         try:
-            found = {
+            redistributions = {
                 Entry.from_dict(entry): Cost(_whole(entry["calls"]), _whole(entry["bytes_received"]))
                 for entry in data["redistributions"]
             }
@@ -206,19 +211,21 @@ class Trace:
                 raise TypeError(f"world_size {world_size}; allowed: up to {MOST_RANKS}")
             if not ranks or max(ranks) >= world_size:
                 raise TypeError(f"ranks {list(ranks)} of {world_size}")
-            for mesh in {mesh for entry in found for mesh in (entry.mesh, entry.target_mesh) if mesh is not None}:
+            meshes = {mesh for entry in redistributions for mesh in (entry.mesh, entry.target_mesh) if mesh is not None}
+            for mesh in meshes:
                 if mesh.size > world_size or mesh.rank_array.max() >= world_size:
-                    raise TypeError(f"{mesh} is no mesh of {world_size} ranks")
+                    raise TypeError(f"{mesh} does not fit in {world_size} ranks")
             ended = data.get("ended")
             if not isinstance(ended, str | None):
                 raise TypeError(f"ended: {ended!r}")
-            return cls(str(data["torch"]), world_size, ranks, found, left_out, (began, written), ended)
+            return cls(str(data["torch"]), world_size, ranks, redistributions, left_out, (began, written), ended)
         except (KeyError, TypeError, ValueError, AttributeError, ShardweaveError) as error:
-            raise ArgumentError(f"{name}: not as `record` writes it: {type(error).__name__}: {error}") from None
+            raise ArgumentError(f"{name}: not a valid trace: {type(error).__name__}: {error}") from None
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """
+        """Read a trace from a file.
+
         Raises:
             ArgumentError: as `from_json`, or the file cannot be read.
         """
@@ -226,13 +233,13 @@ class Trace:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(
-                f"{str(path)!r} cannot be read: {error}; allowed: a trace that `record` wrote"
+                f"{str(path)!r} cannot be read: {error}; allowed: a trace written by `record`"
             ) from None
         return cls.from_json(text, repr(str(path)))
 
 
 def exception_text(error: BaseException) -> str | None:
-    """Type and first words; None of a script's own end with status 0."""
+    """Type and beginning of the text of an exception; None for `SystemExit` with status 0."""
     if isinstance(error, SystemExit) and not error.code:
         return None
     text = " ".join(str(error).split())
@@ -240,32 +247,32 @@ def exception_text(error: BaseException) -> str | None:
 
 
 def remove_own(path: Path, rank: int, world_size: int) -> None:
-    """The trace that an earlier run left of this rank."""
+    """Remove an earlier trace of this rank."""
     own = _file_of_rank(path, rank, world_size)
     if _is_trace(own):
         own.unlink(missing_ok=True)
 
 
 def remove_larger(path: Path, world_size: int) -> None:
-    """The traces that an earlier run left of ranks that a program of this size does not have."""
-    first = world_size if world_size > 1 else 0  # the file of one rank alone has no number
+    """Remove earlier traces of ranks that a program of this size does not have."""
+    first = world_size if world_size > 1 else 0  # the file of a single rank has no number
     for file in path.parent.glob(f"{escape(path.stem)}.rank*{escape(path.suffix)}"):
         number = file.name[len(f"{path.stem}.rank") : len(file.name) - len(path.suffix)]
         if number.isdecimal() and int(number) >= first and _is_trace(file):
-            file.unlink(missing_ok=True)  # every rank may do it, some of them on another machine
+            file.unlink(missing_ok=True)  # another rank may have removed it
 
 
 def _file_of_rank(path: Path, rank: int, world_size: int) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if world_size > 1 else path
 
 
-def _most_often(left_out: Mapping[str, int]) -> dict[str, int]:
-    """Reasons of a bounded length, and as many."""
+def _bounded_reasons(left_out: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent reasons, of bounded number and length."""
     ordered = sorted(left_out.items(), key=lambda item: -item[1])
-    kept: Counter[str] = Counter()
+    bounded: Counter[str] = Counter()
     for place, (why, calls) in enumerate(ordered):
-        kept[why[:_LONGEST_REASON] if place < _MOST_REASONS else "other reasons"] += calls
-    return dict(kept)
+        bounded[why[:_LONGEST_REASON] if place < _MOST_REASONS else "other reasons"] += calls
+    return dict(bounded)
 
 
 def _is_trace(file: Path) -> bool:
@@ -276,11 +283,11 @@ def _is_trace(file: Path) -> bool:
 
 def _seconds(number: object) -> float:
     if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < 1e11:
-        raise TypeError(f"{number!r} is no number of seconds since the epoch")
+        raise TypeError(f"{number!r} is not a number of seconds since the epoch")
     return float(number)
 
 
 def _whole(number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _BEYOND:
-        raise TypeError(f"{reprlib.repr(number)} is no number of 0 or more, below 2**63")
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _INT64_END:
+        raise TypeError(f"{reprlib.repr(number)} is not a whole number from 0 to 2**63 - 1")
     return number

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
-from ..cache import at_end_of_group, forget_dead_groups
-from ..environment import pretended_node_size, timeout_asked_for, transport_asked_for
+from ..environment import pretended_node_size, requested_timeout, requested_transport
+from ..process_group_cache import forget_dead_groups, on_group_destroyed
 from ..statistics import stats
 from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
 from .policies import BACKENDS
@@ -152,7 +152,7 @@ class Transports:
 
     def why_not_backend(self, device_type: str, requested: str | None) -> str | None:
         """The reason why the group cannot exchange data on a device type with the requested transport; or None."""
-        if (requested or transport_asked_for()) == "symmetric_memory":
+        if (requested or requested_transport()) == "symmetric_memory":
             # It uses the backend only between nodes, which `choose` checks.
             return "world size 1" if self.size == 1 else None
         if device_type not in self._obstacles:
@@ -183,7 +183,7 @@ class Transports:
             ArgumentError: `requested` is not in `NAMES`.
             UnsupportedError: the requested transport cannot carry these ranks.
         """
-        requested = requested or transport_asked_for()
+        requested = requested or requested_transport()
         check_name(requested)
         key = (ranks, str(device) if requested == "symmetric_memory" else device.type, requested)
         chosen = self._chosen.get(key)
@@ -283,7 +283,7 @@ def why_no_memory(device: torch.device, requested: str | None) -> str | None:
 
 def _timeout(group: Any) -> float:
     """Seconds that a wait may take: SHARDWEAVE_TIMEOUT, or the timeout of the group."""
-    seconds = timeout_asked_for()
+    seconds = requested_timeout()
     if seconds is not None:
         return seconds
     try:
@@ -308,7 +308,7 @@ def _end_transports() -> None:
         _transports.pop().finish()
 
 
-at_end_of_group(_end_transports)
+on_group_destroyed(_end_transports)
 
 
 def current_transports() -> Transports:

@@ -26,7 +26,7 @@ from shardweave.bench.planning.projection import TOPOLOGIES, project, received, 
 from shardweave.bench.planning.projection_rows import totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.index_sets import held_box
-from shardweave.runtime.convert import spec_of_layout
+from shardweave.runtime.convert_specs import spec_of_layout
 from shardweave.runtime.tracing.trace import Entry, Trace
 
 pytestmark = pytest.mark.plan
@@ -89,7 +89,7 @@ def test_every_workload_grows() -> None:
         for ranks in projection.RANKS[4:]:
             transport = growth.transport(ranks)
             assert transport is not None and transport.size == ranks
-            for found in projection.load(name).found:
+            for found in projection.load(name).redistributions:
                 growth.grown(found, transport)
 
 

@@ -43,7 +43,8 @@ _SMALL: dict[str, tuple[Callable[[DeviceMesh], None], dict[str, int]]] = {
 
 def kinds(trace: Trace) -> set[tuple]:
     return {
-        (e.mesh.names, e.dtype, len(e.shape), e.source, e.target, e.where.split(" ")[0] == "FSDP") for e in trace.found
+        (e.mesh.names, e.dtype, len(e.shape), e.source, e.target, e.where.split(" ")[0] == "FSDP")
+        for e in trace.redistributions
     }
 
 
@@ -59,7 +60,7 @@ def test_calls_and_sizes_are_of_whole_models() -> None:
         ("llama3_8b", 32, 4096, 1024, 14336),
         ("llama3_70b", 80, 8192, 1024, 28672),
     ):
-        found = TRACES[name].found
+        found = TRACES[name].redistributions
         weights = 2 * width * (width + kv) + 3 * width * hidden
         block = weights // 8 + 2 * width  # norms are whole on every rank along tp
         gathers = {e: c for e, c in found.items() if e.where.startswith("FSDP gathers blocks.*")}
@@ -70,12 +71,16 @@ def test_calls_and_sizes_are_of_whole_models() -> None:
         # wo and w2 of each block and the embedding; backward what each block and the output gather.
         assert scattered == 2 * (2 * layers + 1)
     experts = [
-        c.calls for e, c in TRACES["deepseek_v3"].found.items() if ".experts " in e.where and "reduces" in e.where
+        c.calls
+        for e, c in TRACES["deepseek_v3"].redistributions.items()
+        if ".experts " in e.where and "reduces" in e.where
     ]
     assert experts == [58]
     # Experts as FSDP2 places them: cut by expert parallelism first.
     whole = {
-        (e.shape, e.source, e.target) for e in TRACES["deepseek_v3"].found if e.shape[:1] == (256,) and e.mesh.ndim > 1
+        (e.shape, e.source, e.target)
+        for e in TRACES["deepseek_v3"].redistributions
+        if e.shape[:1] == (256,) and e.mesh.ndim > 1
     }
     assert whole == {
         ((256, 7168, 2048), "R S0 S0 S2 @ 0:2,1", "R R R R"),
@@ -89,7 +94,7 @@ def key(entry: Entry) -> tuple:
 
 def test_every_case_of_the_demo_is_recorded() -> None:
     """One source of truth: what the hand-written cases say is what the solver's program does, on a mesh of any size."""
-    found = {key(entry) for entry in TRACES["solver"].found}
+    found = {key(entry) for entry in TRACES["solver"].redistributions}
     missing = []
     for case in load_workloads():
         source, target = (str(Layout.parse(text, case.mesh)) for text in (case.source, case.target))

@@ -11,7 +11,7 @@ from shardweave.bench.workloads.trace_cases import check_memory, distinct
 from shardweave.cli import replay
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
-from shardweave.runtime.tracing.merge import merged
+from shardweave.runtime.tracing.merge import merge_traces
 from shardweave.runtime.tracing.trace import Cost, Entry, Trace
 
 GRID = Mesh((2, 2), ("dp", "tp"))
@@ -51,7 +51,7 @@ def test_calls_are_of_one_rank() -> None:
         return Trace("2.13.0", 4, (rank,), {entry: Cost(calls, 64)})
 
     traces = [of_rank(0, 1, 3), *(of_rank(rank, 2, 3 + rank // 3) for rank in range(1, 4))]
-    (case,) = distinct(merged(traces), traces)
+    (case,) = distinct(merge_traces(traces), traces)
     assert case.cost == Cost(4, 64) and set(case.wheres) == {"a.py:1 f", "a.py:2 f"}
 
 

@@ -1,4 +1,4 @@
-"""The topology that `calibrate` measures: its fit, its ranks, what it refuses, and that plans take it."""
+"""`calibrate`: the fit, the ranks, the errors, and plans on the measured topology."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL = Local(35.0, 900.0)
 
 
 def samples(link: Link, local: Local, peers: tuple[int, ...]) -> list[Sample]:
-    """What a link of these figures would take, on ranks that take so long by themselves."""
+    """Simulated times of a link, on ranks with the given local costs."""
     topology = Topology("exact", None, link, link, local.memory_gigabytes_per_s, local.call_us)
     found = []
     for count in peers:
@@ -52,7 +52,7 @@ LINKS = [
 
 @pytest.mark.plan
 @pytest.mark.parametrize("link", LINKS, ids=str)
-def test_figures_come_back_exactly(link: Link) -> None:
+def test_fit_recovers_exact_parameters(link: Link) -> None:
     fit = fit_link(samples(link, LOCAL, (1, 3, 7)), link.one_sided, LOCAL)
     assert figures(fit.link) == pytest.approx(figures(link), rel=1e-3)
     assert fit.link.one_sided == link.one_sided and not fit.notes
@@ -60,7 +60,7 @@ def test_figures_come_back_exactly(link: Link) -> None:
 
 @pytest.mark.plan
 @pytest.mark.parametrize("link", LINKS, ids=str)
-def test_one_outlier_anywhere_changes_nothing(link: Link) -> None:
+def test_fit_ignores_one_outlier(link: Link) -> None:
     exact = samples(link, LOCAL, (1, 3))
     for place, one in enumerate(exact):
         bent = [*exact[:place], Sample(one.peers, one.nbytes, one.copied, 10 * one.us), *exact[place + 1 :]]
@@ -69,7 +69,7 @@ def test_one_outlier_anywhere_changes_nothing(link: Link) -> None:
 
 
 @pytest.mark.plan
-def test_what_cannot_be_told_is_noted() -> None:
+def test_unmeasurable_parameters_are_noted() -> None:
     link = LINKS[0]
     alone = fit_link(samples(link, LOCAL, (1,)), False, LOCAL)
     assert figures(alone.link) == pytest.approx([23.5, 25.0, 0.0], rel=1e-3)
@@ -91,8 +91,8 @@ def test_what_cannot_be_told_is_noted() -> None:
 @pytest.mark.plan
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("node_size", [None, 1])
-def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None) -> None:
-    """The exchange that is timed, [2, 2 n, n k] float32 from S1 to S2, costs what the report says is fitted."""
+def test_predicted_times_equal_planner_costs(ranks: int, node_size: int | None) -> None:
+    """The planner's cost of the measured exchange, [2, 2 n, n k] float32 from S1 to S2, is the fitted time."""
     topology = Topology("any", node_size, Link(5.0, 3.0, True), Link(40.0, 0.5, False, 7.0), 9.0, 11.0)
     k = 24
     shape = 2, 2 * ranks, ranks * k
@@ -104,7 +104,7 @@ def test_fitted_times_are_the_planner_s_prices(ranks: int, node_size: int | None
 
 
 @pytest.mark.plan
-def test_nodes_are_equally_many_consecutive_ranks() -> None:
+def test_nodes_have_equal_numbers_of_consecutive_ranks() -> None:
     assert node_size_of(["a", "a", "b", "b"], None) == node_size_of(["a", "a", "b", "b"], 2) == 2
     assert node_size_of(["a"] * 4, None) == 4 and node_size_of(["a"] * 4, 1) == 1
     assert node_size_of(["a", "b"], None) == 1
@@ -118,7 +118,7 @@ def test_nodes_are_equally_many_consecutive_ranks() -> None:
 
 
 @pytest.mark.plan
-def test_links_that_are_not_there_are_stated() -> None:
+def test_missing_links_are_stated() -> None:
     def measured(kind: str, nodes: int, node_size: int, **more: str) -> dict:
         one_sided = more.get("transport") == "shared_memory"
         found = samples(Link(5.0, 2.0, one_sided), Local(30.0, 9.0), (1, 3))
@@ -138,7 +138,7 @@ def test_links_that_are_not_there_are_stated() -> None:
 
 
 def checked(text: str) -> Topology:
-    """The topology in a command's output, after it has gone through JSON and made a plan."""
+    """The topology in the output of a command, after a round trip through JSON and a plan."""
     topology = Topology.from_json(text)
     assert Topology.from_json(topology.to_json()) == topology
     assert topology.memory_gigabytes_per_s > 0 and topology.call_us > 0
@@ -153,7 +153,7 @@ def checked(text: str) -> Topology:
 @pytest.mark.parametrize(
     ("arguments", "node_size", "one_sided", "text"),
     [
-        (["--ranks", "4", "--node-size", "2"], 2, True, "network: process_group transport, every rank"),
+        (["--ranks", "4", "--node-size", "2"], 2, True, "network: process_group transport, every pair of ranks"),
         pytest.param(
             ["--ranks", "2", "--name", "two of mine"],
             None,
@@ -170,7 +170,7 @@ def checked(text: str) -> Topology:
         ),
     ],
 )
-def test_measured_topologies_are_planned_with(
+def test_plan_on_measured_topology(
     arguments: list[str], node_size: int | None, one_sided: bool, text: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "topology.json"
@@ -192,7 +192,7 @@ def test_measured_topologies_are_planned_with(
 
 @pytest.mark.multi
 @pytest.mark.long
-def test_the_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
+def test_calibrate_in_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "topology.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "shardweave", "calibrate", "--largest", "4096", "--out", str(file)]
@@ -216,19 +216,19 @@ def test_the_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
         ([], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "--ranks: 1; allowed: 2 or more"),
     ],
 )  # fmt: skip
-def test_bad_arguments_are_one_error_and_status_2(
+def test_invalid_arguments_exit_with_2(
     arguments: list[str],
     environment: dict[str, str],
     text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("shardweave.bench.harness.ranks._Child", None)  # no rank is started
+    monkeypatch.setattr("shardweave.bench.harness.ranks._Child", None)  # starts no rank
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     try:
         status: object = main(["calibrate", *arguments])
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # raised by argparse
         status = end.code
     shown = capsys.readouterr()
     assert status == 2 and shown.out == "" and text in shown.err

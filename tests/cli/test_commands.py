@@ -13,7 +13,7 @@ import torch
 from shardweave import __main__ as command_line
 from shardweave.bench.harness.writable import check_writable
 from shardweave.cli import demo
-from shardweave.cli.commands import shared
+from shardweave.cli.commands import parsing
 from shardweave.cli.commands.bench import PROGRAMS
 from shardweave.errors import ArgumentError
 from shardweave.planner import ITEMSIZE
@@ -22,20 +22,20 @@ pytestmark = pytest.mark.plan
 
 
 @pytest.mark.parametrize("name", command_line._COMMANDS)
-def test_every_command_says_what_it_is_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command_line.main([name, "--help"])
     assert end.value.code == 0 and f"usage: shardweave {name}" in capsys.readouterr().out
     assert " ".join(command_line._COMMANDS[name].HELP.split()) in " ".join(command_line._parser().format_help().split())
 
 
-def test_programs_outside_the_command_line_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """All that can be run, but for what runs inside others."""
+def test_bench_help_lists_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """All runnable modules of bench, except those that other programs start."""
     folder = Path(command_line.__file__).parent / "bench"
-    found = [
+    files = [
         file.relative_to(folder) for file in folder.rglob("*.py") if '__name__ == "__main__"' in file.read_text("utf-8")
     ]
-    programs = {".".join(file.with_suffix("").parts) for file in found}
+    programs = {".".join(file.with_suffix("").parts) for file in files}
     assert programs - {"gpu.run_tests", "harness.measure"} == set(PROGRAMS)
     with pytest.raises(SystemExit):
         command_line.main(["bench", "--help"])
@@ -45,7 +45,7 @@ def test_programs_outside_the_command_line_are_named(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("command", "called"), [("demo", "the demo"), ("doctor", "the doctor"), ("calibrate", "calibrate")]
 )
-def test_rich_is_asked_for_where_it_is_missing(
+def test_commands_require_rich(
     command: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -53,22 +53,22 @@ def test_rich_is_asked_for_where_it_is_missing(
     assert capsys.readouterr().err == f"error: {called} needs rich: pip install 'shardweave[cli]'\n"
 
 
-def test_an_interrupt_ends_a_measurement_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*given: object) -> int:
+def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "run", interrupted)
     assert command_line.main(["demo"]) == 130
 
 
-def test_version_names_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_lists_dependencies(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line.main(["--version"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert re.fullmatch(r"shardweave \S+, torch \S+, triton .+, numpy \S+, Python \S+", said)
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.fullmatch(r"shardweave \S+, torch \S+, triton .+, numpy \S+, Python \S+", output)
 
 
-def test_files_are_checked_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_files_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = tmp_path / "there.json"
     there.write_text("as it was")
     for path in (None, there, tmp_path / "new.json", Path("/dev/null")):
@@ -83,26 +83,26 @@ def test_files_are_checked_before_anything_is_measured(tmp_path: Path, capsys: p
         assert f"error: {option}: '{tmp_path}' cannot be written" in capsys.readouterr().err
 
 
-def test_dtypes_have_short_names() -> None:
-    """Those by which torch prints and spells them among these."""
+def test_short_dtype_names() -> None:
+    """Includes torch's own spellings and abbreviations."""
     for name in ITEMSIZE:
-        assert shared.dtype(name) == shared.dtype(f"torch.{name}") == name
+        assert parsing.dtype(name) == parsing.dtype(f"torch.{name}") == name
     spelled = {name: getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
     for name, dtype in spelled.items():
         canonical = str(dtype).removeprefix("torch.")
         if canonical in ITEMSIZE:
-            assert shared.dtype(name) == shared.dtype(dtype.abbr) == canonical, name
+            assert parsing.dtype(name) == parsing.dtype(dtype.abbr) == canonical, name
     for short, name in (("bf16", "bfloat16"), ("FP16", "float16"), ("fp32", "float32"), ("fp8", "float8_e4m3fn")):
-        assert shared.dtype(short) == name
-    assert set(shared._SHORT_DTYPES.values()) <= set(ITEMSIZE) and shared.dtype("fp99") == "fp99"
+        assert parsing.dtype(short) == name
+    assert set(parsing._SHORT_DTYPES.values()) <= set(ITEMSIZE) and parsing.dtype("fp99") == "fp99"
 
 
-def test_plan_takes_what_torch_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
+def test_plan_accepts_torch_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
     for source, target, dtype in (("S0 P", "R S1", "bfloat16"), ("(Shard(dim=0), Partial(sum))", "RS(1)", "bf16")):
         assert command_line.main(["plan", "--mesh", "2,2", "--shape", "8,6", "--dtype", dtype, source, target]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
 
 
 PLAN = ["plan", "--mesh", "2,2", "--shape", "8,6", "S0 S1", "S1 S0"]
@@ -113,15 +113,15 @@ NINES = "9" * 5000
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([*PLAN, "--svg", "x.png"], "--svg: 'x.png': a name that ends with .svg is wanted"),
+        ([*PLAN, "--svg", "x.png"], "--svg: 'x.png': not a name that ends with .svg"),
         ([*PLAN, "--svg", "/no/where.svg"], "--svg: '/no/where.svg' cannot be written; allowed: a file in a folder"),
         ([*PLAN, "--svg", f"{NINES}.svg"], "cannot be written; allowed: a file in a folder that is there"),
-        ([*PLAN, "--target-mesh", f"4@{NINES}"], "after @ a rank is wanted"),
+        ([*PLAN, "--target-mesh", f"4@{NINES}"], "not a rank after @"),
         ([*PLAN, "--target-mesh", "4@999999999999"], "mesh: ranks (999999999999, 1000000000000, 1000000000001, "),
-        ([*PLAN, "--mesh", NINES], "sizes separated by commas are wanted"),
+        ([*PLAN, "--mesh", NINES], "not sizes separated by commas"),
         ([*PLAN, "--mesh", "99999999,99999999"], "allowed: up to 16777216"),
-        ([*PLAN, "--shape", NINES], "sizes separated by commas are wanted"),
-        ([*PLAN, "--max-bytes", NINES], "a whole number below 2**63 is wanted"),
+        ([*PLAN, "--shape", NINES], "not sizes separated by commas"),
+        ([*PLAN, "--max-bytes", NINES], "not a whole number below 2**63"),
         ([*PLAN, "--dtype", NINES], "is not known; allowed: bool, uint8"),
         ([*PLAN, "--topology", NINES], "cannot be read: File name too long; allowed: nvlink"),
         ([*PLAN, "--topology", "a\0b"], "cannot be read: "),
@@ -130,20 +130,20 @@ NINES = "9" * 5000
         ([*PLAN[:-1], "R " * 3000], "3000 placements; allowed: up to 24"),
         ([*DISPATCH, "--top-k", "9"], "top_k: 9 of 8 experts; allowed: up to 8"),
         ([*DISPATCH, "--ranks", "9" * 15], "ranks: 999999999999999; allowed: a whole number, 1 to 1048576"),
-        ([*DISPATCH, "--ranks", NINES], "a number of ranks, 1 or more, is wanted"),
-        ([*DISPATCH, "--tokens", NINES], "a whole number below 2**63 is wanted"),
+        ([*DISPATCH, "--ranks", NINES], "not a number of ranks, 1 or more"),
+        ([*DISPATCH, "--tokens", NINES], "not a whole number below 2**63"),
         ([*DISPATCH, "--capacity", "9" * 4000], "capacity: about 2**13287; allowed: a whole number"),
         ([*DISPATCH, "--capacity", NINES], "capacity: '999"),
-        ([*PLAN, "--mesh", "2,x"], "'2,x': sizes separated by commas are wanted"),
-        (["demo", "--ranks", "0"], "'0': a number of ranks, 1 or more, is wanted"),
-        (["replay", "t.json", "--most", "0"], "'0': a number of redistributions, 1 or more, is wanted"),
-        (["record", NINES], "is no file; allowed: a Python file"),
-        (["record", "a\0b"], "is no file; allowed: a Python file"),
+        ([*PLAN, "--mesh", "2,x"], "'2,x': not sizes separated by commas"),
+        (["demo", "--ranks", "0"], "'0': not a number of ranks, 1 or more"),
+        (["replay", "t.json", "--most", "0"], "'0': not a number of redistributions, 1 or more"),
+        (["record", NINES], "is not a file; allowed: a Python file"),
+        (["record", "a\0b"], "is not a file; allowed: a Python file"),
         ([NINES], "invalid choice"),
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
-def test_a_bad_argument_is_said_in_few_words(
+def test_invalid_arguments_print_short_errors(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -151,15 +151,15 @@ def test_a_bad_argument_is_said_in_few_words(
     except SystemExit as end:
         assert end.code == 2
     out, error = capsys.readouterr()
-    said = error[error.rindex("error: ") :]
-    assert out == "" and text in said and len(said) < 1400
+    message = error[error.rindex("error: ") :]
+    assert out == "" and text in message and len(message) < 1400
 
 
 HOSTILE = ["", " ", "S0 S0 @ 0:1,0", "R R", "9" * 30, NINES, "é\0"]
 HOSTILE += "0 -1 1 2 3 1,1 2,2 2, , 1.5 nan 1e400 २ @ 2@ 2@1 S0 S9 ( () S(0)R Spec( S0//3 bf16 x.svg /".split()
 
 
-def test_arguments_at_random_raise_nothing(
+def test_random_arguments_raise_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

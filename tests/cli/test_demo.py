@@ -25,7 +25,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.plan
-def test_a_bad_layout_is_one_error_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_layout_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--mesh", "2,2", "--shape", "8,6", "S0 S1", "S1 Q"]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("error: ") and "^" in error
@@ -35,8 +35,8 @@ def test_a_bad_layout_is_one_error_and_status_2(capsys: pytest.CaptureFixture[st
 def test_plan_on_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     request = ("plan", "--mesh", "4,8", "--shape", "8192,8192", "--dtype", "bfloat16", "S0 S0", "R R")
     assert main([*request, "--topology", "nvlink-infiniband"]) == 0
-    said = capsys.readouterr().out
-    assert "over the network" in said and "not (S0 S0) → (R R)" in said
+    printed = capsys.readouterr().out
+    assert "over the network" in printed and "not (S0 S0) → (R R)" in printed
     file = tmp_path / "two_ranks_a_node.json"
     file.write_text(json.dumps({**shardweave.NVLINK_INFINIBAND.to_dict(), "name": "mine", "node_size": 2}))
     assert main([*request, "--topology", str(file)]) == 0 and "on mine" in capsys.readouterr().out
@@ -48,24 +48,22 @@ def test_plan_on_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--only", "nonsense"), "--only: 'nonsense' is in no case's name"),
-        (("--only", "n" * 5000), "is in no case's name; allowed: part of one of order/reverse, "),
+        (("--only", "nonsense"), "--only: 'nonsense' is not a part of any case's name"),
+        (("--only", "n" * 5000), "is not a part of any case's name; allowed: a part of one of order/reverse, "),
         (("--only", "llama/wk gather", "--ranks", "2"), "nothing moves on a 1×2 mesh, which is what --ranks 2 makes"),
         (("--only", "order/split"), "--only: 'order/split': nothing moves on a 2×2 mesh"),
         (("--ranks", "1"), "--ranks: 1: nothing moves on a 1×1 mesh, .* allowed: 2 ranks and more"),
         (("--json", "/no/where.json"), "cannot be written"),
     ],
 )
-def test_a_bad_option_is_one_error_and_status_2(
-    options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_option_exits_with_2(options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *options]) == 2
     out, error = capsys.readouterr()
     assert re.search(text, error) and out == "" and error.count("\n") == 1 and len(error) < 1500
 
 
 @pytest.mark.multi
-def test_named_segments_go_with_the_demo() -> None:
+def test_demo_removes_named_segments() -> None:
     environment = {**os.environ, "SHARDWEAVE_SEGMENTS": "named"}
     demo = [*SHARDWEAVE, "demo", "--only", "order/swap"]
     done = subprocess.run(demo, capture_output=True, text=True, env=environment, timeout=300)
@@ -75,7 +73,7 @@ def test_named_segments_go_with_the_demo() -> None:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
-def test_demo_is_right(ranks: int, tmp_path: Path) -> None:
+def test_demo_results_are_correct(ranks: int, tmp_path: Path) -> None:
     report = tmp_path / "demo.json"
     done = _run("demo", "--ranks", str(ranks), "--only", "llama/wq", "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,7 +103,7 @@ def _is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     "victim", [2, pytest.param("parent", marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)]
 )
-def test_no_death_goes_unnoticed(victim: int | str) -> None:
+def test_demo_reports_dead_ranks(victim: int | str) -> None:
     demo = subprocess.Popen(
         [*SHARDWEAVE, "demo"],
         stdout=subprocess.PIPE,
@@ -119,7 +117,7 @@ def test_no_death_goes_unnoticed(victim: int | str) -> None:
         while len(ranks) < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
             ranks = _children(demo.pid)
-        time.sleep(6)  # into the first cases, on most machines; any moment has to do
+        time.sleep(6)  # during the first cases on most machines; any moment is valid
         os.kill(demo.pid if victim == "parent" else ranks[int(victim)], signal.SIGKILL)
         output, _ = demo.communicate(timeout=30)
         while any(map(_is_running, ranks)) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Scripts recorded unchanged, and traces carried out again by both sides."""
+"""`record` with unchanged scripts, and `replay` on both sides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.multi
 @pytest.mark.long
-def test_replay_of_every_kind(tmp_path: Path) -> None:
+def test_replay_of_every_kind_of_entry(tmp_path: Path) -> None:
     trace, out = tmp_path / "trace.json", tmp_path / "out.json"
     rows = [Mesh((2,), ("tp",), ranks=ranks) for ranks in ([0, 1], [2, 3])]
     alike = {Entry(mesh, None, (9, 4), "float32", "S0", "S1", "a.py:9 f"): Cost(1, 4) for mesh in rows}
@@ -49,10 +49,10 @@ def test_replay_of_every_kind(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     found = {(one["source"], one["target"]): one for one in report["redistributions"]}
-    assert len(found) == len(ENTRIES) - 1 + 1, "one was asked for in two places, one by two meshes that are alike"
+    assert len(found) == len(ENTRIES) - 1 + 1, "one was requested on two lines, one on two equal meshes"
     assert {one["meshes"] for one in found.values()} == {1, 2} and found["S0", "S1"]["meshes"] == 2
     both = found["S0 S1", "S1 S0"]
-    # Recorded as it was, and beside it what was replayed and shown: off the diagonal all is new, 4 rows of 8.
+    # The recorded and the scaled shape. Ranks off the diagonal receive everything: 4 rows of 8.
     assert (both["shape"], both["bytes_received"]) == ([8, 130], 100)
     assert (both["replayed_shape"], both["replayed_bytes_received"]) == ([8, 16], 4 * 8 * 4)
     assert "float32[8, 16]" in done.stdout and "[8, 130]" not in done.stdout
@@ -64,7 +64,7 @@ def test_replay_of_every_kind(tmp_path: Path) -> None:
         refused = any("torch refuses" in note for note in one["notes"])
         assert (one["torch_s"] is None) == refused
     assert found["S0 S0", "S1"]["notes"] == ["torch refuses: another mesh"]
-    # torch cannot read this strided shard: it says something else than an order.
+    # torch cannot redistribute this strided shard, which is not a shard order.
     assert any("torch is wrong" in note or "torch refuses" in note for note in found["S0/3 R", "S1 S0"]["notes"])
     assert "What FSDP2 issues itself" in done.stdout
     assert "a.py:1 f" in done.stdout and "2 calls: symbolic shapes" in done.stdout
@@ -79,7 +79,7 @@ from shardweave.cli import replay, replay_ranks
 carried_out = replay_ranks.run_redistribution
 
 def planted(x, source, target, how):
-    if source.placements[0].is_partial():  # rank 0's term in the place of each
+    if source.placements[0].is_partial():  # the term of rank 0 instead of each
         x = x.clone()
         dist.broadcast(x, 0)
     out = carried_out(x, source, target, how)
@@ -93,7 +93,7 @@ sys.exit(replay.run([Path(sys.argv[1])], replay.Options(json_path=Path(sys.argv[
 
 
 @pytest.mark.multi
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+def test_replay_reports_wrong_results(tmp_path: Path) -> None:
     pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
     found = {
         Entry(pair, None, (8, 8), "float32", "S0", "S1", "a.py:1 rows swapped"): Cost(1, 64),
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     report = {one["where"][0]: one for one in json.loads(out.read_text())["redistributions"]}
     partial = report.pop("a.py:4 becomes partial")
     assert partial["torch_s"] is None and partial["shardweave_s"] > 0 and not partial["faults"]
-    assert partial["notes"][0] == "not checked: what becomes partial may be any terms"
+    assert partial["notes"][0] == "not checked: the target is partial, and many terms are valid"
     assert partial["notes"][1].startswith("torch refuses: RuntimeError: ")
     faults = {where: one["faults"] for where, one in report.items()}
     assert len(faults.pop("a.py:1 rows swapped")) == len(faults.pop("a.py:2 a term twice")) == 2, "on both ranks"
@@ -123,7 +123,7 @@ from shardweave.cli import replay, replay_ranks
 from shardweave.runtime.transports.select import NAMES
 
 def refused(*_):
-    raise RuntimeError("DTensor is asked")
+    raise RuntimeError("DTensor is called")
 
 replay_ranks.stock_redistribute_local_tensor = refused
 replay.ROUNDS = 1
@@ -138,8 +138,9 @@ for transport in NAMES:
 
 
 @pytest.mark.multi
-def test_every_transport_against_the_collectives_of_fsdp(tmp_path: Path) -> None:
-    """Both sides are right in each transport, and torch's is not DTensor where FSDP2 itself calls torch.distributed."""
+def test_fsdp_collectives_on_every_transport(tmp_path: Path) -> None:
+    """Both sides are right on each transport. For FSDP2's collectives, torch's side calls torch.distributed
+    directly."""
     rows = [Mesh((2,), ("dp",), ranks=ranks) for ranks in ([0, 2], [1, 3])]
     requests = [(mesh, *layouts) for layouts in FSDP_COLLECTIVES for mesh in ([GRID] if " " in layouts[0] else rows)]
     found = {Entry(mesh, None, (640,), "float32", *of, "FSDP", fsdp=True): Cost(1, 1) for mesh, *of in requests}
@@ -151,12 +152,12 @@ def test_every_transport_against_the_collectives_of_fsdp(tmp_path: Path) -> None
     for transport in NAMES:
         report = json.loads((tmp_path / f"{transport}.json").read_text())["redistributions"]
         by_layouts = {(one["source"], one["target"]): one for one in report}
-        assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is asked"]
+        assert by_layouts.pop(("S0 R", "R S0"))["notes"] == ["torch refuses: RuntimeError: DTensor is called"]
         assert by_layouts.keys() == FSDP_COLLECTIVES.keys()
         for layouts, one in by_layouts.items():
             assert one["torch_s"] > 0 and one["torch_is"] == f"torch.distributed's {FSDP_COLLECTIVES[layouts]}"
             assert one["shardweave_s"] > 0 and one["cold"] and not one["notes"] and not one["faults"]
-    assert "as FSDP2 does it: by torch.distributed's all_gather, reduce_scatter and all_reduce" in done.stdout
+    assert "as FSDP2 issues them: all_gather, reduce_scatter and all_reduce" in done.stdout
 
 
 SCRIPT = """
@@ -175,24 +176,24 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.multi
-def test_a_script_is_recorded_unchanged(tmp_path: Path) -> None:
+def test_record_runs_a_script_unchanged(tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
     done = command("record", "-o", trace, script, 3)
     assert done.returncode == 3, "the script's own status: " + done.stderr
     written = tmp_path / "trace.rank2.json"
     assert Trace.read(written).ended == "SystemExit: 3"
-    ((entry, cost),) = Trace.read(written).found.items()
+    ((entry, cost),) = Trace.read(written).redistributions.items()
     assert (entry.source, entry.target, entry.where, cost.calls) == ("S0", "S1", "script.py:10 <module>", 1)
-    # The group is gone by then that knows which ranks a part of a mesh has.
+    # The process group, which knows the ranks of a submesh, is destroyed by then.
     assert entry.mesh == Mesh((2,), ("tp",), ranks=[2, 3])
     done = command("replay", written)
     assert done.returncode == 0 and "Recorded by rank 2 of 4" in done.stdout
-    assert "what was to come: rank 2: SystemExit: 3" in done.stdout
+    assert "so the trace is incomplete: rank 2: SystemExit: 3" in done.stdout
 
 
 @pytest.mark.plan
-def test_what_was_recorded_is_told(
+def test_record_prints_a_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardweave.__main__ import main
@@ -205,11 +206,11 @@ def test_what_was_recorded_is_told(
     arguments = ["record", "-o", str(trace), str(script)]
     script.write_text("print('as it was')")
     assert main(arguments) == 0
-    said = capsys.readouterr()
-    assert said.out == "as it was\n"
-    assert said.err == (
-        f"record: {trace}: 0 distinct redistributions: the program asked DTensor for none, or processes that it "
-        f"started did\n"
+    output = capsys.readouterr()
+    assert output.out == "as it was\n"
+    assert output.err == (
+        f"record: {trace}: 0 distinct redistributions: the program redistributed no DTensor, or only in "
+        f"processes that it started\n"
     )
     script.write_text("raise ValueError('no')")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -219,24 +220,24 @@ def test_what_was_recorded_is_told(
             main(arguments)
     assert capsys.readouterr().err == (
         f"record: {tmp_path / 'trace.rank0.json'}: 0 distinct redistributions of rank 0 of 2: the program ended "
-        f"before: ValueError: no\n"
+        f"before the first one: ValueError: no\n"
     )
 
 
 @pytest.mark.plan
-def test_what_cannot_be_replayed(tmp_path: Path) -> None:
+def test_replay_refuses_invalid_traces(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(Trace("2.13.0", 4, (0,), ENTRIES).to_json())
     rows = len(distinct(Trace.read(trace)))
     with pytest.raises(ArgumentError, match=f"'nowhere' is in none of the {rows} redistributions of TRACE"):
         replay.run([trace], Options(only="nowhere"))
     for left_out, ended, says in (
-        ({}, None, "the program asked DTensor for none, or processes that it started did; allowed"),
+        ({}, None, "the program redistributed no DTensor, or only in processes that it started; allowed"),
         ({"symbolic shapes": 3}, None, "3 calls are left out: symbolic shapes; allowed"),
-        ({}, "ValueError: no", "the program ended before: rank 0: ValueError: no; allowed"),
+        ({}, "ValueError: no", "the program ended before the first one: rank 0: ValueError: no; allowed"),
     ):
         empty = Trace("2.13.0", 4, (0,), {}, left_out, ended=ended).write(tmp_path / "empty.json")
-        with pytest.raises(ArgumentError, match=f"TRACE: it holds no redistribution: {says}"):
+        with pytest.raises(ArgumentError, match=f"TRACE: it has no redistribution: {says}"):
             replay.run([empty], Options())
     for path in (tmp_path / "no" / "file.json", tmp_path):
         with pytest.raises(ArgumentError, match=f"--json: '{path}' cannot be written"):
@@ -246,7 +247,7 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
-def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ArgumentError, match="--device: 'cuda', and torch sees no GPU; allowed: cpu"):
         check_device("cuda", None, 2)
@@ -267,8 +268,8 @@ def test_devices_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
-def test_on_gpus(tmp_path: Path, transport: str) -> None:
-    """Processes that share a GPU, through symmetric memory; with NCCL a GPU each."""
+def test_replay_on_gpus(tmp_path: Path, transport: str) -> None:
+    """Processes that share a GPU use symmetric memory; with NCCL each has its own."""
     gpus = torch.cuda.device_count()
     if gpus < (1 if transport == "symmetric_memory" else 2):
         pytest.skip(f"{gpus} GPUs")

@@ -1,4 +1,4 @@
-"""What a replay shows."""
+"""The report of a replay."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ GRID = Mesh((2, 2), ("dp", "tp"))
 def case(where: str, shape: tuple[int, ...], calls: int, nbytes: int = 100, fsdp: bool = False) -> Case:
     layouts = ("P S0", "R S0") if fsdp else ("S0 S1", "S1 S0")
     entry = Entry(GRID, None, shape, "float32", *layouts, where, fsdp=fsdp)
-    (found,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(calls, nbytes)}))
-    return found
+    (cases,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(calls, nbytes)}))
+    return cases
 
 
 def replayed(of: Case, stock: float | None, ours: float, *notes: str) -> Replayed:
     return Replayed.of(of, () if stock is None else (stock,), (ours,), notes, (), True)
 
 
-def said(found: list[Replayed], trace: Trace, scaled: bool = False, left_out: str = "") -> str:
+def report(cases: list[Replayed], trace: Trace, scaled: bool = False, left_out: str = "") -> str:
     console = Console(width=240, record=True)
-    show_replayed(console, trace, found, scaled, "cpu", left_out)
+    show_replayed(console, trace, cases, scaled, "cpu", left_out)
     return console.export_text()
 
 
-def test_the_most_expensive_are_named_with_both_costs() -> None:
-    found = [
+def test_most_expensive_lines_have_both_costs() -> None:
+    cases = [
         replayed(case("a.py:1 f", (8, 130), 5), 2e-3, 1e-3),
         replayed(case("a.py:2 f", (8, 12), 1), 3e-3, 1e-4),
         replayed(case("a.py:3 f", (8, 14), 1, 9), None, 0.5),
         replayed(case("a.py:4 f", (8, 16), 1, 6), 5e-3, 6e-3),
     ]
-    # 5 calls of the first take longer than 1 of those that take longer each; what torch refuses counts by ours.
-    assert most_expensive(found, "", "torch refuses") == [
+    # Sorted by the time of all calls: 5 calls of the first. Where torch refuses, shardweave's time counts.
+    assert most_expensive(cases, "", "torch refuses") == [
         "\nThe 3 most expensive redistributions of a rank, all calls together:",
         " 1. S0 S1 → S1 S0 of float32[8, 14], a.py:3 f",
         "    1 call of 9 B: torch refuses, shardweave 500.00 ms",
@@ -50,36 +50,36 @@ def test_the_most_expensive_are_named_with_both_costs() -> None:
     ]
 
 
-def test_rounds_are_shown_with_their_spread() -> None:
+def test_times_are_shown_with_their_spread() -> None:
     trace = Trace("2.13.0", 4, (0, 2, 3), {}, ended="rank 1: ValueError: [no]")
     rounds = (3e-3, 1e-3, 2e-3, 5e-3, 4e-3)
     one = Replayed.of(case("[v2].py:1 f[/b]", (8, 130), 2), rounds, (1e-3,), (), (), False)
-    found = one.to_dict()
-    assert (found["torch_s"], found["torch_quartiles_s"]) == (3e-3, [2e-3, 4e-3])
-    assert (found["shardweave_s"], found["shardweave_quartiles_s"]) == (1e-3, [1e-3, 1e-3])
-    assert (found["cold"], found["torch_is"]) == (False, "DTensor") and quartiles(()) is None
-    text = said([one], trace)
+    cases = one.to_dict()
+    assert (cases["torch_s"], cases["torch_quartiles_s"]) == (3e-3, [2e-3, 4e-3])
+    assert (cases["shardweave_s"], cases["shardweave_quartiles_s"]) == (1e-3, [1e-3, 1e-3])
+    assert (cases["cold"], cases["torch_is"]) == (False, "DTensor") and quartiles(()) is None
+    text = report([one], trace)
     assert "3.000 ± 33% │" in text and "1.000 ±  0% │" in text and "│  warm" in text and "[v2].py:1 f[/b]" in text
-    assert "Recorded by ranks 0, 2-3 of 4: what rank 1 alone redistribute" in text and "FSDP2" not in text
-    assert "lacks what was to come: rank 1: ValueError: [no]\n" in text
+    assert "Recorded by ranks 0, 2-3 of 4: redistributions of rank 1 alone are missing" in text and "FSDP2" not in text
+    assert "incomplete: rank 1: ValueError: [no]\n" in text
     fsdp = replayed(case("FSDP sums x", (64,), 1, fsdp=True), None, 1e-3)
     assert fsdp.to_dict()["torch_is"] == "torch.distributed's all_reduce"
-    text = said([fsdp], Trace("2.13.0", 4, (0, 1, 2, 3), {}))
+    text = report([fsdp], Trace("2.13.0", 4, (0, 1, 2, 3), {}))
     assert "│  cold" in text and "as FSDP2 does it: by torch.distributed's all_gather" in text
-    assert "Recorded" not in text and "did not end well" not in text
+    assert "Recorded" not in text and "incomplete" not in text
 
 
-def test_what_is_scaled_or_left_out_is_said() -> None:
+def test_scaled_and_left_out_cases_are_stated() -> None:
     trace, whole = Trace("2.13.0", 4, (0,), {}), case("a.py:1 f", (800, 48), 3, 38400)
-    # Of the ranks off the diagonal all is new: a half of 100 rows, and of the 48 columns that stay.
+    # Ranks off the diagonal receive everything: a half of 100 rows, of the 48 columns that remain.
     scaled = replayed(whole.scaled(), 2e-3, 1e-3, "a note")
-    found = scaled.to_dict()
-    assert (found["shape"], found["bytes_received"]) == ((800, 48), 38400)
-    assert (found["replayed_shape"], found["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
-    text = said([scaled], trace, True, ", 3 left out by --only '[tp]'")
+    cases = scaled.to_dict()
+    assert (cases["shape"], cases["bytes_received"]) == ((800, 48), 38400)
+    assert (cases["replayed_shape"], cases["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
+    text = report([scaled], trace, True, ", 3 left out by --only '[tp]'")
     of = " (sizes an eighth), of 1 replayed, 3 left out by --only '[tp]'"
     assert text.startswith("1 redistribution (sizes an eighth), 3 left out by --only '[tp]'")
     assert f"{of}: torch 6.0 ms, shardweave 3.0 ms" in text and f"of a rank, all calls together{of}:\n" in text
     assert "3 calls of 4.688 KiB" in text and text.count("[100, 48]") == 3 and "800" not in text
-    text = said([replayed(whole, 2e-3, 1e-3)], trace)
+    text = report([replayed(whole, 2e-3, 1e-3)], trace)
     assert "eighth" not in text and "3 calls of 37.5 KiB" in text and text.count("[800, 48]") == 2

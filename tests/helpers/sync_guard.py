@@ -130,7 +130,7 @@ class SyncGuard:
 
     def __enter__(self) -> SyncGuard:
         # What a redistribution does is not one operator to this mode.
-        self._count, local._active_modes = local._active_modes, lambda: 0
+        self._count, local.count_dispatch_modes = local.count_dispatch_modes, lambda: 0
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -138,6 +138,6 @@ class SyncGuard:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(kind, error, trace)
-        local._active_modes = self._count
+        local.count_dispatch_modes = self._count
         if self._first is not None and error is None:
             raise self._first

@@ -12,49 +12,52 @@ from shardweave.runtime.statistics import Statistics, Summary
 pytestmark = pytest.mark.plan
 
 
-def described(text: str, told: list[str]) -> Callable[[], Summary]:
+def summary_of(text: str, summaries_read: list[str]) -> Callable[[], Summary]:
     def summary() -> Summary:
-        told.append(text)
+        summaries_read.append(text)
         return text, len(text), None
 
     return summary
 
 
-def test_what_is_counted_is_described_once_and_when_it_is_read() -> None:
-    stats, told = Statistics(), list[str]()
-    called, idle = (stats.kind(n, "here", described(f"request {n}", told)) for n in range(2))
-    assert stats.kind(0, "here", described("another", told)) is called is not idle
+def test_summary_is_made_once_when_read() -> None:
+    stats, summaries_read = Statistics(), list[str]()
+    called, idle = (stats.kind(n, "here", summary_of(f"request {n}", summaries_read)) for n in range(2))
+    assert stats.kind(0, "here", summary_of("another", summaries_read)) is called is not idle
     called.calls += 1
-    assert told == []
+    assert summaries_read == []
     for _ in range(2):
         (((text, transport), kind),) = stats.redistributions.items()
         assert (text, transport, kind.calls, kind.bytes_received) == ("request 0", "here", 1, 9) and kind is called
-    assert told == ["request 0"]
+    assert summaries_read == ["request 0"]
     stats.reset()
     assert not stats.redistributions
     called.calls += 2
-    assert stats.redistributions == {("request 0", "here"): called} and told == ["request 0"]
+    assert stats.redistributions == {("request 0", "here"): called} and summaries_read == ["request 0"]
 
 
-def test_requests_that_read_alike_are_counted_together() -> None:
-    stats, told = Statistics(), list[str]()
-    kinds = [stats.kind(n, transport, described("alike", told)) for n, transport in enumerate(["a", "a", "b", "a"])]
+def test_requests_of_the_same_text_share_an_entry() -> None:
+    stats, summaries_read = Statistics(), list[str]()
+    kinds = [
+        stats.kind(n, transport, summary_of("alike", summaries_read))
+        for n, transport in enumerate(["a", "a", "b", "a"])
+    ]
     for n, kind in enumerate(kinds, 1):
         kind.calls, kind.milliseconds = n, n / 2
-    found = stats.redistributions
-    assert {key: (kind.calls, kind.milliseconds) for key, kind in found.items()} == {
+    entries = stats.redistributions
+    assert {key: (kind.calls, kind.milliseconds) for key, kind in entries.items()} == {
         ("alike", "a"): (7, 3.5),
         ("alike", "b"): (3, 1.5),
     }
     assert [kind.calls for kind in kinds] == [1, 2, 3, 4]
-    assert list(found) == [("alike", "a"), ("alike", "b")]  # what took longest first
+    assert list(entries) == [("alike", "a"), ("alike", "b")]  # the most time first
 
 
-def test_of_very_many_redistributions_the_last_share_their_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_MOST_KINDS", 3)
-    stats, told = Statistics(), list[str]()
+def test_redistributions_beyond_the_limit_share_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_MAX_KINDS", 3)
+    stats, summaries_read = Statistics(), list[str]()
     for n in (*range(6), 1, 4):
-        stats.kind(n, "here", described(f"request {n}", told)).calls += 1
+        stats.kind(n, "here", summary_of(f"request {n}", summaries_read)).calls += 1
     counts = {text: kind.calls for (text, _), kind in stats.redistributions.items()}
     assert counts == {"request 0": 1, "request 1": 2, "request 2": 1, "others": 4}
-    assert sorted(told) == ["request 0", "request 1", "request 2"]
+    assert sorted(summaries_read) == ["request 0", "request 1", "request 2"]

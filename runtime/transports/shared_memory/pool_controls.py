@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....errors import ArgumentError
-from ...cache import forget_dead_groups
-from ...environment import pool_limit_asked_for
+from ...environment import requested_pool_limit
+from ...process_group_cache import forget_dead_groups
 from .allocator import DEFAULT_LIMIT, allocators
 
 _limit: int | None = None  # by `set_pool_limit`
@@ -41,7 +41,7 @@ def pool_limit() -> int | None:
     Raises:
         ArgumentError: SHARDWEAVE_POOL_LIMIT is not a number of bytes.
     """
-    return pool_limit_asked_for() if _limit is None else _limit
+    return requested_pool_limit() if _limit is None else _limit
 
 
 def set_pool_limit(nbytes: int | None) -> None:
@@ -64,7 +64,7 @@ def set_pool_limit(nbytes: int | None) -> None:
     global _limit
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
         raise ArgumentError(f"nbytes: {nbytes!r}; allowed: a whole number of bytes, or None")
-    limit = pool_limit_asked_for() if nbytes is None else nbytes
+    limit = requested_pool_limit() if nbytes is None else nbytes
     _limit = nbytes
     for allocator in list(allocators):
         allocator.set_limit(limit)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ....errors import TransportError
-from ...environment import segments_asked_for
+from ...environment import requested_segments
 
 NAMED_FOLDER = "/dev/shm"
 _serial = itertools.count(1)
@@ -35,7 +35,7 @@ def uses_names() -> bool:
     Raises:
         ArgumentError: SHARDWEAVE_SEGMENTS is neither "anonymous" nor "named".
     """
-    if (requested := segments_asked_for()) is not None:
+    if (requested := requested_segments()) is not None:
         return requested == "named"
     # It belongs to root in processes that are not dumpable.
     return os.stat("/proc/self/fd").st_uid != os.geteuid()

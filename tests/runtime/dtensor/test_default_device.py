@@ -1,4 +1,4 @@
-"""torch's default device is the caller's affair: nothing of the library follows it."""
+"""The library ignores torch's default device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = [
 
 
 def layer(d, tokens: list, rounds: int = 2) -> list[torch.Tensor]:
-    """Results and gradients of all ranks of a dispatcher that takes lists."""
+    """Results and gradients of all ranks of a virtual dispatcher."""
     found = []
     for _ in range(rounds):
         xs, weights = [
@@ -44,7 +44,7 @@ def layer(d, tokens: list, rounds: int = 2) -> list[torch.Tensor]:
 
 
 class Listed:
-    """A dispatcher of one rank behind lists."""
+    """A dispatcher of one rank with the interface of a virtual one."""
 
     def __init__(self, d: TokenDispatcher) -> None:
         self.d, self.check = d, d.check
@@ -77,12 +77,12 @@ def everything(rank: int, default: str) -> list[list]:
 
 
 @pytest.mark.multi
-def test_ranks_do_not_follow_the_default_device():
+def test_ranks_ignore_the_default_device():
     assert run_ranks(everything, 2, "meta") == run_ranks(everything, 2, "cpu")
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_virtual_ranks_do_not_follow_it_either(one_sided):
+def test_virtual_ranks_ignore_the_default_device(one_sided):
     tokens = [given(rank) for rank in range(3)]
     want = layer(VirtualTokenDispatcher(3, **SETTINGS, one_sided=one_sided), tokens)
     with torch.device("meta"):
@@ -91,8 +91,8 @@ def test_virtual_ranks_do_not_follow_it_either(one_sided):
 
 
 @pytest.mark.plan
-def test_what_makes_tensors_says_where():
-    """Of a GPU as the default a machine without one has nothing to show."""
+def test_runtime_passes_a_device_to_every_factory():
+    """Static check, since a machine without GPU cannot run with a GPU as the default device."""
     makers = {"zeros", "empty", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "linspace", "eye"}
     silent = []
     for path in [*ROOT.glob("runtime/*.py"), *ROOT.glob("kernels/*.py")]:
@@ -105,7 +105,7 @@ def test_what_makes_tensors_says_where():
     assert not silent
 
 
-def test_a_copy_of_a_model_meets_by_the_same_dispatcher():
+def test_copied_model_shares_the_dispatcher():
     d = VirtualTokenDispatcher(2, **SETTINGS)
     module = torch.nn.Linear(2, 2)
     module.dispatcher = d

@@ -1,4 +1,4 @@
-"""Redistributions under dispatch modes: selective activation checkpointing, modes that count, those left to torch."""
+"""Redistributions under dispatch modes: selective activation checkpointing, counting modes, delegation to torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that nobody knows."""
+    """An unknown mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +91,13 @@ class Model(torch.nn.Module):
             if self.contexts is None:
                 x = block(x)
             else:
-                # To the region's end, as torchtitan does: else what comes last is never recomputed.
+                # Checkpoint to the end of the region, as torchtitan does: otherwise its last part is never recomputed.
                 x = checkpoint(block, x, use_reentrant=False, context_fn=self.contexts, early_stop=False)
         return x
 
 
 def every_second_matmul() -> Callable[..., CheckpointPolicy]:
-    """As torchtitan's default: reduce-scatters, and matmuls but every second."""
+    """torchtitan's default policy: save reduce-scatters and every other matmul."""
     count = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -124,14 +124,14 @@ SAVED: dict[str, Callable[[], Any]] = {
 
 
 class Step(NamedTuple):
-    """Of a training step: the loss and the gradients, and the bytes of collectives' results that regions saved."""
+    """The results of a training step: loss and gradients, and the bytes of collectives' results that regions saved."""
 
     values: list[torch.Tensor]
     saved_bytes: int
 
 
 def trained(mesh: DeviceMesh, saved: str | None, forward: Any = _NONE, backward: Any = _NONE) -> Step:
-    """A step, with forward and backward each in a context."""
+    """A training step, with forward and backward each in a context."""
     regions: list[Any] = []
 
     def contexts() -> Any:
@@ -167,7 +167,7 @@ def same(a: Step, b: Step) -> bool:
 
 
 def exchanges() -> int:
-    """Programs carried out in which this rank received something."""
+    """The number of programs that were carried out and in which this rank received something."""
     return sum(kind.calls for kind in shardweave.stats().redistributions.values() if kind.bytes_received)
 
 
@@ -180,13 +180,13 @@ def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
     with shardweave.installed():
         plain = trained(mesh, None)
     fewest = exchanges()
-    # Of two terms there is one sum.
+    # The sum of two terms does not depend on the order.
     assert same(plain, torchs_plain) if dist.get_world_size() == 2 else close(plain, torchs_plain)
     recomputed = {"nothing": 4, "matmuls": 4, "waits": 4} | dict.fromkeys(
         ("reduce-scatters", "all-gathers", "as torchtitan", "by bool"), 2
     )
     for saved in policies:
-        # Below the region's own mode, so that it sees what the region carries out.
+        # Below the region's own mode, so that it sees the calls of the region.
         with Recorder() as seen:
             stock = trained(mesh, saved)
         stats.reset()
@@ -194,8 +194,8 @@ def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
             ours = trained(mesh, saved)
         assert same(stock, torchs_plain) and same(ours, plain), saved
         assert not stats.delegations, (saved, stats.delegations)
-        # What waits for a collective is none, and is not asked about: torch saves it, and issues the collective again.
-        # What torch saves of uneven shards is padded.
+        # Policies are not called for waits: torch saves the wait, and issues the collective again.
+        # torch saves uneven shards padded.
         if saved == "waits" or 8 % dist.get_world_size():
             assert ours.saved_bytes <= stock.saved_bytes, saved
         else:
@@ -208,13 +208,13 @@ def checkpointed(rank: int, policies: tuple[str, ...]) -> None:
     ("size", "transport"),
     [(2, "shared_memory"), (4, "shared_memory"), pytest.param(3, "process_group", marks=pytest.mark.long)],
 )
-def test_selective_checkpointing_saves_and_recomputes_as_stock_does(size: int, transport: str) -> None:
+def test_selective_checkpointing_saves_and_recomputes_like_torch(size: int, transport: str) -> None:
     policies = {2: ("nothing", "all-gathers", "as torchtitan", "waits"), 3: tuple(SAVED), 4: ("both", "as torchtitan")}
     run_ranks(checkpointed, size, policies[size], environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
 def forward_under_other_modes(rank: int, saved: str) -> None:
-    """Recomputing does what forward did, whatever is active then."""
+    """Recomputation repeats the forward, whatever modes are active then."""
     mesh = init_device_mesh("cpu", (2,))
     stats, plain = shardweave.stats(), trained(mesh, None)
     with shardweave.installed():
@@ -228,17 +228,17 @@ def forward_under_other_modes(rank: int, saved: str) -> None:
             stats.reset()
             assert same(trained(mesh, saved, forward, backward), plain)
             if left:
-                # In forward explicitly, and the same again in backward.
+                # Explicitly in forward, and again in backward.
                 assert stats.delegations.total() >= 2 * left, (saved, stats.delegations)
             elif isinstance(backward, Recorder):
-                # What backward asks for by itself is left to torch, not what it recomputes.
+                # Backward's own redistributions are left to torch; recomputed ones are not.
                 before = stats.delegations.total()
                 stats.reset()
                 trained(mesh, None, _NONE, Recorder())
                 assert stats.delegations.total() == before
             else:
                 assert not stats.delegations
-    # Forward by torch alone, and what it recomputes as well.
+    # Torch alone carries out the forward and the recomputation.
     stats.reset()
     assert same(trained(mesh, saved, backward=shardweave.installed()), plain)
     reasons = stats.delegations
@@ -248,12 +248,12 @@ def forward_under_other_modes(rank: int, saved: str) -> None:
 
 
 @pytest.mark.parametrize("saved", ("nothing", "both", "as torchtitan"))
-def test_recomputing_does_what_forward_did(saved: str) -> None:
+def test_recomputation_repeats_the_forward(saved: str) -> None:
     run_ranks(forward_under_other_modes, 2, saved)
 
 
 def sharded_as_well(rank: int) -> None:
-    """Tensor parallelism, checkpointed blocks, and FSDP2 around them: as torchtitan lays them."""
+    """Tensor parallelism, checkpointed blocks and FSDP2 around them, as in torchtitan."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     stats = shardweave.stats()
 
@@ -279,7 +279,7 @@ def sharded_as_well(rank: int) -> None:
     for saved in (None, "nothing", "as torchtitan"):
         stats.reset()
         for a, b in zip(gradients(saved, True), plain, strict=True):
-            assert torch.equal(a, b), saved  # of two terms there is one sum
+            assert torch.equal(a, b), saved  # the sum of two terms does not depend on the order
         assert stats.calls and not stats.delegations, stats.delegations
 
 
@@ -288,7 +288,7 @@ def test_fsdp_around_selectively_checkpointed_blocks() -> None:
 
 
 def some_left_to_torch(rank: int) -> None:
-    """A region in which torch carries some redistributions out: what is saved is found again by the right ones."""
+    """A region in which torch carries out some redistributions: each finds its own saved result."""
     mesh = init_device_mesh("cpu", (2,))
 
     def region(x: DTensor, y: DTensor) -> torch.Tensor:
@@ -315,12 +315,12 @@ def some_left_to_torch(rank: int) -> None:
     assert "smaller than install(min_bytes=)" in shardweave.stats().delegations
 
 
-def test_regions_in_which_torch_carries_some_out() -> None:
+def test_checkpointed_regions_with_delegations() -> None:
     run_ranks(some_left_to_torch, 2)
 
 
 def questions(x: DTensor, target: tuple[Placement, ...]) -> list[tuple]:
-    """The collectives that a policy is asked about, with their arguments."""
+    """The collectives that a policy is called with, and their arguments."""
     found = []
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -336,8 +336,8 @@ def questions(x: DTensor, target: tuple[Placement, ...]) -> list[tuple]:
     return found
 
 
-def asked(rank: int) -> None:
-    """What a policy is asked: as by stock."""
+def policy_arguments(rank: int) -> None:
+    """Policies are called with the same arguments as by torch."""
     line, plane = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     pairs = [
         (line, (S0,), (R,)),
@@ -361,8 +361,8 @@ def asked(rank: int) -> None:
     assert not shardweave.stats().delegations
 
 
-def test_policies_are_asked_for_the_collectives_of_stock() -> None:
-    run_ranks(asked, 4)
+def test_policies_receive_torch_collectives() -> None:
+    run_ranks(policy_arguments, 4)
 
 
 def what_modes_see(rank: int) -> None:
@@ -388,7 +388,7 @@ def what_modes_see(rank: int) -> None:
             after = memory.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
             assert after - before == 12 * 4 and kept.full_tensor().equal(x.full_tensor())
         assert stats.calls.total() >= 4 and not stats.delegations
-        # What a mode is given is whole.
+        # Modes see complete tensors.
         with create_selective_checkpoint_contexts([])[0]:
             assert type(x.redistribute(placements=[R], async_op=True)._local_tensor) is torch.Tensor
             average = DTensorSpec(mesh, (Partial("avg"),), TensorMeta((6, 2), (2, 1), torch.float32))
@@ -410,13 +410,13 @@ def what_modes_see(rank: int) -> None:
         "FakeTensorMode replaces tensors",
         "Recorder is a dispatch mode not known",
     }
-    # What programs do not carry is told through a mode as without one.
+    # Unsupported requests raise under a mode as without one.
     stats.reset()
     bits = DTensor.from_local(torch.tensor([3 << rank], dtype=torch.int32), mesh, (Partial("band"),), run_check=False)
     with shardweave.installed(), create_selective_checkpoint_contexts([])[0]:
         assert bits.redistribute(placements=[R]).to_local().tolist() == [2]
     assert [reason[:17] for reason in stats.delegations] == ["placement P(band)"]
-    # Asked for by name it is shardweave's under any mode, which sees it as one operator.
+    # shardweave.redistribute itself is never delegated: any mode sees one operator.
     with Recorder() as seen:
         assert shardweave.redistribute(x, [S1]).full_tensor().equal(x.full_tensor())
     assert seen.seen["shardweave.redistribute.default"] == 1
@@ -429,7 +429,7 @@ def what_modes_see(rank: int) -> None:
     assert not seen.seen and out.tolist() == [0, 0, 1, 1]
 
 
-def test_what_each_mode_sees() -> None:
+def test_operators_seen_by_each_dispatch_mode() -> None:
     run_ranks(what_modes_see, 2)
 
 
@@ -457,7 +457,7 @@ def logged(rank: int) -> list[tuple[str, str]]:
     return lines
 
 
-def test_what_is_left_to_torch_is_logged_once_for_each_reason() -> None:
+def test_delegations_are_logged_once_per_reason() -> None:
     first, second = run_ranks(logged, 2)
     assert [level for level, _ in first] == ["INFO", "WARNING", "INFO"]
     assert [level for level, _ in second] == ["DEBUG"] * 3

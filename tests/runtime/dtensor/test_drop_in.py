@@ -1,4 +1,4 @@
-"""`install()` and what torch does without it: wrong data, lost orders, dtypes, policies, watchers, counts."""
+"""`install()` against torch without it: wrong data, lost orders, dtypes, options, observers, counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 
 pytestmark = pytest.mark.multi
-TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether stock is differentiable twice
+TWICE = hasattr(torch_redistribute, "NestedRedistribute")  # whether torch's own is differentiable twice
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
@@ -32,7 +32,7 @@ def whole(*shape: int) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, mesh: DeviceMesh, order: dict[int, tuple[int, ...]]) -> torch.Tensor:
-    """This rank's shard by torch.chunk, tensor dim by tensor dim in order."""
+    """This rank's shard, by torch.chunk in the order of the cuts."""
     coordinate = mesh.get_coordinate()
     for dim, mesh_dims in order.items():
         for m in mesh_dims:
@@ -42,7 +42,7 @@ def cut(x: torch.Tensor, mesh: DeviceMesh, order: dict[int, tuple[int, ...]]) ->
 
 
 def held(x: torch.Tensor, mesh: DeviceMesh, placements: Any, order: dict[int, tuple[int, ...]]) -> DTensor:
-    """A DTensor from slices; no redistribution makes it."""
+    """A DTensor made by slicing, without redistribution."""
     meta = TensorMeta(x.shape, x.stride(), x.dtype)
     entries = tuple((d, order[d]) for d in sorted(order))
     spec = DTensorSpec(mesh, tuple(placements), meta)
@@ -57,9 +57,9 @@ def right(got: DTensor, x: torch.Tensor, order: dict[int, tuple[int, ...]]) -> b
 
 
 def on_all_ranks(fine: bool) -> bool:
-    said = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(said, fine)
-    return all(said)
+    flags = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(flags, fine)
+    return all(flags)
 
 
 def uneven_nested_gather(mesh: DeviceMesh, n: int) -> bool:
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "another mesh": (another_mesh,),
     "another order, the same placements": (order_only,),
 }
-if torch.__version__ >= "2.12":  # before, DTensor refused such views
+if torch.__version__ >= "2.12":  # earlier versions of DTensor refused such views
     CASES["a view's strided shard"] = (flattened_view,)
 
 
@@ -143,7 +143,7 @@ def tried(rank: int, name: str, ours: bool) -> str:
         shardweave.install()
     try:
         fine = function(mesh, *arguments)
-    except Exception as error:  # what stock raises is of many kinds
+    except Exception as error:  # torch raises many types
         if ours:
             raise
         return type(error).__name__
@@ -151,18 +151,18 @@ def tried(rank: int, name: str, ours: bool) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_torch_gets_wrong(name: str) -> None:
-    """Each is wrong, or refused, on some rank without shardweave: if torch is mended, this says so."""
+def test_cases_that_torch_gets_wrong(name: str) -> None:
+    """Each case is wrong or refused on some rank without shardweave. The test fails when torch fixes one."""
     assert run_ranks(tried, 4, name, True) == ["right"] * 4
     stock = run_ranks(tried, 4, name, False)
-    assert stock != ["right"] * 4, "torch is right here now: move the case to the tests of what both do"
+    assert stock != ["right"] * 4, "torch is right now: move the case to the tests against torch"
 
 
 def all_arguments(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     x = whole(6, 4)
     source = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)})
-    # Orders alone, with placements left out.
+    # Shard orders without placements.
     nested = held(x, mesh, (S0, S0), {0: (0, 1)})
     assert right(shardweave.redistribute(nested, shard_order={0: (1, 0)}), x, {0: (1, 0)})
     # Dtypes.
@@ -174,14 +174,16 @@ def all_arguments(rank: int) -> None:
     pointer = out._local_tensor.data_ptr()
     assert shardweave.redistribute(source, (R, S1), out=out) is out
     assert right(out, x, {1: (1,)}) and out._local_tensor.data_ptr() == pointer
-    # Of any strides that keep its elements apart: steps of 2 and 5 that lie within each other, say.
+    # Any strides without overlap, such as interleaved steps of 2 and 5.
     apart = torch.zeros(30).as_strided((6, 2), (2, 5))
     wide = DTensor(apart, out._spec, requires_grad=False)
     assert right(shardweave.redistribute(source, (R, S1), out=wide), x, {1: (1,)})
     for strides in ((0, 1), (1, 0), (1, 1), (2, 4), (1, 5), (3, 15)):
         room = torch.full((40,), -1.0)
         local = room.as_strided((6, 2), strides)
-        with pytest.raises(ArgumentError, match=r"out: its local tensor is \[6, 2\] with strides .*a place of its own"):
+        with pytest.raises(
+            ArgumentError, match=r"out: its local tensor is \[6, 2\] with strides .*no two elements in the same memory"
+        ):
             shardweave.redistribute(source, (R, S1), out=DTensor(local, out._spec, requires_grad=False))
         assert (room == -1).all()
     for wrong, text in (
@@ -197,12 +199,12 @@ def all_arguments(rank: int) -> None:
         shardweave.redistribute(held(x, mesh, (S0, R), {0: (0,)}).requires_grad_(), (R, S1), out=out)
 
 
-def test_arguments_that_torch_has_not() -> None:
+def test_redistribute_arguments_without_torch_equivalent() -> None:
     run_ranks(all_arguments, 4)
 
 
 def gradients(rank: int, ours: bool) -> list[Any]:
-    """What stock and installed do in backward, and twice: dtypes, placements, values."""
+    """Dtypes, placements and values of first and second gradients."""
     mesh = init_device_mesh("cpu", (2, 2))
     found: list[Any] = []
     x = whole(6, 4) / 8
@@ -230,7 +232,7 @@ def gradients(rank: int, ours: bool) -> list[Any]:
     return found
 
 
-def test_gradients_are_those_of_stock() -> None:
+def test_gradients_match_torch() -> None:
     stock, ours = run_ranks(gradients, 4, False), run_ranks(gradients, 4, True)
     assert stock == ours and len(stock[0]) == (20 if TWICE else 11)
 
@@ -243,12 +245,12 @@ def order_of_gradients(rank: int) -> None:
             d = held(x, mesh, (S0, S0), {0: (1, 0)}).requires_grad_()
             y = use(d)
             (y * y).sum().backward()
-        # Autograd detaches it, and what torch detaches is in the default order by its spec.
+        # Autograd detaches the gradient, and torch's detach resets the order in the spec.
         assert d.grad.placements == (S0, S0) and d.grad._spec.shard_order[0].mesh_dims == (0, 1)
         assert right(d.grad, 2 * x, {0: (0, 1)})
 
 
-def test_a_gradient_holds_what_its_spec_says() -> None:
+def test_gradient_data_matches_its_spec() -> None:
     run_ranks(order_of_gradients, 4)
 
 
@@ -258,7 +260,7 @@ def policies(rank: int) -> None:
     stats = shardweave.stats()
 
     def redistribute_forward(**policy: Any) -> list[int]:
-        """Redistributions carried out of a large tensor, a small one, and a large one on the other mesh."""
+        """The redistributions carried out for a large tensor, a small one, and a large one on the other mesh."""
         counts = []
         for value, on in ((x, mesh), (x[:2], mesh), (x, line)):
             source = distribute_tensor(value, on, [S0] * on.ndim, src_data_rank=None)
@@ -282,7 +284,7 @@ def policies(rank: int) -> None:
     assert not shardweave.is_installed()
 
 
-def test_policies_by_size_and_mesh() -> None:
+def test_install_min_bytes_and_only() -> None:
     run_ranks(policies, 4)
 
 
@@ -312,7 +314,7 @@ def counted(rank: int) -> None:
     assert stats.ignored == {"use_graph_based_transform": 1}
 
 
-def test_each_redistribution_is_counted_and_timed() -> None:
+def test_stats_count_and_time_each_redistribution() -> None:
     run_ranks(counted, 4)
 
 
@@ -349,10 +351,10 @@ def watched(rank: int) -> dict[str, int]:
     return dict(stats.delegations)
 
 
-def test_watchers_see_what_they_would() -> None:
+def test_debug_modes_see_torch_collectives() -> None:
     for delegations in run_ranks(watched, 4):
         modes = {f"{name} reports torch's own collectives" for name in ("CommDebugMode", "DebugMode")}
-        # torch 2.11 traces with tensors of its own only.
+        # torch 2.11 traces its own tensors only.
         tracing = {"torch.compile is tracing", "local tensor is a FakeTensor", "local tensor is a FunctionalTensor"}
         assert modes <= set(delegations) <= modes | tracing and set(delegations) & tracing
 
@@ -361,7 +363,7 @@ def delegated_otherwise(rank: int) -> None:
     shardweave.stats().delegations["something new"] += 1
 
 
-def test_a_new_kind_of_delegation_fails_any_test() -> None:
+def test_unexpected_delegations_fail_tests() -> None:
     with pytest.raises(AssertionError, match="not listed: .'something new'"):
         run_ranks(delegated_otherwise, 2)
 
@@ -397,7 +399,7 @@ def ordered(rank: int) -> None:
         shardweave.ordered_redistribute_local_tensor(x, DTensorSpec(mesh, (S0, S0)), spec)
 
 
-def test_local_tensors_in_device_orders() -> None:
+def test_ordered_redistribute_local_tensor() -> None:
     run_ranks(ordered, 4)
 
 
@@ -407,7 +409,7 @@ def waited_for_later(rank: int, transport: str) -> None:
     source = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)})
     partial = DTensor.from_local(x + rank % 2, mesh, (R, Partial()), run_check=False)
     summed = 2 * x + 1
-    wanted = (
+    targets = (
         (source, (S1, S0), x, {1: (0,), 0: (1,)}),
         (source, (R, R), x, {}),
         (partial, (R, S0), summed, {0: (1,)}),
@@ -416,25 +418,23 @@ def waited_for_later(rank: int, transport: str) -> None:
     with shardweave.installed():
         kept = []
         for turn in range(12):
-            x_, placements, value, order = wanted[turn % 4]
+            x_, placements, value, order = targets[turn % 4]
             y = x_.redistribute(placements=placements, async_op=True)
-            alone = (
-                turn % 4 == 0 and rank in (0, 3) and transport == "process_group"
-            )  # has all it needs, and no message
+            alone = turn % 4 == 0 and rank in (0, 3) and transport == "process_group"  # needs no message
             assert type(y._local_tensor) is (torch.Tensor if alone else AsyncCollectiveTensor)
-            if turn % 3 == 0:  # at once, or after others have begun, or not at all
+            if turn % 3 == 0:  # wait at once, after others have begun, or never
                 assert right(y, value, order)
             elif turn % 3 == 1:
                 kept.append((y, value, order))
         for y, value, order in reversed(kept):
             local = y._local_tensor.view(-1) if turn % 2 else y._local_tensor
             assert local.sum() == cut(value, mesh, order).sum() and right(y, value, order)
-        # As input of the next redistribution, and of an op.
+        # As the input of the next redistribution and of an op.
         y = source.redistribute(placements=(R, S0), async_op=True)
         assert right(y.redistribute(placements=(S1, R)), x, {1: (0,)})
         y = source.redistribute(placements=(R, S0), async_op=True)
         assert (y * 2).full_tensor().equal(2 * x)
-        # Nothing to wait for where nothing is exchanged.
+        # Without an exchange there is nothing to wait for.
         whole_one = held(x, mesh, (R, R), {})
         assert type(whole_one.redistribute(placements=(S0, R), async_op=True)._local_tensor) is torch.Tensor
         z = held(x, mesh, (S0, S1), {0: (0,), 1: (1,)}).requires_grad_()
@@ -445,14 +445,14 @@ def waited_for_later(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_what_is_begun_is_waited_for_when_it_is_used(transport: str) -> None:
+def test_async_result_waits_on_first_use(transport: str) -> None:
     run_ranks(waited_for_later, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
 def a_peer_that_never_comes(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2,))
     x = held(whole(4), mesh, (S0,), {0: (0,)})
-    for _ in range(3):  # from then on buffers are kept ready, and nobody is met before the last exchange
+    for _ in range(3):  # from then on buffers are ready, and the last exchange is the first meeting
         shardweave.redistribute(x, (R,))
     if rank == 1:
         return ""
@@ -461,11 +461,11 @@ def a_peer_that_never_comes(rank: int) -> str:
         y._local_tensor.wait()
     with pytest.raises((PeerError, MeetingTimeoutError)):
         shardweave.redistribute(x, (R,))
-    return "told"
+    return "raised"
 
 
-def test_what_is_begun_and_fails_is_told_when_it_is_waited_for() -> None:
-    assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["told", ""]
+def test_async_error_is_raised_by_wait() -> None:
+    assert run_ranks(a_peer_that_never_comes, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}) == ["raised", ""]
 
 
 def beside_messages_of_the_users_own(rank: int) -> None:
@@ -474,7 +474,7 @@ def beside_messages_of_the_users_own(rank: int) -> None:
     source = held(x, mesh, (S0,), {0: (0,)})
     for _ in range(2):
         mine, theirs = torch.full((n,), -7.0 - rank), torch.empty(n)
-        # Posted early on one side, late on the other, as pipeline schedules do.
+        # Posted early on one side and late on the other, as in pipeline schedules.
         posted = torch.distributed.irecv(theirs, 1) if rank == 0 else None
         assert "send and receive" in shardweave.explain(source, (R,))
         got = shardweave.redistribute(source, (R,))
@@ -486,7 +486,7 @@ def beside_messages_of_the_users_own(rank: int) -> None:
         assert right(got, x, {})
 
 
-def test_messages_do_not_mix_with_the_users_own() -> None:
+def test_messages_are_separate_from_user_collectives() -> None:
     run_ranks(beside_messages_of_the_users_own, 2, environment={"SHARDWEAVE_TRANSPORT": "process_group"})
 
 
@@ -494,14 +494,14 @@ def with_another_past(rank: int) -> None:
     first, second = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (2, 2))
     x = whole(4, 4)
     with shardweave.installed():
-        if rank == 0:  # what needs nobody else is nobody else's business
+        if rank == 0:  # local-only calls need no peers
             held(x, second, (R, R), {}).redistribute(placements=(R, S0))
             shardweave.explain(held(x, second, (R, S0), {0: (1,)}), (R, R))
         for mesh in (first, second, first):
             assert right(held(x, mesh, (R, S0), {0: (1,)}).redistribute(placements=(R, S1)), x, {1: (1,)})
 
 
-def test_ranks_with_another_past_choose_the_same_groups() -> None:
+def test_ranks_with_different_histories_choose_the_same_groups() -> None:
     run_ranks(with_another_past, 4, environment={"SHARDWEAVE_TRANSPORT": "process_group", "SHARDWEAVE_TIMEOUT": "20"})
 
 
@@ -526,7 +526,7 @@ def between_meshes(rank: int) -> None:
                         source.redistribute(target, (R,))
 
 
-def test_tensors_of_any_dims_go_to_another_mesh() -> None:
+def test_other_mesh_with_any_number_of_dims() -> None:
     run_ranks(between_meshes, 4)
 
 
@@ -543,5 +543,5 @@ def refused_meanwhile(rank: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_what_is_refused_leaves_what_has_begun_alone(transport: str) -> None:
+def test_refused_call_keeps_the_pending_one(transport: str) -> None:
     run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_TRANSPORT": transport})

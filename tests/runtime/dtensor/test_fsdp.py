@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
 
 
 def in_order(inputs: list[torch.Tensor], op: Any) -> torch.Tensor:
-    """Sums in the order of the list, 16-bit floats in float32, rounded once."""
+    """Sum in the order of the list, 16-bit floats in float32, rounded once."""
     wide = [x.float() if x.dtype.itemsize == 2 else x for x in inputs]
     total = wide[0].clone()
     for x in wide[1:]:
@@ -45,7 +45,7 @@ def in_order(inputs: list[torch.Tensor], op: Any) -> torch.Tensor:
 
 
 class InOrder(DefaultReduceScatter):
-    """What our reduce-scatter is to do, bit for bit, from a gather of everything."""
+    """The expected result of shardweave's reduce-scatter, bitwise, from a gather of all inputs."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
         everything = input_tensor.new_empty(group.size(), group.size(), output_tensor.numel())
@@ -64,7 +64,7 @@ def shard(mesh: DeviceMesh, policy: MixedPrecisionPolicy, sum_only: bool = False
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            # gloo has no AVG and no PREMUL_SUM: FSDP itself divides then.
+            # gloo has no AVG and no PREMUL_SUM, so FSDP itself divides.
             part.set_force_sum_reduction_for_comms(sum_only)
             if factor is not None:
                 part.set_gradient_divide_factor(factor)
@@ -88,7 +88,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, batches: list[list[torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The gradients and parameters of each step; each has batches whose losses are averaged."""
+    """The gradients and parameters after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for some in batches:
@@ -104,7 +104,7 @@ def train(model: torch.nn.Module, batches: list[list[torch.Tensor]]) -> list[dic
 
 
 def difference(found: list[dict], expected: list[dict]) -> float:
-    """The largest, relative to the largest value of its tensor."""
+    """The largest difference, relative to the largest value of its tensor."""
     pairs = [(a[name].double(), b[name].double()) for a, b in zip(found, expected, strict=True) for name in b]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
@@ -130,27 +130,27 @@ def train_all_ways(rank: int, shape: tuple[int, ...], low: bool) -> tuple[dict[s
 @pytest.mark.parametrize("low", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("shape", ((2,), (4,), (2, 2)), ids=str)
-def test_training_is_that_of_fsdp(shape: tuple[int, ...], transport: str, low: bool) -> None:
+def test_adapted_training_matches_fsdp(shape: tuple[int, ...], transport: str, low: bool) -> None:
     size = 2 if shape == (2,) else 4
     ends = run_ranks(train_all_ways, size, shape, low, environment={"SHARDWEAVE_TRANSPORT": transport})
     for calls, from_expected, from_stock, from_exact in ends:
         # A step gathers three modules forward and two backward (the root stays whole), and reduces three.
         assert calls == {transport: 8 * STEPS}
         assert from_expected == 0
-        # In a sum of two there is no order to differ in, and halves are exact.
+        # The sum of two terms does not depend on the order, and halving is exact.
         assert from_stock <= (0 if shape != (4,) else 2**-4 if low else 2**-20)
         assert from_exact <= (0.25 if low else 2**-20)
 
 
 def gradients_multiplied(rank: int) -> tuple[int, float]:
-    """FSDP passes PREMUL_SUM for a divide factor of one's own."""
+    """FSDP passes PREMUL_SUM for a gradient divide factor."""
     mesh, x = made_mesh((2,)), [[batch(rank, 0)]]
     stock = train(shard(mesh, MixedPrecisionPolicy(), sum_only=True, factor=3), x)
     ours = train(adapted(shard(mesh, MixedPrecisionPolicy(), factor=3)), x)
     return sum(shardweave.stats().calls.values()), difference(ours, stock)
 
 
-def test_a_factor_of_ones_own() -> None:
+def test_gradient_divide_factor() -> None:
     for calls, off in run_ranks(gradients_multiplied, 2):
         assert calls == 8
         assert off < 2**-20
@@ -160,7 +160,7 @@ def other_ways_through_fsdp(rank: int) -> None:
     mesh, x = made_mesh((2,)), batch(rank, 0)
     expected = made()(x)
     model = adapted(shard(mesh, MixedPrecisionPolicy()))
-    with torch.inference_mode():  # FSDP keeps buffers that only inference may write: a model of its own
+    with torch.inference_mode():  # a separate model, since FSDP keeps inference buffers
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
     model = adapted(shard(mesh, MixedPrecisionPolicy()))
@@ -172,7 +172,7 @@ def other_ways_through_fsdp(rank: int) -> None:
     model.set_reshard_after_forward(False)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
-    # Accumulating: only the last backward reduces.
+    # With gradient accumulation only the last backward reduces.
     before = sum(shardweave.stats().calls.values())
     accumulating, once = (adapted(shard(mesh, MixedPrecisionPolicy())) for _ in range(2))
     accumulating.set_requires_gradient_sync(False)
@@ -186,7 +186,7 @@ def other_ways_through_fsdp(rank: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_ways_through_fsdp(transport: str) -> None:
+def test_fsdp_options(transport: str) -> None:
     run_ranks(other_ways_through_fsdp, 2, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
@@ -202,12 +202,12 @@ def collectives_alone(rank: int, transport: str) -> None:
         whole = [torch.randn(size, n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in ranks]
         me = group.rank()
 
-        # In place, as FSDP gathers: the input is a view of the output.
+        # In place, as FSDP does: the input is a view of the output.
         out = gather.allocate((size * n,), dtype=dtype, device=here).fill_(float("nan"))
         part = out.narrow(0, n * me, n).copy_(whole[me][0])
         assert gather(output_tensor=out, input_tensor=part, group=group, async_op=True) is None
         assert torch.equal(out, torch.cat([x[0] for x in whole]))
-        # Memory of someone else's is written where it is.
+        # Outputs that were not allocated by `allocate` are written in place.
         theirs = torch.full((2 * size * n,), float("nan"), dtype=dtype)
         gather(theirs[size * n :], whole[me][0], group)
         assert torch.equal(theirs[size * n :], out)
@@ -234,7 +234,7 @@ def collectives_alone(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_collectives_alone(transport: str) -> None:
+def test_collectives_without_fsdp(transport: str) -> None:
     run_ranks(collectives_alone, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 
@@ -243,7 +243,7 @@ def one_rank(rank: int) -> float:
     return difference(train(adapted(shard(mesh, MixedPrecisionPolicy())), x), train(made(), x))
 
 
-def test_one_rank() -> None:
+def test_adapt_fsdp_on_one_rank() -> None:
     assert run_ranks(one_rank, 1) == [0]
 
 
@@ -251,7 +251,7 @@ def on_a_backend_without_transports(rank: int) -> str:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    for part, size in ((model[0], 1), (model[1], 2)):  # the first could be adapted
+    for part, size in ((model[0], 1), (model[1], 2)):  # the first alone could be adapted
         fully_shard(part, mesh=DeviceMesh("cpu", list(range(size))))
     before = comms_of(model)
     with pytest.raises(shardweave.UnsupportedError) as caught:
@@ -260,19 +260,19 @@ def on_a_backend_without_transports(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_backend_without_transports_is_refused_before_anything_is_adapted() -> None:
+def test_unsupported_backend_adapts_no_module() -> None:
     (message,) = run_ranks(on_a_backend_without_transports, 1)
     assert "module: '1'" in message and "fake" in message
 
 
 def comms_of(model: torch.nn.Module) -> list[Any]:
-    """By what each parameter group of FSDP2's communicates."""
+    """The collectives of each of FSDP2's parameter groups."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups]
     return [comm for group in groups for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
 
 
 class Block(torch.nn.Module):
-    """A layer for all ranks, and experts of which each rank of the mesh dim "ep" has its own."""
+    """A layer on all ranks, and experts that are sharded along the mesh dim "ep"."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -319,15 +319,15 @@ def parameters_on_several_meshes(rank: int) -> None:
     shardweave.adapt_fsdp(model)
     ours = comms_of(model)
     assert {type(comm) for comm in ours} == {shardweave.FSDPAllGather, shardweave.FSDPReduceScatter}
-    shardweave.adapt_fsdp(model[0])  # doing it twice is doing it once
+    shardweave.adapt_fsdp(model[0])  # a second call has no effect
     assert comms_of(model) == ours
     found = train(model, mine)
     # Five groups, gathered forward and backward and reduced.
     assert sum(shardweave.stats().calls.values()) == 15 * STEPS and not shardweave.stats().delegations
-    # Expert parallelism's own: compared shard by shard.
+    # Experts are compared shard by shard.
     assert difference(found, expected) == 0
 
-    # A part, then the rest; what has been set since stays.
+    # A part, then the rest. A collective that was set since is kept.
     shardweave.restore_fsdp(model[0])
     assert comms_of(model)[:4] == before[:4] and comms_of(model)[4:] == ours[4:]
     own = DefaultReduceScatter()
@@ -348,14 +348,14 @@ def test_modules_with_parameters_on_several_meshes_are_adapted_and_restored() ->
 
 
 def spread(values: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-    """The same elements in the same order with other strides; the memory between holds 99."""
+    """The same elements with other strides; the memory between them holds 99."""
     room = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 3
     x = values.new_full((max(room, 0) + 1,), 99).as_strided(shape, strides, offset)
     return x.copy_(values.view(shape))
 
 
 def same_order(v: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors whose elements are those of `v` [n], in its order, however they lie."""
+    """Tensors with the elements of `v` [n] in the same order, in various memory layouts."""
     n = len(v)
     found = {
         "contiguous": v.clone(),
@@ -377,7 +377,7 @@ def same_order(v: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whole ones, whose sums are exact."""
+    """Whole numbers, whose sums are exact."""
     draw = torch.Generator().manual_seed(17 * n + rank)
     if dtype.is_complex:
         return torch.complex(*(torch.randint(-9, 10, (n,), generator=draw).float() for _ in range(2))).to(dtype)
@@ -397,7 +397,7 @@ def however_tensors_lie(rank: int, transport: str) -> None:
         mine = same_order(numbers(rank, n, dtype)) | {"expanded": numbers(rank, 1, dtype).expand(n)}
         whole = same_order(numbers(rank, n * size, dtype))
         for turn in range(max(len(mine), len(whole), len(outputs(n * size, dtype)))):
-            # Every rank's lies in another way.
+            # Each rank has another memory layout.
             x = list(mine.values())[(turn + rank) % len(mine)]
             before, everything = x.clone(), torch.empty(n * size, dtype=dtype)
             dist.all_gather_into_tensor(everything, x.resolve_conj().resolve_neg().reshape(-1).contiguous())
@@ -418,14 +418,14 @@ def however_tensors_lie(rank: int, transport: str) -> None:
             scatter(out, x, group, dist.ReduceOp.SUM)
             assert torch.equal(out.reshape(-1), expected) and torch.equal(x, before), (n, dtype, turn)
 
-    # What another collective has not finished yet.
+    # The pending result of another collective.
     late = funcol.all_reduce(torch.full((2,), rank + 1.0), "sum", group)
     assert type(late) is funcol.AsyncCollectiveTensor
     out = torch.empty(2 * size)
     gather(out, late, group)
     assert (out == sum(range(1, size + 1))).all()
 
-    # Outputs that overlap their inputs, each rank's in another place.
+    # Outputs that overlap their inputs, differently on each rank.
     buffer = torch.full((4 * size + 8,), 99.0)
     for at in range(9):
         start = (at + rank) % 9
@@ -471,7 +471,7 @@ def strided_in_a_group_of_one(rank: int) -> None:
             assert torch.equal(out, expected)
 
 
-def test_collectives_of_strided_tensors_in_a_group_of_one() -> None:
+def test_strided_collectives_in_a_group_of_one() -> None:
     run_ranks(strided_in_a_group_of_one, 1)
 
 
@@ -488,16 +488,22 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
         (lambda: gather(out, DTensor.from_local(x, mesh), group), "input_tensor: a DTensor; allowed"),
         (lambda: gather(out.to("meta"), x, group), "output_tensor: torch.strided on meta"),
         (lambda: gather(out, x.to_sparse(), group), "input_tensor: torch.sparse_coo on cpu"),
-        (lambda: gather(torch.zeros(1).expand(n * size), x, group), "output_tensor: .* a place of its own"),
+        (
+            lambda: gather(torch.zeros(1).expand(n * size), x, group),
+            "output_tensor: .* no two elements in the same memory",
+        ),
         (
             lambda: gather(torch.zeros(n + size).as_strided((n, size), (1, 1)), x, group),
-            "output_tensor: .* a place of its own",
+            "output_tensor: .* no two elements in the same memory",
         ),
-        (lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM), "output_tensor: .* of its own"),
+        (
+            lambda: scatter(torch.zeros(1).expand(n), out, group, dist.ReduceOp.SUM),
+            "output_tensor: .* no two elements in the same memory",
+        ),
         (lambda: gather(inference, x, group), "output_tensor: made under torch.inference_mode"),
         (lambda: gather(x, x, other), "group: .*; allowed: a process group that this rank is in"),
         (lambda: gather(x, x, None), "group: None; allowed"),
-        (lambda: gather(out.double(), x, group), "all else alike"),
+        (lambda: gather(out.double(), x, group), "of the same dtype and device"),
         (lambda: scatter(x[:2], out, group, dist.ReduceOp.SUM), "as large as the other"),
         (
             lambda: scatter(x.int(), out.int(), group, dist._make_nccl_premul_sum(2.5)),
@@ -505,7 +511,7 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
         ),
     ]
     for turn, (call, text) in enumerate(wrong):
-        # A group that this rank is not in tells it of nobody.
+        # A group without this rank has no known peers.
         if rank == 0 or not text.startswith("group"):
             with pytest.raises(shardweave.ArgumentError, match=text):
                 call()
@@ -515,33 +521,35 @@ def refused_by_all_alike(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_collectives_refused_by_all_ranks_leave_the_next_call_paired(transport: str) -> None:
+def test_next_collective_works_after_all_ranks_refuse(transport: str) -> None:
     run_ranks(
         refused_by_all_alike, 3, transport, environment={"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_TIMEOUT": "30"}
     )
 
 
 def refused_on_one_rank(rank: int, transport: str) -> str:
-    """Rank 0 refuses an output, catches the error, and makes the next call, which is of the same form."""
+    """Rank 0 refuses an output, catches the error, and makes the next call with the same arguments."""
     gather, group, size = shardweave.FSDPAllGather(), dist.group.WORLD, dist.get_world_size()
-    said = []
+    outcomes = []
     for turn in range(3):
         out = torch.full((3 * size,), -1.0)
         given = torch.zeros(1).expand(3 * size) if rank == 0 and turn == 1 else out
         try:
             gather(given, torch.full((3,), float(rank + turn)), group)
             right = torch.equal(out, (torch.arange(size) + float(turn)).repeat_interleave(3))
-            said.append("right" if right else "wrong")
+            outcomes.append("right" if right else "wrong")
         except (shardweave.ArgumentError, shardweave.TransportError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return "; ".join(said)
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return "; ".join(outcomes)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_collectives_refused_on_one_rank_are_told(transport: str) -> None:
-    said = run_ranks(
+def test_collective_refused_on_one_rank_raises_on_its_peers(transport: str) -> None:
+    outcomes = run_ranks(
         refused_on_one_rank, 3, transport, environment={"SHARDWEAVE_TRANSPORT": transport, "SHARDWEAVE_TIMEOUT": "30"}
     )
-    assert not any("wrong" in text for text in said) and all(text.startswith("right; ") for text in said), said
-    assert "ArgumentError: output_tensor" in said[0], said
-    assert any("rank 0 refused its arguments in call 2" in text for text in said[1:]), said
+    assert not any("wrong" in text for text in outcomes) and all(text.startswith("right; ") for text in outcomes), (
+        outcomes
+    )
+    assert "ArgumentError: output_tensor" in outcomes[0], outcomes
+    assert any("rank 0 refused its arguments in call 2" in text for text in outcomes[1:]), outcomes

@@ -1,4 +1,4 @@
-"""Whether a strided tensor has two elements in one place, against all of its offsets."""
+"""`overlaps_itself` against an enumeration of all offsets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(0).set_(torch.empty(100_000).untyped_storage(), 0, sizes, strides)
 
 
-def test_every_small_tensor() -> None:
+def test_overlap_of_all_small_tensors() -> None:
     found = {True: 0, False: 0}
     for sizes in product((1, 2, 3, 4), repeat=2):
         for strides in product(range(8), repeat=2):
@@ -33,13 +33,13 @@ def test_every_small_tensor() -> None:
         sizes = tuple(random.choice((0, 1, 2, 2, 3, 4, 5)) for _ in range(ndim))
         most = random.choice((4, 12, 60))
         strides = tuple(random.choice((1, 2, 3)) * random.randint(0, most) for _ in range(ndim))
-        wanted = by_offsets(sizes, strides)
-        assert overlaps_itself(made(sizes, strides)) == wanted, (sizes, strides)
-        found[wanted] += 1
+        expected = by_offsets(sizes, strides)
+        assert overlaps_itself(made(sizes, strides)) == expected, (sizes, strides)
+        found[expected] += 1
     assert min(found.values()) > 400
 
 
-def test_views_and_expanded_tensors() -> None:
+def test_overlap_of_views_and_expanded_tensors() -> None:
     x = torch.empty(1 << 10, 1 << 10, 4)
     for whole in (x, x.permute(2, 0, 1), x[::3, 5:900:7].transpose(0, 2), x[:0], x[0, 0, 0]):
         assert not overlaps_itself(whole)

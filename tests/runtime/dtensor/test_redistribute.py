@@ -35,7 +35,7 @@ DTYPES = (
 
 
 def whole_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers that every dtype holds exactly, no two neighbours alike."""
+    """Small whole numbers that are exact in every dtype; neighbours differ."""
     n = math.prod(shape)
     return ((torch.arange(n) * 7 + 3) % 13 - (0 if dtype == torch.bool else 6)).reshape(shape).to(dtype)
 
@@ -64,7 +64,7 @@ def orders_of(placements) -> list[dict[int, tuple[int, ...]]]:
 
 
 def make(x: torch.Tensor, mesh: DeviceMesh, placements, order) -> DTensor:
-    """A DTensor in any order, through plain slicing: no redistribution is trusted to make its own input."""
+    """A DTensor in any shard order, made by slicing, without redistribution."""
     local = held_by(x, placements, mesh, order).contiguous()
     spelled = list(placements)
     if order:
@@ -88,7 +88,7 @@ def every_sampled_pair(rank: int, transport: str, dtype: torch.dtype, seed: int)
             want = held_by(x, dst, mesh, dst_order)
             kept.append((y.to_local(), want, (shape, src, src_order, dst, dst_order)))
             done += 1
-    # Looked at in the end: a result that a later call overwrote would show.
+    # Compared at the end, to detect results that a later call overwrote.
     for got, want, what in kept:
         assert equal(got, want), (what, got, want)
     return done
@@ -99,7 +99,7 @@ def every_dtype(rank: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sampled_pairs_equal_slicing_in_every_dtype(transport: str) -> None:
+def test_sampled_layout_pairs_match_slicing_in_every_dtype(transport: str) -> None:
     assert run_ranks(every_dtype, 4, transport, timeout=300) == [96 * len(DTYPES)] * 4
 
 
@@ -124,7 +124,7 @@ def partial_pairs(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_partial_sources_equal_the_reduced_whole(transport: str) -> None:
+def test_partial_sources_match_the_reduced_tensor(transport: str) -> None:
     run_ranks(partial_pairs, 4, transport)
 
 
@@ -181,7 +181,7 @@ def stock_through_ours(rank: int) -> None:
         assert torch.equal(w.grad.full_tensor(), torch.ones(7, 5))
         with pytest.raises(RuntimeError):
             d.redistribute(placements=[Partial(), Shard(1)])
-        # With a flattened mesh stock torch gathers uneven nested shards wrongly.
+        # With a flattened mesh torch gathers uneven nested shards wrongly.
         mesh["a", "b"]._flatten()
         for n in (5, 6, 9):
             v = torch.arange(float(n))
@@ -207,7 +207,7 @@ def submeshes_and_oddities(rank: int) -> None:
         d = DTensor.from_local(local, half, [Shard(0)], run_check=False)
         assert torch.equal(shardweave.redistribute(d, [Replicate()]).to_local(), x)
         assert torch.equal(shardweave.redistribute(d, [Replicate()], transport="process_group").to_local(), x)
-    # A view with strides is read in place.
+    # A strided view is read in place.
     t = torch.arange(48.0).view(6, 8)
     local = held_by(t, (Shard(0), Shard(1)), transport, {}).t().contiguous().t()
     assert not local.is_contiguous()
@@ -215,10 +215,10 @@ def submeshes_and_oddities(rank: int) -> None:
     assert torch.equal(
         shardweave.redistribute(d, [Shard(1), Shard(0)]).to_local(), held_by(t, (Shard(1), Shard(0)), transport, {})
     )
-    # No elements to share, no dims at all.
+    # Tensors without elements, and without dims.
     scalar = DTensor.from_local(torch.tensor(float(rank)), transport, [Partial(), Partial()], run_check=False)
     assert shardweave.redistribute(scalar, [Replicate(), Replicate()]).to_local().item() == 6.0
-    # The result is the caller's: it survives many later calls, and memory comes back once it is dropped.
+    # The result survives many later calls, and its memory is reused once it is dropped.
     big = distribute_tensor(torch.arange(4096.0).view(64, 64), transport, [Shard(0), Shard(1)])
     first = shardweave.redistribute(big, [Shard(1), Shard(0)]).to_local()
     copy = first.clone()
@@ -251,12 +251,12 @@ def lazy_views(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_conjugated_and_negated_views_move_what_they_say(transport: str) -> None:
+def test_conjugated_and_negated_views(transport: str) -> None:
     run_ranks(lazy_views, 4, transport)
 
 
 def unequal_speeds(rank: int, transport: str) -> None:
-    """Rows of a mesh exchange among themselves, each as often as it likes, and meet the others in between."""
+    """Rows of a mesh redistribute independently, with redistributions over the whole mesh in between."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(6, 5)
     x = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
@@ -270,12 +270,12 @@ def unequal_speeds(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_groups_of_one_mesh_go_at_their_own_speed(transport: str) -> None:
+def test_groups_of_one_mesh_are_independent(transport: str) -> None:
     run_ranks(unequal_speeds, 4, transport)
 
 
 def modes(rank: int, transport: str) -> None:
-    """Inference mode in between, then training, then fake tensors."""
+    """Inference mode, then training, then fake tensors."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(6, 5)
     x = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
@@ -294,7 +294,7 @@ def modes(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_modes_come_and_go(transport: str) -> None:
+def test_inference_and_grad_modes(transport: str) -> None:
     run_ranks(modes, 4, transport)
 
 
@@ -307,7 +307,7 @@ def several_process_groups(rank: int) -> None:
         x = distribute_tensor(whole, mesh, [Shard(0)])
         for _ in range(3):
             y = shardweave.redistribute(x, [Replicate()])
-            # Meshes of the same ranks are equal; this one's groups are those of this life.
+            # Meshes of the same ranks are equal, but this one has the new process groups.
             assert y.device_mesh is mesh
             kept.append((y.to_local(), whole))
         assert list(shardweave.stats().transports) == [(0, 1)]
@@ -317,9 +317,9 @@ def several_process_groups(rank: int) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=rank, world_size=2)
         gc.collect()
         sockets.append(sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()))
-    # Two more each life if the groups that are gone were kept; those of the last ones may close late.
-    assert sockets[-1] - sockets[1] < 6, f"groups that are gone are kept alive: {sockets}"
-    # The memory of groups that are gone is still these tensors'.
+    # Two more per process group if destroyed groups were kept; those of the last ones may close late.
+    assert sockets[-1] - sockets[1] < 6, f"destroyed groups are kept alive: {sockets}"
+    # These tensors still own the memory of destroyed groups.
     assert all(torch.equal(y, whole) for y, whole in kept)
 
 

@@ -1,4 +1,4 @@
-"""Real ranks: from one mesh to another, strided shards, programs for a topology, batches; on both transports."""
+"""Redistribution between meshes, strided shards, topologies and batches, on real ranks and both transports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made(x: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
 
 
 def meshes_of_all_kinds() -> dict[str, DeviceMesh]:
-    """Made in the same order on all ranks: making one makes process groups."""
+    """Collective, since meshes make process groups."""
     return {
         "2x2": init_device_mesh("cpu", (2, 2)),
         "4": init_device_mesh("cpu", (4,)),
@@ -69,19 +69,19 @@ def to_other_meshes(rank: int, transport: str) -> int:
                 for topology in (None, NODES):
                     given = made(x, a, source)
                     y = shardweave.redistribute(given, target, device_mesh=b, transport=transport, topology=topology)
-                    wanted = cut(x, b, target)
+                    expected = cut(x, b, target)
                     if a.get_coordinate() is not None or b.get_coordinate() is not None:
                         terms = [a.size(m) for m, p in enumerate(source) if p.is_partial()]
-                        wanted = wanted * torch.tensor(terms).prod() if terms else wanted
-                        assert y.to_local().numel() == wanted.numel()
-                        assert y.to_local().reshape(wanted.shape).equal(wanted), (rank, source, target)
+                        expected = expected * torch.tensor(terms).prod() if terms else expected
+                        assert y.to_local().numel() == expected.numel()
+                        assert y.to_local().reshape(expected.shape).equal(expected), (rank, source, target)
                     assert y.device_mesh is b and tuple(y.shape) == shape
                     done += 1
     return done
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_goes_to_other_meshes(transport: str) -> None:
+def test_redistribute_to_other_meshes(transport: str) -> None:
     assert min(run_ranks(to_other_meshes, 4, transport)) == 200
 
 
@@ -98,7 +98,7 @@ def there_and_back(rank: int) -> None:
             shardweave.redistribute(given, [Shard(1), Shard(0)], device_mesh=wrong)
 
 
-def test_gradients_come_back_to_the_first_mesh() -> None:
+def test_gradients_return_to_the_source_mesh() -> None:
     run_ranks(there_and_back, 4)
 
 
@@ -117,7 +117,7 @@ def strided(rank: int, transport: str) -> int:
         x = torch.arange(shape[0] * shape[1], dtype=torch.int64).reshape(shape)
         for source, target in random.sample(pairs, 60):
             meta = made(x, mesh, [Replicate(), Replicate()])._spec.tensor_meta
-            # As a view makes them: an index set of its own, cut from left to right.
+            # The strided shards of a view: an index set of its own, cut from left to right.
             before, after = (
                 DTensorSpec(mesh, p, tensor_meta=meta, use_strided_shard_as_shard_order=False) for p in (source, target)
             )
@@ -131,7 +131,7 @@ def strided(rank: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_strided_shards_made_by_views_are_right(transport: str) -> None:
+def test_strided_shards_of_views(transport: str) -> None:
     assert run_ranks(strided, 4, transport, environment={"SHARDWEAVE_TRANSPORT": transport}) == [120] * 4
 
 
@@ -142,16 +142,16 @@ def on_nodes(rank: int, transport: str) -> int:
         if any(b.is_partial() for b in target):
             continue
         given = made(x, mesh, source)
-        wanted = cut(x, mesh, target) * 2 ** sum(p.is_partial() for p in source)
-        assert shardweave.redistribute(given, target, transport=transport, topology=NODES).to_local().equal(wanted)
+        expected = cut(x, mesh, target) * 2 ** sum(p.is_partial() for p in source)
+        assert shardweave.redistribute(given, target, transport=transport, topology=NODES).to_local().equal(expected)
         with shardweave.installed(topology=NODES):
-            assert given.redistribute(placements=target).to_local().equal(wanted)
+            assert given.redistribute(placements=target).to_local().equal(expected)
         done += 1
     return done
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_programs_for_a_topology_run_on_real_ranks(transport: str) -> None:
+def test_topology_argument_on_real_ranks(transport: str) -> None:
     assert run_ranks(on_nodes, 4, transport) == [144] * 4
 
 
@@ -161,7 +161,7 @@ def batches(rank: int, transport: str) -> int:
     for topology in (None, NODES):
         for target_name in ("2x2", "4", "1,3"):
             b = meshes[target_name]
-            given, targets, wanted = [], [], []
+            given, targets, expected = [], [], []
             for shape in ((8, 6), (7, 5), (13,), (0, 3), (4, 3, 2)) * 3:
                 dtype = random.choice([torch.float32, torch.int64, torch.bfloat16, torch.uint8])
                 x = (torch.arange(torch.Size(shape).numel()) % 17).reshape(shape).to(dtype)
@@ -170,12 +170,12 @@ def batches(rank: int, transport: str) -> int:
                 target = [random.choice([Replicate(), *shards]) for _ in range(b.ndim)]
                 given.append(made(x, main, source))
                 targets.append(target)
-                wanted.append(cut(x, b, target) * 2 ** sum(p.is_partial() for p in source))
+                expected.append(cut(x, b, target) * 2 ** sum(p.is_partial() for p in source))
             for _ in range(3):
                 outs = shardweave.redistribute_batch(
                     given, targets, device_mesh=None if b is main else b, transport=transport, topology=topology
                 )
-                for y, want, target in zip(outs, wanted, targets, strict=True):
+                for y, want, target in zip(outs, expected, targets, strict=True):
                     assert y.to_local().numel() == want.numel()
                     assert y.to_local().reshape(want.shape).equal(want), (rank, target)
                     assert list(y.placements) == list(target) and y.device_mesh == b
@@ -207,7 +207,7 @@ def outputs_live_alone(rank: int) -> None:
     dist.barrier()
 
 
-def test_each_output_of_a_batch_is_memory_of_its_own() -> None:
+def test_batch_outputs_share_no_memory() -> None:
     run_ranks(outputs_live_alone, 4)
 
 
@@ -223,6 +223,6 @@ def one_disagrees(rank: int, transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_ask_for_other_batches_are_told(transport: str) -> None:
+def test_different_batches_raise_disagreement(transport: str) -> None:
     found = run_ranks(one_disagrees, 4, transport)
     assert "nothing" not in found and "DisagreementError" in found

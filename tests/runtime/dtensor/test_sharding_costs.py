@@ -1,4 +1,4 @@
-"""Prices for solvers: `redistribute_cost` and `plan` from torch's objects, and `install(costs=True)`."""
+"""`redistribute_cost` and `plan` with torch's objects, and `install(costs=True)`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.plan
 
 NODES_OF_4 = replace(NVLINK_INFINIBAND, node_size=4)
 SHAPE = (512, 96)
-PAIRS = 250  # of specs whose prices are compared, of some 20,000
+PAIRS = 250  # of specs whose costs are compared, out of some 20,000
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = SHAPE, **o
     return DTensorSpec(mesh, placements, options.pop("tensor_meta", meta), **options)
 
 
-def test_every_spelling_has_the_same_price_and_plan(mesh: DeviceMesh) -> None:
+def test_equal_arguments_have_equal_costs_and_plans(mesh: DeviceMesh) -> None:
     meshes = (mesh, (2, 4), [2, 4], shardweave.Mesh((2, 4)))
     sources = ("S0 P", shardweave.Layout.parse("S0 P"), (Shard(0), Partial()), [Shard(-2), Partial("sum")])
     targets = ("R S1", [shardweave.Replicate(), shardweave.Shard(1)], (Replicate(), Shard(1)), [Replicate(), Shard(-1)])
@@ -69,7 +69,7 @@ def test_every_spelling_has_the_same_price_and_plan(mesh: DeviceMesh) -> None:
             assert (found.src, found.dst, found.peak_bytes) == (program.src, program.dst, program.peak_bytes)
 
 
-def test_strided_shards_are_orders(mesh: DeviceMesh) -> None:
+def test_strided_shards_decode_to_orders(mesh: DeviceMesh) -> None:
     request = mesh, SHAPE, torch.float32, [_StridedShard(-2, split_factor=4), Shard(0)]
     assert shardweave.plan(*request, "S0 S0").src == shardweave.Layout.parse("S0 S0 @ 0:1,0")
     assert shardweave.redistribute_cost(*request, "S0 S0") == cost_on_mesh(
@@ -89,8 +89,8 @@ def test_strided_shards_are_orders(mesh: DeviceMesh) -> None:
         ({"dtype": "float"}, ArgumentError, "dtype: 'float' is not supported"),
         ({"src": "S0 Q"}, ArgumentError, "src: unknown token 'Q'"),
         ({"src": 3}, ArgumentError, "src: 3; allowed: a Layout, its text form, or a sequence of Replicate, Shard"),
-        ({"dst": [Shard(0)]}, ArgumentError, "dst: 1 given for a mesh of 2 dims; allowed: one each"),
-        ({"dst": []}, ArgumentError, "dst: 0 given for a mesh of 2 dims; allowed: one each"),
+        ({"dst": [Shard(0)]}, ArgumentError, "dst: 1 given for a mesh of 2 dims; allowed: one per mesh dim"),
+        ({"dst": []}, ArgumentError, "dst: 0 given for a mesh of 2 dims; allowed: one per mesh dim"),
         ({"dst": [Shard(0), 5]}, ArgumentError, "dst: mesh dim 1 has 5; allowed: Replicate, Shard, Partial"),
         ({"dst": [Shard(0), {}]}, ArgumentError, "dst: mesh dim 1 has {}; allowed: Replicate, Shard, Partial"),
         ({"dst": [Shard(2), Replicate()]}, ArgumentError, "dst: mesh dim 0 shards tensor dim 2; allowed: -2..1"),
@@ -100,14 +100,14 @@ def test_strided_shards_are_orders(mesh: DeviceMesh) -> None:
         ({"topology": 5}, ArgumentError, "topology: 5; allowed: a Topology"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(ask: Callable[..., Any], change: dict, error: type, text: str) -> None:
+def test_invalid_arguments_are_named(ask: Callable[..., Any], change: dict, error: type, text: str) -> None:
     request = {"mesh": (2, 4), "shape": SHAPE, "dtype": "float32", "src": "S0 S1", "dst": "R R"}
     with pytest.raises(error) as raised:
         ask(**{**request, **change})
     assert text in str(raised.value)
 
 
-def test_costs_come_and_go_wherever_torch_bound_the_name(mesh: DeviceMesh) -> None:
+def test_install_costs_binds_every_module(mesh: DeviceMesh) -> None:
     whole, part = spec(mesh, Shard(0), Shard(1)), spec(mesh, Shard(1), Shard(0))
 
     def bound() -> list[Any]:
@@ -141,7 +141,7 @@ def test_costs_come_and_go_wherever_torch_bound_the_name(mesh: DeviceMesh) -> No
     assert not shardweave.stats().delegations
 
 
-def test_a_topology_has_to_be_one_and_to_be_asked_for() -> None:
+def test_cost_topology_is_validated() -> None:
     with pytest.raises(ArgumentError, match="topology: 'nvlink'; allowed: a Topology, or None"):
         shardweave.install(costs=True, topology="nvlink")  # type: ignore[arg-type]
     assert not shardweave.is_installed()
@@ -179,7 +179,7 @@ def every_spec(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> 
         ((1, 2), (9, 4), torch.quint8),
     ],
 )
-def test_never_raises_where_torch_does_not(
+def test_costs_raise_only_where_torch_does(
     mesh: DeviceMesh, sizes: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     ranks = torch.arange(math.prod(sizes)).reshape(sizes)
@@ -191,7 +191,7 @@ def test_never_raises_where_torch_does_not(
             if isinstance(ours, str):
                 assert ours == theirs, (a, b)
             elif (theirs == 0 and ours != 0) or (theirs == math.inf and ours != math.inf):
-                # torch has no price yet for strided shards, which it does carry out.
+                # torch redistributes strided shards, but has no cost for them yet.
                 assert any(isinstance(p, _StridedShard) for p in (*a.placements, *b.placements)), (a, b)
             priced += theirs != ours
     assert priced or dtype == torch.quint8
@@ -201,7 +201,7 @@ def test_never_raises_where_torch_does_not(
     assert "price: shard or another op to partial, which torch refuses" in reasons
 
 
-def test_meshes_that_torch_does_not_price(mesh: DeviceMesh) -> None:
+def test_costs_on_meshes_that_torch_refuses(mesh: DeviceMesh) -> None:
     elsewhere = DeviceMesh("cpu", [4, 5, 6, 7])
     a, b = spec(mesh["tp"], Shard(0)), spec(elsewhere, Shard(0))
     away = spec(elsewhere, Replicate())
@@ -210,7 +210,7 @@ def test_meshes_that_torch_does_not_price(mesh: DeviceMesh) -> None:
         assert torch_costs.redistribute_cost(b, away) == stock_redistribute_cost(b, away) == 0
         near = spec(mesh["tp"], Replicate())
         assert torch_costs.redistribute_cost(a, near) == cost_on_mesh((4,), SHAPE, "float32", "S0", "R")
-        # What is on the network follows from the ranks of a submesh.
+        # Which links are on the network depends on the ranks of a submesh.
         across = spec(mesh["dp"], Shard(0)), spec(mesh["dp"], Replicate())
         assert torch_costs.redistribute_cost(*across) == cost_on_mesh((2,), SHAPE, "float32", "S0", "R")
     with shardweave.installed(costs=True, topology=NODES_OF_4):
@@ -223,8 +223,8 @@ def test_meshes_that_torch_does_not_price(mesh: DeviceMesh) -> None:
     }
 
 
-def test_sharding_propagation_chooses_by_them(mesh: DeviceMesh) -> None:
-    """Also while a fake mode traces; and what was decided by other prices is forgotten."""
+def test_sharding_propagation_uses_costs(mesh: DeviceMesh) -> None:
+    """Also under a fake tensor mode; decisions made with other costs are dropped."""
 
     def chosen() -> tuple[Any, ...]:
         with FakeTensorMode():
@@ -238,7 +238,7 @@ def test_sharding_propagation_chooses_by_them(mesh: DeviceMesh) -> None:
     assert ours != stock and chosen() == stock
 
 
-def test_free_redistributions_stay_free(mesh: DeviceMesh) -> None:
+def test_free_redistributions_cost_zero(mesh: DeviceMesh) -> None:
     context = pytest.importorskip("torch.distributed.tensor._utils")
     explicit = getattr(context, "ExplicitRedistributionContext", None)
     if explicit is None:

@@ -1,4 +1,4 @@
-"""Rowwise embeddings, gathers and norms under `install()`: partials that are transformed before and after sums."""
+"""Rowwise embeddings, gathers and norms under `install()`: partials with transforms before and after sums."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_gather_along_the_sharded_dim() -> None:
 
 
 def norms(rank: int) -> None:
-    """Partial norms of a whole tensor to each layout; the oracle has them in float64."""
+    """Partial norms of a tensor to each layout, against float64."""
     stats = shardweave.stats()
     for mesh_shape in [(4,), (2, 2), (4, 1)]:
         mesh = init_device_mesh("cpu", mesh_shape)
@@ -81,20 +81,20 @@ def norms(rank: int) -> None:
             everyone = [torch.rand(6, 5, generator=torch.Generator().manual_seed(r), dtype=dtype) for r in range(4)]
             terms = torch.stack(everyone)[:, :, ::2].double()
             for at in range(mesh.ndim):
-                # Along the other mesh dims ranks hold shards or replicas of their own row's sum.
+                # Along the other mesh dims ranks hold shards or replicas of the sum of their row.
                 for source, target in product((R, S0, S1), repeat=2):
                     partial = [_NormPartial(p)] * mesh.ndim
-                    wanted = [target if m == at else source for m in range(mesh.ndim)]
+                    expected = [target if m == at else source for m in range(mesh.ndim)]
                     tensor = DTensor.from_local(local, mesh, partial, run_check=False)
                     with shardweave.installed():
                         stats.reset()
-                        found = tensor.redistribute(placements=wanted)
+                        found = tensor.redistribute(placements=expected)
                         assert not stats.delegations, stats.delegations
                         whole = found.full_tensor()
                     exact = terms.pow(p).sum(0).pow(1 / p)
-                    # Powers and roots are off by a few units in the last place each, the sum of 4 by 3 at most.
+                    # Powers and roots have an error of a few ulp each, the sum of 4 terms of at most 3.
                     eps = torch.finfo(dtype).eps
-                    assert ((whole.double() - exact).abs() <= 16 * eps * exact).all(), (mesh_shape, p, wanted)
+                    assert ((whole.double() - exact).abs() <= 16 * eps * exact).all(), (mesh_shape, p, expected)
 
 
 def test_norms_of_any_power() -> None:
@@ -125,14 +125,14 @@ def test_gradient_norms() -> None:
 
 
 def what_is_left(rank: int) -> None:
-    """Norms among other partials do not commute with their sums: left to torch, and counted."""
+    """Norms do not commute with the sums of other partials: delegated and counted."""
     mesh = init_device_mesh("cpu", (2, 2))
     local = torch.rand(4, 4)
     with shardweave.installed():
         shardweave.stats().reset()
         DTensor.from_local(local, mesh, (Partial(), _NormPartial(2)), run_check=False).redistribute(placements=(R, R))
         assert any("one kind of partial" in reason for reason in shardweave.stats().delegations)
-        # A mask is used up by the first reduction, with shardweave as without.
+        # The first reduction releases a mask, with and without shardweave.
         weight = distribute_tensor(torch.randn(8, 4), mesh, (R, S0), src_data_rank=None)
         ids = DTensor.from_local(torch.randint(8, (6,)), mesh, (R, R), run_check=False)
         found = functional.embedding(ids, weight)
@@ -141,5 +141,5 @@ def what_is_left(rank: int) -> None:
             found.redistribute(placements=(R, R))
 
 
-def test_what_cannot_be_transformed_is_left_to_torch() -> None:
+def test_unsupported_transforms_are_delegated() -> None:
     run_ranks(what_is_left, 4)

@@ -1,4 +1,4 @@
-"""Meshes whose ranks are permuted: equal to stock torch, bit for bit, or refused.
+"""Meshes with permuted ranks: bitwise equal to torch, or refused.
 
 Along a mesh dim whose ranks do not ascend, torch scatters, gathers and reduces by the order of the process group, which
 it sorts, and cuts replicas by mesh coordinate.
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import shardweave
 from shardweave.errors import UnsupportedError
-from shardweave.runtime.convert import unordered_dims
+from shardweave.runtime.convert_specs import unordered_dims
 from shardweave.runtime.moe.shares import share_of_tokens
 
 pytestmark = pytest.mark.multi
@@ -35,7 +35,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 TRANSPORTS = ["shared_memory", "process_group"]
 REASON = re.compile(r"shards along mesh dim \d, whose ranks do not ascend: .*; allowed: .*")
 TWO_DIMS = {
-    # The dims along which some line of ranks descends.
+    # The dims along which ranks do not ascend everywhere.
     "((0, 1), (2, 3))": (),
     "((0, 2), (1, 3))": (),
     "((1, 0), (3, 2))": (1,),
@@ -59,7 +59,7 @@ def by_coordinate(x: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.T
 
 
 def source_of(x: torch.Tensor, mesh: DeviceMesh, placements: Any, by_torch: bool) -> DTensor:
-    """Shards by `distribute_tensor` or by coordinate; each term of a sum is the whole."""
+    """Shards by `distribute_tensor` or by coordinate; each term of a partial is the whole tensor."""
     if by_torch:
         shards = [R if p.is_partial() else p for p in placements]
         local = distribute_tensor(x, mesh, shards).to_local()
@@ -70,7 +70,7 @@ def source_of(x: torch.Tensor, mesh: DeviceMesh, placements: Any, by_torch: bool
 
 
 def moved(x: torch.Tensor, mesh: DeviceMesh, source: Any, target: Any, by_torch: bool) -> list[torch.Tensor]:
-    """What a redistribution gives on this rank, the gradient that comes back, and the whole of each."""
+    """The result of a redistribution on this rank, its gradient, and the full tensor of each."""
     given = source_of(x, mesh, source, by_torch)
     got = given.redistribute(placements=target)
     (got * got).to_local().sum().backward()
@@ -84,7 +84,7 @@ def same(found: list[torch.Tensor], stock: list[torch.Tensor]) -> bool:
 
 
 def delegated() -> int:
-    """How often since the last call; each for the one reason that it may have."""
+    """The number of delegations since the last call, which must all have the expected reason."""
     found = dict(shardweave.stats().delegations)
     shardweave.stats().delegations.clear()
     assert all(REASON.fullmatch(reason) for reason in found), found
@@ -94,7 +94,7 @@ def delegated() -> int:
 def compare(
     mesh: DeviceMesh, x: torch.Tensor, source: Any, target: Any, unordered: tuple[int, ...], by_torch: bool
 ) -> int:
-    """Delegations of what stock and shardweave do alike."""
+    """Compare shardweave with torch. Returns the number of delegations."""
     what = f"{mesh.mesh.tolist()} {source} → {target}, by torch: {by_torch}"
     stock = moved(x, mesh, source, target, by_torch)
     with shardweave.installed():
@@ -111,7 +111,7 @@ def compare(
 
 
 def in_one_dim(rank: int, tables: list[list[int]], every: int) -> list[tuple[int, int]]:
-    """Of each mesh, comparisons and delegations."""
+    """The numbers of comparisons and delegations for each mesh."""
     meshes, found = [DeviceMesh("cpu", table) for table in tables], []
     for table, mesh in zip(tables, meshes, strict=True):
         done, left, n, cases = 0, 0, len(table), 0
@@ -121,7 +121,7 @@ def in_one_dim(rank: int, tables: list[list[int]], every: int) -> list[tuple[int
             shapes = whole(4 * n, 2 * n), whole(2 * n - 1, n + 2), whole(1, 3)
             for x, source, target, by_torch in product(shapes, (R, S0, S1, P), (R, S0, S1), (True, False)):
                 cases += 1
-                # Where shards are uneven torch drops rows, unless ranks ascend.
+                # torch drops rows of uneven shards unless ranks ascend.
                 if cases % every == 0 and not (by_torch and unordered and x.shape[0] % n):
                     left += compare(mesh, x, (source,), (target,), unordered, by_torch)
                     done += 1
@@ -137,18 +137,18 @@ def check_in_one_dim(transport: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits(transport: str) -> None:
+def test_one_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_one_dim(transport, 11)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_one_dim_gives_stocks_bits_at_length(transport: str) -> None:
+def test_one_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
     check_in_one_dim(transport, 1)
 
 
 def in_two_dims(rank: int, every: int) -> list[int]:
-    """Of each mesh, delegations."""
+    """The number of delegations for each mesh."""
     counts, cases = [], 0
     for text, unordered in TWO_DIMS.items():
         mesh, left = DeviceMesh("cpu", eval(text)), 0
@@ -172,18 +172,18 @@ def check_in_two_dims(transport: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits(transport: str) -> None:
+def test_two_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_two_dims(transport, 37)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_redistribute_on_a_mesh_of_two_dims_gives_stocks_bits_at_length(transport: str) -> None:
+def test_two_dim_mesh_matches_torch_bitwise_long(transport: str) -> None:
     check_in_two_dims(transport, 1)
 
 
 def round_trips(rank: int) -> None:
-    """What torch's own disagreement is; where it ends, there is nothing left to delegate."""
+    """torch's inconsistency. If this test fails, torch has fixed it and delegation is no longer needed."""
     mesh, x = DeviceMesh("cpu", [1, 0]), whole(4, 2)
     with shardweave.installed():
         assert distribute_tensor(x, mesh, [S0]).full_tensor().equal(x)
@@ -195,7 +195,7 @@ def round_trips(rank: int) -> None:
     assert delegated() == 7
 
 
-def test_full_tensor_of_what_torch_distributed_gives_it_back() -> None:
+def test_full_tensor_inverts_distribute_tensor() -> None:
     run_ranks(round_trips, 2)
 
 
@@ -213,7 +213,7 @@ def flattened(rank: int) -> None:
         assert delegated() == 1
 
 
-def test_gather_over_a_transposed_mesh_that_is_also_flattened() -> None:
+def test_gather_over_a_transposed_and_flattened_mesh() -> None:
     run_ranks(flattened, 4)
 
 
@@ -248,7 +248,7 @@ def refusals(rank: int, path: str) -> None:
             action({"x": here}, checkpoint_id=path, planner=planner)
         for error, _ in failed.value.failures.values():
             assert isinstance(error, UnsupportedError) and str(error).startswith("x: shards along mesh dim 0")
-    # Neither replicas nor sums nor the other dim's shards are in question.
+    # Replicas, sums and shards along the other dim are unaffected.
     for source, target in (((R, S0), (R, R)), ((P, S0), (R, S1)), ((P, R), (R, S0)), ((R, R), (P, S1))):
         local = by_coordinate(x, rows, source)
         given = DTensor.from_local(local, rows, source, run_check=False, shape=x.shape, stride=x.stride())
@@ -261,12 +261,12 @@ def refusals(rank: int, path: str) -> None:
     assert not shardweave.stats().delegations
 
 
-def test_what_is_not_torchs_own_is_refused(tmp_path: Any) -> None:
+def test_unordered_mesh_is_refused_by_shardweave_functions(tmp_path: Any) -> None:
     run_ranks(refusals, 4, str(tmp_path))
 
 
 def masks_and_norms(rank: int) -> None:
-    """A mask is applied once, by whoever carries the sum out."""
+    """A mask is applied once, by torch or by shardweave."""
     mesh, weight, ids = DeviceMesh("cpu", [1, 0]), whole(8, 4), torch.tensor([0, 7, 3, 4])
 
     def embedded(target: Placement) -> torch.Tensor:
@@ -287,12 +287,12 @@ def masks_and_norms(rank: int) -> None:
     assert not delegated()
 
 
-def test_masked_and_norm_partials_on_a_mesh_that_does_not_ascend() -> None:
+def test_masked_and_norm_partials_on_an_unordered_mesh() -> None:
     run_ranks(masks_and_norms, 2)
 
 
 def under_fsdp(rank: int) -> None:
-    """FSDP2 goes by the order of the process group throughout, uneven shards too, and so do its adapters."""
+    """FSDP2 uses the order of the process group everywhere, also for uneven shards, and so does `adapt_fsdp`."""
     mesh, found = DeviceMesh("cpu", [2, 0, 1]), []
     for adapted in (False, True):
         torch.manual_seed(3)
@@ -309,12 +309,12 @@ def under_fsdp(rank: int) -> None:
     assert delegated() == 4
 
 
-def test_fsdp_on_a_mesh_that_does_not_ascend() -> None:
+def test_fsdp_on_an_unordered_mesh() -> None:
     run_ranks(under_fsdp, 3)
 
 
 @pytest.mark.skipif("sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="groups are always sorted")
-def test_mesh_of_a_group_that_is_not_sorted_is_left_to_torch() -> None:
+def test_mesh_of_an_unsorted_group_is_delegated() -> None:
     run_ranks(of_a_group, 2)
 
 
@@ -328,7 +328,7 @@ def of_a_group(rank: int) -> None:
     "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters, reason="meshes sort their groups"
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_mesh_that_preserves_the_order_of_its_ranks_is_carried_out(transport: str) -> None:
+def test_mesh_with_preserve_rank_order(transport: str) -> None:
     run_ranks(preserved, 4, environment={"SHARDWEAVE_TRANSPORT": transport})
 
 

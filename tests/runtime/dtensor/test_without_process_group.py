@@ -1,4 +1,4 @@
-"""What functions that need a process group say before there is one, and of arguments that are something else."""
+"""Errors of functions without a process group, and of arguments of the wrong type."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ X = torch.ones(4, 2)
     ],
     ids=range(9),
 )
-def test_before_a_process_group(call: Callable[[DeviceMesh], Any], text: str) -> None:
+def test_calls_without_a_process_group(call: Callable[[DeviceMesh], Any], text: str) -> None:
     assert not dist.is_initialized()
     with pytest.raises(UnsupportedError, match=text):
         call(DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",), _init_backend=False, _rank=0))
@@ -79,7 +79,7 @@ def wrong_arguments(rank: int) -> None:
             for g in ("ep", 5, [0, 1])
         ),
     ]
-    if rank == 0:  # what new_group gives a rank that is not in the group
+    if rank == 0:  # the value of new_group on a rank outside the group
         calls.append((lambda: shardweave.TokenDispatcher(other, **SETTINGS), "group_or_mesh: .*; allowed: a process g"))
     for number, (call, text) in enumerate(calls):
         with pytest.raises(ArgumentError, match=f"(?s){text}") as raised:
@@ -89,6 +89,6 @@ def wrong_arguments(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_arguments_that_are_something_else() -> None:
+def test_arguments_of_the_wrong_type() -> None:
     run_ranks(wrong_arguments, 2)
     assert issubclass(ArgumentError, ShardweaveError)

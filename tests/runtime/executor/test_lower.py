@@ -250,7 +250,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert '     by reduce-scatter: reduction="fast" leaves the order of terms to nccl' in shown
     assert "     by all-gather: every rank ends with 96 B, an equal part from each" in shown
     assert main([*asked[:-2], "--backend", "nccl", "S0 S1", "S1 S0"]) == 2
-    assert "error: --backend: without --transport process_group it says nothing" in capsys.readouterr().err
+    assert "error: --backend: given without --transport process_group or hierarchical" in capsys.readouterr().err
     assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("S0 S1 on 2×2 of ranks 0..3 → S0 on 2 of ranks 3..4   float32[8, 6]\n")

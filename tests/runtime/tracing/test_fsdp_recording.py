@@ -1,4 +1,4 @@
-"""FSDP2's own gathers and reductions in a trace: what they are, how many, and that nothing is left behind."""
+"""Recording of FSDP2's own collectives: their entries and counts, and that the hooks are removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
-from shardweave.runtime.tracing.merge import merged
+from shardweave.runtime.tracing.merge import merge_traces
 from shardweave.runtime.tracing.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
 
 
 def padded(n: int, *sizes: tuple[int, ...]) -> int:
-    """Elements of a flat buffer, each parameter's rows padded to n."""
+    """The number of elements of a flat buffer, with the rows of each parameter padded to a multiple of n."""
     return sum(-(-size[0] // n) * n * math.prod(size[1:]) for size in sizes)
 
 
@@ -46,7 +46,7 @@ FIRST, SECOND, LAST = ((13, 7), (13,)), ((7, 13), (7,)), ((3, 7), (3,))
 
 
 def expected(n: int, hybrid: bool) -> dict[tuple[int, str, str, str, str], int]:
-    """Calls of a step by elements, dtype, layouts and where, with n shards: the root stays gathered for backward."""
+    """The expected calls of a step by elements, dtype, layouts and calling line, with n shards."""
     found: Counter[tuple[int, str, str, str, str]] = Counter()
     for sizes, where in ((FIRST, "layers.*"), (SECOND, "layers.*"), (LAST, "last")):
         numel, what = padded(n, *sizes), f"{where} (2 parameters)"
@@ -83,33 +83,36 @@ def recorded_step(rank: int, path: str, shape: tuple[int, ...], adapt: bool) -> 
 
 
 def calls(trace: Trace) -> dict[tuple[int, str, str, str, str], int]:
-    fsdp = {entry: cost for entry, cost in trace.found.items() if entry.where.startswith("FSDP")}
+    fsdp = {entry: cost for entry, cost in trace.redistributions.items() if entry.where.startswith("FSDP")}
     found = {(*e.shape, e.dtype, e.source, e.target, e.where): cost.calls for e, cost in fsdp.items()}
     assert len(found) == len(fsdp)
-    assert all(e.fsdp == (e in fsdp) and (not e.fsdp or (e.source, e.target) in FSDP_COLLECTIVES) for e in trace.found)
+    assert all(
+        e.fsdp == (e in fsdp) and (not e.fsdp or (e.source, e.target) in FSDP_COLLECTIVES)
+        for e in trace.redistributions
+    )
     return found
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("shape", "adapt"), [((4,), False), ((2, 2), False), ((2, 2), True)], ids=str)
-def test_what_fsdp_communicates(tmp_path: Path, shape: tuple[int, ...], adapt: bool) -> None:
+def test_recorded_fsdp_collectives(tmp_path: Path, shape: tuple[int, ...], adapt: bool) -> None:
     run_ranks(recorded_step, 4, str(tmp_path / "trace.json"), shape, adapt)
     traces = [Trace.read(file) for file in sorted(tmp_path.iterdir())]
     for rank, trace in enumerate(traces):
         assert calls(trace) == expected(shape[-1], len(shape) > 1) and not trace.left_out
-        for entry in trace.found:
+        for entry in trace.redistributions:
             assert rank in entry.mesh.rank_array, "the groups of this rank"
             assert entry.mesh.names == ("replicas", "shards")[-len(shape) :][-entry.mesh.ndim :]
-    # 3 of 4 parts, or the other half.
-    gathered = next(c for e, c in traces[0].found.items() if e.where == "FSDP gathers last (2 parameters)")
+    # a rank receives 3 of 4 shards, or 1 of 2
+    gathered = next(c for e, c in traces[0].redistributions.items() if e.where == "FSDP gathers last (2 parameters)")
     n = shape[-1]
     assert gathered == Cost(1, padded(n, *LAST) * 2 * (n - 1) // n)
-    assert merged(traces).found.keys() >= traces[0].found.keys()
+    assert merge_traces(traces).redistributions.keys() >= traces[0].redistributions.keys()
 
 
 @pytest.mark.plan
-def test_on_fake_tensors_in_a_group_that_moves_nothing(tmp_path: Path) -> None:
-    """Averages, which gloo has not; and a group of a size that no machine has."""
+def test_recording_in_a_fake_process_group(tmp_path: Path) -> None:
+    """Averages, which gloo does not support, and a very large group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
     try:
         mesh = made((512,))
@@ -121,16 +124,16 @@ def test_on_fake_tensors_in_a_group_that_moves_nothing(tmp_path: Path) -> None:
     assert trace.alive == (0, 0), "its other ranks may be recorded at any time"
     averaged = {(n, dtype, s.replace("P", "Pavg"), t, w): c for (n, dtype, s, t, w), c in expected(512, False).items()}
     assert calls(trace) == averaged
-    ((_, cost),) = ((e, c) for e, c in trace.found.items() if e.where.startswith("FSDP reduces last"))
+    ((_, cost),) = ((e, c) for e, c in trace.redistributions.items() if e.where.startswith("FSDP reduces last"))
     assert cost.bytes_received == 511 * padded(512, *LAST) // 512 * 4
 
 
 @pytest.mark.plan
-def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardweave.runtime.tracing.recording.MOST_ENTRIES", 2)
     recording = shardweave.runtime.tracing.recording.Recording()
     for n in (4, 8, 4, 12):
         recording.note_entry(Entry(shardweave.Mesh(4), None, (n,), "float32", "S0", "R", "FSDP gathers x"))
     trace = recording.trace()
-    assert {e.shape: c for e, c in trace.found.items()} == {(4,): Cost(2, 12), (8,): Cost(1, 24)}
+    assert {e.shape: c for e, c in trace.redistributions.items()} == {(4,): Cost(2, 12), (8,): Cost(1, 24)}
     assert trace.left_out == {"beyond the first 2 distinct ones": 1}

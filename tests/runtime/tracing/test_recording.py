@@ -1,4 +1,4 @@
-"""Traces of what programs redistribute: what is in them, how ranks merge, and what becomes of wrong ones."""
+"""Traces: their entries, merging, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
-from shardweave.runtime.tracing.merge import merged
+from shardweave.runtime.tracing.merge import merge_traces
 from shardweave.runtime.tracing.trace import Cost, Entry, Trace
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -42,20 +42,20 @@ def program(rank: int, path: str, installed: bool) -> bool:
         weight = distribute_tensor(torch.ones(8, 6), mesh, (R, S0), src_data_rank=None)
         functional.embedding(ids, weight).redistribute(placements=(R, R))
     assert shardweave.is_installed() == installed
-    recorded = shardweave.runtime.dtensor.drop_in.redistribute_local_tensor if installed else None
+    recorded = shardweave.runtime.dtensor.redistribute_local_tensor.redistribute_local_tensor if installed else None
     bound = torch_redistribute.redistribute_local_tensor
-    assert bound is (recorded or shardweave.runtime.dtensor.drop_in.stock_redistribute_local_tensor)
+    assert bound is (recorded or shardweave.runtime.dtensor.redistribute_local_tensor.stock_redistribute_local_tensor)
     shardweave.uninstall()
     return installed
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("installed", [False, True])
-def test_what_a_program_redistributes(tmp_path: Path, installed: bool) -> None:
+def test_recorded_redistributions_of_a_program(tmp_path: Path, installed: bool) -> None:
     run_ranks(program, 4, str(tmp_path / "trace.json"), installed)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [f"trace.rank{r}.json" for r in range(4)]
-    trace = merged([Trace.read(file) for file in files])
+    trace = merge_traces([Trace.read(file) for file in files])
     assert trace.world_size == 4 and trace.ranks == (0, 1, 2, 3) and not trace.left_out
     by_layouts = {(e.source, e.target, "backward" in e.where): (e, cost) for e, cost in trace.heaviest_first()}
     entry, cost = by_layouts["S0 S1", "S1 S0", False]
@@ -64,34 +64,34 @@ def test_what_a_program_redistributes(tmp_path: Path, installed: bool) -> None:
     assert entry.where.startswith("test_recording.py:") and entry.where.endswith(" program")
     assert by_layouts["S1 S0", "S0 S1", True][1] == Cost(1, 48)
     assert by_layouts["S0 S1", "S0 S0 @ 0:1,0", False][1].calls == 1
-    # A masked partial is the sum that it is.
+    # A masked partial is recorded as a sum.
     assert by_layouts["R P", "R R", False][0].shape == (4, 6)
-    first = [cost.bytes_in_all for _, cost in trace.heaviest_first()]
+    first = [cost.total_bytes for _, cost in trace.heaviest_first()]
     assert first == sorted(first, reverse=True) and first[0] == 144
 
 
 def half_a_mesh(rank: int, path: str) -> None:
-    """Ranks that do different things: what any of them does is in the merged trace."""
+    """The merged trace contains the redistributions of every rank."""
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     x = distribute_tensor(torch.ones(4, 2 + 2 * (rank // 2)), pair, (S0,), src_data_rank=None)
     with shardweave.record(path):
         for _ in range(2 + 2 * (rank // 2)):
             x.redistribute(placements=(R,))
-        with pytest.raises(ArgumentError, match="another recording is running"):
+        with pytest.raises(ArgumentError, match="another recording is active"):
             with shardweave.record(path):
                 pass
 
 
 @pytest.mark.multi
-def test_ranks_that_differ(tmp_path: Path) -> None:
+def test_traces_of_ranks_that_differ(tmp_path: Path) -> None:
     run_ranks(half_a_mesh, 4, str(tmp_path / "trace.json"))
-    trace = merged([Trace.read(file) for file in tmp_path.iterdir()])
-    found = {e.mesh.rank_array.tolist()[0]: (e.shape, cost.calls) for e, cost in trace.found.items()}
+    trace = merge_traces([Trace.read(file) for file in tmp_path.iterdir()])
+    found = {e.mesh.rank_array.tolist()[0]: (e.shape, cost.calls) for e, cost in trace.redistributions.items()}
     assert found == {0: ((4, 2), 2), 2: ((4, 4), 4)}
 
 
 @pytest.mark.plan
-def test_a_process_that_the_program_forks_writes_no_trace(tmp_path: Path) -> None:
+def test_forked_process_writes_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with shardweave.record(path) as recording:
         child = os.fork()
@@ -114,10 +114,10 @@ def traced(rank: int, path: str) -> None:
 
 
 @pytest.mark.multi
-def test_what_is_traced_is_counted_once(tmp_path: Path) -> None:
-    """However often torch goes over the graph."""
+def test_compiled_calls_are_counted_once(tmp_path: Path) -> None:
+    """torch passes over the graph several times."""
     run_ranks(traced, 2, str(tmp_path / "trace.json"))
-    ((entry, cost),) = Trace.read(tmp_path / "trace.rank0.json").found.items()
+    ((entry, cost),) = Trace.read(tmp_path / "trace.rank0.json").redistributions.items()
     assert entry.traced and cost.calls == 1
 
 
@@ -127,8 +127,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, rank: object, world_size: object) 
 
 
 @pytest.mark.plan
-def test_a_rank_that_dies_before_there_is_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the rank that torchrun says, and no trace of an earlier run passes for its own."""
+def test_exception_before_the_process_group_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is that of torchrun, and the trace of an earlier run is removed."""
     path = tmp_path / "trace.json"
     for rank in range(8):
         Trace("2.13.0", 8, (rank,), {ENTRY: Cost(1, 1)}).write(path)
@@ -139,13 +139,13 @@ def test_a_rank_that_dies_before_there_is_a_group(tmp_path: Path, monkeypatch: p
             raise ValueError("no such\n  file")
     assert recording.written == tmp_path / "trace.rank1.json"
     trace = Trace.read(recording.written)
-    assert (trace.world_size, trace.ranks, trace.found) == (4, (1,), {})
+    assert (trace.world_size, trace.ranks, trace.redistributions) == (4, (1,), {})
     assert trace.ended == "ValueError: no such file"
     launched(monkeypatch, 0, 1)
     with shardweave.record(path):
         assert not list(tmp_path.iterdir())
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-    for rank, world_size in ((0, ""), (4, 4), ("x", 2)):  # says nothing, so other ranks' files may be of this run
+    for rank, world_size in ((0, ""), (4, 4), ("x", 2)):  # invalid, so files of other ranks may be of this run
         launched(monkeypatch, rank, world_size)
         other = Trace("2.13.0", 4, (2,), {}).write(path)
         with shardweave.record(path) as recording:
@@ -154,8 +154,8 @@ def test_a_rank_that_dies_before_there_is_a_group(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.plan
-def test_a_program_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace goes where its path was when the recording began."""
+def test_program_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path is resolved when the recording begins."""
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_a_program_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.M
         (RuntimeError("x" * 999), "RuntimeError: " + "x" * 186),
     ],
 )
-def test_a_trace_says_what_ended_the_program(tmp_path: Path, error: BaseException | None, says: str | None) -> None:
+def test_trace_names_the_exception(tmp_path: Path, error: BaseException | None, says: str | None) -> None:
     path = tmp_path / "trace.json"
     with suppress(BaseException), shardweave.record(path):
         if error is not None:
@@ -191,43 +191,43 @@ TRACE = Trace("2.13.0", 4, (1,), {ENTRY: Cost(2, 7)}, {"symbolic shapes": 1}, (1
 
 
 @pytest.mark.plan
-def test_written_and_read() -> None:
+def test_trace_write_and_read() -> None:
     assert Trace.from_json(TRACE.to_json()) == TRACE
     nothing = Trace("2.13.0", 1, (0,), {}, ended='ValueError: "é"')
     assert Trace.from_json(nothing.to_json()) == nothing
 
 
 @pytest.mark.plan
-def test_merged() -> None:
+def test_merge_traces() -> None:
     other = Trace("2.13.0", 4, (0,), {ENTRY: Cost(5, 3)}, {"symbolic shapes": 4, "else": 1}, (1001.5, 1003))
-    both = merged([TRACE, other])
-    assert both.found == {ENTRY: Cost(5, 7)} and both.ranks == (0, 1)
+    both = merge_traces([TRACE, other])
+    assert both.redistributions == {ENTRY: Cost(5, 7)} and both.ranks == (0, 1)
     assert both.left_out == {"symbolic shapes": 4, "else": 1}
     assert both.missing == (2, 3) and both.alive == (1001.5, 1001.5) and both.ended is None
     ends = ("ValueError: no", None, "ValueError: no", "SystemExit: 1")
-    all_ranks = merged([Trace("2.13.0", 4, (rank,), {}, ended=ended) for rank, ended in enumerate(ends)])
+    all_ranks = merge_traces([Trace("2.13.0", 4, (rank,), {}, ended=ended) for rank, ended in enumerate(ends)])
     assert all_ranks.ended == "ranks 0, 2: ValueError: no; rank 3: SystemExit: 1"
 
 
 @pytest.mark.plan
-def test_traces_of_other_runs_are_told() -> None:
+def test_traces_of_different_runs_are_refused() -> None:
     def of(rank: int, began: float, written: float, size: int = 4) -> Trace:
         return Trace("2.13.0", size, (rank,), {}, {}, (began, written))
 
     smaller = [of(0, 50, 60, 2), of(1, 50, 60, 2)]
     with pytest.raises(ArgumentError, match=r"ranks 0-1 of a run of 2, ranks 2-3, 7 of a run of 8; allowed: one"):
-        merged([*smaller, of(3, 10, 20, 8), of(2, 10, 20, 8), of(7, 10, 20, 8)])
+        merge_traces([*smaller, of(3, 10, 20, 8), of(2, 10, 20, 8), of(7, 10, 20, 8)])
     with pytest.raises(ArgumentError, match="rank 1 more than once"):
-        merged([*smaller, of(1, 10, 20, 2)])
+        merge_traces([*smaller, of(1, 10, 20, 2)])
     with pytest.raises(ArgumentError, match=r"rank 3 was written at \d{4}-.*, and the process of rank 1 began"):
-        merged([of(0, 50, 60), of(1, 51, 60), of(2, 50, 70), of(3, 10, 49)])
-    merged([of(0, 50, 60), of(1, 59, 80)])
+        merge_traces([of(0, 50, 60), of(1, 51, 60), of(2, 50, 70), of(3, 10, 49)])
+    merge_traces([of(0, 50, 60), of(1, 59, 80)])
     with pytest.raises(ArgumentError, match="traces: none; allowed: one or more"):
-        merged([])
+        merge_traces([])
 
 
 @pytest.mark.plan
-def test_what_a_larger_run_left_is_removed(tmp_path: Path) -> None:
+def test_traces_of_a_larger_run_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "a[1]"
     folder.mkdir()
     path, kept = folder / "tr*ce.json", []
@@ -245,7 +245,7 @@ def test_what_a_larger_run_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.plan
-def test_a_trace_is_bounded_in_bytes() -> None:
+def test_trace_size_is_bounded() -> None:
     mesh = Mesh((512,), ranks=range(511, -1, -1))
     found = {
         Entry(mesh, None, (n,), "float32", "S0", "R", "a.py:1 f"): Cost(2, n) for n in range(1, 101)
@@ -256,14 +256,16 @@ def test_a_trace_is_bounded_in_bytes() -> None:
     assert 96_000 < len(text.encode()) <= 100_000
     read = Trace.from_json(text)
     beyond = read.left_out["beyond the 100000 bytes of a trace"]
-    assert beyond == 2 * (100 - len(read.found)) > 0
-    assert {e.shape[0] for e in read.found} == set(range(101 - len(read.found), 101)), "what moves most is kept"
+    assert beyond == 2 * (100 - len(read.redistributions)) > 0
+    assert {e.shape[0] for e in read.redistributions} == set(range(101 - len(read.redistributions), 101)), (
+        "what moves most is kept"
+    )
     assert read.left_out["most often"] == 7 and sum(read.left_out.values()) == 207 + beyond
-    assert len(trace.to_json()) > 200_000 and Trace.from_json(trace.to_json()).found == found
+    assert len(trace.to_json()) > 200_000 and Trace.from_json(trace.to_json()).redistributions == found
 
 
 @pytest.mark.plan
-def test_a_trace_says_when_its_process_was_alive(tmp_path: Path) -> None:
+def test_trace_contains_process_lifetime(tmp_path: Path) -> None:
     before = time.time()
     with shardweave.record(tmp_path / "trace.json"):
         pass
@@ -286,39 +288,39 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (TRACE.to_json()[:-20], "no whole JSON"),
-        ("", "no whole JSON"),
-        ("[1]", "no trace"),
-        (changed(shardweave_trace=1), "version 1; allowed: 2"),
-        (changed(calls=-1), "-1 is no number of 0 or more"),
+        (TRACE.to_json()[:-20], "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[1]", "not a trace"),
+        (changed(shardweave_trace=1), "version 1; allowed: version 2"),
+        (changed(calls=-1), "-1 is not a whole number from 0"),
         (changed(source="S0 S"), "layout text"),
         (changed(mesh={"shape": [2, 0], "names": None, "ranks": None}), "at least 1"),
-        (changed(dtype=3), "not as `record` writes it"),
+        (changed(dtype=3), "not a valid trace"),
         (changed(dtype="float33"), "dtype: 'float33' is not known"),
         (changed(source="R"), "source: R has 1 placements, the mesh"),
         (changed(target="S2"), "target: mesh dim 0 shards tensor dim 2, out of range"),
-        (changed(world_size=3), "is no mesh of 3 ranks"),
-        (changed(target_mesh={"shape": [2], "names": None, "ranks": [1, 4]}), "is no mesh of 4 ranks"),
-        (changed(redistributions=[{}]), "not as `record` writes it"),
+        (changed(world_size=3), "does not fit in 3 ranks"),
+        (changed(target_mesh={"shape": [2], "names": None, "ranks": [1, 4]}), "does not fit in 4 ranks"),
+        (changed(redistributions=[{}]), "not a valid trace"),
         (changed(ranks=[]), "of 4"),
         (changed(ranks=[4]), r"ranks \[4\] of 4"),
-        (changed(alive=[1]), "not as `record` writes it"),
-        (changed(alive=[1, -1]), "no number of seconds"),
-        (changed(fsdp=True, target_mesh=None, target="R R"), "no collective of FSDP2's"),
+        (changed(alive=[1]), "not a valid trace"),
+        (changed(alive=[1, -1]), "not a number of seconds"),
+        (changed(fsdp=True, target_mesh=None, target="R R"), "not a collective of FSDP2"),
         (
             changed(fsdp=True, target_mesh=None, source="P S0", target="R S0"),
-            r"P S0 -> R S0 of \[4, 0\] is no collective",
+            r"P S0 -> R S0 of \[4, 0\] is not a collective",
         ),
-        (changed(fsdp=None), "not as `record` writes it"),
+        (changed(fsdp=None), "not a valid trace"),
         (changed(ended=1), "ended: 1"),
-        (changed(calls=10**400), "is no number of 0 or more, below 2"),
+        (changed(calls=10**400), "is not a whole number from 0 to 2"),
         (changed(world_size=10**9), "world_size 1000000000; allowed: up to 16777216"),
         (changed(shape=[1 << 40, 1 << 40]), r"more than 2\*\*58 elements"),
         (changed(source="Pmax S0", dtype="complex64"), "source: mesh dim 0: partial op 'max' of complex64"),
-        ("[" * 100_000, "no whole JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
-def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "t.json"
     file.write_text(text)
     with pytest.raises(ArgumentError, match=says) as error:
@@ -327,7 +329,7 @@ def test_wrong_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
 
 
 @pytest.mark.plan
-def test_a_trace_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+def test_trace_file_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "missing" / "trace.json", tmp_path):
         with pytest.raises(ArgumentError, match=f"path: '{path}' cannot be written"):
             with shardweave.record(path):

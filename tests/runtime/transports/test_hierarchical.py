@@ -125,7 +125,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None
     assert "     by push: ranks of one node write into each other's memory" in shown
     for topology in ([], ["--topology", "nvlink"]):
         assert main([*asked, *topology]) == 2
-        assert "error: --transport hierarchical: of what nodes is not said; allowed: with a --topology of nodes" in (
+        assert "error: --transport hierarchical: the size of nodes is unknown; allowed: with a --topology of nodes" in (
             capsys.readouterr().err
         )
 

@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, what they need, how they end."""
+"""Argument types and decorators for several commands."""
 
 from __future__ import annotations
 
@@ -29,72 +29,72 @@ _SHORT_DTYPES = {
 
 
 def dtype(text: str) -> str:
-    """An argument's type: a dtype's name, of short names and torch's spellings the name that torch prints."""
+    """Argument type: the name of a dtype. Short names and other spellings become the name that torch prints."""
     name = text.removeprefix("torch.")
     return _SHORT_DTYPES.get(name.lower(), name)
 
 
 def whole_number(text: str) -> int:
-    """An argument's type: a whole number, which is not above what 64 bits hold."""
+    """Argument type: a whole number of at most 64 bits."""
     digits = text.lstrip("+-")
-    # Python itself reads no more than 4,300 digits.
+    # int() refuses more than 4,300 digits.
     if not (digits.isdecimal() and len(digits) <= 19 and len(text) - len(digits) <= 1):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: a whole number below 2**63 is wanted")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: not a whole number below 2**63")
     return int(text)
 
 
 def number_of(what: str) -> Callable[[str], int]:
-    """An argument's type: a number of `what`, 1 or more."""
+    """Argument type: a number of `what`, 1 or more."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or len(text) > 19 or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{shown(text)}: a number of {what}, 1 or more, is wanted")
+            raise argparse.ArgumentTypeError(f"{shown(text)}: not a number of {what}, 1 or more")
         return int(text)
 
     return number
 
 
 def file_of(ending: str) -> Callable[[str], Path]:
-    """An argument's type: a file whose name ends as what is written there."""
+    """Argument type: a file name with this ending."""
 
     def file(text: str) -> Path:
         if Path(text).suffix.lower() != ending:
-            raise argparse.ArgumentTypeError(f"{shown(text)}: a name that ends with {ending} is wanted")
+            raise argparse.ArgumentTypeError(f"{shown(text)}: not a name that ends with {ending}")
         return Path(text)
 
     return file
 
 
-def topology(given: str | None) -> Topology | None:
-    """Of a command's `--topology`.
+def topology(name: str | None) -> Topology | None:
+    """The topology of the argument `--topology`.
 
     Raises:
-        ArgumentError: no name and no file of a topology.
+        ArgumentError: neither the name nor the file of a topology.
     """
-    if given is None:
+    if name is None:
         return None
-    if given in TOPOLOGIES:
-        return TOPOLOGIES[given]
+    if name in TOPOLOGIES:
+        return TOPOLOGIES[name]
     try:
-        text = Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # a name with a null, a file that is no text
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a null in the name, or a binary file
         allowed = ", ".join(TOPOLOGIES)
         raise ArgumentError(
-            f"--topology: {shown(given)} cannot be read: {shown_error(error)}; allowed: {allowed}, or a JSON file"
+            f"--topology: {shown(name)} cannot be read: {shown_error(error)}; allowed: {allowed}, or a JSON file"
         ) from None
     try:
         return Topology.from_json(text)
     except ArgumentError as error:
-        raise ArgumentError(f"--topology: {shown(given)}: {error}") from None
+        raise ArgumentError(f"--topology: {shown(name)}: {error}") from None
 
 
 def shown_error(error: Exception) -> str:
-    """What an exception says, without the name of the file, which may be long."""
+    """The text of an exception without the name of the file, which may be long."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
 
 
 def interruptible(run: Run) -> Run:
-    """Ctrl-C ends a command that measures with the shell's own status for it, and no traceback."""
+    """Decorator: Ctrl-C ends the command with status 130 and no traceback."""
 
     @wraps(run)
     def quiet(arguments: argparse.Namespace) -> int:
@@ -107,9 +107,10 @@ def interruptible(run: Run) -> Run:
 
 
 def need_rich(command: str) -> None:
-    """
+    """Check that rich is installed.
+
     Raises:
-        UnsupportedError: rich is not installed.
+        UnsupportedError: it is not.
     """
     if find_spec("rich") is None:
         raise UnsupportedError(f"{command} needs rich: pip install 'shardweave[cli]'")

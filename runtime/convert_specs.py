@@ -1,4 +1,4 @@
-"""torch's meshes, placements and dtypes, as the planner's."""
+"""Converts torch's meshes, placements, specs and dtypes to the planner's, and layouts back to specs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..planner import ITEMSIZE, Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
-from .cache import kept_with_group
+from .process_group_cache import ProcessGroupCache
 
 _OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
-_meshes: dict[DeviceMesh, Mesh] = kept_with_group({})
+_meshes: ProcessGroupCache[DeviceMesh, Mesh] = ProcessGroupCache(256)
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The planner's mesh, with the ranks of the default process group."""
+    """The planner's mesh of the same shape, names and ranks of the default process group."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:
-        with unset_fake_temporarily():  # a mode that traces cannot read the mesh's real table
+        with unset_fake_temporarily():  # under a fake tensor mode the mesh's rank table could not be read
             table = device_mesh.mesh
             mesh = Mesh(tuple(table.shape), device_mesh.mesh_dim_names, table.flatten().tolist())
-        if len(_meshes) > 256:
-            _meshes.clear()
         _meshes[device_mesh] = mesh
     return mesh
 
 
 def unordered_dims(device_mesh: DeviceMesh, mesh: Mesh | None = None) -> tuple[int, ...]:
-    """The mesh dims along which some process group has its ranks in another order than the mesh.
+    """The mesh dims whose process groups may order their ranks differently from the mesh.
 
-    torch sorts the ranks of a group, so these are the mesh dims along which ranks do not ascend; with torch 2.15's
-    `preserve_rank_order` there is none. It follows from what all ranks know, so that all come to the same answer.
+    torch sorts the ranks of a group, so these are the mesh dims along which ranks do not ascend; there are none with
+    `preserve_rank_order` of torch 2.15. The result is the same on all ranks.
 
     Args:
-        mesh: `mesh_of(device_mesh)`, where the process group may be gone by now.
+        mesh: `mesh_of(device_mesh)`; required where the process group may have been destroyed.
     """
     if getattr(device_mesh, "_preserve_rank_order", False):
         return ()
@@ -54,17 +52,20 @@ def _dims_not_ascending(mesh: Mesh) -> tuple[int, ...]:
     return tuple(m for m in range(mesh.ndim) if (np.diff(table, axis=m) < 0).any())
 
 
-def normal_placements(
+def normalize_placements(
     argument: str, placements: Sequence[Any], mesh_ndim: int, ndim: int
 ) -> tuple[torch_types.Placement, ...]:
-    """torch's placements, one per mesh dim, with tensor dims counted from the first.
+    """Validate torch placements and make their tensor dims non-negative.
 
     Raises:
-        ArgumentError: not one per mesh dim, no placement, a tensor dim that is not there; the text names `argument`.
+        ArgumentError: the number of placements is not that of the mesh dims, an element is not a placement, or a tensor
+            dim is out of range; the text names `argument`.
     """
     if len(placements) != mesh_ndim:
-        raise ArgumentError(f"{argument}: {len(placements)} given for a mesh of {mesh_ndim} dims; allowed: one each")
-    normal: list[torch_types.Placement] = []
+        raise ArgumentError(
+            f"{argument}: {len(placements)} given for a mesh of {mesh_ndim} dims; allowed: one per mesh dim"
+        )
+    normalized: list[torch_types.Placement] = []
     for mesh_dim, placement in enumerate(placements):
         if not isinstance(placement, torch_types.Placement):
             raise ArgumentError(
@@ -78,101 +79,103 @@ def normal_placements(
             placement = torch_types.Shard(dim + ndim)
         elif dim is not None and dim < 0 and type(placement) is torch_types._StridedShard:
             placement = torch_types._StridedShard(dim + ndim, split_factor=placement.split_factor)
-        normal.append(placement)
-    return tuple(normal)
+        normalized.append(placement)
+    return tuple(normalized)
 
 
-def layout_given(argument: str, given: Any, mesh: Mesh, ndim: int) -> Layout | str:
-    """A layout, or its text, as it is; a sequence of placements, torch's or the planner's own, as a layout.
+def as_layout(argument: str, value: Any, mesh: Mesh, ndim: int) -> Layout | str:
+    """Convert an argument to a layout: a `Layout` or its text form is returned unchanged, a sequence of placements
+    (torch's or the planner's) becomes a `Layout`.
 
-    Strided shards are read as an order where there is one.
+    Strided shards are decoded to a shard order where one exists.
 
     Raises:
-        ArgumentError: none of these, or placements that do not fit the mesh or the tensor; the text names `argument`.
+        ArgumentError: another type, or placements that do not fit the mesh or the tensor; the text names `argument`.
         UnsupportedError: as `layout_of`.
     """
-    if isinstance(given, Layout | str):
-        return given
-    if not isinstance(given, Sequence):
+    if isinstance(value, Layout | str):
+        return value
+    if not isinstance(value, Sequence):
         raise ArgumentError(
-            f"{argument}: {given!r}; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"
+            f"{argument}: {value!r}; allowed: a Layout, its text form, or a sequence of Replicate, Shard, Partial"
         )
     try:
-        if given and all(isinstance(p, Placement) for p in given):
-            return Layout(given)
-        return layout_of(normal_placements(argument, given, mesh.ndim, ndim), mesh.shape)
+        if value and all(isinstance(p, Placement) for p in value):
+            return Layout(value)
+        return layout_of(normalize_placements(argument, value, mesh.ndim, ndim), mesh.shape)
     except UnsupportedError as error:
         raise UnsupportedError(f"{argument}: {error}") from None
 
 
 def layout_of(placements: Sequence[Any], mesh_shape: Sequence[int], shard_order: Any = None) -> Layout:
-    """The layout that torch's placements and shard order state; strided shards are read as an order where there is one.
+    """The layout of torch placements and a shard order; strided shards are decoded to an order where one exists.
 
     Raises:
-        UnsupportedError: a placement that carries state or reduces bitwise.
+        UnsupportedError: a placement with state, or a bitwise reduction.
     """
-    return Layout(_planners(placements), _orders(shard_order)).decoded(mesh_shape)
+    return Layout(_planner_placements(placements), _orders(shard_order)).decoded(mesh_shape)
 
 
 def layout_of_spec(spec: DTensorSpec, mesh: Mesh | None = None) -> Layout:
-    """The layout of a DTensor: which shard is whose goes by mesh coordinates.
+    """The layout of a DTensor. Shards are assigned to ranks by mesh coordinate.
 
-    That is torch's meaning as well, except along mesh dims whose process groups have another order: there torch
-    scatters, gathers and reduces by the order of the group, and cuts replicas by mesh coordinate.
+    torch does the same, except along mesh dims whose process groups have another order: there it scatters, gathers and
+    reduces in the order of the group, and slices replicas by mesh coordinate.
 
     Args:
-        mesh: as of `unordered_dims`.
+        mesh: as for `unordered_dims`.
 
     Raises:
-        UnsupportedError: shards along such a mesh dim; as `layout_of`.
+        UnsupportedError: shards along such a mesh dim, and as `layout_of`.
     """
     sharded = [m for m, p in enumerate(spec.placements) if isinstance(p, torch_types.Shard | torch_types._StridedShard)]
-    if sharded and (odd := set(sharded).intersection(unordered_dims(spec.mesh, mesh))):
+    if sharded and (unordered := set(sharded).intersection(unordered_dims(spec.mesh, mesh))):
         raise UnsupportedError(
-            f"shards along mesh dim {min(odd)}, whose ranks do not ascend: torch's own operations disagree about which "
-            f"rank holds which; allowed: a mesh whose ranks ascend along it"
+            f"shards along mesh dim {min(unordered)}, whose ranks do not ascend: torch's own operations disagree about "
+            f"which rank holds which shard; allowed: a mesh whose ranks ascend along it"
         )
     if not any(isinstance(p, torch_types._StridedShard) for p in spec.placements):
         return _unstrided(spec.placements, spec.shard_order)
     if spec.use_strided_shard_as_shard_order:
         return layout_of(spec.placements, spec.mesh.shape)
-    # Made by a view: no order, also where one has the same split factors.
-    own = [
-        StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p for p in _planners(spec.placements)
+    # Strided shards of a view are not a shard order, even where an order has the same split factors.
+    placements = [
+        StridedShard(p.dim, p.split, own=True) if isinstance(p, StridedShard) else p
+        for p in _planner_placements(spec.placements)
     ]
-    return Layout(own, _orders(spec.shard_order))
+    return Layout(placements, _orders(spec.shard_order))
 
 
 @lru_cache(maxsize=1024)
 def _unstrided(placements: tuple[Any, ...], shard_order: Any) -> Layout:
-    return Layout(_planners(placements), _orders(shard_order))
+    return Layout(_planner_placements(placements), _orders(shard_order))
 
 
 def _orders(shard_order: Any) -> dict[int, tuple[int, ...]]:
     return {entry.tensor_dim: tuple(entry.mesh_dims) for entry in shard_order or ()}
 
 
-def _planners(placements: Sequence[Any]) -> list[Placement]:
-    found: list[Placement] = []
+def _planner_placements(placements: Sequence[Any]) -> list[Placement]:
+    converted: list[Placement] = []
     for mesh_dim, p in enumerate(placements):
         if type(p) is torch_types.Shard:
-            found.append(Shard(p.dim))
+            converted.append(Shard(p.dim))
         elif type(p) is torch_types.Replicate:
-            found.append(Replicate())
+            converted.append(Replicate())
         elif type(p) is torch_types._StridedShard:
-            found.append(StridedShard(p.dim, int(p.split_factor)))
+            converted.append(StridedShard(p.dim, int(p.split_factor)))
         elif type(p) is torch_types.Partial and p.reduce_op in _OPS:
-            found.append(Partial(_OPS[p.reduce_op]))
+            converted.append(Partial(_OPS[p.reduce_op]))
         else:
             raise UnsupportedError(
                 f"placement {p} on mesh dim {mesh_dim}; allowed: Replicate, Shard, Partial of {list(_OPS)}"
             )
-    return found
+    return converted
 
 
 def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
-    """The spec that says a layout: what `layout_of_spec` makes the same layout of again."""
-    ops = {ours: theirs for theirs, ours in _OPS.items()}
+    """The spec of a layout, the inverse of `layout_of_spec`."""
+    torch_ops = {planner_op: torch_op for torch_op, planner_op in _OPS.items()}
     placements: list[torch_types.Placement] = []
     for p in layout.placements:
         if isinstance(p, StridedShard):
@@ -180,7 +183,7 @@ def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) ->
         elif isinstance(p, Shard):
             placements.append(torch_types.Shard(p.dim))
         elif isinstance(p, Partial):
-            placements.append(torch_types.Partial(ops[p.op]))
+            placements.append(torch_types.Partial(torch_ops[p.op]))
         else:
             placements.append(torch_types.Replicate())
     if any(isinstance(p, StridedShard) and not p.own for p in layout.placements):
@@ -189,15 +192,29 @@ def spec_of_layout(layout: Layout, device_mesh: DeviceMesh, meta: TensorMeta) ->
     return DTensorSpec(device_mesh, tuple(placements), meta, shard_order=order, use_strided_shard_as_shard_order=False)
 
 
+def with_placements(spec: DTensorSpec, placements: tuple[torch_types.Placement, ...]) -> DTensorSpec:
+    """The spec with other placements and the same shard order; the same mesh dims must be sharded."""
+    return with_placements_and_meta(spec, placements, spec.tensor_meta)
+
+
+def with_placements_and_meta(
+    spec: DTensorSpec, placements: tuple[torch_types.Placement, ...], meta: TensorMeta | None
+) -> DTensorSpec:
+    strided = spec.use_strided_shard_as_shard_order
+    order = {} if strided else {"shard_order": spec.shard_order}
+    return DTensorSpec(spec.mesh, placements, meta, use_strided_shard_as_shard_order=strided, **order)  # type: ignore[arg-type]
+
+
 def name_of(dtype: torch.dtype) -> str:
+    """A dtype's name without "torch."; not validated."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The planner's name of a torch dtype, or of a name already.
+    """The planner's name of a dtype, which is a torch dtype or its name.
 
     Raises:
-        ArgumentError: a dtype whose elements are not whole bytes of their own, quantized types and the like.
+        ArgumentError: not supported by the planner, such as quantized dtypes and those of less than a byte.
     """
     name = dtype if isinstance(dtype, str) else name_of(dtype)
     if name not in ITEMSIZE:

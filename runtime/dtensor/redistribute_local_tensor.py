@@ -1,0 +1,154 @@
+"""shardweave's replacement of torch's `redistribute_local_tensor`, the inner loop of `DTensor.redistribute`.
+
+It decides what shardweave carries out and what is left to torch. `install` puts it in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from ...errors import ArgumentError, UnsupportedError
+from ..executor.dispatch_modes import REPLACES, REPORTS, active_modes, note_decision, why_not_under
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..statistics import count_delegation, stats
+from ..transports.select import why_not_backend
+from . import observer, redistribute_options
+from .local import PLAIN_TENSORS, empty_local, is_in, run_redistribution
+from .redistribute_options import RedistributeOptions
+
+Stock = Callable[..., torch.Tensor]
+stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
+_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_COMPILING, _OTHER_TENSOR_TYPE = "torch.compile is tracing", "local tensor is a "
+_OTHER_MESH, _SMALL = "a mesh that install(only=) leaves out", "smaller than install(min_bytes=)"
+_ONE_RANK = "world size 1"
+_backend_obstacles: ProcessGroupCache[torch.device, str | None] = ProcessGroupCache(256)
+
+
+def redistribute_local_tensor(
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    use_graph_based_transform: bool | None = None,
+    is_explicit: bool = False,
+) -> torch.Tensor:
+    """Redistribute a local tensor from one spec to another, which may be on another mesh. Replaces torch's function of
+    the same name and signature.
+
+    What shardweave does not carry out is left to torch, counted by reason in `stats().delegations`, and logged once per
+    reason: tracing; fake and other wrapped tensors; dispatch modes that report torch's collectives, replace tensors or
+    are unknown; unsupported placements; shards along mesh dims whose ranks do not ascend; a world of one rank; unknown
+    backends; and what `install` excludes. Other dispatch modes, such as selective activation checkpointing, see the
+    redistribution as one operator.
+
+    Args:
+        local_tensor: this rank's shard, of the shape that `current_spec` gives it; any strides.
+        current_spec, target_spec: with `tensor_meta`, of the dtype of the tensor.
+        async_op: return an `AsyncCollectiveTensor` once the last exchange has begun; it is waited for when the result
+            is first used. Has no effect where no exchange is left to wait for, or under dispatch modes that see one
+            operator.
+        use_graph_based_transform: passed to torch where torch carries the call out, otherwise ignored and counted in
+            `stats().ignored`.
+        is_explicit: passed to torch.
+
+    Returns:
+        This rank's shard under `target_spec`. Not recorded by autograd.
+
+    Raises:
+        ArgumentError: the local tensor does not match its spec, or a spec has the wrong number of placements.
+        UnsupportedError: torch would have to redistribute to another mesh, which it cannot.
+        TransportError: a peer died, did not come, or requested something else.
+    """
+    if (recorder := observer.current) is not None:
+        recorder.note(local_tensor.dtype, current_spec, target_spec)
+    x = local_tensor
+    if type(x) is AsyncCollectiveTensor:
+        x = x.wait()
+    to_other_mesh = current_spec.mesh != target_spec.mesh
+    if not is_in(current_spec.mesh) and not (to_other_mesh and is_in(target_spec.mesh)):
+        return local_tensor
+    for name, spec in (("current_spec", current_spec), ("target_spec", target_spec)):
+        if len(spec.placements) != spec.mesh.ndim:
+            raise ArgumentError(
+                f"{name}: {len(spec.placements)} placements for a mesh of {spec.mesh.ndim} dims; allowed: one per mesh "
+                f"dim"
+            )
+        torch_redistribute.assert_no_mixed_partial_types(spec.placements)
+    options = redistribute_options.default
+    reason = _why_delegate(x, current_spec, target_spec, options, to_other_mesh)
+    modes = active_modes() if _count_dispatch_modes() else ()
+    if modes and reason is None:
+        reason = why_not_under(modes)
+    if to_other_mesh and reason is not None:
+        raise UnsupportedError(f"redistribution to another mesh: {reason}; torch does not support it either")
+    if reason is None:
+        if not is_in(current_spec.mesh):
+            x = empty_local(x, current_spec)
+        try:
+            out = run_redistribution(x.detach() if x.requires_grad else x, current_spec, target_spec, options, async_op)
+            if modes:
+                note_decision(modes, None)
+            if use_graph_based_transform is not None:
+                stats().ignored["use_graph_based_transform"] += 1
+            return out
+        except UnsupportedError as error:
+            if to_other_mesh:
+                raise
+            reason = str(error)
+    if modes:
+        note_decision(modes, reason)
+    count_delegation(reason, _log_level(reason), current_spec, target_spec)
+    torch_options = {"async_op": async_op, "is_explicit": is_explicit}
+    if use_graph_based_transform is not None:
+        torch_options["use_graph_based_transform"] = use_graph_based_transform
+    return stock_redistribute_local_tensor(local_tensor, current_spec, target_spec, **torch_options)
+
+
+def _why_delegate(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, to_other_mesh: bool
+) -> str | None:
+    """The reason why a call is left to torch, or None. Does not consider dispatch modes."""
+    if torch.compiler.is_compiling():
+        return _COMPILING
+    if type(x) not in PLAIN_TENSORS:
+        return f"{_OTHER_TENSOR_TYPE}{type(x).__name__}"
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
+        return f"local tensor is {x.layout} on {x.device}"
+    if to_other_mesh:
+        return _backend_obstacle(x.device)
+    if options.only is not None and current.mesh not in options.only:
+        return _OTHER_MESH
+    if options.min_bytes and current.tensor_meta is not None:
+        if math.prod(current.tensor_meta.shape) * x.element_size() < options.min_bytes:
+            return _SMALL
+    for a, b in zip(current.placements, target.placements, strict=True):
+        if b.is_partial() and a != b and not a.is_replicate():
+            return "shard or another op to partial, which torch refuses"
+    return _backend_obstacle(x.device)
+
+
+def _backend_obstacle(device: torch.device) -> str | None:
+    """Why the default process group cannot carry programs on `device`, or None."""
+    forget_dead_groups()
+    try:
+        return _backend_obstacles[device]
+    except KeyError:
+        obstacle = _backend_obstacles[device] = why_not_backend(device)
+        return obstacle
+
+
+def _log_level(reason: str) -> int:
+    """Debug for a world of one rank, info for what the user asked for, warning for the rest."""
+    if reason == _ONE_RANK:
+        return logging.DEBUG
+    requested = reason in (_COMPILING, _OTHER_MESH, _SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
+    return logging.INFO if requested or reason.endswith((REPORTS, REPLACES)) else logging.WARNING

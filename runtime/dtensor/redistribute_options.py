@@ -1,0 +1,76 @@
+"""The options of a redistribution: one frozen object, given per call and by `install`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...errors import ArgumentError
+from ...planner import Topology
+from ..executor.lower import Reduction, check_reduction
+
+
+class RedistributeOptions(NamedTuple):
+    """How redistributions are carried out, and which ones; the same on all ranks.
+
+    Attributes:
+        transport: the name of a transport; None chooses by what the ranks share.
+        topology: what programs are planned for; None minimises bytes.
+        reduction: "ordered" or "fast".
+        min_bytes: under `install`, smaller tensors (in bytes over all ranks) are left to torch.
+        only: under `install`, tensors on other meshes are left to torch; None: all meshes.
+        costs: under `install`, DTensor's sharding propagation uses shardweave's costs.
+    """
+
+    transport: str | None = None
+    topology: Topology | None = None
+    reduction: Reduction = "ordered"
+    min_bytes: int = 0
+    only: tuple[DeviceMesh, ...] | None = None
+    costs: bool = False
+
+
+default = RedistributeOptions()
+"""The options of `install`; where a call gives an option, that takes precedence."""
+
+
+def set_default(options: RedistributeOptions) -> None:
+    global default
+    default = options
+
+
+def call_options(transport: Any = None, topology: Any = None, reduction: Any = None) -> RedistributeOptions:
+    """The options of one call: its arguments, and the default for those that are None.
+
+    Raises:
+        ArgumentError: an argument of the wrong type, or an unknown reduction.
+    """
+    if transport is None and topology is None and reduction is None:
+        return default
+    if transport is not None and not isinstance(transport, str):
+        raise ArgumentError(f"transport: {transport!r}; allowed: a name, or None")
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    reduction = default.reduction if reduction is None else check_reduction(reduction)
+    return RedistributeOptions(transport, topology or default.topology, reduction)
+
+
+def install_options(topology: Any, reduction: Any, min_bytes: Any, only: Any, costs: bool) -> RedistributeOptions:
+    """The validated options of `install`.
+
+    Raises:
+        ArgumentError: an argument of the wrong type, or a value that is not allowed.
+    """
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology: {topology!r}; allowed: a Topology, or None")
+    check_reduction(reduction)
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+        raise ArgumentError(f"min_bytes: {min_bytes!r}; allowed: a number of bytes, 0 or more")
+    meshes = only
+    if only is not None:
+        meshes = (only,) if not isinstance(only, Collection) or isinstance(only, DeviceMesh) else tuple(only)
+        if not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
+            raise ArgumentError(f"only: {only!r}; allowed: a DeviceMesh, several, or None")
+    return RedistributeOptions(None, topology, reduction, min_bytes, meshes, bool(costs))
