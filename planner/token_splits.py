@@ -9,8 +9,8 @@ from typing import Literal
 
 from .topology import Topology
 
-Splits = Literal["host", "slabs"]
-SPLITS: tuple[Splits, ...] = ("host", "slabs")
+Splits = Literal["host", "fixed"]
+SPLITS: tuple[Splits, ...] = ("host", "fixed")
 HOST_READ_US = 40.0
 """A host that waits for its device: until that is idle, and again until it has something to do. Assumed, until
 measured."""
@@ -25,7 +25,7 @@ class SplitPrices:
 
     @property
     def cheaper(self) -> Splits:
-        return "slabs" if self.slabs < self.host else "host"
+        return "fixed" if self.slabs < self.host else "host"
 
 
 def price_splits(

@@ -176,7 +176,7 @@ class Copies:
 
     def build(self, aligned: int) -> None:
         """Compile and upload what is launched for sources at multiples of so many bytes."""
-        if not self.empty and self.table is not None and not self.table.by_reference:
+        if not self.empty and self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
@@ -232,7 +232,7 @@ class Reduction:
 
     def build(self, aligned: int) -> None:
         """As of `Copies`."""
-        if self.table is not None and not self.table.by_reference:
+        if self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -251,6 +251,6 @@ class Reduction:
 def _fix(
     table: CopyTable | ReduceTable, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
 ) -> None:
-    if not table.by_reference:
+    if not table.cpu_path:
         table.sources.fix(sources)
         table.targets.fix(targets)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ...kernels import Code, Failure, polls_within
 from .base import Barrier, CommRequest, PendingCall
-from .buffer_pool import Leases
+from .buffer_pool import BufferPool
 from .capabilities import WindowPolicy
 from .rendezvous import Rendezvous
 from .streams import SideStream
@@ -58,7 +58,7 @@ class SymmetricMemoryTransport:
         self.windows = WindowPolicy()
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
         self._all: list[Window] = []
-        self._lent: dict[tuple[int, ...], list[Leases]] = {}
+        self._pools: dict[tuple[int, ...], list[BufferPool]] = {}
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
         self._error: TransportError | None = None
@@ -118,20 +118,21 @@ class SymmetricMemoryTransport:
         self._all.append(windows[-1])
         return windows[-1]
 
-    def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases:
-        """What a group, of ascending ranks, lends: so many pieces of so many bytes, at least. Collective where there is
-        nothing such yet; it stays for as long as the transport.
+    def buffer_pool(self, ranks: tuple[int, ...], nbytes: int, number: int) -> BufferPool:
+        """Return a pool of at least `number` pieces of at least `nbytes` bytes on each of a group's ascending ranks.
+
+        Collective if there is none yet. The pool lives as long as the transport.
 
         Raises:
             DisagreementError, MeetingTimeoutError: as for `window`.
         """
-        of_group = self._lent.setdefault(ranks, [])
-        large = [leases for leases in of_group if leases.nbytes >= nbytes and len(leases.pieces) >= number]
+        of_group = self._pools.setdefault(ranks, [])
+        large = [pool for pool in of_group if pool.nbytes >= nbytes and len(pool.pieces) >= number]
         if large:
-            return min(large, key=lambda leases: leases.nbytes * len(leases.pieces))
+            return min(large, key=lambda pool: pool.nbytes * len(pool.pieces))
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._memory(ranks, size * number, f"leases/{len(of_group)}")
-        of_group.append(Leases(self.rank, memory, size, number))
+        memory = self._memory(ranks, size * number, f"buffer_pools/{len(of_group)}")
+        of_group.append(BufferPool(self.rank, memory, size, number))
         return of_group[-1]
 
     def _memory(self, ranks: tuple[int, ...], nbytes: int, where: str) -> dict[int, torch.Tensor]:
@@ -152,8 +153,8 @@ class SymmetricMemoryTransport:
             if int(theirs) != nbytes:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout, "
-                    f"`leases` or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; no "
-                    f"tensor of yours was written"
+                    f"`pooled_buffers` or order of calls): memory of {nbytes} and {theirs} bytes among ranks {ranks}; "
+                    f"no tensor of yours was written"
                 )
         for rank in ranks:
             # Who has failed does not use what it made.

@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not here: how wide it accesses memory, and that nothing spills."""
+"""Kernels compiled ahead of time: width of memory accesses, memory order, and no register spills."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def assert_sound(found: list) -> None:
     assert not wrong
 
 
-def test_what_programs_launch_compiles_in_whole_vectors():
+def test_common_specialisations_of_programs_are_vectorised():
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     used = [s for request, options in SAMPLE for s in specialisations(of_ranks(*request, **options))]
@@ -252,7 +252,7 @@ def test_what_programs_launch_compiles_in_whole_vectors():
     assert text.count("\n| ") == len(sample) + 2 and "spilled bytes in all 0" in text
 
 
-def test_narrow_accesses_and_spills_are_faults():
+def test_narrow_accesses_and_spills_are_reported():
     (s, *_) = specialisations(of_ranks(*SAMPLE[1][0]))
     assert s.vectors == (16, 16)
     whole = aot.Compiled(40, 0, 0, {8: 8, 16: 4}, {16: 4})
@@ -265,7 +265,7 @@ def test_narrow_accesses_and_spills_are_faults():
 
 
 @pytest.mark.long
-def test_everything_that_programs_launch_compiles_in_whole_vectors():
+def test_all_specialisations_of_programs_are_vectorised():
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     assert_sound(aot.measure([*specialisations(), *token_specialisations()], list(TARGETS), 2))

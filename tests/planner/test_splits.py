@@ -18,7 +18,7 @@ def test_prices_are_those_of_the_links():
     # 2 us, one for each of 3 peers, and 1 kB a microsecond.
     prices = price_splits("aaaa", 40, 16, 1000, topology, True)
     assert prices.host == 2 + 3 + 30 + HOST_READ_US and prices.slabs == 2 + 3 + 48
-    assert prices.cheaper == "slabs"
+    assert prices.cheaper == "fixed"
     prices = price_splits("aaaa", 40, 16, 1000, topology, False)
     assert prices.host == 2 + 3 + 30 and prices.cheaper == "host"
 
@@ -33,4 +33,4 @@ def test_the_dearest_link_of_the_dearest_rank_counts():
 def test_decoding_takes_slabs_and_training_the_host():
     row, nodes = 7168 * 2, [rank // 8 for rank in range(16)]
     few, many = (price_splits(nodes, t * 8, t * 8, row, NVLINK_INFINIBAND, True) for t in (1, 4096))
-    assert few.cheaper == "slabs" and many.cheaper == "host"
+    assert few.cheaper == "fixed" and many.cheaper == "host"
