@@ -7,6 +7,8 @@ destination had sent its sum. The result is rounded once. Pairs without a row co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -164,3 +166,22 @@ def combine_rows_cpu(
             total.add_(add[these])
         if not here:
             out[these].copy_(total)
+
+
+def combine_rows_reference(
+    rows: TokenRows, buffers: Sequence[torch.Tensor], weights: torch.Tensor | None, add: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the result of combine_rows by its definition, pair by pair. For tests; CPU tensors only."""
+    (tokens, k), hidden, dtype = rows.key.shape, buffers[0].shape[1], buffers[0].dtype
+    out = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
+    for t in range(tokens):
+        total = torch.zeros(hidden, device="cpu")
+        for destination, buffer in enumerate(buffers):
+            partial = torch.zeros(hidden, device="cpu")
+            for key, row in zip(rows.key[t].tolist(), rows.row[t].tolist(), strict=True):
+                if row >= 0 and key // k == destination:
+                    value = buffer[row].float()
+                    partial += value if weights is None else value * weights[t, key % k]
+            total += partial.to(dtype).float()
+        out[t] = (total if add is None else total + add[t].float()).to(dtype)
+    return out

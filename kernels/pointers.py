@@ -162,15 +162,15 @@ class AddressTables:
 
     def find(self, addresses: tuple[int, ...]) -> torch.Tensor | None:
         """Return the table if it is cached."""
-        found = self._tables.get(addresses)
-        if found is not None and self._on_gpu and torch.cuda.is_current_stream_capturing():
-            self._captured.append(found)
-        return found
+        table = self._tables.get(addresses)
+        if table is not None and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            self._captured.append(table)
+        return table
 
     def of(self, addresses: tuple[int, ...]) -> torch.Tensor:
         """Return the table; does not wait for its upload."""
-        found = self.find(addresses)
-        return self._upload(addresses) if found is None else found
+        table = self.find(addresses)
+        return self._upload(addresses) if table is None else table
 
     def _upload(self, addresses: tuple[int, ...]) -> torch.Tensor:
         length = len(addresses) if self._positions is None else self._length

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -156,6 +158,29 @@ def push_rows_cpu(
         for buffer, part, to in zip(weight_buffers.tensors, values, pairs.row.split(pairs.sizes), strict=True):
             buffer.index_copy_(0, to, part)
         weight_buffers.tensors[own].index_fill_(0, padding, 0)
+
+
+def push_rows_reference(
+    x: torch.Tensor,
+    rows: TokenRows,
+    buffers: Sequence[torch.Tensor],
+    groups: Groups,
+    own: int,
+    weights: torch.Tensor,
+    weight_buffers: Sequence[torch.Tensor],
+) -> None:
+    """push_rows by its definition, pair by pair. For tests; CPU tensors only."""
+    tokens, k = rows.key.shape
+    for t in range(tokens):
+        for key, row in zip(rows.key[t].tolist(), rows.row[t].tolist(), strict=True):
+            if row >= 0:
+                buffers[key // k][row] = x[t]
+                weight_buffers[key // k][row] = weights[t, key % k]
+    for end, padded, count in zip(
+        groups.offsets.tolist(), groups.padded_counts.tolist(), groups.counts.tolist(), strict=True
+    ):
+        buffers[own][end - padded + count : end] = 0
+        weight_buffers[own][end - padded + count : end] = 0
 
 
 def padding_rows(groups: Groups) -> torch.Tensor:

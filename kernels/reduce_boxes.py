@@ -256,12 +256,12 @@ class ReduceTable:
         """Return the launches of a variant, each with its compile-time constants. Does not compile."""
         boxes, dtype, divide = self.boxes, self.dtype, self.divisor is not None
         aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
-        found = []
+        specialisations = []
         here = processors_of(self.device)
         for launch in reduce_launches(boxes, dtype, self.out_dtype, source_align, target_align, self.config, here):
             form = launch, boxes.contributors, dtype, self.op, divide, self.out_dtype
-            found.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
-        return found
+            specialisations.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
+        return specialisations
 
 
 def reduce_constants(

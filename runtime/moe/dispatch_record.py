@@ -91,6 +91,10 @@ def empty_record(
     if in_chunks:
         host = torch.device("cpu")
         places = config.rows if config.chunk_rows is None else config.ranks * config.chunk_rows
-        sizes = [empty(n, dtype=torch.int64, device=host) for n in (config.ranks, config.ranks, 1)]
-        chunks = Chunks(*sizes, empty(places, dtype=torch.int64))
+        chunks = Chunks(
+            sends=empty(config.ranks, dtype=torch.int64, device=host),
+            receives=empty(config.ranks, dtype=torch.int64, device=host),
+            padding=empty(1, dtype=torch.int64, device=host),
+            places=empty(places, dtype=torch.int64),
+        )
     return DispatchRecord(weights, groups, rows, matrix, chunks)

@@ -39,9 +39,9 @@ def test_dispatch_prints_all_algorithms(capsys):
 
 def test_dispatch_json_equals_dispatcher(capsys):
     given = {"num_experts": 6, "top_k": 2, "hidden": 16, "max_tokens": 10}
-    asked = ["dispatch", "--ranks", "4", "--experts", "6", "--top-k", "2", "--hidden", "16", "--tokens", "10"]
+    arguments = ["dispatch", "--ranks", "4", "--experts", "6", "--top-k", "2", "--hidden", "16", "--tokens", "10"]
     options = ["--dtype", "float32", "--expert-capacity", "5", "--layout", "batched", "--overflow", "drop", "--json"]
-    assert main([*asked, *options]) == 0
+    assert main([*arguments, *options]) == 0
     output = json.loads(capsys.readouterr().out)
     assert given.items() <= output.items() and output["ranks"] == 4 and output["rows"] == 2 * 5
     assert (output["dtype"], output["layout"], output["overflow"], output["save"]) == (

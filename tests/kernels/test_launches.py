@@ -1,6 +1,6 @@
 """A prepared launch passes the same arguments to the compiled kernel as Triton's own launch.
 
-No GPU is needed: a driver that only writes down what it is told to launch stands in for one, and the kernel is compiled
+No GPU is needed: a recording driver stands in for one, and the kernel is compiled
 for sm_90 on the way.
 """
 

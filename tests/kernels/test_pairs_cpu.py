@@ -60,9 +60,9 @@ def check_runs(pairs: Pairs, want: list) -> None:
 def check_sums(pairs: Pairs, want: list, most: int, chunks: int) -> None:
     """Each token's pairs at a destination are in order of k across rounds; destinations ascend within a chunk."""
     seen = 0
-    found, known = list(pairs.sums(most)), {tuple(pair) for pair in want}
-    assert len(found) == chunks
-    for chunk, sums in enumerate(found):
+    results, known = list(pairs.sums(most)), {tuple(pair) for pair in want}
+    assert len(results) == chunks
+    for chunk, sums in enumerate(results):
         assert [s.destination for s in sums] == sorted({o for o, _, t, _ in want if t // most == chunk})
         for s in sums:
             by_token: dict[int, list[int]] = {}

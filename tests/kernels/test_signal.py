@@ -119,8 +119,8 @@ def never_comes(rank: Rank) -> Code:
     # Programs that run one after another serve rank 1 first: rank 0 tells rank 2 when it has given rank 1 up.
     polls = {0: 300, 1: FOREVER, 2: 2000}[rank.rank]
     signal(rank.arrived, send=True, wait=True, polls=polls, poison=out)
-    found = rank.failure.read()
-    assert found is not None and out.isnan().all()
+    results = rank.failure.read()
+    assert results is not None and out.isnan().all()
     # Everything after it returns at once, whatever its bound is.
     before = rank.arrived.table[:2].clone()
     for channel in (rank.arrived, rank.released) * 3:
@@ -128,9 +128,9 @@ def never_comes(rank: Rank) -> Code:
         signal(channel, send=True, wait=True, polls=FOREVER, poison=out)
         assert out.isnan().all()
     assert torch.equal(rank.arrived.table[:2], before)
-    assert rank.failure.read() == found
+    assert rank.failure.read() == results
     rank.words[rank.rank, 0] = 1
-    return found
+    return results
 
 
 @pytest.mark.parametrize("how", HOW)

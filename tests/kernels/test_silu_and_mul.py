@@ -110,7 +110,7 @@ def test_silu_and_mul_work_is_bounded_by_num_rows(monkeypatch):
     counts = {"load": 0, "store": 0}
     for name in counts:
         count_calls(monkeypatch, name, counts)
-    found = []
+    results = []
     for rows, both in product((16, 160), (False, True)):
         gradient, gate, up = given(rows, 8, torch.float32, 9, "cpu")
         num_rows = torch.tensor([9], dtype=torch.int32)
@@ -120,9 +120,9 @@ def test_silu_and_mul_work_is_bounded_by_num_rows(monkeypatch):
             silu_and_mul_backward(gradient, gate, up, num_rows, *outs)
         else:
             silu_and_mul(gate, up, num_rows, outs[0])
-        found.append((counts["load"], counts["store"]))
+        results.append((counts["load"], counts["store"]))
     # Each of four programs reads the number of rows.
-    assert found == [(4 + 2 * 9, 9), (4 + 3 * 9, 2 * 16), (4 + 2 * 9, 9), (4 + 3 * 9, 2 * 160)]
+    assert results == [(4 + 2 * 9, 9), (4 + 3 * 9, 2 * 16), (4 + 2 * 9, 9), (4 + 3 * 9, 2 * 160)]
 
 
 @pytest.mark.aot

@@ -146,13 +146,13 @@ def test_replays_of_a_cuda_graph(overflow):
                 r.x.fill_(float("nan"))
             graph.replay()
             assert not any(r.x[int(r.num_rows) :].any() for r in received)
-            found = [y.clone() for y in captured]
+            results = [y.clone() for y in captured]
             other = VirtualTokenDispatcher(
                 2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow="drop",
                 expert_capacity=16,
             )  # fmt: skip
             routed = other.dispatch(*given)
             want = other.combine([r.x for r in routed], routed)
-            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(results, want, strict=True))
             assert [int(n) for n in overflow] == [int(r.dropped) for r in routed]
             held.append(layer() if overflow == "drop" else None)

@@ -88,18 +88,18 @@ SETTINGS = [
 PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "chunk_capacity": 5}
 
 
-@pytest.mark.parametrize("way", [PUSHED, EXACT, FIXED], ids=str)
-def test_dispatch_does_not_synchronise(device, way, monkeypatch):
+@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED], ids=str)
+def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
     """Except for the one read of counts with chunks of exact size."""
-    if way is EXACT and device == "cpu":
+    if algorithm is EXACT and device == "cpu":
         monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
         monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
-    elif way is EXACT:
+    elif algorithm is EXACT:
         monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
     for number, given in enumerate(SETTINGS):
-        given = {**given, "overflow": "drop"} if way is FIXED else given
+        given = {**given, "overflow": "drop"} if algorithm is FIXED else given
         d = VirtualTokenDispatcher(
-            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **way, **given
+            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
         )
         weighted, again = number % 2 == 0, given.get("save") == "redispatch"
         before = stats().host_reads.total()
@@ -110,7 +110,7 @@ def test_dispatch_does_not_synchronise(device, way, monkeypatch):
         assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
         assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
         # Three ranks, warm and guarded.
-        assert stats().host_reads.total() - before == (6 if way is EXACT else 0)
+        assert stats().host_reads.total() - before == (6 if algorithm is EXACT else 0)
         d.check()
 
 

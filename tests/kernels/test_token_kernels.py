@@ -9,17 +9,17 @@ import sys
 import numpy as np
 import pytest
 import torch
-from token_cases import POISON, Case, combined, even_bounds, routing
+from token_cases import POISON, Case, even_bounds, routing
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.combine_rows import combine_rows
+from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference
 from shardweave.kernels.copy_rows import copy_rows
 from shardweave.kernels.fill_rows import fill_rows
 from shardweave.kernels.gather_values import gather_values
 from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows
 from shardweave.kernels.locate_rows import locate_rows
 from shardweave.kernels.pointers import KEPT_TABLES, AddressTables
-from shardweave.kernels.push_rows import push_rows
+from shardweave.kernels.push_rows import push_rows, push_rows_reference
 from shardweave.kernels.route_tokens import route_tokens
 from shardweave.kernels.rows import Buffers, ChosenBuffers, TokenRows
 from shardweave.kernels.share_counts import share_counts
@@ -170,19 +170,21 @@ def rows_of(case: Case, rank: int, device: str, physical_experts: PhysicalExpert
 def test_share_counts(device, words):
     rng = np.random.default_rng(0)
     counts = [i32(rng.integers(0, 99, 8), device) for _ in range(3)]
-    told = counts if words is None else [torch.cat((c, i32([w], device))) for c, w in zip(counts, words, strict=True)]
-    matrices = [torch.full((3, len(told[0])), -1, dtype=torch.int32, device=device) for _ in range(3)]
+    received = (
+        counts if words is None else [torch.cat((c, i32([w], device))) for c, w in zip(counts, words, strict=True)]
+    )
+    matrices = [torch.full((3, len(received[0])), -1, dtype=torch.int32, device=device) for _ in range(3)]
     for me, row in enumerate(counts):
         share_counts(row, Buffers(matrices), me, None if words is None else words[me])
     for matrix in matrices:
-        same(matrix, torch.stack(told))
+        same(matrix, torch.stack(received))
 
 
 def test_chosen_buffers(device):
     """ChosenBuffers with a column of a matrix as the index."""
     buffers = Buffers([torch.zeros(2, 3, device=device) for _ in range(6)])
-    told = i32([[9, 5], [9, 0], [9, 2]], device)
-    chosen = ChosenBuffers(buffers, told[:, 1])
+    received = i32([[9, 5], [9, 0], [9, 2]], device)
+    chosen = ChosenBuffers(buffers, received[:, 1])
     assert [t.data_ptr() for t in chosen.tensors] == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)]
     table, bits = chosen.table()
     assert table.tolist() == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)] and bits == buffers.table()[1]
@@ -225,13 +227,8 @@ def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden:
         weights = torch.rand(tokens, k + 1, device=device)[:, :k]
         padding = int(rng.choice([1, 3, 12]))  # however many programs share it
         push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers), most_padding=padding)
-        for t, pairs in enumerate(case.rows[rank]):
-            for i, pair in enumerate(pairs):
-                if pair is not None:
-                    want[pair[0]][pair[1]] = x[t].cpu()
-                    want_numbers[pair[0]][pair[1]] = weights[t, i].cpu()
-        want[rank][case.padding(rank)] = 0
-        want_numbers[rank][case.padding(rank)] = 0
+        given = TokenRows(rows.key.cpu(), rows.row.cpu()), want, Groups(*[g.cpu() for g in groups])
+        push_rows_reference(x.cpu(), *given, rank, weights.cpu(), want_numbers)
     for got, expected in zip(buffers + numbers, want + want_numbers, strict=True):
         same(got, expected)
 
@@ -298,12 +295,12 @@ def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidd
         unkept = torch.tensor([[e is None for e in es] for es in case.rows[rank]], dtype=torch.bool).view(tokens, k)
         weights[unkept.to(device)] = float("nan")
         add = tokens_like(rng, (tokens, hidden + 5), dtype, device)[:, 2 : hidden + 2]
-        ways = ((weights, add), (None, None), (weights, None))
-        for w, a in ways[: 1 if INTERPRETED and hidden < 1024 else 3]:
+        arguments = ((weights, add), (None, None), (weights, None))
+        for w, a in arguments[: 1 if INTERPRETED and hidden < 1024 else 3]:
             out = torch.full((tokens, hidden + 1), POISON, dtype=dtype, device=device)[:, :hidden]
             combine_rows(rows, Buffers(buffers), out, w, a)
-            want = combined(case, rank, [b.cpu() for b in buffers], *(None if v is None else v.cpu() for v in (w, a)))
-            same(out, want)
+            given = TokenRows(rows.key.cpu(), rows.row.cpu()), [b.cpu() for b in buffers]
+            same(out, combine_rows_reference(*given, *(None if v is None else v.cpu() for v in (w, a))))
 
 
 @pytest.mark.parametrize("hidden", [1024, 2500], ids=str)

@@ -111,8 +111,8 @@ def row_launch(dtype: torch.dtype, hidden: int) -> dict:
 
 def wide(compiled, target: str) -> tuple[int, int]:
     """Loads and stores of 16 bytes."""
-    found = accesses(compiled, target)
-    return found["load", 16], found["store", 16]
+    results = accesses(compiled, target)
+    return results["load", 16], results["store", 16]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -183,8 +183,8 @@ def test_rows_of_any_length_compile(target, hidden):
     compiled = compile_kernel(combine_rows_kernel, target, combine)
     assert_no_spill(compiled, target)
     if hidden == 2500:
-        found = accesses(compiled, target)
-        assert found["load", width] and found["store", width]
+        results = accesses(compiled, target)
+        assert results["load", width] and results["store", width]
 
 
 # Small, but with everything: both ways to route, tables, weights, sums, padding, odd addresses.
@@ -238,8 +238,8 @@ def test_launched_token_kernels_are_vectorised(launched: list[TokenSpecialisatio
     once = {(s.kernel, s.constants.get("ALIGN")): s for s in reversed(launched)}
     assert len(once) >= len(KERNELS) - 2 + 5
     for s in once.values():
-        found = aot.compiled_for(target, s)
-        assert aot.faults(s, target, found) == [], (str(s), found)
+        results = aot.compiled_for(target, s)
+        assert aot.faults(s, target, results) == [], (str(s), results)
 
 
 def test_narrow_row_accesses_are_reported(launched: list[TokenSpecialisation]) -> None:

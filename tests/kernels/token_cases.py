@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 POISON = 12345.0
 
@@ -65,11 +64,11 @@ class Case:
                 self.ends.append(min(end, self.capacity))
                 self.kept.append(min(kept, self.ends[-1] - self.begins[-1]))
         for r, ids in enumerate(self.ids):
-            found = []
+            collected = []
             for t in range(len(ids)):
                 pairs = zip(self.physical_expert[r][t], self.place[r][t], strict=True)
-                found.append([self._row(r, int(s), int(p)) for s, p in pairs])
-            self.rows.append(found)
+                collected.append([self._row(r, int(s), int(p)) for s, p in pairs])
+            self.rows.append(collected)
         return self
 
     def _row(self, rank: int, physical_expert: int, place: int) -> tuple[int, int] | None:
@@ -108,24 +107,3 @@ def routing(rng: np.random.Generator, kind: str, tokens: int, k: int, experts: i
         ids = rng.integers(-3, experts + 3, (tokens, k))
         ids[:, k - 1] = ids[:, 0]
     return ids
-
-
-def combined(
-    case: Case, rank: int, buffers: list[torch.Tensor], weights: torch.Tensor | None, add: torch.Tensor | None
-) -> torch.Tensor:
-    """combine_rows by its definition, token by token in NumPy's float32."""
-    hidden, dtype = buffers[0].shape[1], buffers[0].dtype
-    out = torch.empty((len(case.ids[rank]), hidden), dtype=dtype)
-    for t, pairs in enumerate(case.rows[rank]):
-        total = np.zeros(hidden, np.float32)
-        for destination in range(case.ranks):
-            partial = np.zeros(hidden, np.float32)
-            for k, pair in enumerate(pairs):
-                if pair is not None and pair[0] == destination:
-                    value = buffers[destination][pair[1]].float().numpy()
-                    partial = partial + (value if weights is None else value * np.float32(weights[t, k].item()))
-            total = total + torch.from_numpy(partial).to(dtype).float().numpy()
-        if add is not None:
-            total = total + add[t].float().numpy()
-        out[t] = torch.from_numpy(total).to(dtype)
-    return out

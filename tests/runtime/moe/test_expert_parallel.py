@@ -52,8 +52,8 @@ def passes(experts: nn.Module, t) -> dict[str, torch.Tensor]:
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad}
 
 
-def check(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
-    for name, got in found.items():
+def check(results: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    for name, got in results.items():
         assert_near(got, want[name], torch.float32, f"{name} of {what}")
 
 
@@ -85,13 +85,13 @@ CASES = [
 
 def each_case(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-    asked, view = [], RowsAgain.view
-    RowsAgain.view = lambda *args: asked.append(1) or view(*args)  # type: ignore[method-assign]
+    viewed, view = [], RowsAgain.view
+    RowsAgain.view = lambda *args: viewed.append(1) or view(*args)  # type: ignore[method-assign]
     for experts, align, save, held in CASES:
-        asked.clear()
+        viewed.clear()
         assert two_layers(rank, mesh, experts, align, save) == held[rank]
         # The rows of two layers were dispatched again.
-        assert bool(asked) == (save == "redispatch" and held[rank] > 0)
+        assert bool(viewed) == (save == "redispatch" and held[rank] > 0)
 
 
 @pytest.mark.multi

@@ -53,9 +53,9 @@ def test_permute_indices_equal_brute_force(experts, ranks, most, alignment, dtyp
     _, _, offsets = placed(counts.tolist(), 0, alignment)
     max_len = {"exact": offsets[-1], "more": offsets[-1] + 13, "less": offsets[-1] * 2 // 3, "none": 0}[room]
     given = counts.flatten().to(dtype).repeat_interleave(2)[::2]  # not contiguous
-    found = generate_permute_indices(given, experts, ranks, max_len, alignment)
-    assert [t.dtype for t in found] == [torch.int32] * 3
-    assert [t.tolist() for t in found] == list(placed(counts.tolist(), max_len, alignment))
+    results = generate_permute_indices(given, experts, ranks, max_len, alignment)
+    assert [t.dtype for t in results] == [torch.int32] * 3
+    assert [t.tolist() for t in results] == list(placed(counts.tolist(), max_len, alignment))
 
 
 @pytest.mark.plan
@@ -90,7 +90,7 @@ def test_permute_indices_without_sync_on_gpu():
     generate_permute_indices(given, 3, 2, 40, 8)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = generate_permute_indices(given, 3, 2, 40, 8)
+        results = generate_permute_indices(given, 3, 2, 40, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [t.tolist() for t in found] == list(placed(counts.tolist(), 40, 8))
+    assert [t.tolist() for t in results] == list(placed(counts.tolist(), 40, 8))

@@ -144,10 +144,10 @@ def test_gradients_of_unused_rows_are_zero():
     gate, up = (x.requires_grad_() for x in given)
     gradient = torch.randn(F, len(r.x)).t()
     gradient[number:] = float("nan")
-    found = torch.autograd.grad(silu_and_mul(gate, up, r), (gate, up), gradient)
+    results = torch.autograd.grad(silu_and_mul(gate, up, r), (gate, up), gradient)
     g, u = (x.detach()[:number].double().requires_grad_() for x in (gate, up))
     want = torch.autograd.grad(torch.nn.functional.silu(g) * u, (g, u), gradient[:number].double())
-    for a, b in zip(found, want, strict=True):
+    for a, b in zip(results, want, strict=True):
         assert_near(a[:number], b, torch.float32, "gradient")
         assert (a[number:] == 0).all()
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -166,14 +166,14 @@ def test_silu_and_mul_compiled():
         routed = d.dispatch(list(xs), [t.ids for t in tokens], [t.weights for t in tokens])
         return d.combine([silu_and_mul(r.x, r.x * 2, r) for r in routed], routed)
 
-    found = []
+    results = []
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         xs = [t.x.clone().requires_grad_() for t in tokens]
         ys = run(*xs)
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        found.append([*[y.detach() for y in ys], *[x.grad for x in xs]])
-    assert all(x.isfinite().all() for x in found[0])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([*[y.detach() for y in ys], *[x.grad for x in xs]])
+    assert all(x.isfinite().all() for x in results[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_operators_pass_opcheck():

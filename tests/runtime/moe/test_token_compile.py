@@ -90,7 +90,7 @@ def test_compiled_equals_eager_for_any_number_of_tokens(one_sided, weighted, giv
 
     runs, fast = Runs(d, monkeypatch), compiled(layer, backend)
     for count in (5, 9, 3, 0):
-        found = []
+        collected = []
         for function in (layer, fast):
             xs, weights, ids, gradients = leaves(count)
             adds = [torch.ones_like(x).requires_grad_() for x in xs]
@@ -99,9 +99,9 @@ def test_compiled_equals_eager_for_any_number_of_tokens(one_sided, weighted, giv
             assert runs.number == 2
             torch.autograd.backward(ys, gradients)
             assert runs.number == 4
-            found.append([*ys, *[x.grad for x in (*xs, *weights, *adds)], *[x for pair in ends for x in pair]])
-        assert same(*found)
-        assert any(y.any() for y in found[0][:2]) and (not given or found[0][-1] > 0 or count < 5)
+            collected.append([*ys, *[x.grad for x in (*xs, *weights, *adds)], *[x for pair in ends for x in pair]])
+        assert same(*collected)
+        assert any(y.any() for y in collected[0][:2]) and (not given or collected[0][-1] > 0 or count < 5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,7 +126,7 @@ def test_compile_keeps_unused_and_equal_calls(backend, monkeypatch):
         assert runs.number == 1
         fast(xs, weights, ids)
         assert runs.number == 2
-    found = []
+    collected = []
     for function in (twice, compiled(twice, backend)):
         xs, weights, ids, gradients = leaves(5)
         runs.number = 0
@@ -134,8 +134,8 @@ def test_compile_keeps_unused_and_equal_calls(backend, monkeypatch):
         assert runs.number == 4
         torch.autograd.backward(ys, gradients)
         assert runs.number == 8
-        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
-    assert same(*found)
+        collected.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*collected)
 
 
 def test_compiled_overflow_is_raised_and_results_are_fresh(monkeypatch):
@@ -188,7 +188,7 @@ def arguments_of_operators(**given_settings):
 
 
 @pytest.mark.parametrize(
-    "way",
+    "algorithm",
     [
         {},
         pytest.param({"one_sided": False}, marks=pytest.mark.long),
@@ -196,7 +196,7 @@ def arguments_of_operators(**given_settings):
     ],
     ids=str,
 )
-def test_operators_pass_opcheck(way, monkeypatch):
+def test_operators_pass_opcheck(algorithm, monkeypatch):
     """The transport allocates zeros here, so that unused rows compare equal."""
 
     def zeros(self, shape, dtype, device):
@@ -204,7 +204,7 @@ def test_operators_pass_opcheck(way, monkeypatch):
 
     monkeypatch.setattr(InProcessTransport, "empty", zeros)
     # Keep `d` alive while its operators run.
-    for _d, operator, given in arguments_of_operators(**way):
+    for _d, operator, given in arguments_of_operators(**algorithm):
         assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
 
 
@@ -229,7 +229,7 @@ def test_operator_of_destroyed_dispatcher_raises():
     state, handle = d.state, d.handle
     del d, ys
     gc.collect()
-    with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: gone"):
+    with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: destroyed"):
         ops.dispatch_op(state, [], handle, xs, ids, weights)
 
 
@@ -269,12 +269,12 @@ def test_compiled_equals_eager_on_gpu(one_sided, backend):
         routed = d.dispatch(xs, ids, weights)
         return d.combine([r.x * 2 for r in routed], routed)
 
-    found = []
+    collected = []
     for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         xs, weights, ids, gradients = leaves(5)
         xs, weights = [[x.detach().cuda().requires_grad_() for x in given] for given in (xs, weights)]
         ys = function(xs, weights, [i.cuda() for i in ids])
         torch.autograd.backward(ys, [g.cuda() for g in gradients])
-        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
-    assert same(*found) and all(y.any() for y in found[0])
+        collected.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*collected) and all(y.any() for y in collected[0])
     d.check()

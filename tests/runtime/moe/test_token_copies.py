@@ -30,23 +30,23 @@ class RowsWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, function._schema
-        name, found = schema.name.split("::")[1], function(*args, **kwargs)
+        name, collected = schema.name.split("::")[1], function(*args, **kwargs)
         given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
         written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if name not in UNWRITTEN:
-            outs = found if isinstance(found, tuple | list) else [found]
+            outs = collected if isinstance(collected, tuple | list) else [collected]
             written += [x for r, x in zip(schema.returns, outs, strict=False) if r.alias_info is None]
         for x in written:
             if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[1] == H:
                 at = WRITTEN_BY_INDEX.get(name)
                 self.rows += len(x) if at is None else args[at].numel()
-        return found
+        return collected
 
 
 def counted(rank: int) -> list[dict[str, int]]:
     t = tokens_of(rank, T, K, E, H, torch.float32, "holes")
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
-    found = []
+    collected = []
     for save in ("buffer", "copy"):
         d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=T, dtype=torch.float32, align=8, save=save)
         with RowsWritten() as mode:
@@ -65,8 +65,8 @@ def counted(rank: int) -> list[dict[str, int]]:
                 again = d.combine(elsewhere, routed)
                 rows["combine elsewhere"] = mode.take()
                 assert torch.equal(again, y)
-        found.append(rows)
-    return found
+        collected.append(rows)
+    return collected
 
 
 @pytest.mark.multi

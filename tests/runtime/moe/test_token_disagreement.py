@@ -92,33 +92,35 @@ def refused_by_all(rank: int, transport: str) -> str:
     return "went on"
 
 
-TOLD = {"DisagreementError", "PeerError", "TransportError"}  # the rank that ends first closes its connections
+REPORTED = {"DisagreementError", "PeerError", "TransportError"}  # the rank that ends first closes its connections
 CASES: dict[Callable, Callable[[list[str]], bool]] = {
-    other_order: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    other_call: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    other_max_tokens: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    other_expert_capacity: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    refused_once: lambda said: said.pop(1) == "ArgumentError" and set(said) <= TOLD and "DisagreementError" in said,
-    refused_and_went_on: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    refused_by_all: lambda said: said == ["went on"] * RANKS,
+    other_order: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    other_call: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    other_max_tokens: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    other_expert_capacity: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    refused_once: lambda outcomes: (
+        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
+    refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    refused_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,
 }
 
 
 def every_case(rank: int, transport: str) -> list[str]:
     """Return each rank's outcome; a failed transport is destroyed with its process group."""
-    store, found = dist.distributed_c10d._get_default_store(), []
+    store, results = dist.distributed_c10d._get_default_store(), []
     for i, case in enumerate(CASES):
         dist.destroy_process_group()
         options = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
         dist.init_process_group("gloo", store=dist.PrefixStore(f"case/{i}", store), **options)
         try:
-            found.append(case(rank, transport) or "nothing")
+            results.append(case(rank, transport) or "nothing")
         except (ArgumentError, TransportError) as error:
-            found.append(type(error).__name__)
+            results.append(type(error).__name__)
         # Wait for all ranks, so that closing connections do not affect the next case.
         store.set(f"ended/{i}/{rank}", "")
         store.wait([f"ended/{i}/{other}" for other in range(RANKS)])
-    return found
+    return results
 
 
 @pytest.mark.multi
@@ -126,5 +128,5 @@ def every_case(rank: int, transport: str) -> list[str]:
 def test_disagreement_is_raised(transport):
     environment = {"SHARDWEAVE_TIMEOUT": "40"} | ({"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {})
     by_rank = run_ranks(every_case, RANKS, transport, environment=environment)
-    for case, said in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
-        assert CASES[case](said.copy()), f"{case.__name__}: {said}"
+    for case, outcomes in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
+        assert CASES[case](outcomes.copy()), f"{case.__name__}: {outcomes}"

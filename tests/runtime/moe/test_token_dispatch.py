@@ -74,7 +74,7 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
 
 def check_two_sided(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
     """Check that two-sided transfers give bitwise equal results."""
-    found = virtual_moe(d, tokens, matrices, weighted)
+    collected = virtual_moe(d, tokens, matrices, weighted)
     transport, ranks = InProcessTransport(one_sided=False), tuple(range(d.config.ranks))
     # Chunks of fixed size, with room for all rows of a rank, need no host read.
     for chunk_capacity, reads in ((None, 1), (d.config.max_tokens * d.config.top_k, 0)):
@@ -83,7 +83,7 @@ def check_two_sided(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: t
         kind, device, fingerprint = sendrecv_transfer(other.config), torch.device("cpu"), d.config.fingerprint(0)
         other.transfers = [kind(other.config, transport, ranks, r, device, fingerprint) for r in ranks]
         before = stats().host_reads["counts of a token dispatch"]
-        for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], found, strict=False):
+        for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], collected, strict=False):
             assert [raw(x) for x in got] == [raw(x) for x in want]
         assert stats().host_reads["counts of a token dispatch"] - before == reads * len(ranks)
 
@@ -205,7 +205,7 @@ def test_batched(ranks, experts, most, capacity):
 
 def first_of_each_expert(tokens: list[Tokens], experts: int, most: int) -> list[torch.Tensor]:
     """Return which pairs are among the first `most` of their expert, in order of source rank, token, k."""
-    seen, found = [0] * experts, []
+    seen, collected = [0] * experts, []
     for t in tokens:
         kept = torch.zeros(t.ids.shape, dtype=torch.bool)
         for i, j in itertools.product(range(t.ids.shape[0]), range(t.ids.shape[1])):
@@ -213,8 +213,8 @@ def first_of_each_expert(tokens: list[Tokens], experts: int, most: int) -> list[
             if e >= 0:
                 kept[i, j] = seen[e] < most
                 seen[e] += 1
-        found.append(kept)
-    return found
+        collected.append(kept)
+    return collected
 
 
 @pytest.mark.parametrize("layout", ["grouped", "batched"])
@@ -247,7 +247,7 @@ def test_rows_beyond_capacity_are_dropped():
 
 def fitting_in_chunks(tokens: list[Tokens], destination_of: list[int], most: int) -> list[torch.Tensor]:
     """Return which pairs are among the first `most` of a rank for each destination, in order of expert, token, k."""
-    found = []
+    collected = []
     for t in tokens:
         kept = torch.zeros(t.ids.shape, dtype=torch.bool)
         seen: Counter[int] = Counter()
@@ -255,8 +255,8 @@ def fitting_in_chunks(tokens: list[Tokens], destination_of: list[int], most: int
             for i, j in (t.ids == e).nonzero().tolist():
                 kept[i, j] = seen[destination] < most
                 seen[destination] += 1
-        found.append(kept)
-    return found
+        collected.append(kept)
+    return collected
 
 
 @pytest.mark.parametrize("layout", ["grouped", "batched"])
@@ -445,14 +445,14 @@ def test_activation_checkpointing():
         outputs = [run_experts(r, [experts[e] for e in held(d, rank)], True) for rank, r in enumerate(routed)]
         return tuple(d.combine(outputs, routed))
 
-    found = []
+    collected = []
     for kept in (True, False):
         given = [*[leaf(t.x) for t in tokens], *[leaf(t.weights) for t in tokens]]
         given.append(leaf(matrices_of(3, 8, torch.float32)))
         ys = layer(*given) if kept else checkpoint(layer, *given, use_reentrant=False)
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        found.append([raw(x.grad) for x in given])
-    assert found[0] == found[1]
+        collected.append([raw(x.grad) for x in given])
+    assert collected[0] == collected[1]
 
 
 @pytest.mark.parametrize("align", [1, 8, 16, 32, 128])

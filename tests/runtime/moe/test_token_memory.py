@@ -51,7 +51,7 @@ def settings(save: str, **given) -> dict:
 def test_gradients_are_equal_for_all_saves(one_sided, weighted, given, monkeypatch):
     allocated = Allocated(monkeypatch)
     tokens = [tokens_of(r, 9 - 2 * r, K, E, H, torch.float32, "holes") for r in range(2)]
-    found, held, runs = [], [], []
+    collected, held, runs = [], [], []
     for save in SAVES:
         d = VirtualTokenDispatcher(2, **settings(save, **given), one_sided=one_sided)
         run = d.run
@@ -78,10 +78,10 @@ def test_gradients_are_equal_for_all_saves(one_sided, weighted, given, monkeypat
         held.append(allocated.alive((d.config.rows, H)))
         torch.autograd.backward(ys, [t.gradient for t in tokens])
         assert allocated.alive((d.config.rows, H)) == 0
-        found.append([*ys, *[x.grad for x in (*xs, *ws)], experts.grad])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    assert all(x.isfinite().all() and x.any() for x in found[0])
+        collected.append([*ys, *[x.grad for x in (*xs, *ws)], experts.grad])
+    for other in collected[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(collected[0], other, strict=True))
+    assert all(x.isfinite().all() and x.any() for x in collected[0])
     assert held == [2, 0, 0]  # one buffer per rank, or none
     assert runs == [4, 5, 4]
 
@@ -121,7 +121,7 @@ def test_redispatch_refuses_backward_without_combine():
     (routed,) = d.dispatch([t.x.clone().requires_grad_()], [t.ids], [t.weights])
     with routed.kept():
         output = routed.x * routed.x
-    with pytest.raises(UnsupportedError, match="backward from what combine returned"):
+    with pytest.raises(UnsupportedError, match="backward from the result of combine"):
         output.sum().backward()
 
 

@@ -59,7 +59,7 @@ def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUN
     with torch.inference_mode():
         t = to(given(rank, 0), device)
         routed = dispatcher.dispatch(t.x, t.ids, t.weights)
-        found = [raw(dispatcher.combine(routed.x.clone(), routed))]
+        collected = [raw(dispatcher.combine(routed.x.clone(), routed))]
     for i in range(rounds):
         t = to(given(rank, i), device)
         matrices = matrices_of(E, H, torch.bfloat16)[low:high].to(device)
@@ -68,15 +68,15 @@ def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUN
         y = dispatcher.combine(run_experts(routed, list(experts), True), routed)
         y.backward(t.gradient)
         experts_grad = torch.zeros_like(experts) if experts.grad is None else experts.grad
-        found += [raw(y), raw(x.grad), raw(weights.grad), raw(experts_grad)]
+        collected += [raw(y), raw(x.grad), raw(weights.grad), raw(experts_grad)]
     dispatcher.check()
-    return found
+    return collected
 
 
 def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list[list[bytes]]:
     """Return the results and gradients of all virtual ranks."""
     d = VirtualTokenDispatcher(size, **SETTINGS, device=device)
-    found: list[list[bytes]] = [[] for _ in range(size)]
+    collected: list[list[bytes]] = [[] for _ in range(size)]
     for i in (None, *range(rounds)):
         tokens = [to(given(rank, i or 0), device) for rank in range(size)]
         xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
@@ -84,14 +84,14 @@ def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list
         experts = [leaf(matrices[a:b]) for a, b in pairwise(d.config.bounds)]
         routed = d.dispatch(xs, [t.ids for t in tokens], weights)
         if i is None:
-            for of_rank, y in zip(found, d.combine([r.x for r in routed], routed), strict=True):
+            for of_rank, y in zip(collected, d.combine([r.x for r in routed], routed), strict=True):
                 of_rank.append(raw(y))
             continue
         ys = d.combine([run_experts(r, list(m), True) for r, m in zip(routed, experts, strict=True)], routed)
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        for of_rank, y, x, w, m in zip(found, ys, xs, weights, experts, strict=True):
+        for of_rank, y, x, w, m in zip(collected, ys, xs, weights, experts, strict=True):
             of_rank += [raw(y), raw(x.grad), raw(w.grad), raw(torch.zeros_like(m) if m.grad is None else m.grad)]
-    return found
+    return collected
 
 
 def beside_another_group(rank: int, transport: str) -> bytes:
@@ -135,18 +135,18 @@ def lost_on_one(rank: int, transport: str) -> str:
 
 def each_transport(rank: int) -> list[list]:
     poisoned()
-    found: list[list] = []
+    collected: list[list] = []
     for transport in TRANSPORTS:
-        found.append([rounds_of(rank, transport)])
+        collected.append([rounds_of(rank, transport)])
         # Chunks of fixed size, with room for all rows of a rank; ignored in shared memory.
-        assert rounds_of(rank, transport, chunk_capacity=12 * K) == found[-1][0], transport
+        assert rounds_of(rank, transport, chunk_capacity=12 * K) == collected[-1][0], transport
         if dist.get_world_size() == 4:
-            found[-1] += [
+            collected[-1] += [
                 beside_another_group(rank, transport),
                 more_ranks_than_experts(transport),
                 lost_on_one(rank, transport),
             ]
-    return found
+    return collected
 
 
 @pytest.mark.multi

@@ -38,9 +38,9 @@ def digest(parts: list[bytes]) -> str:
 
 def in_the_interpreter(rank: int) -> str:
     assert pointers.interpreted(signal_kernel)
-    found = digest(rounds_of(rank, "symmetric_memory", rounds=1))
+    collected = digest(rounds_of(rank, "symmetric_memory", rounds=1))
     layer_under_the_guard(rank)
-    return found
+    return collected
 
 
 def layer_under_the_guard(rank: int) -> None:
@@ -72,7 +72,7 @@ def among_others(rank: int) -> list[bytes]:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
     shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
-    made, found = len(transport._all), []
+    made, collected = len(transport._all), []
     for i in range(3):
         t = given(rank, i)
         ones, twos = first.dispatch(t.x, t.ids, t.weights), second.dispatch(-t.x, t.ids, t.weights)
@@ -83,20 +83,20 @@ def among_others(rank: int) -> list[bytes]:
         assert out[:, H:].isnan().all()
         negative = second.combine(twos.x, twos)
         assert torch.equal(negative, -out[:, :H])
-        found.append(raw(out[:, :H]))
+        collected.append(raw(out[:, :H]))
     assert len(transport._all) == made
-    return found
+    return collected
 
 
 def combined(rank: int, transport: str, name: str) -> list[bytes]:
     d = TokenDispatcher(**SETTINGS, transport=transport)
     assert d.name == name
-    found = []
+    collected = []
     for i in range(3):
         t = given(rank, i)
         routed = d.dispatch(t.x, t.ids, t.weights)
-        found.append(raw(d.combine(routed.x, routed)))
-    return found
+        collected.append(raw(d.combine(routed.x, routed)))
+    return collected
 
 
 def test_dispatchers_and_redistributions_share_a_window() -> None:
@@ -105,8 +105,8 @@ def test_dispatchers_and_redistributions_share_a_window() -> None:
 
 def test_ranks_on_several_nodes_send_chunks() -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
-    found = run_ranks(combined, 4, "symmetric_memory", "hierarchical symmetric_memory", environment=nodes)
-    assert found == run_ranks(combined, 4, "shared_memory", "shared_memory")
+    collected = run_ranks(combined, 4, "symmetric_memory", "hierarchical symmetric_memory", environment=nodes)
+    assert collected == run_ranks(combined, 4, "shared_memory", "shared_memory")
 
 
 def many_at_once(rank: int, pooled_buffers: int) -> int:
@@ -220,14 +220,14 @@ class Listed:
 
 
 def odd_settings(rank: int) -> list[list[bytes]]:
-    found = []
+    collected = []
     for given_here in ODD.values():
         settings = {**SETTINGS, **given_here}
         d = TokenDispatcher(**settings, transport="symmetric_memory")
         for i in range(3):
-            found += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
+            collected += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
         d.check()
-    return found
+    return collected
 
 
 def test_unusual_settings_equal_virtual_ranks() -> None:
@@ -254,7 +254,7 @@ def again_in_backward(rank: int, how: str) -> list[bytes]:
         return x
 
     run = torch.compile(layers, backend="aot_eager", fullgraph=True) if how == "compiled" else layers
-    found = []
+    collected = []
     for i in range(2):
         t = given(rank, i)
         x, weights = leaf(t.x), leaf(t.weights)
@@ -263,9 +263,9 @@ def again_in_backward(rank: int, how: str) -> list[bytes]:
         else:
             y = run(x, t.ids, weights)
         y.backward(t.gradient)
-        found += [raw(y), raw(x.grad), raw(weights.grad)]
+        collected += [raw(y), raw(x.grad), raw(weights.grad)]
     d.check()
-    return found
+    return collected
 
 
 def test_compiled_and_checkpointed_equal_eager() -> None:
@@ -330,8 +330,8 @@ def test_missing_rank_is_named_and_outputs_overwritten() -> None:
     for rank in (0, 2):
         assert ends[rank].error in ("MeetingTimeoutError", "PeerError"), ends[rank]
         assert "outputs since then are overwritten" in ends[rank].message
-    said = ("rank 1 did not come within 3 s", "rank 1 is gone")
-    assert any(text in ends[rank].message for text in said for rank in (0, 2))
+    texts = ("rank 1 did not come within 3 s", "rank 1 is gone")
+    assert any(text in ends[rank].message for text in texts for rank in (0, 2))
 
 
 def explained(rank: int) -> str:
@@ -358,9 +358,9 @@ def on_a_gpu(rank: int) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
-    found = run_ranks(on_a_gpu, size, environment=OVERLAPPING, timeout=300)
+    collected = run_ranks(on_a_gpu, size, environment=OVERLAPPING, timeout=300)
     # Compare on the same device: torch sums in other orders on CPUs.
-    assert found == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
+    assert collected == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
 
 
 def captured_on_a_gpu(rank: int) -> bool:

@@ -104,7 +104,7 @@ def compiled(layer: Any) -> Any:
     return torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
-WAYS: dict[str, dict] = {
+ALGORITHMS: dict[str, dict] = {
     "pushed": {"align": 4},
     "exact chunks": {"one_sided": False},
     "chunks of one size": {"one_sided": False, "chunk_capacity": 18, "align": 8},
@@ -119,9 +119,11 @@ WAYS: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("ranks, way", [(2 + i % 4, way) for i, way in enumerate(WAYS)] + [(1, "pushed")])
-def test_weight_gradients_with_zero_rows(ranks: int, way: str, weighted: bool) -> None:
-    given = {**SETTINGS, **WAYS[way]}
+@pytest.mark.parametrize(
+    "ranks, algorithm", [(2 + i % 4, algorithm) for i, algorithm in enumerate(ALGORITHMS)] + [(1, "pushed")]
+)
+def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: bool) -> None:
+    given = {**SETTINGS, **ALGORITHMS[algorithm]}
     if "expert_map" in given:
         ranks = len(given["expert_map"])
     d, dtype = VirtualTokenDispatcher(ranks, **given), given["dtype"]
@@ -131,18 +133,18 @@ def test_weight_gradients_with_zero_rows(ranks: int, way: str, weighted: bool) -
         want_ys, want = dense(tokens, dtype)
         for y, want_y in zip(ys, want_ys, strict=True):
             assert_near(y, want_y, dtype, "y")
-        for found, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
-            assert_near(sum(g.double() for g in found), wanted, dtype, "dparameter")
+        for results, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
+            assert_near(sum(g.double() for g in results), wanted, dtype, "dparameter")
 
 
-@pytest.mark.parametrize("ranks, way", [(2, "pushed"), (3, "copy of chunks")])
-def test_weight_gradients_with_zero_rows_compiled(ranks: int, way: str) -> None:
-    d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **WAYS[way]})
+@pytest.mark.parametrize("ranks, algorithm", [(2, "pushed"), (3, "copy of chunks")])
+def test_weight_gradients_with_zero_rows_compiled(ranks: int, algorithm: str) -> None:
+    d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **ALGORITHMS[algorithm]})
     tokens, experts = rounds(ranks, 0), [Gated(torch.float32) for _ in range(ranks)]
     trained(d, experts, tokens, True, compiled)
     _, want = dense(tokens, torch.float32)
-    for found, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
-        assert_near(sum(g.double() for g in found), wanted, torch.float32, "dparameter")
+    for results, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
+        assert_near(sum(g.double() for g in results), wanted, torch.float32, "dparameter")
 
 
 def test_weight_gradients_without_zero_rows_are_nan() -> None:
@@ -185,15 +187,15 @@ OF_TRANSPORTS: list[tuple[str, dict, Any]] = [
 def of_each_transport(rank: int) -> list[list[list]]:
     poisoned()
     torch.use_deterministic_algorithms(True)
-    found = []
+    results = []
     for transport, given, run in OF_TRANSPORTS:
         d = TokenDispatcher(**SETTINGS, **given, transport=transport)
         for number in range(1 if run else 3):
             experts = Gated(torch.float32)
             trained(Listed(d), [experts], [rounds(dist.get_world_size(), number)[rank]], number != 2, run)
-            found.append([number, [g.tolist() for g in gradients(experts)]])
+            results.append([number, [g.tolist() for g in gradients(experts)]])
         d.check()
-    return found
+    return results
 
 
 @pytest.mark.multi
@@ -206,8 +208,8 @@ def test_weight_gradients_with_zero_rows_on_all_transports(size: int) -> None:
     for case, by_rank in enumerate(zip(*of_ranks, strict=True)):
         (number, *others), of_parameters = zip(*by_rank, strict=True)
         assert others == [number] * (size - 1)
-        for found, wanted in zip(zip(*of_parameters, strict=True), want[number], strict=True):
-            total = sum(torch.tensor(g, dtype=torch.float64) for g in found)
+        for results, wanted in zip(zip(*of_parameters, strict=True), want[number], strict=True):
+            total = sum(torch.tensor(g, dtype=torch.float64) for g in results)
             assert_near(total, wanted, torch.float32, f"dparameter of case {case}")
 
 
@@ -270,8 +272,8 @@ def rest(d: VirtualTokenDispatcher) -> list[torch.Tensor]:
     ys = d.combine(outputs, routed)
     gradients = torch.autograd.grad(ys, outputs, [t.gradient for t in tokens])
     again = [r._again.rows for r in routed if r._again is not None]
-    found = [*[r.x for r in routed], *[r.weights[..., None] for r in routed], *outputs, *gradients, *again]
-    of_rank = zip(found, [*routed] * 5, strict=False)
+    results = [*[r.x for r in routed], *[r.weights[..., None] for r in routed], *outputs, *gradients, *again]
+    of_rank = zip(results, [*routed] * 5, strict=False)
     return [x.detach().flatten(0, -2)[int(r.num_rows) :] for x, r in of_rank]
 
 

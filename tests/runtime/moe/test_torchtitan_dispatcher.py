@@ -30,8 +30,8 @@ def test_experts_of_shards_equal_torch_chunk(experts, ranks):
     chunks = [c.tolist() for c in torch.arange(experts).chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
     mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
-    found = experts_of_shards(experts, mesh)
-    assert found == (None if experts % ranks == 0 else chunks)
+    results = experts_of_shards(experts, mesh)
+    assert results == (None if experts % ranks == 0 else chunks)
 
 
 def config_of(experts: int, k: int, hidden: int, tokens: int, **more) -> TorchtitanDispatcher.Config:
@@ -189,11 +189,11 @@ def step(moe: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     x = torch.randn(2, 5 + rank, WIDTH, generator=g).requires_grad_()
     y = moe(x)
     y.backward(torch.randn(y.shape, generator=g))
-    found = {"y": y.detach(), "x": x.grad}
+    results = {"y": y.detach(), "x": x.grad}
     for name, parameter in moe.named_parameters():
         gradient = parameter.grad
-        found[name] = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return found
+        results[name] = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return results
 
 
 def in_titans_moe(rank: int):
@@ -203,7 +203,7 @@ def in_titans_moe(rank: int):
     set_spmd_backend("full_dtensor")
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     size = {"num_experts": EXPERTS, "top_k": TOP_K}
-    found = {}
+    results = {}
     for name, config in (
         ("ours", config_of(EXPERTS, TOP_K, WIDTH, 16)),
         ("theirs", AllToAllTokenDispatcher.Config(**size)),
@@ -216,7 +216,7 @@ def in_titans_moe(rank: int):
             for key, whole in list(experts.named_parameters()):
                 setattr(experts, key, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])))
         moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=None if "alone" in name else mesh)
-        found[name] = step(moe, rank)
+        results[name] = step(moe, rank)
     assert isinstance(moe.routed_experts.token_dispatcher, TorchtitanDispatcher)
 
     def near(got: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
@@ -225,18 +225,18 @@ def in_titans_moe(rank: int):
         assert scale > 0 and wrong <= bound * scale, f"{what}: off by {wrong:.3g} where the largest is {scale:.3g}"
 
     # Experts compute in bfloat16 on equal rows; only the order of float32 sums of top_k rows differs.
-    for name, want in found["theirs"].items():
-        near(found["ours"][name], want, 1e-5, f"{name} of ranks")
-    for name, want in found["alone"].items():
-        near(found["ours alone"][name], want, 1e-5, f"{name} of one rank")
+    for name, want in results["theirs"].items():
+        near(results["ours"][name], want, 1e-5, f"{name} of ranks")
+    for name, want in results["alone"].items():
+        near(results["ours alone"][name], want, 1e-5, f"{name} of one rank")
     for name in ("y", "x"):
-        near(found["ours"][name], found["alone"][name], 1e-5, f"{name} of ranks and of one rank")
+        near(results["ours"][name], results["alone"][name], 1e-5, f"{name} of ranks and of one rank")
     # Experts' gradients are over all ranks' tokens, rounded to bfloat16 once here and once per rank there.
-    for name, alone in found["alone"].items():
+    for name, alone in results["alone"].items():
         if "inner_experts" in name:
             whole = alone.clone()
             dist.all_reduce(whole)
-            near(found["ours"][name], whole.chunk(4)[rank], 2**-7, f"{name} of all ranks' tokens")
+            near(results["ours"][name], whole.chunk(4)[rank], 2**-7, f"{name} of all ranks' tokens")
     return True
 
 
