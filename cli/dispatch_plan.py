@@ -1,4 +1,4 @@
-"""What a token dispatcher would take, of ranks that need not be there: for `python -m shardweave dispatch`."""
+"""Memory and bytes on the wire of a token dispatcher, without its ranks: for `python -m shardweave dispatch`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from shardweave.errors import ArgumentError, shown
 from shardweave.kernels.rows import PAYLOADS
-from shardweave.runtime.moe.config import DispatchLayout
+from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.report import explain, to_dict
-from shardweave.runtime.moe.transfer_fixed import FixedSlabRank, with_splits
-from shardweave.runtime.moe.transfer_push import PushingRank
-from shardweave.runtime.moe.transfer_sendrecv import SlabRank
-from shardweave.runtime.moe.transfer_window import WindowRank
+from shardweave.runtime.moe.transfer_fixed import FixedTransfer, with_splits
+from shardweave.runtime.moe.transfer_push import PushTransfer
+from shardweave.runtime.moe.transfer_sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer_window import WindowTransfer
 
 GPUS_OF_A_NODE = 8
-WAYS = (PushingRank, WindowRank, SlabRank, FixedSlabRank)
+ALGORITHMS = (PushTransfer, WindowTransfer, SendRecvTransfer, FixedTransfer)
 
 
 def text(
@@ -30,41 +30,41 @@ def text(
     align: int = 1,
     overflow: str = "raise",
     layout: str = "grouped",
-    save: str = "lease",
-    leases: int = 1,
-    slab_capacity: str | None = None,
+    save: str = "buffer",
+    pooled_buffers: int = 1,
+    chunk_capacity: str | None = None,
     splits: str | None = None,
     as_json: bool = False,
 ) -> str:
-    """Settings, memory and bytes on the wire, of ranks that reach each other and of ranks that send and receive.
+    """Return settings, memory and bytes on the wire of every algorithm.
 
     Args:
         capacity: rows, such as "4096", or a factor of tokens * top_k, such as "1.25".
-        slab_capacity: the same, of tokens * top_k / ranks.
+        chunk_capacity: likewise, as a factor of tokens * top_k / ranks.
 
     Raises:
-        ArgumentError: a setting that a dispatcher refuses.
+        ArgumentError: a setting that a dispatcher does not allow.
     """
-    agreed = DispatchLayout.of(
+    config = DispatchConfig(
         ranks, num_experts=experts, top_k=top_k, hidden=hidden, max_tokens=tokens, dtype=_dtype(dtype),
         capacity=_capacity("capacity", capacity), expert_capacity=expert_capacity, align=align, overflow=overflow,
-        layout=layout, save=save, leases=leases, slab_capacity=_capacity("slab_capacity", slab_capacity),
-        splits=splits,
+        layout=layout, save=save, pooled_buffers=pooled_buffers, splits=splits,
+        chunk_capacity=_capacity("chunk_capacity", chunk_capacity),
     )  # fmt: skip
     if top_k > experts:
         raise ArgumentError(f"top_k: {top_k} of {experts} experts; allowed: up to {experts}")
     if as_json:
-        return json.dumps(to_dict(agreed, WAYS), indent=1)
-    said = [explain(agreed, WAYS)]
-    if splits is None and agreed.slab_capacity is None:
-        _, why = with_splits(agreed, [rank // GPUS_OF_A_NODE for rank in range(ranks)])
-        said.append(f"  on GPUs that send, {GPUS_OF_A_NODE} to a node: {why}")
-    return "\n".join(said)
+        return json.dumps(to_dict(config, ALGORITHMS), indent=1)
+    lines = [explain(config, ALGORITHMS)]
+    if config.splits is None:
+        _, why = with_splits(config, [rank // GPUS_OF_A_NODE for rank in range(ranks)])
+        lines.append(f"  on GPUs with a two-sided transport, {GPUS_OF_A_NODE} per node: {why}")
+    return "\n".join(lines)
 
 
 def _dtype(name: str) -> Any:
-    found = {str(dtype).removeprefix("torch."): dtype for dtype in PAYLOADS}
-    return found.get(name, name)
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in PAYLOADS}
+    return dtypes.get(name, name)
 
 
 def _capacity(name: str, given: str | None) -> int | float | None:

@@ -21,7 +21,7 @@ EXPERTS, TOP_K, HIDDEN, TOKENS = 7, 2, 16, 10
 
 
 class Experts(nn.Module):
-    """One matrix an expert, along dim 0, as `ExpertParallel` takes them: 7 on 4 ranks are 2, 2, 2 and 1."""
+    """One matrix per expert along dim 0, as `ExpertParallel` requires: 7 on 4 ranks are 2, 2, 2 and 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def alone(block: Block, x: torch.Tensor) -> torch.Tensor:
-    """The same in one process."""
+    """Return the output of the block, computed in one process."""
     x = x + block.down(block.up(x).relu())
     weights, ids = block.router(x).softmax(-1).topk(TOP_K)
     chosen = torch.einsum("th,tkhg->tkg", x, block.experts.matrices[ids])
@@ -78,7 +78,7 @@ def main() -> None:
     torch.cat(wanted).square().sum().backward()
     torch.testing.assert_close(y, wanted[replica])
 
-    # Gradients of experts are of the tokens of all ranks: nobody has to add them up.
+    # Gradients of experts are over the tokens of all ranks and need no all-reduce.
     gradient, theirs = block.experts.matrices.grad, whole.experts.matrices.grad
     assert isinstance(gradient, DTensor) and theirs is not None
     torch.testing.assert_close(gradient.full_tensor(), theirs)

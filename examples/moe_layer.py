@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer whose tokens go to the ranks that have their experts: `TokenDispatcher`.
+"""A mixture-of-experts layer with expert parallelism by `TokenDispatcher`.
 
     torchrun --standalone --nproc-per-node 4 examples/moe_layer.py
 
@@ -20,15 +20,15 @@ EXPERTS, TOP_K, HIDDEN, WIDTH, MOST_TOKENS = 12, 3, 32, 48, 40
 
 
 def experts_on(x: torch.Tensor, offsets: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """[R, H], each group of rows by its own expert; where `torch._grouped_mm` runs, it does all groups at once."""
+    """Apply each group's expert to its rows, [R, H]; `torch._grouped_mm` would process all groups at once."""
     rows = x.split([*offsets.diff(prepend=offsets.new_zeros(1)).tolist(), len(x) - int(offsets[-1])])
     done = [functional.silu(group @ u) @ d for group, u, d in zip(rows, up, down, strict=False)]
-    # Rows past the last group are not initialised: nothing may come of them.
+    # Rows past the last group are not initialised and must not affect the result.
     return torch.cat([*done, torch.zeros_like(rows[-1])])
 
 
 class Mixture(nn.Module):
-    """All experts are drawn alike on every rank, and a rank keeps its own."""
+    """Draws all experts alike on every rank and keeps the rank's own."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def main() -> None:
     want.square().sum().backward()
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(x.grad, alike.grad)
-    layer.dispatcher.check()  # raises if a row had no room, which cannot be with buffers of the worst case
+    layer.dispatcher.check()  # raises on overflow, which cannot happen with the default capacity
     if rank == 0:
         print(layer.dispatcher.explain())
     dist.destroy_process_group()

@@ -1,21 +1,22 @@
-"""Kernels that move and reduce bytes between buffers, and rows of tokens. Nothing here knows meshes or layouts."""
+"""Kernels that copy and reduce boxes and rows of tokens. They know nothing of meshes, layouts or transports."""
 
 from __future__ import annotations
 
 from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, target_views
 from .combine_rows import combine_rows
 from .compare_words import WordComparison
-from .copy_boxes import CopyTable, copy_boxes, copy_boxes_kernel, copy_boxes_reference, copy_launches, copy_table
+from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
 from .copy_rows import copy_rows
 from .fill_rows import fill_rows
 from .gather_values import gather_values
-from .group_rows import Groups, Slots, group_rows
+from .group_rows import Groups, PhysicalExperts, group_rows
 from .locate_rows import MOST_K, locate_rows
+from .pairs_cpu import Pairs
 from .pointers import AddressTables, interpreted, on_device, uploaded
 from .push_rows import padding_rows, push_rows
-from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_reference, reduce_launches, reduce_table
-from .reduction import reduce_views
-from .route_tokens import MOST_SLOTS, Routed, route_tokens
+from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
+from .reduce_views import reduce_views
+from .route_tokens import MOST_PHYSICAL_EXPERTS, Routed, route_tokens
 from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .share_counts import share_counts
 from .signal import SLOT, UNLIMITED, Channel, Code, Failure, build_signal, pack, polls_within, signal
@@ -25,8 +26,9 @@ from .weigh_rows import weigh_rows
 
 __all__ = [
     "MOST_K",
-    "MOST_SLOTS",
+    "MOST_PHYSICAL_EXPERTS",
     "PAYLOADS",
+    "Pairs",
     "SLOT",
     "UNLIMITED",
     "AddressTables",
@@ -43,7 +45,7 @@ __all__ = [
     "ReduceTable",
     "Routed",
     "RowLaunch",
-    "Slots",
+    "PhysicalExperts",
     "SourceRows",
     "TargetRows",
     "TokenRows",
@@ -53,7 +55,7 @@ __all__ = [
     "combine_rows",
     "copy_boxes",
     "copy_boxes_kernel",
-    "copy_boxes_reference",
+    "copy_boxes_cpu",
     "copy_launches",
     "copy_rows",
     "copy_table",
@@ -68,7 +70,7 @@ __all__ = [
     "polls_within",
     "push_rows",
     "reduce_boxes",
-    "reduce_boxes_reference",
+    "reduce_boxes_cpu",
     "reduce_launches",
     "reduce_table",
     "reduce_views",

@@ -23,7 +23,9 @@ class StridedBoxes:
 
     Offsets and strides count elements, relative to the buffer tensor's first element (its data_ptr). The targets of
     the boxes of one call overlap neither each other nor any source; a source may be read any number of times.
-    Raises ArgumentError where the arrays do not fit together.
+
+    Raises:
+        ArgumentError: shapes or dtypes of the arrays do not match.
     """
 
     source: np.ndarray  # int64 [n, contributors]; index into the call's `sources`; -1 = fill (no source is read)
@@ -33,7 +35,7 @@ class StridedBoxes:
     extent: np.ndarray  # int64 [n, axes]
     source_stride: np.ndarray  # int64 [n, contributors, axes]
     target_stride: np.ndarray  # int64 [n, axes]
-    fill: float | int | bool = 0  # what rows with source -1 write: the identity of a reduction, say
+    fill: float | int | bool = 0  # written by boxes with source -1, such as the identity of a reduction
 
     def __post_init__(self) -> None:
         if np.ndim(self.source) != 2 or np.ndim(self.extent) != 2:
@@ -82,7 +84,7 @@ class StridedBoxes:
 
     @classmethod
     def of_rows(cls, targets: TargetRows, sources: SourceRows, fill: float | int | bool) -> StridedBoxes:
-        """At least one box, by their `target_rows` and `source_rows`."""
+        """Make one or more boxes from their `target_rows` and `source_rows`."""
         axes, contributors = len(targets[0][1][0]), max(1, max(map(len, sources)))
         nothing = [(-1, ((0,) * axes, (0,) * axes, 0))] * contributors
         read = [row or nothing for row in sources]
@@ -110,19 +112,19 @@ class StridedBoxes:
 
     @property
     def numel(self) -> int:
-        """Elements written by all boxes together."""
+        """The number of elements written by all boxes."""
         return int(self.extent.prod(axis=1).sum())
 
     @cached_property
     def target_rows(self) -> TargetRows:
-        """Per box: target, and where in it. Python numbers, made once."""
+        """Each box's target, and extent, strides and offset there, as Python numbers."""
         extents, strides = map(tuple, self.extent.tolist()), map(tuple, self.target_stride.tolist())
         where = zip(extents, strides, self.target_offset.tolist(), strict=True)
         return list(zip(self.target.tolist(), where, strict=True))
 
     @cached_property
     def source_rows(self) -> SourceRows:
-        """Per box, per contributor: source, and where in it; a fill row has none. Python numbers, made once."""
+        """Each box's sources, and extent, strides and offset there, as Python numbers; empty for a fill."""
         return [
             [(i, (tuple(extent), tuple(stride), offset)) for i, offset, stride in zip(*row, strict=True) if i >= 0]
             for extent, row in zip(
@@ -138,12 +140,12 @@ class StridedBoxes:
 
 
 def source_views(rows: SourceRows, sources: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Per box, per contributor: the part of its source as a strided view of shape extent; a fill row has none."""
+    """Return each box's source views, one per contributor; empty for a fill."""
     return [[_view(sources[i], *where) for i, where in row] for row in rows]
 
 
 def target_views(rows: TargetRows, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Per box: the part of its target as a strided view of shape extent."""
+    """Return each box's target view."""
     return [_view(targets[i], *where) for i, where in rows]
 
 
@@ -151,12 +153,12 @@ def _view(buffer: torch.Tensor, extent: tuple[int, ...], stride: tuple[int, ...]
     if not offset and buffer.shape == extent and buffer.stride() == stride:
         return buffer
     if 0 in extent:
-        offset = 0  # nothing is read, and the offset may lie behind the buffer's end
+        offset = 0  # an empty view; the offset may lie beyond the buffer's end
     return buffer.as_strided(extent, stride, buffer.storage_offset() + offset)
 
 
 def split_elements(boxes: StridedBoxes, parts: int) -> StridedBoxes:
-    """The same boxes over elements cut into `parts` equal, adjacent ones (complex into reals, words into halves)."""
+    """Return the boxes over elements split into `parts` equal ones, such as complex numbers into reals."""
     n, contributors = boxes.source.shape
     return StridedBoxes(
         source=boxes.source,
@@ -171,7 +173,7 @@ def split_elements(boxes: StridedBoxes, parts: int) -> StridedBoxes:
 
 
 def take(boxes: StridedBoxes, index: np.ndarray) -> StridedBoxes:
-    """The boxes at `index`, an integer array."""
+    """Return the boxes at `index`, an integer array."""
     return StridedBoxes(
         boxes.source[index],
         boxes.target[index],
@@ -185,7 +187,7 @@ def take(boxes: StridedBoxes, index: np.ndarray) -> StridedBoxes:
 
 
 def permute(boxes: StridedBoxes, order: np.ndarray) -> StridedBoxes:
-    """The boxes with axes reordered, each by its own row of `order`, [n, axes]."""
+    """Return the boxes with axes reordered by the rows of `order`, [n, axes]."""
     return replace(
         boxes,
         extent=np.take_along_axis(boxes.extent, order, axis=1),

@@ -1,4 +1,4 @@
-"""Boxes with as few axes as their strides allow, and what that makes of them."""
+"""Merge the axes of boxes as far as strides allow, and classify boxes by access pattern."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .boxes import StridedBoxes, permute, take
 
 
 def coalesce(boxes: StridedBoxes) -> StridedBoxes:
-    """The same boxes without empty ones, axes innermost first by target stride, merged where every buffer allows it.
+    """Drop empty boxes, sort axes by target stride, innermost first, and merge axes where all buffers allow it.
 
-    Axes of extent 1 vanish; at least two of extent 1 and stride 0 follow the last real one. Fill rows get source
-    strides of 0.
+    Axes of extent 1 are removed; at least two of extent 1 and stride 0 follow the last remaining axis. Fills get
+    source strides of 0.
     """
     boxes = take(boxes, np.flatnonzero((boxes.extent > 0).all(axis=1)))
     n, contributors, axes = boxes.source_stride.shape
@@ -24,7 +24,7 @@ def coalesce(boxes: StridedBoxes) -> StridedBoxes:
     source_stride = np.zeros((n, contributors, axes + 2), np.int64)
     target_stride = np.zeros((n, axes + 2), np.int64)
     box = np.arange(n)
-    last = np.full(n, -1)  # [n], the axis being grown
+    last = np.full(n, -1)  # [n], the last axis of the result so far
     for axis in range(axes):
         e, s, t = boxes.extent[:, axis], boxes.source_stride[:, :, axis], boxes.target_stride[:, axis]
         at = np.maximum(last, 0)
@@ -49,10 +49,11 @@ def coalesce(boxes: StridedBoxes) -> StridedBoxes:
 
 
 def classify(boxes: StridedBoxes) -> tuple[np.ndarray, StridedBoxes]:
-    """Each coalesced box's kind (0 straight, 1 strided, 2 transposed), and the boxes: axis 0 the columns, 1 the rows.
+    """Return the kind of each coalesced box (0 straight, 1 strided, 2 transposed), and the boxes with columns as axis 0
+    and rows as axis 1.
 
-    Straight: the columns are adjacent in every buffer. Transposed: the columns are adjacent in every source, the rows
-    in the target. Strided: neither; there is one column.
+    Straight: columns are adjacent in every buffer. Transposed: columns are adjacent in every source, rows in the
+    target. Strided: neither; there is one column.
     """
     n, axes = boxes.extent.shape
     box, pad = np.arange(n), np.full(n, axes - 1)
@@ -65,7 +66,7 @@ def classify(boxes: StridedBoxes) -> tuple[np.ndarray, StridedBoxes]:
     transposed = ~straight & in_source.any(axis=1) & in_target.any(axis=1)
     column = np.where(straight & long.any(axis=1), in_both.argmax(axis=1), pad)
     column = np.where(transposed, in_source.argmax(axis=1), column)
-    # The rows: the innermost other axis that fills a tile, else the longest, so that tiles are few.
+    # Rows: the innermost other axis that fills a tile, else the longest, which gives the fewest tiles.
     kind = np.where(straight, 0, np.where(transposed, 2, 1))
     full = np.where(kind == 1, 1024, 64)
     length = np.minimum(boxes.extent, full[:, None])

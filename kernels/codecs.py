@@ -1,8 +1,8 @@
-"""Floats of 8 and 16 bits to float32 and back, alike on every target.
+"""Conversions between 8- and 16-bit floats and float32 with equal results on every target.
 
-The interpreter truncates where hardware rounds bfloat16 and misreads float8's specials (SOFT: integers instead); float8
-instructions are missing on some GPUs and saturate on others. Rounding is to nearest even. float8_e4m3fn has no
-infinity: what is beyond 448 becomes 448, as torch 2.13 and the hardware have it.
+The interpreter truncates where hardware rounds bfloat16 and misreads float8's special values (SOFT: use integers
+instead); float8 instructions are missing on some GPUs and saturate on others. Rounding is to nearest even.
+float8_e4m3fn has no infinity: values beyond 448 become 448, as in torch 2.13 and in hardware.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def decode(word, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """Integers that hold values of DTYPE to values: float32 for floats of 8 and 16 bits, else DTYPE itself."""
+    """Convert the bits of DTYPE values to float32 for 8- and 16-bit floats, else to DTYPE."""
     if DTYPE == tl.float16:
         return word.to(tl.float16, bitcast=True).to(tl.float32)
     elif DTYPE == tl.bfloat16:
@@ -25,10 +25,10 @@ def decode(word, DTYPE: tl.constexpr, SOFT: tl.constexpr):
         if SOFT:
             bits = word.to(tl.uint8, bitcast=True).to(tl.uint32)
             magnitude = bits & 0x7F
-            # Read with float32's bias the value is 2**-120 of what it is, subnormals included.
+            # With float32's bias the value is too small by 2**-120, subnormals included.
             value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
             value = tl.where(magnitude == 0x7F, float("nan"), value)
-            # The sign by its bit: Triton negates by subtracting from 0, which loses that of zero.
+            # Set the sign bit: Triton negates by subtracting from 0, which loses the sign of zero.
             return (value.to(tl.uint32, bitcast=True) | ((bits >> 7) << 31)).to(tl.float32, bitcast=True)
         else:
             return word.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -38,7 +38,7 @@ def decode(word, DTYPE: tl.constexpr, SOFT: tl.constexpr):
 
 @triton.jit
 def encode(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """Values to integers that hold them as DTYPE, rounded once (float64 to less than float32: by way of float32)."""
+    """Convert values to the bits of DTYPE, rounded once; float64 to small floats by way of float32."""
     if DTYPE == tl.float64:
         return value.to(tl.float64).to(tl.int64, bitcast=True)
     elif DTYPE == tl.float32:
@@ -65,13 +65,13 @@ def encode(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
 def _encode_float8(
     value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr, OVER: tl.constexpr, NAN: tl.constexpr
 ):
-    """float32 to float8 with MANTISSA bits; from the float32 bits TOP on the result is OVER."""
+    """Convert float32 to float8 with MANTISSA bits; values with float32 bits from TOP on become OVER."""
     bits = value.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MANTISSA
     rebased = magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
     normal = (rebased >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Adding this number leaves the subnormal, rounded, in the sum's lowest bits.
+    # Adding this number leaves the rounded subnormal in the lowest bits of the sum.
     UNIT: tl.constexpr = (127 - BIAS + 1 + DROPPED) << 23
     lifted = magnitude.to(tl.float32, bitcast=True) + tl.full((1, 1), UNIT, tl.uint32).to(tl.float32, bitcast=True)
     subnormal = lifted.to(tl.uint32, bitcast=True) - UNIT

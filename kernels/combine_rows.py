@@ -1,11 +1,13 @@
-"""combine_rows: each token's rows fetched from their owners and summed, in an order that no algorithm changes.
+"""combine_rows: fetch each token's rows from their destinations and sum them in a fixed order.
 
-y[t] = sum over owners ascending of round(sum over the token's entries there, k ascending, of weight * row), then
-`add`. Sums and products are float32 and begin at zero, nothing is fused; round is to the rows' dtype, which is what an
-owner that sends its sum would send; the result is rounded once. Entries without a row contribute nothing.
+y[t] = sum over destinations ascending of round(sum over the token's pairs there, k ascending, of weight * row), plus
+`add`. Sums and products are float32, start at zero and are not fused. `round` is to the rows' dtype, as if the
+destination had sent its sum. The result is rounded once. Pairs without a row contribute nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,7 +15,6 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .codecs import decode, encode
-from .entries import entries_of
 from .pointers import interpreted, on_device, runs_on
 from .reduce_boxes import ELEMENTS
 from .rows import CHUNK, PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants
@@ -46,7 +47,7 @@ def combine_rows_kernel(
     HAS_ADD: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Program (t, j) makes piece j of token t's row."""
+    """Program (t, j) writes block j of token t's row."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = c < H
@@ -57,18 +58,18 @@ def combine_rows_kernel(
         key = tl.load(key_in + t * K + i)
         row = tl.load(row_in + t * K + i)
         kept = row >= 0
-        owner = key // K
-        base = tl.load(buffers + owner, mask=kept, other=0)
+        destination = key // K
+        base = tl.load(buffers + destination, mask=kept, other=0)
         # An address that was an integer has lost its alignment.
         source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
         value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
         if HAS_WEIGHTS:
             value = value * tl.load(weights + t * weight_stride + key % K, mask=kept, other=0.0)
-        moved = kept & (owner != last)
+        moved = kept & (destination != last)
         total = tl.where(moved, total + rounded(partial, DTYPE, SOFT), total)
         partial = tl.where(moved, 0.0, partial)
         partial = tl.where(kept, partial + value, partial)
-        last = tl.where(kept, owner, last)
+        last = tl.where(kept, destination, last)
     total += rounded(partial, DTYPE, SOFT)
     if HAS_ADD:
         source = tl.multiple_of(add.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
@@ -87,17 +88,17 @@ def combine_rows(
     add: torch.Tensor | None = None,
     launch: RowLaunch | None = None,
 ) -> None:
-    """Write to `out` each token's sum over its rows.
+    """Write each token's weighted sum over its rows to `out`.
 
     Args:
-        rows: of locate_rows.
-        buffers: [R, H], float32, bfloat16 or float16, each owner's.
+        rows: from locate_rows.
+        buffers: [R, H] of each destination; float32, bfloat16 or float16.
         out: [T, H] of the same dtype, the elements of a row adjacent.
-        weights: float32 [T, K]; default: all are one, and nothing is multiplied.
-        add: as `out`; added last. It may be `out` itself.
+        weights: float32 [T, K]; default: no multiplication.
+        add: as `out`, added last; may be `out` itself.
 
     Raises:
-        ArgumentError: a shape or dtype that is not allowed.
+        ArgumentError: unsupported shape or dtype.
     """
     tokens, k = rows.key.shape
     hidden = buffers.shape[1]
@@ -111,7 +112,7 @@ def combine_rows(
             f"weights: {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of shape {(tokens, k)}"
         )
     if not runs_on(out.device):
-        combine_rows_reference(rows, buffers, out, weights, add)
+        combine_rows_cpu(rows, buffers, out, weights, add)
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
     table, bits = buffers.table()
@@ -123,45 +124,64 @@ def combine_rows(
     if tokens:
         with on_device(out.device):
             combine_rows_kernel[(tokens, cdiv(hidden, launch.columns))](
-                out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0), *rows, table,
+                out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0), rows.key, rows.row, table,
                 rows.key if weights is None else weights, 0 if weights is None else weights.stride(0),
                 K=k, COLS=launch.columns, HAS_WEIGHTS=weights is not None, HAS_ADD=add is not None,
                 DTYPE=ELEMENTS[out.dtype], SOFT=interpreted(combine_rows_kernel), num_warps=launch.num_warps,
-                # One rounding more or less than the definition has would show.
+                # A fused multiply-add would round once less than the definition.
                 enable_fp_fusion=False,
                 **constants,
             )  # fmt: skip
 
 
-def combine_rows_reference(
+def combine_rows_cpu(
     rows: TokenRows,
     buffers: Buffers,
     out: torch.Tensor,
     weights: torch.Tensor | None,
     add: torch.Tensor | None,
 ) -> None:
-    """The same in torch operations, some tokens at a time: nothing but the rows and the sums leaves the cache."""
+    """combine_rows in torch operations, some tokens at a time so that intermediates stay in the cache."""
     k, hidden, dtype = rows.key.shape[1], buffers.shape[1], buffers.dtype
     numbers = None if weights is None else weights.reshape(-1)
-    entries, most = entries_of(rows, len(buffers)), max(1, CHUNK // max(hidden, 1))
-    # One piece of memory for all: the allocator gives large ones back to the system, which makes them anew, zeroed.
+    pairs, most = rows.sorted_pairs(len(buffers)), max(1, CHUNK // max(hidden, 1))
+    # One scratch buffer: the allocator returns large ones to the system, which zeroes them again on each use.
     scratch = torch.empty((most * k, hidden), dtype=dtype, device=out.device)
-    for i, sums in enumerate(entries.sums(most)):
+    for i, sums in enumerate(pairs.sums(most)):
         first, these = i * most, slice(i * most, (i + 1) * most)
-        # Sums begin in the result itself where it has their dtype and nobody reads it any more.
+        # Accumulate in the result itself where it is float32 and `add` does not alias it.
         here = dtype is torch.float32 and add is None
         total = out[these].zero_() if here else torch.zeros(out[these].shape, dtype=torch.float32, device=out.device)
-        for owner, token, kth, row, rounds in sums:
-            value = torch.index_select(buffers.tensors[owner], 0, row, out=scratch[: len(row)]).float()
+        for destination, token, kth, row, rounds in sums:
+            value = torch.index_select(buffers.tensors[destination], 0, row, out=scratch[: len(row)]).float()
             if numbers is not None:
                 value.mul_(numbers.index_select(0, token * k + kth).unsqueeze(1))
             parts = value.split(rounds)
             for part in parts[1:]:
                 parts[0][: len(part)].add_(part)
-            # Sums that begin at zero differ in a zero's sign only, which is lost in `total`, since that begins there.
+            # Starting at zero changes only the sign of zero, which `total` loses, since it starts at zero itself.
             partial = parts[0] if dtype is torch.float32 else parts[0].to(dtype).float()
             total.index_add_(0, token[: rounds[0]] - first, partial)
         if add is not None:
             total.add_(add[these])
         if not here:
             out[these].copy_(total)
+
+
+def combine_rows_reference(
+    rows: TokenRows, buffers: Sequence[torch.Tensor], weights: torch.Tensor | None, add: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the result of combine_rows by its definition, pair by pair. For tests; CPU tensors only."""
+    (tokens, k), hidden, dtype = rows.key.shape, buffers[0].shape[1], buffers[0].dtype
+    out = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
+    for t in range(tokens):
+        total = torch.zeros(hidden, device="cpu")
+        for destination, buffer in enumerate(buffers):
+            partial = torch.zeros(hidden, device="cpu")
+            for key, row in zip(rows.key[t].tolist(), rows.row[t].tolist(), strict=True):
+                if row >= 0 and key // k == destination:
+                    value = buffer[row].float()
+                    partial += value if weights is None else value * weights[t, key % k]
+            total += partial.to(dtype).float()
+        out[t] = (total if add is None else total + add[t].float()).to(dtype)
+    return out

@@ -1,4 +1,4 @@
-"""copy_boxes: many strided N-D boxes moved in one launch, as words rather than elements."""
+"""copy_boxes: copy many strided N-D boxes in one launch, as words rather than elements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def copy_boxes_kernel(
     TARGETS: tl.constexpr,
     HAS_FILL: tl.constexpr,
 ):
-    """Program i moves the tile of descriptor row i: up to ROWS x COLS words."""
+    """Program i copies the tile of descriptor row i: up to ROWS x COLS words."""
     row = descriptors + tl.program_id(0).to(tl.int64) * 8
     source_id = tl.load(row)
     target_id = tl.load(row + 1)
@@ -65,7 +65,7 @@ def copy_boxes_kernel(
     cols = tl.load(row + 7).to(tl.int32)
     source_base = source_address(source_table, source_id, source0, source1, source2, source3, SOURCES)
     target_base = target_address(target_table, target_id, target0, TARGETS)
-    # An address that was an integer has lost its alignment; without it and that of the bounds nothing is vectorised.
+    # Integer addresses lose their alignment; accesses are vectorised only if it and that of the bounds are known.
     source = tl.multiple_of(source_base.to(tl.pointer_type(WORD)), ALIGN_S) + source_offset
     target = tl.multiple_of(target_base.to(tl.pointer_type(WORD)), ALIGN_D) + target_offset
     r = tl.arange(0, ROWS)[:, None]
@@ -87,7 +87,7 @@ def copy_boxes_kernel(
 
 
 class CopyTable:
-    """Boxes made ready for copy_boxes on one device. Made by copy_table."""
+    """Prepared boxes for copy_boxes on one device. Made by copy_table."""
 
     def __init__(
         self,
@@ -109,15 +109,15 @@ class CopyTable:
         self.boxes, self.dtype, self.itemsize, self.device, self.config = boxes, dtype, itemsize, device, config
         self.sources = Pointers("sources", boxes.source, dtype, itemsize, device, SOURCE_ARGUMENTS)
         self.targets = Pointers("targets", boxes.target, dtype, itemsize, device, TARGET_ARGUMENTS)
-        self.by_reference = not runs_on(device)
+        self.cpu_path = not runs_on(device)
         self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
-        if not self.by_reference:
+        if not self.cpu_path:
             self.variant(16, 16)
 
     def variant(self, source_align: int, target_align: int) -> list[PreparedLaunch]:
-        """The launches for buffers at multiples of these bytes.
+        """Return the launches for buffers of these alignments in bytes.
 
-        Built on first use; that for 16 and 16, which fresh tensors have, with the table.
+        Built on first use; the constructor builds the one for 16 and 16, the alignment of fresh tensors.
         """
         known = self.variants.get((source_align, target_align))
         if known is not None:
@@ -135,7 +135,7 @@ class CopyTable:
         return variant
 
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
-        """The launches of a variant, each with what the kernel is compiled with. Nothing is compiled."""
+        """Return the launches of a variant, each with its compile-time constants. Does not compile."""
         aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
         here = processors_of(self.device)
         launches = copy_launches(self.boxes, self.itemsize, source_align, target_align, self.config, here)
@@ -145,7 +145,7 @@ class CopyTable:
 def copy_constants(
     launch: Launch, aligns: tuple[int, int] = (16, 16), buffers: tuple[int, int] = MOST_BUFFERS
 ) -> dict[str, Any]:
-    """What copy_boxes_kernel is compiled with, and num_warps; pairs are of sources and targets."""
+    """Return the constants of copy_boxes_kernel, and num_warps; pairs are (sources, targets)."""
     return {"WORD": WORDS[launch.target_word], **tile_constants(launch, aligns, buffers)}
 
 
@@ -157,8 +157,8 @@ def copy_launches(
     config: LaunchConfig | None = None,
     processors: int = PROCESSORS,
 ) -> list[Launch]:
-    """What copy_boxes launches for buffers at multiples of these bytes; the descriptors are NumPy arrays."""
-    # Elements wider than a word, or than the buffers' alignment, are moved in parts.
+    """Return the launches of copy_boxes for buffers of these alignments; descriptors are NumPy arrays."""
+    # Elements wider than a word or than the buffers' alignment are copied in parts.
     part = min(itemsize, 8, source_align, target_align)
     if part < itemsize:
         boxes = split_elements(boxes, itemsize // part)
@@ -172,9 +172,9 @@ def copy_table(
     device: torch.device | str = "cpu",
     config: LaunchConfig | None = None,
 ) -> CopyTable:
-    """Cuts `boxes` (one contributor) into tiles and uploads their descriptors; once, when a program is compiled.
+    """Cut `boxes` (one contributor) into tiles and upload their descriptors; once, when a program is compiled.
 
-    With an itemsize in place of a dtype any buffers of that itemsize are moved, and a fill must be 0.
+    With an itemsize in place of a dtype, buffers may have any dtype of that size, and a fill must be 0.
     """
     device = torch.device(device)
     if isinstance(itemsize_or_dtype, torch.dtype):
@@ -183,9 +183,9 @@ def copy_table(
 
 
 def copy_boxes(table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Copies every box from its source to its target, bit by bit. Buffers are plain strided memory of any shape."""
-    if table.by_reference:
-        copy_boxes_reference(table.boxes, sources, targets)
+    """Copy each box from its source to its target, bit by bit. Buffers are strided tensors of any shape."""
+    if table.cpu_path:
+        copy_boxes_cpu(table.boxes, sources, targets)
         return
     first_sources, source_table, source_align = table.sources.resolve(sources)
     first_targets, target_table, target_align = table.targets.resolve(targets)
@@ -196,8 +196,8 @@ def copy_boxes(table: CopyTable, sources: Sequence[torch.Tensor], targets: Seque
 
 
 @torch.no_grad()
-def copy_boxes_reference(boxes: StridedBoxes, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """One copy_ (or fill_) per box through its views."""
+def copy_boxes_cpu(boxes: StridedBoxes, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """copy_boxes by one copy_ or fill_ per box."""
     if boxes.contributors != 1:
         raise ArgumentError(f"boxes have {boxes.contributors} contributors; copy_boxes takes 1 (see reduce_boxes)")
     for target, source in zip(

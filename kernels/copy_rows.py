@@ -1,4 +1,4 @@
-"""copy_rows: the rows that are there, from one buffer to another."""
+"""copy_rows: copy the rows below a device-side row count from one buffer to another."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .pointers import WORDS, on_device, runs_on
-from .rows import alignment, cdiv, programs_of
-
-_BLOCK = 4096  # bytes of a program's step: two accesses of 16 bytes for each of 128 threads
+from .pointers import on_device, runs_on
+from .rows import block_launch, check_buffer
 
 
 @triton.jit(do_not_specialize=["source", "target", "programs"])
@@ -24,7 +22,7 @@ def copy_rows_kernel(
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes
 ):
-    """Program i copies the pieces i, i + programs, ... of the elements of rows below num_rows."""
+    """Program i copies blocks i, i + programs, ... of the elements of the rows below num_rows."""
     here = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     end = tl.load(num_rows).to(tl.int64) * H
@@ -35,39 +33,30 @@ def copy_rows_kernel(
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor) -> None:
-    """Copy the rows of `source` below `num_rows` to those of `target`; of both the others are not touched.
+    """Copy the rows of `source` below `num_rows` to `target`. The other rows are neither read nor written.
 
     Args:
-        source, target: [R, ...] of one shape and dtype, of 16 or 32 bits, contiguous.
-        num_rows: int32 [1], up to R; on a GPU the device reads it.
+        source, target: [R, ...] of one shape and dtype, 16- or 32-bit, contiguous.
+        num_rows: int32 [1], at most R; read on the device.
 
     Raises:
-        ArgumentError: a shape, dtype or stride that is not allowed.
+        ArgumentError: unsupported shape, dtype or stride.
     """
-    for name, x in (("source", source), ("target", target)):
-        if x.dim() < 1 or x.itemsize not in (2, 4) or x.shape != target.shape or not x.is_contiguous():
-            raise ArgumentError(
-                f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: 16 or 32 bits, shape "
-                f"{tuple(target.shape)}, contiguous"
-            )
+    check_buffer("source", source, target.shape)
+    check_buffer("target", target)
     if source.dtype is not target.dtype:
         raise ArgumentError(f"source: {source.dtype}; allowed: {target.dtype}, that of target")
     if not source.numel():
         return
     if not runs_on(target.device):
-        copy_rows_reference(source, target, num_rows)
+        copy_rows_cpu(source, target, num_rows)
         return
-    length, itemsize = source[0].numel(), source.itemsize
-    columns = _BLOCK // itemsize
-    programs = programs_of(target.device, cdiv(source.numel(), columns))
+    programs, constants = block_launch(target, source)
     with on_device(target.device):
-        copy_rows_kernel[(programs,)](
-            source.data_ptr(), target.data_ptr(), num_rows, programs, H=length, COLS=columns, WORD=WORDS[itemsize],
-            ALIGN=alignment(length * itemsize, source.data_ptr(), target.data_ptr()), num_warps=4,
-        )  # fmt: skip
+        copy_rows_kernel[(programs,)](source.data_ptr(), target.data_ptr(), num_rows, programs, **constants)
 
 
-def copy_rows_reference(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor) -> None:
-    """The same in torch operations."""
+def copy_rows_cpu(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor) -> None:
+    """copy_rows in torch operations."""
     number = int(num_rows)
     target[:number].copy_(source[:number])

@@ -1,8 +1,9 @@
-"""group_rows: from the matrix of all ranks' counts to where every row goes; one program, the same on all ranks.
+"""group_rows: lay out all destinations' buffers from the matrix of all ranks' counts; one program.
 
-The rows of a slot form a group in its owner's buffer, in the order of (source rank, token, k). Groups are in slot
-order, each padded to a multiple of `align`, or all of one length where they are batched. Of a group those rows are
-dropped that come after its first `expert_capacity`, then those that would lie at or beyond `capacity`.
+The rows of a physical expert form a group in its rank's buffer, in order of (source rank, token, k). Groups are in
+order of physical expert, each padded to a multiple of `align`, or all of one length if batched. The rows of a group
+after the first `expert_capacity` are dropped, then those that would lie at or beyond `capacity`. All ranks compute the
+same layout.
 """
 
 from __future__ import annotations
@@ -22,84 +23,85 @@ NO_LIMIT = (1 << 31) - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
-    """Which owner has which slots: owner w those from bounds[w] to below bounds[w + 1]. Made by `divided`."""
+class PhysicalExperts:
+    """The physical experts of each rank: rank w has bounds[w] to bounds[w + 1] (exclusive). Made by `divided`."""
 
     bounds: tuple[int, ...]
-    owner: torch.Tensor
-    """int32 [S]: the owner of each slot."""
+    destination: torch.Tensor
+    """int32 [S]: the rank of each physical expert."""
     first: torch.Tensor
-    """int32 [S]: the first slot of the same owner."""
+    """int32 [S]: the first physical expert of the same rank."""
 
     @classmethod
-    def divided(cls, bounds: tuple[int, ...], device: torch.device) -> Slots:
+    def divided(cls, bounds: tuple[int, ...], device: torch.device) -> PhysicalExperts:
         if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
             raise ArgumentError(f"bounds: {bounds}; allowed: ascending from 0")
         lengths = torch.tensor(bounds[1:], device="cpu") - torch.tensor(bounds[:-1], device="cpu")
-        owner = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
+        destination = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
         first = torch.tensor(bounds[:-1], dtype=torch.int32, device="cpu").repeat_interleave(lengths)
-        return cls(bounds, owner.to(device), first.to(device))
+        return cls(bounds, destination.to(device), first.to(device))
 
     @property
-    def number(self) -> int:
+    def count(self) -> int:
         return self.bounds[-1]
 
 
 class Groups(NamedTuple):
-    """What group_rows returns: as a sender `start` and `limit`, the others as an owner."""
+    """The result of group_rows. `start` and `limit` are of this rank as a sender, the others as a destination."""
 
     start: torch.Tensor
-    """int32 [S]: the row, in the owner's buffer, of this rank's first row of each slot."""
+    """int32 [S]: the row of this rank's first pair of each physical expert, in the destination's buffer."""
     limit: torch.Tensor
-    """int32 [S]: how many of this rank's rows of the slot are kept; those of place limit and above are dropped."""
+    """int32 [S]: how many of this rank's pairs of each physical expert are kept; later ones are dropped."""
     offsets: torch.Tensor
-    """int32 [S_local]: where each group ends, padding included, as torch._grouped_mm takes them; never beyond
-    capacity."""
+    """int32 [S_local]: the end of each group, padding included, as torch._grouped_mm takes them; at most capacity."""
     counts: torch.Tensor
     """int64 [S_local]: rows of each group."""
     padded_counts: torch.Tensor
     """int64 [S_local]: rows of each group, padding included."""
     num_rows: torch.Tensor
-    """int32 [1]: where the last group ends."""
-    lost: torch.Tensor
-    """int64 [2]: dropped rows and bad ids of all ranks together; equal on all of them."""
+    """int32 [1]: the end of the last group."""
+    overflow: torch.Tensor
+    """int64 [2]: dropped rows and bad ids of all ranks together; equal on all ranks."""
 
 
-@triton.jit(do_not_specialize=["ranks", "slots", "me", "low", "high", "align", "capacity", "expert_capacity"])
+@triton.jit(
+    do_not_specialize=["ranks", "physical_experts", "me", "low", "high", "align", "capacity", "expert_capacity"]
+)
 def group_rows_kernel(
-    matrix,  # int32 [ranks, slots + 1]
-    first_table,  # int32 [slots]
+    matrix,  # int32 [ranks, physical_experts + 1]
+    first_table,  # int32 [physical_experts]
     start_out,
     limit_out,
     offsets_out,
     counts_out,
     padded_out,
     num_rows_out,
-    lost_out,
+    overflow_out,
     ranks,
-    slots,
+    physical_experts,
     me,
-    low,  # of this rank's slots
+    low,  # bounds of this rank's physical experts
     high,
     align,
     capacity,
     expert_capacity,
-    SLOTS: tl.constexpr,  # a power of two
+    EXPERTS: tl.constexpr,  # a power of two
     RANKS: tl.constexpr,  # rows of the matrix at a time
     BATCHED: tl.constexpr,
 ):
-    s = tl.arange(0, SLOTS)
-    there = s < slots
-    pitch = slots + 1
-    total = tl.zeros([SLOTS], tl.int32)
-    before = tl.zeros([SLOTS], tl.int32)
+    s = tl.arange(0, EXPERTS)
+    there = s < physical_experts
+    pitch = physical_experts + 1
+    total = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
     bad = tl.zeros([RANKS], tl.int64)
     for base in range(0, ranks, RANKS):
         r = base + tl.arange(0, RANKS)
         block = tl.load(matrix + r[:, None] * pitch + s[None, :], mask=(r < ranks)[:, None] & there[None, :], other=0)
         total += tl.sum(block, 0)
         before += tl.sum(tl.where((r < me)[:, None], block, 0), 0)
-        bad += tl.load(matrix + r * pitch + slots, mask=r < ranks, other=0).to(tl.int64)
+        bad += tl.load(matrix + r * pitch + physical_experts, mask=r < ranks, other=0).to(tl.int64)
     mine = tl.load(matrix + me * pitch + s, mask=there, other=0)
     kept = tl.minimum(total, expert_capacity)
     if BATCHED:
@@ -119,89 +121,93 @@ def group_rows_kernel(
     tl.store(counts_out + s - low, fits.to(tl.int64), mask=own)
     tl.store(padded_out + s - low, (ends - begins).to(tl.int64), mask=own)
     tl.store(num_rows_out, tl.max(tl.where(own, ends, 0), 0))
-    tl.store(lost_out, tl.sum((total - fits).to(tl.int64), 0))
-    tl.store(lost_out + 1, tl.sum(bad, 0))
+    tl.store(overflow_out, tl.sum((total - fits).to(tl.int64), 0))
+    tl.store(overflow_out + 1, tl.sum(bad, 0))
 
 
 def group_rows(
     matrix: torch.Tensor,
-    slots: Slots,
+    physical_experts: PhysicalExperts,
     me: int,
     capacity: int,
     align: int = 1,
     expert_capacity: int | None = None,
     batched: bool = False,
 ) -> Groups:
-    """Lay out the rows of all owners' buffers.
+    """Lay out the rows of all destinations' buffers.
 
     Args:
-        matrix: int32 [W, S + 1], row r what route_tokens counted on rank r.
+        matrix: int32 [W, S + 1]; row r holds the counts of route_tokens on rank r.
         me: this rank, 0 to W - 1.
-        capacity: rows of every owner's buffer, a multiple of `align`.
-        align: of where groups begin and end, in rows. All groups together, padded, are below 2**31 rows.
-        expert_capacity: rows of a group at most; None: no limit.
+        capacity: rows of each destination's buffer, a multiple of `align`.
+        align: alignment of groups, in rows. All padded groups together are below 2**31 rows.
+        expert_capacity: maximum rows of a group; None: unlimited.
         batched: every group takes `expert_capacity` rows.
 
     Raises:
-        ArgumentError: a shape, dtype or number that is not allowed.
+        ArgumentError: unsupported shape, dtype or number.
     """
-    ranks = len(slots.bounds) - 1
-    if matrix.shape != (ranks, slots.number + 1) or matrix.dtype is not torch.int32 or not matrix.is_contiguous():
+    ranks = len(physical_experts.bounds) - 1
+    if (
+        matrix.shape != (ranks, physical_experts.count + 1)
+        or matrix.dtype is not torch.int32
+        or not matrix.is_contiguous()
+    ):
         raise ArgumentError(
             f"matrix: {matrix.dtype} of shape {tuple(matrix.shape)}; allowed: contiguous int32 of shape "
-            f"{(ranks, slots.number + 1)}"
+            f"{(ranks, physical_experts.count + 1)}"
         )
     if align < 1 or capacity < 0 or capacity % align or capacity > NO_LIMIT:
         raise ArgumentError(f"capacity: {capacity}; allowed: a multiple of align, {align}, below 2**31")
     if batched and expert_capacity is None:
-        raise ArgumentError("expert_capacity: None; batched groups need their length")
+        raise ArgumentError("expert_capacity: None; batched groups need a length")
     most = NO_LIMIT if expert_capacity is None else expert_capacity
     if not runs_on(matrix.device):
-        return group_rows_reference(matrix, slots, me, capacity, align, most, batched)
-    low, high = slots.bounds[me], slots.bounds[me + 1]
+        return group_rows_cpu(matrix, physical_experts, me, capacity, align, most, batched)
+    low, high = physical_experts.bounds[me], physical_experts.bounds[me + 1]
 
     def empty(length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(length, dtype=dtype, device=matrix.device)
 
     groups = Groups(
-        start=empty(slots.number, torch.int32),
-        limit=empty(slots.number, torch.int32),
+        start=empty(physical_experts.count, torch.int32),
+        limit=empty(physical_experts.count, torch.int32),
         offsets=empty(high - low, torch.int32),
         counts=empty(high - low, torch.int64),
         padded_counts=empty(high - low, torch.int64),
         num_rows=empty(1, torch.int32),
-        lost=empty(2, torch.int64),
+        overflow=empty(2, torch.int64),
     )
-    padded = max(32, power_of_two(slots.number))
+    padded = max(32, power_of_two(physical_experts.count))
     with on_device(matrix.device):
         group_rows_kernel[(1,)](
-            matrix, slots.first, *groups, ranks, slots.number, me, low, high, align, capacity, most,
-            SLOTS=padded, RANKS=rank_rows(padded), BATCHED=batched, num_warps=8,
+            matrix, physical_experts.first, *groups, ranks, physical_experts.count, me, low, high, align, capacity,
+            most, EXPERTS=padded, RANKS=rank_rows(padded), BATCHED=batched, num_warps=8,
         )  # fmt: skip
     return groups
 
 
-def rank_rows(padded_slots: int) -> int:
-    """Rows of the matrix that are added up at a time: 16 registers a thread."""
-    return max(1, min(16, 4096 // padded_slots))
+def rank_rows(padded_experts: int) -> int:
+    """Rows of the matrix that are summed at a time: 16 registers per thread."""
+    return max(1, min(16, 4096 // padded_experts))
 
 
-def group_rows_reference(
+def group_rows_cpu(
     matrix: torch.Tensor,
-    slots: Slots,
+    physical_experts: PhysicalExperts,
     me: int,
     capacity: int,
     align: int,
     expert_capacity: int,
     batched: bool,
 ) -> Groups:
-    """The same in torch operations."""
-    counts, low, high = matrix[:, :-1].long(), slots.bounds[me], slots.bounds[me + 1]
+    """group_rows in torch operations."""
+    counts, low, high = matrix[:, :-1].long(), physical_experts.bounds[me], physical_experts.bounds[me + 1]
     total, before = counts.sum(0), counts[:me].sum(0)
     kept = total.clamp(max=expert_capacity)
     padded = torch.full_like(kept, expert_capacity) if batched else (kept + align - 1) // align * align
     ends = padded.cumsum(0)
-    ends = ends - (ends - padded)[slots.first.long()]
+    ends = ends - (ends - padded)[physical_experts.first.long()]
     begins, ends = (ends - padded).clamp(max=capacity), ends.clamp(max=capacity)
     fits = torch.minimum(kept, ends - begins)
     return Groups(
@@ -211,5 +217,5 @@ def group_rows_reference(
         counts=fits[low:high].clone(),
         padded_counts=(ends - begins)[low:high],
         num_rows=ends[low:high].amax().int().view(1) if high > low else matrix.new_zeros(1),
-        lost=torch.stack([(total - fits).sum(), matrix[:, -1].long().sum()]),
+        overflow=torch.stack([(total - fits).sum(), matrix[:, -1].long().sum()]),
     )

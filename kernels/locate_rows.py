@@ -1,4 +1,4 @@
-"""locate_rows: each token's rows in the order in which they are summed, owners ascending and k within an owner."""
+"""locate_rows: the destination and row of each (token, k) pair, in the order in which rows are summed."""
 
 from __future__ import annotations
 
@@ -7,90 +7,94 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .entries import keep_entries
-from .group_rows import Groups, Slots
+from .group_rows import Groups, PhysicalExperts
+from .pairs_cpu import Pairs
 from .pointers import on_device, runs_on
 from .rows import TokenRows, cdiv, power_of_two
 
 MOST_K = 32
 
 
-@triton.jit(do_not_specialize=["tokens", "owners"])
+@triton.jit(do_not_specialize=["tokens", "destinations"])
 def locate_rows_kernel(
-    slot_in,  # int32 [tokens, K]
+    expert_in,  # int32 [tokens, K]
     place_in,  # int32 [tokens, K]
-    start_in,  # int32 [slots]
-    limit_in,  # int32 [slots]
-    owner_in,  # int32 [slots]
+    start_in,  # int32 [physical_experts]
+    limit_in,  # int32 [physical_experts]
+    destination_in,  # int32 [physical_experts]
     key_out,  # int32 [tokens, K]
     row_out,  # int32 [tokens, K]
     tokens,
-    owners,
+    destinations,
     K: tl.constexpr,
     KP: tl.constexpr,  # a power of two, no less than K
     TOKENS: tl.constexpr,
 ):
-    """Program i orders the entries of TOKENS tokens, by counting for each how many come before it."""
+    """Program i orders the pairs of TOKENS tokens by counting, for each pair, the pairs before it."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, KP)
     inside = (t < tokens)[:, None] & (k < K)[None, :]
     at = t[:, None] * K + k[None, :]
-    slot = tl.load(slot_in + at, mask=inside, other=-1)
+    physical_expert = tl.load(expert_in + at, mask=inside, other=-1)
     place = tl.load(place_in + at, mask=inside, other=-1)
-    known = slot >= 0
-    kept = known & (place < tl.load(limit_in + slot, mask=known, other=0))
-    row = tl.where(kept, tl.load(start_in + slot, mask=known, other=0) + place, -1)
-    owner = tl.where(kept, tl.load(owner_in + slot, mask=known, other=0), owners)
-    key = owner * K + k[None, :]
-    # Lanes beyond K have the largest keys of all: they come before none.
-    key = tl.where((k < K)[None, :], key, (owners + 1) * K + k[None, :])
+    known = physical_expert >= 0
+    kept = known & (place < tl.load(limit_in + physical_expert, mask=known, other=0))
+    row = tl.where(kept, tl.load(start_in + physical_expert, mask=known, other=0) + place, -1)
+    destination = tl.where(kept, tl.load(destination_in + physical_expert, mask=known, other=0), destinations)
+    key = destination * K + k[None, :]
+    # Lanes beyond K get the largest keys, so that they precede no pair.
+    key = tl.where((k < K)[None, :], key, (destinations + 1) * K + k[None, :])
     order = tl.sum((key[:, None, :] < key[:, :, None]).to(tl.int32), 2)
     to = t[:, None] * K + order
     tl.store(key_out + to, key, mask=inside)
     tl.store(row_out + to, row, mask=inside)
 
 
-def locate_rows(slot: torch.Tensor, place: torch.Tensor, groups: Groups, slots: Slots) -> TokenRows:
-    """Each entry's row in its owner's buffer.
+def locate_rows(
+    physical_expert: torch.Tensor, place: torch.Tensor, groups: Groups, physical_experts: PhysicalExperts
+) -> TokenRows:
+    """Return each pair's destination and row there, sorted by destination and k within each token.
 
     Args:
-        slot, place: int32 [T, K], contiguous, of route_tokens; K up to 32.
-        groups: of group_rows on this rank; `start` and `limit` are used.
+        physical_expert, place: int32 [T, K], contiguous, from route_tokens; K up to 32.
+        groups: from group_rows on this rank; only `start` and `limit` are read.
+        physical_experts: the ranks of the physical experts.
 
     Raises:
         ArgumentError: K is too large.
     """
-    tokens, k = slot.shape
-    owners = len(slots.bounds) - 1
-    if k > MOST_K or (owners + 2) * MOST_K >= 1 << 31:
+    tokens, k = physical_expert.shape
+    destinations = len(physical_experts.bounds) - 1
+    if k > MOST_K or (destinations + 2) * MOST_K >= 1 << 31:
         raise ArgumentError(f"top_k: {k}; allowed: 0 to {MOST_K}")
-    if not runs_on(slot.device):
-        return locate_rows_reference(slot, place, groups, slots)
-    rows = TokenRows(torch.empty_like(slot), torch.empty_like(slot))
-    if slot.numel():
+    if not runs_on(physical_expert.device):
+        return locate_rows_cpu(physical_expert, place, groups, physical_experts)
+    rows = TokenRows(torch.empty_like(physical_expert), torch.empty_like(physical_expert))
+    if physical_expert.numel():
         width = power_of_two(k)
         block = tokens_at_a_time(width)
-        with on_device(slot.device):
+        with on_device(physical_expert.device):
             locate_rows_kernel[(cdiv(tokens, block),)](
-                slot, place, groups.start, groups.limit, slots.owner, *rows, tokens, owners,
-                K=k, KP=width, TOKENS=block, num_warps=4,
+                physical_expert, place, groups.start, groups.limit, physical_experts.destination,
+                rows.key, rows.row, tokens, destinations, K=k, KP=width, TOKENS=block, num_warps=4,
             )  # fmt: skip
     return rows
 
 
 def tokens_at_a_time(width: int) -> int:
-    """Of locate_rows_kernel: 2,048 comparisons, 16 a thread."""
+    """Tokens of a program: 2,048 comparisons, 16 per thread."""
     return max(1, min(128, 2048 // (width * width)))
 
 
-def locate_rows_reference(slot: torch.Tensor, place: torch.Tensor, groups: Groups, slots: Slots) -> TokenRows:
-    """The same in torch operations."""
-    k, owners = slot.shape[1], len(slots.bounds) - 1
-    known, at = slot >= 0, slot.clamp(min=0).long()
+def locate_rows_cpu(
+    physical_expert: torch.Tensor, place: torch.Tensor, groups: Groups, physical_experts: PhysicalExperts
+) -> TokenRows:
+    """locate_rows in torch operations; sorts the pairs as well."""
+    k, destinations = physical_expert.shape[1], len(physical_experts.bounds) - 1
+    known, at = physical_expert >= 0, physical_expert.clamp(min=0).long()
     kept = known & (place < groups.limit[at])
     row = torch.where(kept, groups.start[at] + place, -1)
-    owner = torch.where(kept, slots.owner[at], owners)
-    key, order = torch.sort(owner * k + torch.arange(k, dtype=torch.int32, device=slot.device), dim=1)
-    rows = TokenRows(key, row.gather(1, order))
-    keep_entries(rows, owners)
-    return rows
+    destination = torch.where(kept, physical_experts.destination[at], destinations)
+    key, order = torch.sort(destination * k + torch.arange(k, dtype=torch.int32, device=physical_expert.device), dim=1)
+    row = row.gather(1, order)
+    return TokenRows(key, row, Pairs(key, row, destinations))

@@ -1,4 +1,4 @@
-"""What the launchers share: launches and base addresses on the device, fill patterns, and which path a call takes."""
+"""Common to the launchers: prepared launches, device tables of addresses, fill patterns, and the choice of path."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ import triton.language as tl
 from ..errors import ArgumentError, UnsupportedError
 from .tiling import PROCESSORS, Launch
 
-# Lists of addresses kept on the device: enough for buffers that rotate.
+# Cached lists of addresses: enough for buffers that rotate.
 KEPT_TABLES = 16
-# Addresses that are kernel arguments: programs rarely read more buffers (a step's input, and what came before it).
+# Addresses passed as kernel arguments: programs rarely read more buffers.
 SOURCE_ARGUMENTS, TARGET_ARGUMENTS = 4, 1
 NO_ADDRESSES = (0,) * (SOURCE_ARGUMENTS + TARGET_ARGUMENTS)
-# Sources and targets beyond which a kernel is the same, however many a call has.
+# A kernel is the same for all larger numbers of sources and targets.
 MOST_BUFFERS = SOURCE_ARGUMENTS + 1, TARGET_ARGUMENTS + 1
 _HERE = nullcontext()
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def interpreted(kernel: object) -> bool:
-    """Whether the kernel was decorated under TRITON_INTERPRET=1, so that it runs on CPU tensors and on no others."""
+    """Whether the kernel was decorated under TRITON_INTERPRET=1 and so runs on CPU tensors only."""
     return not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels run on tensors of the device in this process; else their references do."""
+    """Whether Triton kernels run on the device in this process; otherwise the CPU paths do."""
     return device.type == ("cpu" if interpreted(target_address) else "cuda")
 
 
 def processors_of(device: torch.device) -> int:
-    """SMs of a GPU; of a device that is none, of the one that tables are made for ahead of time."""
+    """The SMs of a GPU; for other devices, of the GPU that tables are made for ahead of time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where the device's kernels are compiled and launched: with the device current, as it nearly always is."""
-    # Asked as torch.cuda.current_device does, but for starting CUDA, which the device's tensors have done.
+    """A context with the device current, in which its kernels are compiled and launched."""
+    # As torch.cuda.current_device, without the CUDA initialisation that the device's tensors imply.
     if device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(device)
 
 
 def tile_constants(launch: Launch, aligns: tuple[int, int], buffers: tuple[int, int]) -> dict[str, Any]:
-    """The constants that both kernels have; pairs are of sources and targets."""
+    """Return the constants common to copy_boxes_kernel and reduce_boxes_kernel; pairs are (sources, targets)."""
     return {
         "VS": launch.source_vector,
         "VD": launch.target_vector,
@@ -68,7 +68,7 @@ def tile_constants(launch: Launch, aligns: tuple[int, int], buffers: tuple[int, 
 
 @triton.jit
 def source_address(table, index, source0, source1, source2, source3, SOURCES: tl.constexpr):
-    """The address of source `index`, one of the first four from the arguments, else from the table."""
+    """The address of source `index`: an argument for the first four, else from the table."""
     address = source0.to(tl.int64)
     if SOURCES > 1:
         address = tl.where(index == 1, source1.to(tl.int64), address)
@@ -91,18 +91,18 @@ def target_address(table, index, target0, TARGETS: tl.constexpr):
 
 
 def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device; the host waits for no GPU.
+    """Copy an array to a device without synchronising.
 
     Raises:
-        UnsupportedError: a CUDA graph is captured, which would copy it again, from memory that is gone by then.
+        UnsupportedError: a CUDA graph is being captured: its replays would copy again from memory that was freed.
     """
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host.to(device)
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "a kernel's tables would be uploaded while a CUDA graph is captured; allowed: what was bound before (bind, "
-            "or a first call)"
+            "a kernel's tables would be uploaded while a CUDA graph is captured; allowed: programs bound before (by "
+            "bind, or by a first call)"
         )
     return host.pin_memory().to(device, non_blocking=True)
 
@@ -110,8 +110,11 @@ def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def prepared(
     kernel: Any, grid: tuple[int, int, int], device: torch.device, arguments: Sequence[Any], num_warps: int
 ) -> Callable[..., None]:
-    """What launches a kernel, compiled and loaded, on a grid. It is given what `arguments` are, all parameters of the
-    kernel in their order, constants included; not through Triton's binder, which costs more than the launch itself."""
+    """Compile and load a kernel and return its launcher for a grid.
+
+    The launcher takes all parameters of the kernel in order, constants included, as `arguments` are. It bypasses
+    Triton's binder, which costs more than the launch itself.
+    """
     if interpreted(kernel):
         return kernel[grid]
     with on_device(device):
@@ -119,7 +122,7 @@ def prepared(
 
 
 class PreparedLaunch:
-    """A launch of boxes that lacks nothing but addresses: its descriptors are on the device, its kernel is loaded."""
+    """A launch over boxes with its descriptors on the device and its kernel loaded; a call supplies addresses."""
 
     def __init__(
         self, kernel: Any, launch: Launch, device: torch.device, scalars: Sequence[int], constants: Mapping[str, Any]
@@ -127,7 +130,7 @@ class PreparedLaunch:
         """`scalars`: the kernel's arguments between the addresses and its constants."""
         self.descriptors = uploaded(launch.descriptors, device)
         names = [name for name in kernel.arg_names if name in constants]
-        # The order of the kernel's own parameters, which launchers of compiled kernels take, constants included.
+        # In the order of the kernel's parameters, which compiled launchers take, constants included.
         self._rest = (*scalars, *(constants[name] for name in names))
         grid = (len(self.descriptors), 1, 1)
         table = torch.empty(0, dtype=torch.int64, device=device)
@@ -141,33 +144,33 @@ class PreparedLaunch:
 
 
 class AddressTables:
-    """Lists of addresses on a device, int64, kept by what they list and uploaded when they were not seen before.
+    """A cache of address lists on a device, int64; a list is uploaded when it is first seen.
 
-    All kernels that are given one list's table run on one stream.
+    All kernels that read the table of one list run on one stream.
 
     Args:
-        positions: where in a table each of a list's addresses is; default: in order, from 0 on.
-        length: of a table; elsewhere it is 0.
+        positions: the position of each address in the table; default: consecutive from 0.
+        length: of a table if `positions` is given; other positions hold 0.
     """
 
     def __init__(self, device: torch.device, positions: Sequence[int] | None = None, length: int = 0) -> None:
         self._device, self._positions, self._length = device, positions, length
         self._on_gpu = device.type == "cuda"
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-        # What CUDA graphs read: theirs for as long as this lives.
+        # Tables that CUDA graphs read, kept for as long as this object.
         self._captured: list[torch.Tensor] = []
 
     def find(self, addresses: tuple[int, ...]) -> torch.Tensor | None:
-        """The table, if it is kept."""
-        found = self._tables.get(addresses)
-        if found is not None and self._on_gpu and torch.cuda.is_current_stream_capturing():
-            self._captured.append(found)
-        return found
+        """Return the table if it is cached."""
+        table = self._tables.get(addresses)
+        if table is not None and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            self._captured.append(table)
+        return table
 
     def of(self, addresses: tuple[int, ...]) -> torch.Tensor:
-        """The table; the host does not wait for the upload."""
-        found = self.find(addresses)
-        return self._upload(addresses) if found is None else found
+        """Return the table; does not wait for its upload."""
+        table = self.find(addresses)
+        return self._upload(addresses) if table is None else table
 
     def _upload(self, addresses: tuple[int, ...]) -> torch.Tensor:
         length = len(addresses) if self._positions is None else self._length
@@ -177,7 +180,7 @@ class AddressTables:
             host[at] = struct.unpack("q", struct.pack("Q", address))[0]
         table = host.to(self._device, non_blocking=True) if self._on_gpu else host
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            # A replay copies from `host` again, into memory of the graph's pool: good for that graph alone.
+            # A replay copies from `host` again into the graph's own pool, so the table serves that graph only.
             self._captured += [host, table]
             return table
         while len(self._tables) >= KEPT_TABLES:
@@ -187,30 +190,30 @@ class AddressTables:
 
 
 class Pointers:
-    """The base addresses of the buffers that a table's descriptors name.
+    """The base addresses of the buffers that a table's descriptors refer to.
 
-    The first are kernel arguments, so fresh buffers cost no upload. The others come from a table on the device, kept by
-    their addresses and uploaded when they were not seen before. All calls of one table run on one stream. Buffers that
-    are the same in every call may be told once (`fix`).
+    The first addresses are kernel arguments, so that fresh buffers need no upload. The others come from a cached table
+    on the device. All calls of one table run on one stream. Buffers that are equal in every call may be set once
+    (`fix`).
     """
 
     def __init__(
         self, name: str, ids: np.ndarray, dtype: torch.dtype | None, itemsize: int, device: torch.device, arguments: int
     ) -> None:
-        """`dtype`: of the buffers; None: any of the itemsize."""
+        """`dtype` of the buffers; None: any dtype of the itemsize."""
         self._name, self._dtype, self._itemsize, self._device = name, dtype, itemsize, device
         named = [int(i) for i in np.unique(ids) if i >= 0]
         self._first, self._ids = [i for i in named if i < arguments], [i for i in named if i >= arguments]
         self._arguments = [0] * arguments
-        self._table = torch.empty(0, dtype=torch.int64, device=device)  # where no buffer of a call comes from one
+        self._table = torch.empty(0, dtype=torch.int64, device=device)  # used if all addresses are arguments
         self._bits = 16
         self.count = max(named, default=-1) + 1
         self._tables = AddressTables(device, self._ids, self.count)
 
     def fix(self, buffers: Sequence[torch.Tensor | None]) -> None:
-        """Buffers that every call is given, so that it looks at the others alone; None for those.
+        """Set buffers that are equal in every call, so that calls resolve only the others; None: not fixed.
 
-        Those of the table on the device are taken where they are all given.
+        Buffers of the table on the device are fixed only if all of them are given.
         """
         for i in [i for i in self._first if i < len(buffers)]:
             if (buffer := buffers[i]) is not None:
@@ -228,8 +231,8 @@ class Pointers:
             self._ids = []
 
     def resolve(self, buffers: Sequence[torch.Tensor]) -> tuple[list[int], torch.Tensor, int]:
-        """The first buffers' addresses, the others' on the device (empty if there are none), and the alignment of all,
-        1 to 16."""
+        """Return the first buffers' addresses, the table of the others (empty if there are none), and the alignment of
+        all, 1 to 16."""
         if len(buffers) < self.count:
             raise ArgumentError(f"{self._name}: {len(buffers)} buffers were given; the table names {self.count}")
         bits, first = self._bits, self._arguments.copy()
@@ -264,7 +267,11 @@ class Pointers:
 
 
 def pattern(fill: float | int | bool, dtype: torch.dtype) -> bytes:
-    """The bytes of one element of `dtype` that holds `fill`; ArgumentError where it cannot."""
+    """Return the bytes of an element of `dtype` with value `fill`.
+
+    Raises:
+        ArgumentError: the dtype cannot represent the value.
+    """
     try:
         element = (
             torch.full((1,), fill, dtype=torch.float32, device="cpu")
@@ -273,12 +280,12 @@ def pattern(fill: float | int | bool, dtype: torch.dtype) -> bytes:
         )
         element = torch.full((1,), fill, dtype=dtype, device="cpu") if element is None else element.to(dtype)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"fill is {fill!r}, which {dtype} does not hold: {error}") from None
+        raise ArgumentError(f"fill is {fill!r}, which {dtype} cannot represent: {error}") from None
     return element.view(torch.uint8).numpy().tobytes()
 
 
 def pattern_word(element: bytes, word: int) -> int | None:
-    """`element` repeated to 8 bytes, as a signed integer; None where words of `word` bytes would not all be equal."""
+    """Return `element` repeated to 8 bytes as a signed integer; None if its words of `word` bytes differ."""
     whole = (element * 8)[: max(8, len(element))]
     words = {whole[i : i + word] for i in range(0, len(whole), word)}
     return struct.unpack("q", whole[:8])[0] if len(words) == 1 else None

@@ -1,13 +1,14 @@
-"""push_rows: each token's row to where it belongs in its owners' buffers, read once and stored up to K times."""
+"""push_rows: store each token's row in its destinations' buffers; each row is read once and stored up to K times."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .entries import entries_of
 from .group_rows import Groups
 from .pointers import on_device, runs_on
 from .rows import CHUNK, Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants
@@ -29,7 +30,7 @@ def push_rows_kernel(
     counts,  # int64 [groups]
     padded_counts,  # int64 [groups]
     tokens,
-    own,  # whose padding is zeroed
+    own,  # the buffer whose padding is zeroed
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -39,7 +40,7 @@ def push_rows_kernel(
     PADDING: tl.constexpr,  # programs for each group
     HAS_WEIGHTS: tl.constexpr,
 ):
-    """Program (t, j) stores piece j of token t's row; those beyond the tokens zero the padding of the own groups."""
+    """Program (t, j) stores block j of token t's row; programs beyond the tokens zero the own groups' padding."""
     t = tl.program_id(0)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = c < H
@@ -52,14 +53,14 @@ def push_rows_kernel(
             row = tl.load(row_in + at)
             key = tl.load(key_in + at)
             if row >= 0:
-                owner = key // K
+                destination = key // K
                 # An address that was an integer has lost its alignment.
-                target = tl.multiple_of(tl.load(buffers + owner).to(tl.pointer_type(WORD)), ALIGN)
+                target = tl.multiple_of(tl.load(buffers + destination).to(tl.pointer_type(WORD)), ALIGN)
                 tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
                 if HAS_WEIGHTS:
                     if first:
                         weight = tl.load(weights + t.to(tl.int64) * weight_stride + key % K)
-                        tl.store(tl.load(weight_buffers + owner).to(tl.pointer_type(tl.float32)) + row, weight)
+                        tl.store(tl.load(weight_buffers + destination).to(tl.pointer_type(tl.float32)) + row, weight)
     else:
         group = (t - tokens) // PADDING
         end = tl.load(offsets + group).to(tl.int64)
@@ -84,21 +85,21 @@ def push_rows(
     most_padding: int = MOST_PADDING,
     launch: RowLaunch | None = None,
 ) -> None:
-    """Store every row of `x` at each of its places; zero the padding rows of the own buffer.
+    """Store every row of `x` in each of its destinations and zero the padding rows of the own buffer.
 
-    Rows of the buffers that are neither padding nor anyone's place keep what they have.
+    Rows of the buffers that are neither padding nor written by a rank are not initialised.
 
     Args:
-        x: [T, H] of 16 or 32 bits, the elements of a row adjacent, any stride between rows.
-        rows: of locate_rows.
-        buffers: [R, H] of x's dtype, each owner's.
-        groups: of group_rows; what the own buffer has.
-        own: which of the buffers is this rank's.
+        x: [T, H], 16- or 32-bit, the elements of a row adjacent, any stride between rows.
+        rows: from locate_rows.
+        buffers: [R, H] of x's dtype, of each destination.
+        groups: from group_rows; the groups of the own buffer.
+        own: index of this rank's buffer.
         weights: float32 [T, K], stored at the same rows of `weight_buffers`, float32 [R] each.
-        most_padding: padding rows that a group has at most, as far as is known; 0: there are none, and none is zeroed.
+        most_padding: an upper bound of the padding rows of a group; 0: no padding is zeroed.
 
     Raises:
-        ArgumentError: a shape or dtype that is not allowed.
+        ArgumentError: unsupported shape or dtype.
     """
     tokens, k = rows.key.shape
     hidden = buffers.shape[1]
@@ -110,7 +111,7 @@ def push_rows(
     if (weights is None) != (weight_buffers is None):
         raise ArgumentError("weights and weight_buffers: one was given; both or neither are allowed")
     if not runs_on(x.device):
-        push_rows_reference(x, rows, buffers, groups, own, weights, weight_buffers, most_padding)
+        push_rows_cpu(x, rows, buffers, groups, own, weights, weight_buffers, most_padding)
         return
     launch = launch or RowLaunch.for_rows(hidden, x.element_size())
     table, bits = buffers.table()
@@ -122,7 +123,7 @@ def push_rows(
     if programs:
         with on_device(x.device):
             push_rows_kernel[(programs, cdiv(hidden, launch.columns))](
-                x.data_ptr(), x.stride(0), *rows, table, rows.key if weights is None else weights,
+                x.data_ptr(), x.stride(0), rows.key, rows.row, table, rows.key if weights is None else weights,
                 0 if weights is None else weights.stride(0), weight_table, groups.offsets, groups.counts,
                 groups.padded_counts, tokens, own, K=k, COLS=launch.columns, PADDING=each,
                 HAS_WEIGHTS=weights is not None, num_warps=launch.num_warps,
@@ -130,7 +131,7 @@ def push_rows(
             )  # fmt: skip
 
 
-def push_rows_reference(
+def push_rows_cpu(
     x: torch.Tensor,
     rows: TokenRows,
     buffers: Buffers,
@@ -140,27 +141,50 @@ def push_rows_reference(
     weight_buffers: Buffers | None,
     most_padding: int = MOST_PADDING,
 ) -> None:
-    """The same in torch operations: straight to where each slot's rows lie."""
-    entries, targets = entries_of(rows, len(buffers)), buffers.tensors
-    if len(entries.row) * x.shape[1] > CHUNK:
-        for owner, begin, end, row in entries.runs():
-            target = targets[owner][row : row + end - begin]
-            torch.index_select(x, 0, entries.token[begin:end], out=target)
-    else:  # by way of memory that stays in the cache, with fewer calls
-        tokens_and_rows = (of.split(entries.owners) for of in (entries.token, entries.row))
+    """push_rows in torch operations: one copy per run of rows, or one per destination where there are few."""
+    pairs, targets = rows.sorted_pairs(len(buffers)), buffers.tensors
+    if len(pairs.row) * x.shape[1] > CHUNK:
+        for destination, begin, end, row in pairs.runs():
+            target = targets[destination][row : row + end - begin]
+            torch.index_select(x, 0, pairs.token[begin:end], out=target)
+    else:  # fewer calls; the intermediate stays in the cache
+        tokens_and_rows = (values.split(pairs.sizes) for values in (pairs.token, pairs.row))
         for buffer, tokens, to in zip(targets, *tokens_and_rows, strict=True):
             buffer.index_copy_(0, to, x.index_select(0, tokens))
-    padding = padding_rows(groups) if most_padding else entries.row[:0]
+    padding = padding_rows(groups) if most_padding else pairs.row[:0]
     targets[own].index_fill_(0, padding, 0)
     if weights is not None and weight_buffers is not None:
-        values = weights[entries.token, entries.kth].split(entries.owners)
-        for buffer, part, to in zip(weight_buffers.tensors, values, entries.row.split(entries.owners), strict=True):
+        values = weights[pairs.token, pairs.kth].split(pairs.sizes)
+        for buffer, part, to in zip(weight_buffers.tensors, values, pairs.row.split(pairs.sizes), strict=True):
             buffer.index_copy_(0, to, part)
         weight_buffers.tensors[own].index_fill_(0, padding, 0)
 
 
+def push_rows_reference(
+    x: torch.Tensor,
+    rows: TokenRows,
+    buffers: Sequence[torch.Tensor],
+    groups: Groups,
+    own: int,
+    weights: torch.Tensor,
+    weight_buffers: Sequence[torch.Tensor],
+) -> None:
+    """push_rows by its definition, pair by pair. For tests; CPU tensors only."""
+    tokens, k = rows.key.shape
+    for t in range(tokens):
+        for key, row in zip(rows.key[t].tolist(), rows.row[t].tolist(), strict=True):
+            if row >= 0:
+                buffers[key // k][row] = x[t]
+                weight_buffers[key // k][row] = weights[t, key % k]
+    for end, padded, count in zip(
+        groups.offsets.tolist(), groups.padded_counts.tolist(), groups.counts.tolist(), strict=True
+    ):
+        buffers[own][end - padded + count : end] = 0
+        weight_buffers[own][end - padded + count : end] = 0
+
+
 def padding_rows(groups: Groups) -> torch.Tensor:
-    """int64, the rows of the own buffer that are padding."""
+    """Return the padding rows of the own buffer, int64."""
     number = groups.padded_counts - groups.counts
     begin = groups.offsets.long() - number
     start = (begin - (number.cumsum(0) - number)).repeat_interleave(number)

@@ -1,8 +1,8 @@
-"""reduce_boxes: many strided N-D boxes, each the reduction of its contributors' boxes, in one launch.
+"""reduce_boxes: reduce many strided N-D boxes over their contributors in one launch.
 
-Contributions are taken in ascending order. Floats of 8 and 16 bits accumulate in float32, all else in its own dtype
-(integers wrap; a sum or max of bool is or, a min or prod is and). The result is divided, then rounded once to the
-target's dtype: a reduction over one contributor is a copy that casts.
+Contributors are reduced in ascending order. 8- and 16-bit floats accumulate in float32, other dtypes in themselves
+(integers wrap; for bool, sum and max are or, min and prod are and). The result is divided, then rounded once to the
+target's dtype: a reduction over one contributor is a copy with a cast.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .pointers import (
     target_address,
     tile_constants,
 )
-from .reduction import check_reduction, real_dtype, reduce_views
+from .reduce_views import check_reduction, real_dtype, reduce_views
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
-# Contributors whose loads are all in flight at once; beyond, a loop keeps registers and code from growing.
+# Up to this many contributors are unrolled, with all loads in flight; a loop bounds registers and code beyond.
 UNROLLED = tl.constexpr(16)
 ELEMENTS = {
     torch.bool: tl.int8,
@@ -90,7 +90,7 @@ def load_contributor(
     ALIGN_S: tl.constexpr,
     SOURCES: tl.constexpr,
 ):
-    """Contributor k's part of the tile that the descriptor at `row` describes, as words."""
+    """Load contributor k's part of the tile of the descriptor at `row`, as words."""
     source_id = tl.load(row + k)
     offset = tl.multiple_of(tl.load(row + K + 1 + k), VS)
     stride = tl.multiple_of(tl.load(row + 2 * K + 2 + k), VS)
@@ -209,7 +209,7 @@ def reduce_boxes_kernel(
 
 
 class ReduceTable:
-    """Boxes made ready for reduce_boxes on one device. Made by reduce_table."""
+    """Prepared boxes for reduce_boxes on one device. Made by reduce_table."""
 
     def __init__(
         self,
@@ -229,17 +229,17 @@ class ReduceTable:
         self.op, self.divisor = op, divisor
         self.sources = Pointers("sources", boxes.source, dtype, dtype.itemsize, device, SOURCE_ARGUMENTS)
         self.targets = Pointers("targets", boxes.target, out_dtype, out_dtype.itemsize, device, TARGET_ARGUMENTS)
-        self.by_reference = not runs_on(device)
+        self.cpu_path = not runs_on(device)
         self.divisor_bits = struct.unpack("q", struct.pack("d", divisor or 1.0))[0]
         self.soft = interpreted(reduce_boxes_kernel) or (dtype is torch.float8_e4m3fn and not _has_float8(device))
         self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
-        if not self.by_reference:
+        if not self.cpu_path:
             self.variant(16, 16)
 
     def variant(self, source_align: int, target_align: int) -> list[PreparedLaunch]:
-        """The launches for buffers at multiples of these bytes.
+        """Return the launches for buffers of these alignments in bytes.
 
-        Built on first use; that for 16 and 16, which fresh tensors have, with the table.
+        Built on first use; the constructor builds the one for 16 and 16, the alignment of fresh tensors.
         """
         known = self.variants.get((source_align, target_align))
         if known is not None:
@@ -253,15 +253,15 @@ class ReduceTable:
         return variant
 
     def specialisations(self, source_align: int = 16, target_align: int = 16) -> list[tuple[Launch, dict[str, Any]]]:
-        """The launches of a variant, each with what the kernel is compiled with. Nothing is compiled."""
+        """Return the launches of a variant, each with its compile-time constants. Does not compile."""
         boxes, dtype, divide = self.boxes, self.dtype, self.divisor is not None
         aligns, buffers = (source_align, target_align), (self.sources.count, self.targets.count)
-        found = []
+        specialisations = []
         here = processors_of(self.device)
         for launch in reduce_launches(boxes, dtype, self.out_dtype, source_align, target_align, self.config, here):
             form = launch, boxes.contributors, dtype, self.op, divide, self.out_dtype
-            found.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
-        return found
+            specialisations.append((launch, reduce_constants(*form, aligns, buffers, self.soft)))
+        return specialisations
 
 
 def reduce_constants(
@@ -275,7 +275,7 @@ def reduce_constants(
     buffers: tuple[int, int] = MOST_BUFFERS,
     soft: bool = False,
 ) -> dict[str, Any]:
-    """What reduce_boxes_kernel is compiled with, and num_warps; pairs are of sources and targets."""
+    """Return the constants of reduce_boxes_kernel, and num_warps; pairs are (sources, targets)."""
     if dtype is torch.bool:
         op = "or" if op in ("sum", "max") else "and"
     return {
@@ -304,13 +304,11 @@ def reduce_launches(
     config: LaunchConfig | None = None,
     processors: int = PROCESSORS,
 ) -> list[Launch]:
-    """What reduce_boxes launches for buffers at multiples of these bytes; complex elements are two real ones each."""
+    """Return the launches of reduce_boxes for buffers of these alignments; a complex element is two real ones."""
     sizes = real_dtype(dtype).itemsize, real_dtype(out_dtype).itemsize
     for name, align, size in (("sources", source_align, sizes[0]), ("targets", target_align, sizes[1])):
         if align < size:
-            raise ArgumentError(
-                f"{name} begin at a multiple of {align} bytes; reduce_boxes needs {size}, the element's"
-            )
+            raise ArgumentError(f"{name} are aligned to {align} bytes; allowed: a multiple of {size}, the element size")
     if dtype.is_complex:
         boxes = split_elements(boxes, 2)
     if config is None:
@@ -327,19 +325,25 @@ def reduce_table(
     device: torch.device | str = "cpu",
     config: LaunchConfig | None = None,
 ) -> ReduceTable:
-    """Cuts `boxes` into tiles and uploads their descriptors; once, when a program is compiled.
+    """Cut `boxes` into tiles and upload their descriptors; once, when a program is compiled.
 
-    dtype: the sources'; out_dtype: the targets' (default: the same). op: sum, max, min or prod. divisor: a positive
-    number that the result is divided by before it is rounded, floats and complex only. Fill rows write boxes.fill as
-    it is. ArgumentError for what is not supported.
+    Args:
+        boxes: fills write `boxes.fill` as it is.
+        dtype: of the sources.
+        op: sum, max, min or prod.
+        divisor: a positive number that the result is divided by before rounding; floats and complex only.
+        out_dtype: of the targets; default: `dtype`.
+
+    Raises:
+        ArgumentError: unsupported op, dtype, divisor or fill.
     """
     return ReduceTable(boxes, dtype, op, divisor, out_dtype or dtype, torch.device(device), config)
 
 
 def reduce_boxes(table: ReduceTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Writes to every box of the targets the reduction of its contributors' boxes."""
-    if table.by_reference:
-        reduce_boxes_reference(table.boxes, sources, targets, table.op, table.divisor)
+    """Reduce each box's contributors into its target."""
+    if table.cpu_path:
+        reduce_boxes_cpu(table.boxes, sources, targets, table.op, table.divisor)
         return
     first_sources, source_table, source_align = table.sources.resolve(sources)
     first_targets, target_table, target_align = table.targets.resolve(targets)
@@ -350,14 +354,14 @@ def reduce_boxes(table: ReduceTable, sources: Sequence[torch.Tensor], targets: S
 
 
 @torch.no_grad()
-def reduce_boxes_reference(
+def reduce_boxes_cpu(
     boxes: StridedBoxes,
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     op: str,
     divisor: float | None = None,
 ) -> None:
-    """One reduce_views (or fill_) per box."""
+    """reduce_boxes by one reduce_views or fill_ per box."""
     for target, contributors in zip(
         target_views(boxes.target_rows, targets), source_views(boxes.source_rows, sources), strict=True
     ):

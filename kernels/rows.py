@@ -1,4 +1,4 @@
-"""What the token kernels share: the same buffer of every owner, which rows a token has there, how rows are cut."""
+"""Common to the token kernels: destination buffers, the rows of tokens, argument checks and launch sizes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ import torch
 import triton
 
 from ..errors import ArgumentError
+from .pairs_cpu import Pairs
 from .pointers import WORDS, AddressTables
 
 VECTOR = 16  # bytes of the widest access
-# Elements that a reference works on at a time: 1 MiB of float32 stays in the cache.
+BLOCK = 4096  # bytes of a step of block_launch: two 16-byte accesses for each of 128 threads
+# Elements that a CPU path works on at a time: 1 MiB of float32 stays in the cache.
 CHUNK = 1 << 18
 PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TokenRows(NamedTuple):
-    """Where the rows of this rank's tokens are. Made by locate_rows.
+    """The destination and row of each (token, k) pair of this rank. Returned by locate_rows.
 
-    The K entries of a token are in order of (owner, k); those without a row come last.
+    The K pairs of a token are in order of (destination, k); pairs without a row come last.
     """
 
     key: torch.Tensor
-    """int32 [T, K]: owner * K + k, ascending; the owner of an entry without a row is W."""
+    """int32 [T, K]: destination * K + k, ascending; the destination of a pair without a row is W."""
     row: torch.Tensor
-    """int32 [T, K]: the row in the owner's buffer, -1 if there is none."""
+    """int32 [T, K]: the row in the destination's buffer, -1 if there is none."""
+    pairs: Pairs | None = None
+    """The sorted pairs, on the CPU; None: not computed."""
+
+    def sorted_pairs(self, destinations: int) -> Pairs:
+        """`pairs`, computed if they are missing. CPU tensors only."""
+        return self.pairs or Pairs(self.key, self.row, destinations)
 
 
 class Buffers:
-    """One buffer of each owner, all of one shape, dtype and contiguous, in the owners' order.
+    """One buffer per destination rank, in order of rank; all contiguous, of one shape and dtype.
 
     Args:
-        tables: keeps their addresses on the device: whose buffers rotate uploads them once, and who captures a CUDA
-            graph keeps it for as long as the graph.
+        tables: caches the buffers' addresses on the device. Pass one where buffers rotate, so that each list is
+            uploaded once, and where a CUDA graph is captured, which needs the table for as long as it lives.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], tables: AddressTables | None = None) -> None:
@@ -61,7 +69,7 @@ class Buffers:
         return len(self._tensors)
 
     def table(self) -> tuple[torch.Tensor, int]:
-        """Their addresses, int64 [W] on their device, and the bits that any of them has."""
+        """The addresses, int64 [W] on the device, and their bitwise or."""
         if self._tables is None:
             self._tables = AddressTables(self.device)
         if self._addresses is None:
@@ -72,39 +80,40 @@ class Buffers:
 
 
 class ChosenBuffers(Buffers):
-    """Of several buffers of each owner the one that it chose, which the device knows.
+    """One of several buffers of each destination, selected by an index on the device.
 
     Args:
-        words: int32 [W], in the owners' order: the chosen ones' places among `buffers`.
+        buffers: all candidate buffers.
+        index: int32 [W], for each destination the index of its buffer among `buffers`.
     """
 
-    def __init__(self, buffers: Buffers, words: torch.Tensor) -> None:
-        self._of, self._words = buffers, words
+    def __init__(self, buffers: Buffers, index: torch.Tensor) -> None:
+        self._candidates, self._index = buffers, index
         self.shape, self.dtype, self.device = buffers.shape, buffers.dtype, buffers.device
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The host waits for the device."""
-        return tuple([self._of.tensors[word] for word in self._words.tolist()])
+        """The selected buffers; reads the index on the host, which synchronises."""
+        return tuple([self._candidates.tensors[i] for i in self._index.tolist()])
 
     def __len__(self) -> int:
-        return len(self._words)
+        return len(self._index)
 
     def table(self) -> tuple[torch.Tensor, int]:
-        addresses, bits = self._of.table()
-        return addresses.index_select(0, self._words), bits
+        addresses, bits = self._candidates.table()
+        return addresses.index_select(0, self._index), bits
 
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How a row of some bytes is cut among programs. `for_rows` gives the default."""
+    """How one row is split among programs. `for_rows` returns the default."""
 
     columns: int  # elements, a power of two
     num_warps: int
 
     @classmethod
     def for_rows(cls, hidden: int, itemsize: int) -> RowLaunch:
-        """4 KiB a program: two accesses of 16 bytes for each of 128 threads, one for each of 256 on AMD."""
+        """4 KiB per program: two 16-byte accesses for each of 128 threads, one for each of 256 on AMD."""
         nbytes = min(4096, power_of_two(hidden * itemsize))
         return cls(max(nbytes, VECTOR) // itemsize, max(1, min(4, nbytes // 1024)))
 
@@ -115,7 +124,7 @@ def power_of_two(x: int) -> int:
 
 
 def alignment(*bits: int) -> int:
-    """The power of two, up to 16, that all of these bytes are a multiple of."""
+    """The largest power of two, at most 16, that divides all of these byte counts."""
     together = VECTOR
     for value in bits:
         together |= value
@@ -123,7 +132,7 @@ def alignment(*bits: int) -> int:
 
 
 def row_constants(dtype: torch.dtype, hidden: int, *bits: int) -> dict[str, Any]:
-    """What every kernel over rows is compiled with; `bits` are addresses and strides in bytes besides the rows' own."""
+    """The constants of every kernel over rows; `bits`: addresses and byte strides that the accesses depend on."""
     align = alignment(hidden * dtype.itemsize, *bits)
     return {
         "WORD": WORDS[dtype.itemsize],
@@ -134,9 +143,10 @@ def row_constants(dtype: torch.dtype, hidden: int, *bits: int) -> dict[str, Any]
 
 
 def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype: torch.dtype) -> None:
-    """
+    """Check a 2-D tensor whose rows may be strided.
+
     Raises:
-        ArgumentError: `x` has another shape or dtype, or its rows are not contiguous.
+        ArgumentError: `x` has another shape or dtype, or the elements of a row are not adjacent.
     """
     fits = x.dim() == 2 and (shape[0] is None or x.shape[0] == shape[0]) and x.shape[1] == shape[1]
     if not fits or x.dtype is not dtype or (x.shape[1] > 1 and x.numel() and x.stride(1) != 1):
@@ -147,8 +157,38 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
         )
 
 
+def check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
+    """Check a contiguous tensor of 16- or 32-bit elements, as copy_rows and fill_rows take.
+
+    Raises:
+        ArgumentError: `x` is not one, or not of `shape`, or not of floats where `floats` is set.
+    """
+    fits = x.dim() >= 1 and x.itemsize in (2, 4) and (x.is_floating_point() or not floats) and x.is_contiguous()
+    if not fits or (shape is not None and x.shape != shape):
+        raise ArgumentError(
+            f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: "
+            f"{'floats of ' if floats else ''}16 or 32 bits, shape {'[R, ...]' if shape is None else tuple(shape)}, "
+            f"contiguous"
+        )
+
+
+def block_launch(x: torch.Tensor, *others: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """The number of programs of a kernel that walks over all elements of `x`, and the constants that it is compiled
+    with; `others` are of the same shape and dtype."""
+    length, columns = x[0].numel(), BLOCK // x.itemsize
+    addresses = [tensor.data_ptr() for tensor in (x, *others)]
+    constants = {
+        "H": length,
+        "COLS": columns,
+        "WORD": WORDS[x.itemsize],
+        "ALIGN": alignment(length * x.itemsize, *addresses),
+        "num_warps": 4,
+    }
+    return programs_of(x.device, cdiv(x.numel(), columns)), constants
+
+
 def programs_of(device: torch.device, most: int) -> int:
-    """How many programs a kernel that loops over rows starts: eight for each multiprocessor, no more than `most`."""
+    """Programs of a kernel that loops over rows: eight per multiprocessor, at most `most`."""
     count = 4 if device.type != "cuda" else 8 * torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(most, count))
 

@@ -1,4 +1,4 @@
-"""share_counts: this rank's counts into its row of every rank's matrix."""
+"""share_counts: write this rank's counts to its row of every rank's matrix."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ def share_counts_kernel(counts, matrices, me, length, width, word, LENGTH: tl.co
     """Program i writes to matrix i."""
     matrix = tl.load(matrices + tl.program_id(0)).to(tl.pointer_type(tl.int32))
     i = tl.arange(0, LENGTH)
-    told = tl.load(counts + i, mask=i < length, other=0)
-    tl.store(matrix + me * width + i, tl.where(i < length, told, word), mask=i < width)
+    values = tl.load(counts + i, mask=i < length, other=0)
+    tl.store(matrix + me * width + i, tl.where(i < length, values, word), mask=i < width)
 
 
 def share_counts(counts: torch.Tensor, matrices: Buffers, me: int, word: int | None = None) -> None:
-    """Write `counts`, int32 [S + 1], to row `me` of all matrices, int32 [W, S + 1]; or, with a word of 31 bits, [W,
-    S + 2], the word last."""
+    """Write `counts` to row `me` of all matrices.
+
+    Args:
+        counts: int32 [S + 1].
+        matrices: int32 [W, S + 1] of each destination; with `word`, [W, S + 2].
+        me: this rank, 0 to W - 1.
+        word: a non-negative number below 2**31, written after the counts.
+    """
     length, width = len(counts), len(counts) + (word is not None)
     if not runs_on(counts.device):
         for matrix in matrices.tensors:

@@ -1,22 +1,23 @@
 """signal: the barrier between ranks, in parts. The only kernel that waits.
 
-A *channel* joins a rank with some peers. For each peer it has, on this device, a count of what was sent and a count of
-what was awaited, and in this rank's pad a word that this peer alone writes. Counts live on the device, so a captured
-graph that is replayed goes on where the last replay ended. Patterns of use, on two channels `arrived` and `released`
+A *channel* connects a rank with some peers. For each peer it holds, on this device, the number of signals sent and the
+number awaited, and in this rank's pad a word that only this peer writes. The counts are on the device, so that a
+replayed CUDA graph continues where the last replay ended. Patterns of use, on two channels `arrived` and `released`
 that all ranks of a group have for one window:
 
-    signal(arrived, send=True, wait=True)     a barrier: what peers wrote before theirs is visible to later kernels here
-    signal(released, send=True)               "what you wrote for me, and what I read of yours, I am done with"
-    signal(released, wait=True, credit=1)     "every peer is done with the last use": free at once the first time
-    signal(…, send=True, wait=True, credit=UNLIMITED)     "this use is not made here": nothing is waited for
+    signal(arrived, send=True, wait=True)     a barrier: peers' writes before their signal are visible to later kernels
+    signal(released, send=True)               this rank no longer uses what peers wrote here, nor what it read of theirs
+    signal(released, wait=True, credit=1)     wait until every peer has released the last use; the first does not wait
+    signal(…, send=True, wait=True, credit=UNLIMITED)     skip this use without waiting
 
 Every rank of a group issues the same sequence on a channel. Kernels before and after a signal are ordered by the
-stream. Data that was pushed without a credit may be read torn: who runs out of polls says so to its peers before its
-next kernel runs, and a rank that signals after reading sees it, so such a read ends in an error and not in wrong data.
+stream. Data pushed without a credit may be read torn: a rank that runs out of polls signals its failure to its peers
+before its next kernel runs, and a rank that signals after reading sees it, so such a read ends in an error and not in
+wrong data.
 
-Waits are bounded by a count of polls. The first that fails leaves its code, which names rank, peer and channel, in a
-word of the device and in one of the host; from then on this rank's signals do not wait, tell every peer that it failed,
-and overwrite the output they are given. Nothing resets this.
+Waits are bounded by a number of polls. The first wait that fails stores its code, which names rank, peer and channel,
+in a word on the device and in one on the host. From then on this rank's signals do not wait, tell every peer that it
+failed, and overwrite the output they are given. Nothing resets this state.
 """
 
 from __future__ import annotations
@@ -37,29 +38,28 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .pointers import WORDS, interpreted, on_device, pattern, pattern_word, prepared
-from .reduction import real_dtype
+from .reduce_views import real_dtype
 
 SLOT = 4
-"""Words of a pad that belong to one peer: its count, its tokens of even and of odd counts, one unused."""
+"""Words of a pad per peer: its count, its fingerprints of even and of odd counts, one unused."""
 KINDS = {1: "late", 2: "failed", 3: "disagrees"}
-"""What a code says of the peer: it did not come in time, said that it had failed, or sent another token."""
+"""Kinds of failure: the peer did not signal in time, signalled that it failed, or sent another fingerprint."""
 UNLIMITED = 1 << 40
-"""Credit with which nothing is waited for: what peers tell is counted as awaited, whenever it comes."""
+"""A credit with which a signal does not wait; peers' signals count as awaited whenever they arrive."""
 _FIELD, _MOST = 20, (1 << 20) - 1
 _FAILED = tl.constexpr(-1)  # in place of a count
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in KINDS)
 _BLOCK = tl.constexpr(1024)
 _UNLIMITED = tl.constexpr(UNLIMITED)
-_COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and where they go in a token
-_EAGER_POLLS, _NAP = 100, 1e-4  # of the reference; a nap is a poll
+_COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and their position in a fingerprint
+_EAGER_POLLS, _NAP = 100, 1e-4  # of signal_cpu; a nap counts as a poll
 SHORTEST_POLL = 1.5e-7
-"""Seconds; less is not expected of any GPU: a load that passes the first cache by, and its way through shared memory to
-all lanes."""
+"""Seconds; a lower bound for any GPU: a load that bypasses the first cache, broadcast to all lanes by shared memory."""
 
 
 @triton.jit
 def give_way():
-    """Between two polls: nothing on a device, where only the peer's own device can make it come."""
+    """Yield between two polls; nothing to do on a device, where the peer runs on a device of its own."""
     pass
 
 
@@ -68,18 +68,18 @@ def _nap() -> None:
 
 
 if interpreted(give_way):
-    give_way = _nap  # a peer may be waiting for this very core
+    give_way = _nap  # a peer may need this core
 
 
-# Peers are served in ascending order of rank and a program signals before it waits, so that programs that run one after
-# another, as in the interpreter or on a device with little room, never wait for each other: of all unfinished pairs of
-# ranks the lowest has both of its ranks at it.
-@triton.jit(do_not_specialize=["told", "fingerprint", "polls", "out", "words", "poison"])
+# Peers are served in ascending order of rank, and a program signals before it waits. So programs that run one after
+# another, as in the interpreter or on a small device, do not deadlock: both ranks of the lowest unfinished pair are
+# serving it.
+@triton.jit(do_not_specialize=["host_error", "fingerprint", "polls", "out", "words", "poison"])
 def signal_kernel(
-    table,  # int64 [4, peers]: counts sent, counts awaited, addresses of this rank's slots, codes
+    table,  # int64 [4, peers]: counts sent, counts awaited, addresses of this rank's words in each peer's pad, codes
     pad,  # int64 [peers, SLOT]
     error,  # int64 [1]
-    told: tl.int64,  # address of an int64 of the host
+    host_error: tl.int64,  # address of an int64 in host memory
     fingerprint: tl.int64,
     polls: tl.int64,
     out: tl.int64,  # address
@@ -96,7 +96,7 @@ def signal_kernel(
     peer, peers = tl.program_id(0), tl.num_programs(0)
     there = tl.load(table + 2 * peers + peer).to(tl.pointer_type(tl.int64))
     slot = pad + peer * SLOT_WORDS
-    # Without it the release below orders no other warp's stores.
+    # Without this barrier the release below does not order other warps' stores.
     tl.debug_barrier()
     failed = tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0
     if not failed:
@@ -106,7 +106,7 @@ def signal_kernel(
         if SEND:
             count = tl.atomic_add(table + peer, 1, sem="relaxed", scope="gpu") + 1
             if CREDIT < _UNLIMITED:
-                # Of this count alone: a use that is not made leaves what is there, which a peer may not have read yet.
+                # A skipped use leaves the fingerprint in place, which a peer may not have read yet.
                 mixed = fingerprint.to(tl.int64) ^ ((count & _COUNTED) << _ABOVE)
                 tl.atomic_xchg(there + 1 + (count & 1), mixed, sem="relaxed", scope="sys")
             tl.atomic_xchg(there, count, sem="release", scope="sys")
@@ -129,7 +129,7 @@ def signal_kernel(
             failed = True
             code = tl.load(table + 3 * peers + peer) + kind
             if tl.atomic_cas(error, none, code, sem="relaxed", scope="gpu") == 0:
-                tl.atomic_xchg(told.to(tl.int64).to(tl.pointer_type(tl.int64)), code, sem="relaxed", scope="sys")
+                tl.atomic_xchg(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, sem="relaxed", scope="sys")
     if failed:
         tl.atomic_xchg(there, _FAILED, sem="relaxed", scope="sys")
         if POISON:
@@ -142,7 +142,7 @@ def signal_kernel(
 
 @dataclass(frozen=True)
 class Code:
-    """What a rank knows of the first wait that failed; `kind` is one of `KINDS`' values."""
+    """The first failed wait of a rank; `kind` is one of the values of `KINDS`."""
 
     kind: str
     rank: int
@@ -151,15 +151,16 @@ class Code:
 
     @classmethod
     def unpack(cls, code: int) -> Code:
+        """The inverse of `pack`, with the kind."""
         channel, rank, peer = (code >> shift & _MOST for shift in (2 * _FIELD, _FIELD, 0))
         return cls(KINDS[code >> 60], rank, peer, channel)
 
 
 def pack(rank: int, peer: int, channel: int) -> int:
-    """A code without its kind.
+    """Encode rank, peer and channel as a code without a kind.
 
     Raises:
-        ArgumentError: one of them is below 0 or takes more than 20 bits.
+        ArgumentError: a number is negative or exceeds 20 bits.
     """
     for name, number in (("rank", rank), ("peer", peer), ("channel", channel)):
         if not 0 <= number <= _MOST:
@@ -168,33 +169,33 @@ def pack(rank: int, peer: int, channel: int) -> int:
 
 
 class Failure:
-    """The first failed wait of all channels of a rank: a word of the device that kernels read, and one of the host."""
+    """The first failed wait on any channel of a rank: a word on the device for kernels, and one in host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.error = torch.zeros(1, dtype=torch.int64, device=device)
-        self.told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        self._seen = ctypes.c_int64.from_address(self.told.data_ptr())
+        self.host_error = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+        self._seen = ctypes.c_int64.from_address(self.host_error.data_ptr())
 
     def read(self) -> Code | None:
-        """What the device has told the host so far; nothing is waited for."""
+        """Return the failure reported so far, if any; does not wait."""
         return Code.unpack(self._seen.value) if self._seen.value else None
 
     def fail(self) -> None:
-        """From here on in the stream this rank's signals say that it failed."""
+        """Mark this rank as failed from here on in the stream."""
         self.error.fill_(1)
 
 
 class Channel:
-    """What joins a rank with its peers.
+    """A connection between a rank and its peers.
 
     Args:
         pad: int64 [peers, SLOT], zeros; peer j writes row j.
         slots: addresses of the rows that this rank writes, one in each peer's pad.
         codes: `pack` of rank, peer and channel, one per peer. Peers are in ascending order on all ranks.
-        failure: of the rank; channels share it.
+        failure: the rank's, shared by its channels.
 
     Raises:
-        ArgumentError: the pad does not fit.
+        ArgumentError: the pad's shape or dtype does not match, or codes are not ascending.
     """
 
     def __init__(self, pad: torch.Tensor, slots: Sequence[int], codes: Sequence[int], failure: Failure) -> None:
@@ -210,11 +211,11 @@ class Channel:
         self.table = torch.tensor([nothing, nothing, signed, list(codes)], dtype=torch.int64, device="cpu").to(
             pad.device
         )
-        self.by_reference = (pad.device.type == "cpu") != interpreted(signal_kernel)
+        self.cpu_path = (pad.device.type == "cpu") != interpreted(signal_kernel)
         self.launches: dict[tuple[bool, bool, int, torch.dtype | None], PreparedSignal] = {}
 
     def launch(self, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> PreparedSignal:
-        """What `signal` launches in one use; `dtype` of what is overwritten, None where nothing is. Built once."""
+        """Return the prepared launch of one use, built once; `dtype` of the output to overwrite, None: none."""
         key = send, wait, credit, dtype
         found = self.launches.get(key)
         if found is None:
@@ -223,39 +224,41 @@ class Channel:
 
     @cached_property
     def words(self) -> tuple[ctypes.Array[ctypes.c_int64], list[list[int]], list[ctypes.Array[ctypes.c_int64]]]:
-        """Of CPU memory, as Python reads it: the own pad, the table, this rank's slot in each peer's pad."""
+        """CPU memory as ctypes arrays: the own pad, the table, this rank's words in each peer's pad."""
         pad = (ctypes.c_int64 * (SLOT * self.peers)).from_address(self.pad.data_ptr())
         table = self.table.tolist()
         return pad, table, [(ctypes.c_int64 * SLOT).from_address(slot & (1 << 64) - 1) for slot in table[2]]
 
     def late(self, credit: int) -> list[int]:
-        """Which peers have not told this rank as often as it awaits them, while a wait with so much credit goes on: the
-        one that is awaited now, or none. Of CPU memory, from another thread."""
-        pad, table = (self.words[0], self.words[1][1]) if self.by_reference else (self.pad.view(-1), self.table[1])
+        """Return the peers that have not signalled as often as awaited, while a wait with `credit` is in progress.
+
+        Reads CPU memory; called from another thread.
+        """
+        pad, table = (self.words[0], self.words[1][1]) if self.cpu_path else (self.pad.view(-1), self.table[1])
         return [peer for peer in range(self.peers) if int(pad[SLOT * peer]) < int(table[peer]) - credit]
 
 
 class PreparedSignal:
-    """One use of a channel, compiled and loaded: a call launches it with what changes from call to call.
+    """One use of a channel, compiled and loaded; a call supplies the arguments that change.
 
-    As launches of boxes it does not go through Triton's binder.
+    Bypasses Triton's binder, as launches of boxes do.
 
     Attributes:
-        word: bytes of a word of what is overwritten.
+        word: bytes of a word of the output to overwrite.
     """
 
     def __init__(self, channel: Channel, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> None:
         filler, self.word = (0, 8) if dtype is None else poison_word(dtype)
         constants = signal_constants(send, wait, credit, dtype is not None, self.word)
         failure = channel.failure
-        self._before = channel.table, channel.pad, failure.error, failure.told.data_ptr()
+        self._before = channel.table, channel.pad, failure.error, failure.host_error.data_ptr()
         self._after = (filler, *(constants[name] for name in signal_kernel.arg_names if name in constants))
         arguments = (*self._before, 0, 0, 0, 0, *self._after)
         grid = (channel.peers, 1, 1)
         self._start = prepared(signal_kernel, grid, channel.pad.device, arguments, constants["num_warps"])
 
     def __call__(self, fingerprint: int, polls: int, out: int, words: int) -> None:
-        """`out`: an address; `words`: how many there are."""
+        """Launch; `out`: an address; `words`: the number of words to overwrite there."""
         self._start(*self._before, fingerprint, polls, out, words, *self._after)
 
 
@@ -269,17 +272,18 @@ def signal(
     polls: int = 1 << 62,
     poison: torch.Tensor | None = None,
 ) -> None:
-    """Tell every peer of a channel one more time, and then wait until each has told this rank as often as it was
-    awaited, less `credit`.
+    """Signal every peer of a channel, then wait for as many signals of each peer as were awaited so far, less `credit`.
 
     Args:
-        fingerprint: 63 bits that ranks compare at a barrier; not where there is credit.
-        polls: of each peer's word, after which the peer is late.
-        poison: a contiguous tensor that is overwritten if this rank has failed: by NaN, or the largest value of dtypes
-            that have none.
+        send: signal the peers.
+        wait: wait for the peers.
+        fingerprint: 63 bits that ranks compare at a barrier; ignored with a credit.
+        polls: polls of each peer's word, after which the peer is late.
+        poison: a contiguous tensor to overwrite if this rank has failed: with NaN, or with the dtype's largest value
+            where it has no NaN.
     """
-    if channel.by_reference:
-        signal_reference(channel, send, wait, credit, fingerprint, polls, poison)
+    if channel.cpu_path:
+        signal_cpu(channel, send, wait, credit, fingerprint, polls, poison)
         return
     dtype = None if poison is None else poison.dtype
     launch = channel.launches.get((send, wait, credit, dtype)) or channel.launch(send, wait, credit, dtype)
@@ -292,15 +296,15 @@ def signal(
 
 def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, credit: int = 0,
                  poison: torch.dtype | None = None) -> None:  # fmt: skip
-    """Compile and load what `signal` launches with these arguments and an output of this dtype, which a captured graph
-    could not do."""
-    if not channel.by_reference:
+    """Compile and load the launch of `signal` with these arguments and an output of dtype `poison`, ahead of a CUDA
+    graph capture, which cannot."""
+    if not channel.cpu_path:
         channel.launch(send, wait, credit, poison)
 
 
 @functools.lru_cache
 def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8) -> dict[str, Any]:
-    """What signal_kernel is compiled with, and num_warps; `size`: bytes of a word of what is overwritten."""
+    """The constants of signal_kernel, and num_warps; `size`: bytes of a word of the output to overwrite."""
     return {
         "SEND": send,
         "WAIT": wait,
@@ -312,10 +316,10 @@ def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = Fal
     }
 
 
-def signal_reference(
+def signal_cpu(
     channel: Channel, send: bool, wait: bool, credit: int, fingerprint: int, polls: int, poison: torch.Tensor | None
 ) -> None:
-    """The same for CPU memory that processes share; x86-64 keeps their stores in order."""
+    """signal for CPU memory shared by processes; relies on x86-64's store order."""
     pad, (sent, awaited, _, codes), theirs = channel.words
     failure = channel.failure
     failed = int(failure.error[0]) != 0
@@ -343,7 +347,7 @@ def signal_reference(
                 kind = 2
             if kind:
                 failed = True
-                failure.error[0] = failure.told[0] = codes[peer] + (kind << 60)
+                failure.error[0] = failure.host_error[0] = codes[peer] + (kind << 60)
     if failed:
         for slots in theirs:
             slots[0] = -1
@@ -354,13 +358,13 @@ def signal_reference(
 
 
 def _mixed(fingerprint: int, count: int) -> int:
-    """What is written in place of a token, so that it differs from the one that stood there before."""
+    """The fingerprint with the count mixed in, so that it differs from the previous one in its place."""
     return fingerprint ^ (count & _COUNTED.value) << _ABOVE.value
 
 
 @functools.lru_cache
 def poison_word(dtype: torch.dtype) -> tuple[int, int]:
-    """What outputs are overwritten with: 8 bytes of it as an integer, and the size of a word."""
+    """The fill value for outputs of failed ranks: 8 bytes as an integer, and the size of a word."""
     part = real_dtype(dtype)
     if part is torch.bool:
         value: float | int | bool = True
@@ -372,10 +376,10 @@ def poison_word(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def polls_within(seconds: float, device: torch.device) -> int:
-    """A number of polls that takes as long, or longer.
+    """Return a number of polls that takes at least `seconds`.
 
-    The shortest polls that there may be are counted. A trial would only tell what a poll takes at most: more than later
-    where several processes share the device, or where its clock was low.
+    Assumes the shortest possible poll. A measurement would give an upper bound only: polls take longer where processes
+    share the device or its clock is low.
     """
     if device.type == "cpu":
         return _EAGER_POLLS + math.ceil(seconds / _NAP)

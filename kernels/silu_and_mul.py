@@ -1,4 +1,4 @@
-"""silu_and_mul: the gate of a gated expert, silu(gate) * up, and its backward, of the rows that are there alone."""
+"""silu_and_mul: silu(gate) * up of a gated expert and its backward, for the rows below a device-side row count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rows import CHUNK, PAYLOADS, RowLaunch, check_rows, programs_of, row_const
 
 @triton.jit
 def _row(address, row, stride, WORD: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr):
-    """Where a row begins."""
+    """The address of a row."""
     base = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     return base + tl.multiple_of(row * stride, VEC)
 
@@ -39,7 +39,7 @@ def silu_and_mul_kernel(
     VEC: tl.constexpr,  # elements
     SOFT: tl.constexpr,
 ):
-    """Program i takes the rows i, i + programs, ... below num_rows."""
+    """Program i processes rows i, i + programs, ... below num_rows."""
     end = tl.load(num_rows).to(tl.int64)
     for row in range(tl.program_id(0), end, programs):
         g_row = _row(gate, row, gate_stride, WORD, ALIGN, VEC)
@@ -79,7 +79,7 @@ def silu_and_mul_backward_kernel(
     VEC: tl.constexpr,  # elements
     SOFT: tl.constexpr,
 ):
-    """Program i takes the rows i, i + programs, ...; of those from num_rows on it reads nothing, and writes zeros."""
+    """Program i processes rows i, i + programs, ...; from num_rows on it reads nothing and writes zeros."""
     end = tl.load(num_rows).to(tl.int64)
     for row in range(tl.program_id(0), end, programs):
         d_row = _row(gradient, row, gradient_stride, WORD, ALIGN, VEC)
@@ -108,22 +108,22 @@ def silu_and_mul_backward_kernel(
 def silu_and_mul(
     gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, launch: RowLaunch | None = None
 ) -> None:
-    """Write silu(gate) * up to `out`, in float32 and rounded once.
+    """Write silu(gate) * up to `out`, computed in float32 and rounded once.
 
     Rows from `num_rows` on are neither read nor written.
 
     Args:
         gate, up: [R, F] of one dtype, float32, bfloat16 or float16; the elements of a row adjacent, any stride between
             rows.
-        num_rows: int32 [1], up to R.
+        num_rows: int32 [1], at most R.
         out: contiguous [R, F] of the same dtype.
 
     Raises:
-        ArgumentError: a shape or dtype that is not allowed.
+        ArgumentError: unsupported shape or dtype.
     """
     _check(out, gate=gate, up=up)
     if not runs_on(out.device):
-        silu_and_mul_reference(gate, up, num_rows, out)
+        silu_and_mul_cpu(gate, up, num_rows, out)
         return
     rows, length = out.shape
     launch = launch or RowLaunch.for_rows(length, out.element_size())
@@ -145,28 +145,28 @@ def silu_and_mul_backward(
     up_out: torch.Tensor,
     launch: RowLaunch | None = None,
 ) -> None:
-    """Write the gradients of `gate` and `up` for that of the result, in float32 and rounded once.
+    """Write the gradients of `gate` and `up`, computed in float32 and rounded once.
 
     Rows from `num_rows` on are not read; their gradients are zero.
 
     Args:
-        gradient, gate, up: as `silu_and_mul` takes them.
+        gradient: of the result; gate, up: the inputs. As in `silu_and_mul`.
         gate_out, up_out: contiguous [R, F] of the same dtype.
 
     Raises:
-        ArgumentError: a shape or dtype that is not allowed.
+        ArgumentError: unsupported shape or dtype.
     """
     _check(gate_out, gradient=gradient, gate=gate, up=up)
     _check(up_out, gate=gate)
     if not runs_on(gate_out.device):
-        silu_and_mul_backward_reference(gradient, gate, up, num_rows, gate_out, up_out)
+        silu_and_mul_backward_cpu(gradient, gate, up, num_rows, gate_out, up_out)
         return
     rows, length = gate_out.shape
     constants = row_constants(gate_out.dtype, length, *_bits(gradient, gate, up, gate_out, up_out))
     if launch is None:
         launch = RowLaunch.for_rows(length, gate_out.element_size())
         if constants["ALIGN"] == 2 and launch.columns > 1024:
-            # Accesses of one element each: three times 16 of them for each thread would spill.
+            # Single-element accesses: 3 * 16 of them per thread would spill.
             launch = RowLaunch(launch.columns // 2, launch.num_warps)
     programs = programs_of(gate_out.device, rows)
     with on_device(gate_out.device):
@@ -178,14 +178,14 @@ def silu_and_mul_backward(
         )  # fmt: skip
 
 
-def silu_and_mul_reference(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor) -> None:
-    """The same in torch operations, some rows at a time."""
+def silu_and_mul_cpu(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor) -> None:
+    """silu_and_mul in torch operations, some rows at a time."""
     for these in _pieces(int(num_rows), out.shape[1]):
         g = gate[these].float()
         out[these] = g * torch.sigmoid(g) * up[these]
 
 
-def silu_and_mul_backward_reference(
+def silu_and_mul_backward_cpu(
     gradient: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -193,7 +193,7 @@ def silu_and_mul_backward_reference(
     gate_out: torch.Tensor,
     up_out: torch.Tensor,
 ) -> None:
-    """The same in torch operations, some rows at a time."""
+    """silu_and_mul_backward in torch operations, some rows at a time."""
     number = int(num_rows)
     for these in _pieces(number, gate_out.shape[1]):
         d, g = gradient[these].float(), gate[these].float()
@@ -210,7 +210,7 @@ def _pieces(number: int, length: int) -> Iterator[slice]:
 
 
 def _bits(*tensors: torch.Tensor) -> list[int]:
-    """Addresses, and strides between rows in bytes."""
+    """The addresses, and the strides between rows in bytes."""
     return [bits for x in tensors for bits in (x.data_ptr(), x.stride(0) * x.element_size())]
 
 

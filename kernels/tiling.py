@@ -1,4 +1,4 @@
-"""From boxes to tiles: what one program of a kernel moves, one row of int64 for each.
+"""Cut boxes into tiles, one per program, each described by a row of int64.
 
 A row (`DESCRIPTOR` for one contributor, 64 bytes) holds, for K contributors: K source ids, the target id, K source
 offsets, the target offset, K source row strides, the target row stride, rows left, columns left; all but the ids count
@@ -26,48 +26,48 @@ DESCRIPTOR = (
     "columns",
 )
 VECTOR = 16  # bytes of the widest access
-# Boxes of 16-byte alignment get a launch of their own, so that one odd box does not narrow them, from here on: below,
-# one more launch costs more than narrow accesses do.
+# From this size on, boxes of 16-byte alignment get their own launch, so that an unaligned box does not narrow their
+# accesses; for less, another launch costs more than narrow accesses.
 WIDE_BYTES = 1 << 20
-PROCESSORS = 132  # SMs of a GPU that is not here
-LEAST_RUN = 512  # bytes of a row that a tile takes at once, where the row has them
+PROCESSORS = 132  # assumed number of SMs where there is no GPU
+LEAST_RUN = 512  # minimum bytes of a row in a tile, if the row is that long
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How boxes are cut. `for_copy` and `for_reduction` give the defaults."""
+    """How boxes are cut into tiles. `for_copy` and `for_reduction` return the defaults."""
 
-    tile_bytes: int = 16384  # per program, where accesses are 16 bytes wide
-    accesses_per_thread: int = 16  # at most, on either side: beyond it the registers spill
+    tile_bytes: int = 16384  # per program with 16-byte accesses
+    accesses_per_thread: int = 16  # maximum of loads and of stores: more would spill registers
     num_warps: int = 4
 
     def __post_init__(self) -> None:
         for name in ("tile_bytes", "accesses_per_thread", "num_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
-                raise ArgumentError(f"LaunchConfig: {name} is {value}; a power of two is needed")
+                raise ArgumentError(f"LaunchConfig: {name} is {value}; allowed: a power of two")
 
     @classmethod
     def for_copy(cls, nbytes: int, processors: int = PROCESSORS) -> LaunchConfig:
-        """Tiles of 16 KiB, smaller where `nbytes` would otherwise give fewer than some 2 programs for each SM."""
+        """Tiles of 16 KiB, smaller if `nbytes` would give fewer than about 2 programs per SM."""
         return cls(tile_bytes=_clamped_tile(nbytes, 16384, processors))
 
     @classmethod
     def for_reduction(cls, nbytes: int, contributors: int, itemsize: int, processors: int = PROCESSORS) -> LaunchConfig:
-        """As for a copy of `nbytes`, but all contributors' loads of a tile, and its accumulator, stay in registers."""
+        """As for a copy of `nbytes`, but a tile's accumulator and the loads of all contributors fit in registers."""
         most = 16384 // max(_power_of_two(contributors) // 2, 1) // (2 if itemsize == 1 else 1)
         return cls(tile_bytes=_clamped_tile(nbytes, most, processors), accesses_per_thread=8)
 
 
 def _clamped_tile(nbytes: int, most: int, processors: int) -> int:
     programs = 1 << (2 * processors).bit_length() - 1
-    # Below 4 KiB a thread of 128 (of 256 on AMD) has no full vector left.
+    # Below 4 KiB there is less than one vector per thread of 128 (256 on AMD).
     return max(min(1 << max(nbytes // programs, 1).bit_length() - 1, most), 4096)
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One launch of a kernel: its descriptors and the constants it is compiled with."""
+    """One kernel launch: descriptors and compile-time constants."""
 
     kind: str  # "straight", "strided" (one column per row) or "transposed"
     descriptors: np.ndarray  # int64 [tiles, 3 * contributors + 5]
@@ -90,13 +90,15 @@ def tile_launches(
     config: LaunchConfig,
     widen: bool = False,
 ) -> list[Launch]:
-    """The launches that carry `boxes` out: one in the ordinary case, one more for each further kind of box.
+    """Return the launches for `boxes`: one per kind of box, usually one in all.
 
-    Sizes are bytes per element, aligns the bytes that all base addresses are a multiple of (1 to 16). `widen`: moves
-    words as wide as offsets, strides and extents allow, up to 8 bytes; needs equal sizes.
+    Args:
+        source_size, target_size: bytes per element.
+        source_align, target_align: alignment of all base addresses in bytes, 1 to 16.
+        widen: use words as wide as offsets, strides and extents allow, up to 8 bytes; needs equal sizes.
     """
     kind, boxes = classify(coalesce(boxes))
-    # All that is added up to an address except what steps through a vector: its lowest bit is the alignment.
+    # The lowest bit of all terms of an address, except the step within a vector, is its alignment.
     source_bits = _bits(boxes.source_offset) | _bits(boxes.source_stride[:, :, 1:])
     target_bits = boxes.target_offset | _bits(boxes.target_stride[:, 2:])
     target_bits |= np.where(kind == 2, boxes.target_stride[:, 0], boxes.target_stride[:, 1])
@@ -131,7 +133,7 @@ def tile_launches(
         )
         shaped = config
         if min(vectors) == 1 and config.accesses_per_thread > 8:
-            # An address for each word fills a thread's registers: fewer accesses each, by more threads.
+            # One address per word fills the registers: fewer accesses per thread, more threads.
             shaped = replace(
                 config, accesses_per_thread=8, num_warps=config.num_warps * config.accesses_per_thread // 8
             )
@@ -154,7 +156,7 @@ def tile_launches(
 
 
 def _alignment(numbers: np.ndarray) -> int:
-    """The power of two, up to 16, that all of them are a multiple of."""
+    """The largest power of two, at most 16, that divides all numbers."""
     bits = int(np.bitwise_or.reduce(numbers)) | VECTOR
     return bits & -bits
 
@@ -165,7 +167,7 @@ def _power_of_two(x: int) -> int:
 
 
 def _bits(numbers: np.ndarray) -> np.ndarray:
-    """[n, ...] to [n]: the or of each box's numbers."""
+    """The bitwise or of each box's numbers, [n, ...] to [n]."""
     return np.bitwise_or.reduce(numbers, axis=tuple(range(1, numbers.ndim)))
 
 
@@ -204,8 +206,8 @@ def _tile_shape(
     most_rows = _power_of_two(int(rows.max()))
     if kind == "strided":
         return min(words, most_rows), 1
-    # Of all shapes of this many words the one that leaves the fewest tiles; of equal ones the widest. But none narrower
-    # than a good run: rows a few words longer than a tile would else be cut into columns.
+    # Of all shapes of this many words, the one with the fewest tiles, then the widest; but none narrower than
+    # LEAST_RUN, since rows slightly longer than a tile would otherwise be cut into columns.
     planes = boxes.extent[:, 2:].prod(axis=1)
     widest = max(_power_of_two(int(columns.max())), least_columns)
     cols, least_columns = min(words, widest), max(least_columns, min(widest, words, LEAST_RUN // word))
@@ -219,7 +221,7 @@ def _tile_shape(
 
 
 def _descriptors(boxes: StridedBoxes, transposed: bool, tile_rows: int, tile_columns: int) -> np.ndarray:
-    """int64 [tiles, 3 * contributors + 5]: the rows that the module's docstring describes."""
+    """int64 [tiles, 3 * contributors + 5]: rows as in the module's docstring."""
     k = boxes.contributors
     across, down = -(-boxes.extent[:, 0] // tile_columns), -(-boxes.extent[:, 1] // tile_rows)
     count = across * down * boxes.extent[:, 2:].prod(axis=1)
@@ -241,7 +243,7 @@ def _descriptors(boxes: StridedBoxes, transposed: bool, tile_rows: int, tile_col
     table[:, k + 1 : 2 * k + 1] = source_offset
     table[:, 2 * k + 1] = target_offset
     table[:, 2 * k + 2 : 3 * k + 2] = boxes.source_stride[box, :, 1]
-    # A transposed tile is adjacent in the target along its rows: the stride it needs there is that of the columns.
+    # The rows of a transposed tile are adjacent in the target, so it needs the columns' stride there.
     table[:, 3 * k + 2] = boxes.target_stride[box, 0 if transposed else 1]
     table[:, 3 * k + 3] = np.minimum(boxes.extent[box, 1] - row, tile_rows)
     table[:, 3 * k + 4] = np.minimum(boxes.extent[box, 0] - column, tile_columns)

@@ -1,4 +1,4 @@
-"""weigh_rows: the backward of a weighted row, at its owner: the gradient of the row and that of its weight."""
+"""weigh_rows: the gradients of weighted rows and of their weights, on the rank that has the rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def weigh_rows_kernel(
     VEC: tl.constexpr,  # elements
     SOFT: tl.constexpr,
 ):
-    """Program i takes the rows i, i + programs, ... below num_rows."""
+    """Program i processes rows i, i + programs, ... below num_rows."""
     g = tl.multiple_of(gradient.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     y = tl.multiple_of(values.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     d = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
@@ -55,7 +55,7 @@ def weigh_rows(
     weight_gradient: torch.Tensor,
     launch: RowLaunch | None = None,
 ) -> None:
-    """Write weights * gradient to `out` and the dot products of gradient's and values' rows to `weight_gradient`.
+    """Write weights * gradient to `out` and each row's dot product of gradient and values to `weight_gradient`.
 
     Rows from `num_rows` on are neither read nor written.
 
@@ -65,13 +65,13 @@ def weigh_rows(
         num_rows: int32 [1].
 
     Raises:
-        ArgumentError: a shape or dtype that is not allowed.
+        ArgumentError: unsupported shape or dtype.
     """
     size, hidden = out.shape
     for name, x in (("gradient", gradient), ("values", values), ("out", out)):
         check_rows(name, x, (size, hidden), out.dtype)
     if not runs_on(out.device):
-        weigh_rows_reference(gradient, values, weights, num_rows, out, weight_gradient)
+        weigh_rows_cpu(gradient, values, weights, num_rows, out, weight_gradient)
         return
     launch = launch or RowLaunch.for_rows(hidden, out.element_size())
     programs = programs_of(out.device, size)
@@ -84,7 +84,7 @@ def weigh_rows(
         )  # fmt: skip
 
 
-def weigh_rows_reference(
+def weigh_rows_cpu(
     gradient: torch.Tensor,
     values: torch.Tensor,
     weights: torch.Tensor,
@@ -92,10 +92,10 @@ def weigh_rows_reference(
     out: torch.Tensor,
     weight_gradient: torch.Tensor,
 ) -> None:
-    """The same in torch operations, some rows at a time; the dot products are summed in torch's order."""
+    """weigh_rows in torch operations, some rows at a time; dot products are summed in torch's order."""
     number, hidden = int(num_rows), out.shape[1]
-    most = max(1, CHUNK // max(4 * hidden, 1))  # gradients, values and products stay in the cache together
-    products = torch.empty((min(most, number), hidden), dtype=torch.float32, device=out.device)  # one for all pieces
+    most = max(1, CHUNK // max(4 * hidden, 1))  # gradients, values and products stay in the cache
+    products = torch.empty((min(most, number), hidden), dtype=torch.float32, device=out.device)  # reused by all pieces
     for first in range(0, number, most):
         these = slice(first, min(number, first + most))
         given = gradient[these].float()

@@ -59,21 +59,21 @@ class Layer:
     ids: torch.dtype = torch.int64
     odd: bool = False
     experts_twice: bool = False
-    slab_capacity: float | None = None  # of ranks that send and receive
-    save: str = "lease"
+    chunk_capacity: float | None = None  # of ranks that send and receive
+    save: str = "buffer"
     zero_rows: bool = False
 
     def __str__(self) -> str:
         said = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
         said += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
-        said += ["slabs of one size"] * (self.slab_capacity is not None)
-        said += [f"save {self.save}"] * (self.save != "lease") + ["zero rows"] * self.zero_rows
+        said += ["chunks of fixed size"] * (self.chunk_capacity is not None)
+        said += [f"save {self.save}"] * (self.save != "buffer") + ["zero rows"] * self.zero_rows
         return ", ".join(said + ["replicated experts"] * self.experts_twice)
 
 
 def layers() -> Iterator[Layer]:
     """Training and decoding of known shapes, in all dtypes, alignments and layouts; rows of no good length. Ranks that
-    send and receive slabs of exact size launch what ranks that reach each other do where groups are not aligned."""
+    send and receive chunks of exact size launch what ranks that reach each other do where groups are not aligned."""
     deepseek = Layer("DeepSeek-V3", 7168, 8, 256)
     mixtral = Layer("Mixtral", 4096, 2, 8)
     yield replace(deepseek, ranks=64)
@@ -90,8 +90,8 @@ def layers() -> Iterator[Layer]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield replace(layer, dtype=dtype, zero_rows=True)
         for align, dtype in product((1, 8, 128), (torch.bfloat16, torch.float32)):
-            yield replace(layer, align=align, dtype=dtype, slab_capacity=1.25)
-        yield replace(layer, layout="batched", expert_capacity=512, slab_capacity=1.25)
+            yield replace(layer, align=align, dtype=dtype, chunk_capacity=1.25)
+        yield replace(layer, layout="batched", expert_capacity=512, chunk_capacity=1.25)
     for hidden, top_k, experts in ((4097, 3, 60), (2500, 1, 3), (20, 6, 300)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, save="copy", zero_rows=True)
@@ -227,7 +227,7 @@ def _train(layer: Layer) -> None:
         layer.ranks, num_experts=layer.experts, top_k=layer.top_k, hidden=layer.hidden, max_tokens=layer.tokens,
         dtype=layer.dtype, align=layer.align, expert_capacity=layer.expert_capacity, layout=layer.layout,
         expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None, device=NOWHERE,
-        slab_capacity=layer.slab_capacity, one_sided=layer.slab_capacity is None, save=layer.save,
+        chunk_capacity=layer.chunk_capacity, one_sided=layer.chunk_capacity is None, save=layer.save,
         zero_rows=layer.zero_rows,
     )  # fmt: skip
 

@@ -16,10 +16,10 @@ from shardweave.kernels import (
     ReduceTable,
     StridedBoxes,
     copy_boxes,
-    copy_boxes_reference,
+    copy_boxes_cpu,
     copy_table,
     reduce_boxes,
-    reduce_boxes_reference,
+    reduce_boxes_cpu,
     reduce_table,
 )
 
@@ -88,7 +88,7 @@ def _copies(
 
     def make(by_kernel: bool) -> Made:
         source, target = random_buffer(sizes[0], dtype, device)[first:], poisoned(sizes[1], dtype, device)[first:]
-        call = partial(copy_boxes, table()) if by_kernel else partial(copy_boxes_reference, boxes)
+        call = partial(copy_boxes, table()) if by_kernel else partial(copy_boxes_cpu, boxes)
         return partial(call, [source], [target]), partial(_right, boxes, source, target)
 
     return partial(make, True), partial(make, False)
@@ -128,7 +128,7 @@ def reduction_case(
         if by_kernel:
             call = partial(reduce_boxes, table(), [source], [target])
         else:
-            call = partial(reduce_boxes_reference, boxes, [source], [target], "sum")
+            call = partial(reduce_boxes_cpu, boxes, [source], [target], "sum")
         return call, partial(_right, boxes, source, target)
 
     moved = (terms + 1) * elements * dtype.itemsize

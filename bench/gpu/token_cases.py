@@ -25,7 +25,7 @@ from shardweave.kernels import (
     route_tokens,
     share_counts,
 )
-from shardweave.kernels.group_rows import Slots
+from shardweave.kernels.group_rows import PhysicalExperts
 
 FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
 Made = tuple[Callable[[], object], Callable[[], bool]]
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def moved(self) -> int:
-        """Bytes of rows that either direction has to read and write: a token's once, its entries' once each."""
+        """Bytes of rows that either direction has to read and write: a token's once, its pairs' once each."""
         return (1 + self.top_k) * self.tokens * self.hidden * 2
 
     @property
@@ -57,8 +57,8 @@ class VirtualRank:
     """Rank `me` of a dispatch whose ranks all have as many tokens: its ids and weights, and what the others counted.
 
     Attributes:
-        rows: of every owner's buffer, as many as the fullest gets.
-        at: of `rows` in memory where owners' buffers follow each other: int64 [T, K], in the order of the ids.
+        rows: of every destination's buffer, as many as the fullest gets.
+        at: of `rows` in memory where destinations' buffers follow each other: int64 [T, K], in the order of the ids.
     """
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
@@ -71,7 +71,7 @@ class VirtualRank:
         self.ids = ids[self.me]
         self.weights = 2.0 ** -torch.randint(0, 3, self.ids.shape, generator=generator).float().to(device)
         each = shape.experts // shape.ranks
-        self.slots = Slots.divided(tuple(range(0, shape.experts + 1, each)), device)
+        self.physical_experts = PhysicalExperts.divided(tuple(range(0, shape.experts + 1, each)), device)
         counts = [route_tokens(i, shape.experts).counts for i in ids]
         # Rows of peers are there from the beginning; the own one is written by every dispatch.
         self.matrices = Buffers([torch.stack(counts) for _ in ids])
@@ -79,15 +79,15 @@ class VirtualRank:
             matrix[self.me].fill_(-1)
         self.rows = int(torch.stack(counts)[:, :-1].sum(0).view(shape.ranks, each).sum(1).amax())
         self.groups, self.located = self.route()
-        owner, k = self.located.key.long() // shape.top_k, self.located.key.long() % shape.top_k
-        self.at = torch.empty_like(k).scatter_(1, k, owner * self.rows + self.located.row)
+        destination, k = self.located.key.long() // shape.top_k, self.located.key.long() % shape.top_k
+        self.at = torch.empty_like(k).scatter_(1, k, destination * self.rows + self.located.row)
 
     def route(self) -> tuple[Groups, TokenRows]:
         """All that comes before rows are pushed."""
         routed = route_tokens(self.ids, self.shape.experts)
         share_counts(routed.counts, self.matrices, self.me)
-        groups = group_rows(self.matrices.tensors[self.me], self.slots, self.me, self.rows)
-        return groups, locate_rows(routed.slot, routed.place, groups, self.slots)
+        groups = group_rows(self.matrices.tensors[self.me], self.physical_experts, self.me, self.rows)
+        return groups, locate_rows(routed.physical_expert, routed.place, groups, self.physical_experts)
 
     def tokens(self) -> torch.Tensor:
         return random_buffer(self.shape.tokens * self.shape.hidden, torch.bfloat16, self.device).view(
@@ -95,7 +95,7 @@ class VirtualRank:
         )
 
     def buffers(self, fill: Callable[[int, torch.dtype, torch.device], torch.Tensor]) -> tuple[torch.Tensor, Buffers]:
-        """[W * rows, H], and of it the buffer of each owner."""
+        """[W * rows, H], and of it the buffer of each destination."""
         size = self.shape.ranks * self.rows * self.shape.hidden
         whole = fill(size, torch.bfloat16, self.device).view(-1, self.shape.hidden)
         return whole, Buffers(whole.split(self.rows))
@@ -106,7 +106,7 @@ class VirtualRank:
         return whole, Buffers(whole.split(self.rows))
 
     def pushed(self, whole: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether every entry's row and weight are where they belong, and nothing else was written."""
+        """Whether every pair's row and weight are where they belong, and nothing else was written."""
         rows = all(bool(whole[self.at[:, k]].equal(x)) for k in range(self.shape.top_k))
         written = self.ids.numel()
         poison = whole[:, 0].isnan().sum() + written == len(whole) and numbers.isnan().sum() + written == len(numbers)
@@ -143,14 +143,14 @@ class VirtualRank:
             found[:] = [route_tokens(ids, self.shape.experts)]
 
         def right() -> bool:
-            slots = torch.arange(self.shape.experts, device=self.device)
-            counts = (ids.view(-1, 1) == slots).sum(0)
-            # Within its slot an entry's place is how many came before it.
+            physical_experts = torch.arange(self.shape.experts, device=self.device)
+            counts = (ids.view(-1, 1) == physical_experts).sum(0)
+            # Within its physical_expert an pair's place is how many came before it.
             order = torch.argsort(ids.view(-1), stable=True)
             place = torch.arange(ids.numel(), device=self.device) - (counts.cumsum(0) - counts)[ids.view(-1)[order]]
             (one,) = found
             return bool(
-                one.slot.equal(ids.int())
+                one.physical_expert.equal(ids.int())
                 and one.place.view(-1)[order].equal(place.int())
                 and one.counts[:-1].equal(counts.int())
                 and one.counts[-1] == 0

@@ -98,7 +98,7 @@ def as_on_a_gpu(device: torch.device) -> Iterator[None]:
 
     def by_kernels(self: Channel, *arguments: Any) -> None:
         made(self, *arguments)
-        self.by_reference = False
+        self.cpu_path = False
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("without a GPU nothing can be launched")

@@ -181,7 +181,7 @@ class Copies:
 
     def build(self, aligned: int) -> None:
         """Compile and upload the launch for sources whose addresses are multiples of `aligned` bytes."""
-        if not self.empty and self.table is not None and not self.table.by_reference:
+        if not self.empty and self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
@@ -237,7 +237,7 @@ class Reduction:
 
     def build(self, aligned: int) -> None:
         """As in `Copies`."""
-        if self.table is not None and not self.table.by_reference:
+        if self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -256,6 +256,6 @@ class Reduction:
 def _fix(
     table: CopyTable | ReduceTable, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
 ) -> None:
-    if not table.by_reference:
+    if not table.cpu_path:
         table.sources.fix(sources)
         table.targets.fix(targets)

@@ -1,4 +1,4 @@
-"""The activation of gated experts, over the rows that a dispatch brought and not over all that its buffer has."""
+"""silu_and_mul: the activation of gated experts over received rows only, not over the whole buffer."""
 
 from __future__ import annotations
 
@@ -11,47 +11,50 @@ from ...errors import ArgumentError
 from ...kernels import PAYLOADS, fill_rows
 from ...kernels import silu_and_mul as write_result
 from ...kernels import silu_and_mul_backward as write_gradients
-from .config import fill_of
+from .config import fill_value
 from .routed import RoutedTokens
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:
-    """silu(gate) * up of the rows of a dispatch, in float32 and rounded once: [..., F], contiguous. Differentiable.
+    """Return silu(gate) * up for the rows of a dispatch, computed in float32 and rounded once. Differentiable.
 
-    Work is bounded by `routed.num_rows`, which the device reads: rows from there on are not read. Those of the result
-    are zero with `zero_rows=True` and not initialised without, as in `routed.x`: what goes by groups, as
-    `torch._grouped_mm` does, never reads them. The gradients of `gate` and `up` are zero there, whatever the result's
-    own has. Padding rows are computed like others: zeros give zeros. Batched buffers have no rows past the end.
+    Work is bounded by `routed.num_rows`, read on the device. Rows from there on are not read. In the result they are
+    zero with `zero_rows=True` and otherwise not initialised, as in `routed.x`; grouped GEMMs such as
+    `torch._grouped_mm` never read them. The gradients of `gate` and `up` are zero there, whatever the gradient of the
+    result. Padding rows are computed like others: zeros give zeros. Batched buffers have no unused rows.
 
     Args:
-        gate, up: float32, bfloat16 or float16, both alike, of shape [R, F] (batched [S_local, C, F]), R and so on as in
-            `routed.x`. Any stride between rows: halves of one tensor are taken as they are.
-        routed: of the dispatch whose rows these are.
+        gate, up: float32, bfloat16 or float16, of one dtype and of shape [R, F] (batched [S_local, C, F]), with the
+            leading dims of `routed.x`. Any stride between rows: halves of one tensor are not copied.
+        routed: the dispatch of these rows.
+
+    Returns:
+        [R, F] (batched [S_local, C, F]), contiguous.
 
     Raises:
-        ArgumentError: a shape, dtype or device that is not allowed.
+        ArgumentError: unsupported shape, dtype or device.
     """
     if not isinstance(routed, RoutedTokens):
-        raise ArgumentError(f"routed: {type(routed).__name__}; allowed: what a dispatch returned")
+        raise ArgumentError(f"routed: {type(routed).__name__}; allowed: the result of a dispatch")
     rows = routed.x.shape[:-1]
     for name, x in (("gate", gate), ("up", up)):
         if x.shape[:-1] != rows or x.shape[-1:] != gate.shape[-1:] or x.dtype not in PAYLOADS:
             raise ArgumentError(
                 f"{name}: {x.dtype} of shape {tuple(x.shape)}; allowed: torch.float32, torch.bfloat16 or torch.float16 "
-                f"of shape {(*rows, 'F')}, F alike for gate and up"
+                f"of shape {(*rows, 'F')}, F equal for gate and up"
             )
         if x.dtype is not gate.dtype:
-            raise ArgumentError(f"{name}: {x.dtype}; allowed: {gate.dtype}, that of gate")
+            raise ArgumentError(f"{name}: {x.dtype}; allowed: {gate.dtype}, as gate")
         if x.device != routed.x.device:
             raise ArgumentError(f"{name}: on {x.device}; allowed: {routed.x.device}")
     given = gate.flatten(0, -2), up.flatten(0, -2)
-    out: torch.Tensor = SiluAndMul.apply(*given, routed.num_rows, routed._layout.zero_rows)
+    out: torch.Tensor = SiluAndMul.apply(*given, routed.num_rows, routed._config.zero_rows)
     return out.view(gate.shape)
 
 
 class SiluAndMul(torch.autograd.Function):
-    """(gate [R, F], up [R, F], num_rows int32 [1], zero_rows as of DispatchLayout) to silu(gate) * up. Backward keeps
-    the tensors."""
+    """(gate [R, F], up [R, F], num_rows int32 [1], DispatchConfig.zero_rows) to silu(gate) * up. Backward keeps the
+    tensors."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -68,7 +71,7 @@ class SiluAndMul(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` [R, F] with the elements of a row adjacent."""
+    """Return `x` [R, F] with the elements of a row adjacent."""
     return x if x.shape[1] <= 1 or not x.numel() or x.stride(1) == 1 else x.contiguous()
 
 
@@ -77,7 +80,7 @@ def _new(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: torch.Tensor, zero_rows: bool | None) -> torch.Tensor:
-    out, rest = _new(gate), fill_of(zero_rows)
+    out, rest = _new(gate), fill_value(zero_rows)
     write_result(_rows(gate), _rows(up), num_rows, out)
     if rest is not None:
         fill_rows(out, num_rows, rest)
@@ -92,7 +95,7 @@ def _backward(
     return gate_out, up_out
 
 
-# For `torch.compile`, which cannot look into launchers. They communicate nothing: one that is not used may go.
+# For `torch.compile`, which cannot trace launchers. They do not communicate, so unused calls may be dropped.
 forward_op = torch.library.custom_op("shardweave::silu_and_mul", _forward, mutates_args=())
 backward_op = torch.library.custom_op("shardweave::silu_and_mul_backward", _backward, mutates_args=())
 forward_op.register_fake(lambda gate, up, num_rows, zero_rows: _new(gate))

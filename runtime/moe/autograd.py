@@ -1,4 +1,4 @@
-"""Dispatch and combine as autograd functions over the ranks that this process has: one, or all virtual ones."""
+"""Dispatch and combine with gradients, over the ranks that this process has: one, or all virtual ones."""
 
 from __future__ import annotations
 
@@ -9,111 +9,189 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ...errors import ArgumentError, UnsupportedError
 from . import ops
-from .ops import Engine, by_rank, routing_length
+from .dispatch_record import DispatchRecord, Tokens
+from .engine import TokenEngine
 from .redispatch import RowsAgain
+from .routed import RoutedTokens
 
 
-def _found(engine: Engine, function: Any, new: Any, operator: Any, *given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What `function` returns; compiled, by way of its operator."""
-    if not torch.compiler.is_compiling():
-        return function(engine, *given)
-    outs = new(engine, *given)
-    operator(engine.state, outs, engine.handle, *given)
-    return outs
+def dispatch_tokens(engine: TokenEngine, tokens: Sequence[Tokens]) -> list[RoutedTokens]:
+    """TokenDispatcher.dispatch of all ranks in this process."""
+    config, n = engine.config, len(tokens)
+    again = config.save == "redispatch"
+    if again and torch.compiler.is_compiling():
+        raise UnsupportedError('save="redispatch" under torch.compile; allowed: "buffer", "copy"')
+    tokens = [item._replace(weights=item.weights.float()) for item in tokens]
+    xs, ids, weights = zip(*tokens, strict=True)
+    *received, records = Dispatch.apply(engine, *xs, *weights, *ids)
+    routed = []
+    for i, transfer in enumerate(engine.transfers):
+        x, row_weights = received[i], received[n + i]
+        record = records[i]._replace(weights=row_weights)  # the differentiable one
+        if config.batched:
+            assert config.expert_capacity is not None
+            groups = config.bounds[transfer.me + 1] - config.bounds[transfer.me]
+            rows = groups * config.expert_capacity
+            x = x[:rows].view(groups, config.expert_capacity, config.hidden)
+            row_weights = row_weights[:rows].view(groups, config.expert_capacity)
+        kept = (xs[i].detach(), RowsAgain(x)) if again else ()
+        routed.append(RoutedTokens(x, row_weights, weights[i], record, config, (engine.handle, transfer.me), *kept))
+    return routed
 
 
-def combine_into(engine: Engine, outs: list[torch.Tensor], *given: Any) -> None:
-    """`ops.combine`; compiled, by way of its operator."""
-    if not torch.compiler.is_compiling():
-        ops.combine(engine, outs, *given)
+def combine_tokens(
+    engine: TokenEngine,
+    values: Sequence[torch.Tensor],
+    routed: Sequence[RoutedTokens],
+    outs: Sequence[torch.Tensor | None],
+    adds: Sequence[torch.Tensor | None],
+    weighted: bool,
+) -> list[torch.Tensor]:
+    """TokenDispatcher.combine of all ranks in this process."""
+    config = engine.config
+    if config.batched:
+        values = [_padded(v.reshape(-1, config.hidden), config.rows) for v in values]
+    weights = [r.topk_weights if weighted else None for r in routed]
+    records = tuple(r._record for r in routed)
+    given = [out for out in outs if out is not None]
+    if given:
+        if len(given) < len(outs):
+            raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
+        with torch.no_grad():
+            _combine(engine, records, values, given, weights, adds)
+        return given
+    tokens = [r._tokens for r in routed if r._tokens is not None]
+    again = [r._again for r in routed if r._again is not None]
+    row_weights = [record.weights for record in records]
+    return list(Combine.apply(engine, weighted, again, records, *values, *weights, *adds, *row_weights, *tokens))
+
+
+def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return `values` with at least `rows` rows; a rank may have fewer physical experts than others."""
+    return values if len(values) >= rows else torch.nn.functional.pad(values, (0, 0, 0, rows - len(values)))
+
+
+def _combine(engine: TokenEngine, *given: Any) -> None:
+    if torch.compiler.is_compiling():
+        ops.combine(engine, *given)
     else:
-        ops.combine_op(engine.state, outs, engine.handle, *given)
+        engine._run_combine(*given)
+
+
+def _new_sums(engine: TokenEngine, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
+    return ops.new_sums(engine, records) if torch.compiler.is_compiling() else engine._new_sums(records)
+
+
+def _saved(ctx: Any, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
+    """Return the tensors of the records but for the weights, for `save_for_backward`, which frees them after backward;
+    keep their sorted pairs for `_restored`."""
+    ctx.pairs = [record.rows.pairs for record in records]
+    return [tensor for record in records for tensor in record.tensors()[1:]]
+
+
+def _restored(
+    ctx: Any, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None = None
+) -> list[DispatchRecord]:
+    """Return the records of `_saved`; without weights, `DispatchRecord.weights` must not be read."""
+    each = len(tensors) // len(ctx.pairs)
+    parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
+    given = [part[0] for part in parts] if weights is None else weights
+    records = [DispatchRecord.of([w, *part], p) for w, part, p in zip(given, parts, ctx.pairs, strict=True)]
+    if not torch.compiler.is_compiling():
+        ctx.pairs = [None] * len(parts)  # freed like the tensors; computed again if backward runs again
+    return records
 
 
 class Dispatch(torch.autograd.Function):
-    """(engine, *xs, *weights, *ids) to what `ops.dispatch` returns: of each rank the rows, then its Sent.
+    """(engine, *xs, *weights, *ids) to (*rows, *row_weights, records).
 
-    Rows and their weights have gradients. Backward keeps the routing, and nothing of [rows, H].
+    Rows and their weights are differentiable. Backward keeps the records without weights, and nothing of [rows, H].
     """
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        n = len(engine.parts)
-        xs, weights, ids = given[:n], given[n : 2 * n], given[2 * n :]
-        tokens = list(xs), list(ids), list(weights)
-        if engine.layout.save == "copy" and not torch.compiler.is_compiling():
-            found = ops.dispatch(engine, *tokens, ops.new_received(engine, tokens[0]))
+    def forward(ctx: Any, engine: TokenEngine, *given: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        n = len(engine.transfers)
+        tokens = [Tokens(x, i, w) for x, w, i in zip(given[:n], given[n : 2 * n], given[2 * n :], strict=True)]
+        if torch.compiler.is_compiling():
+            received = ops.dispatch(engine, tokens)
         else:
-            found = _found(engine, ops.dispatch, ops.new_dispatched, ops.dispatch_op, *tokens)
-        ranks = list(by_rank(found, 2 + routing_length(engine)))
-        routing = [tensor for rank in ranks for tensor in rank[2:]]
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)  # of a dozen integer tensors
-        ctx.mark_non_differentiable(*routing)
-        ctx.save_for_backward(*routing)
+            received = engine._run_dispatch(tokens)
+            ctx.set_materialize_grads(False)
+        records = tuple(record for _, record in received)
+        ctx.save_for_backward(*_saved(ctx, records))
         ctx.engine = engine
-        return tuple(found)
+        return (*[rows for rows, _ in received], *[record.weights for record in records], records)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        engine: Engine = ctx.engine
-        layout, n, routing = engine.layout, len(engine.parts), list(ctx.saved_tensors)
-        rows, numbers = [], []
-        for g, w, *_ in by_rank(gradients, 2 + routing_length(engine)):
-            shape = layout.rows, layout.hidden
-            device = routing[0].device
-            rows.append(torch.zeros(shape, dtype=layout.dtype, device=device) if g is None else g)
-            numbers.append(torch.zeros(shape[:1], dtype=torch.float32, device=device) if w is None else w)
-        found = _found(
-            engine, ops.dispatch_backward, ops.new_dispatched_backward, ops.dispatch_backward_op, rows, numbers, routing
+        engine: TokenEngine = ctx.engine
+        config, n, records = engine.config, len(engine.transfers), _restored(ctx, ctx.saved_tensors)
+        shape, device = (config.rows, config.hidden), records[0].matrix.device
+        rows, row_weights = (
+            [torch.zeros(size, dtype=dtype, device=device) if g is None else g for g in part]
+            for part, size, dtype in (
+                (gradients[:n], shape, config.dtype),
+                (gradients[n : 2 * n], shape[:1], torch.float32),
+            )
         )
-        return (None, *found, *[None] * n)
+        sums = _new_sums(engine, records)
+        if torch.compiler.is_compiling():
+            weights = ops.dispatch_backward(engine, records, rows, row_weights, sums)
+        else:
+            weights = engine._run_dispatch_backward(records, rows, row_weights, sums)
+        return (None, *sums, *weights, *[None] * n)
 
 
 class Combine(torch.autograd.Function):
-    """(engine, weighted, again, *values, *weights, *adds, *dispatched, *tokens, *routing) to each rank's sums.
+    """(engine, weighted, again, records, *values, *weights, *adds, *row_weights, *tokens) to each rank's sums.
 
-    `dispatched` are the weights that Dispatch returned. Their gradient is nothing, but they tie the two: on a rank
-    whose experts made nothing of what came, for want of experts, say, the backward of Dispatch runs all the same, as
-    its peers need. Backward keeps the values, for the gradients of weights, the weights of rows and the routing; where
-    it was not weighted, not the values. Adds may be None. `again` is empty, or has for each rank the rows that its
-    experts' backward wants: then backward keeps `tokens`, which are dispatched once more.
+    `row_weights` are the weights that Dispatch returned. They get no gradient, but tie the two functions: on a rank
+    whose experts return nothing that depends on the received rows, since it has none, say, the backward of Dispatch
+    runs nevertheless, as its peers need. Backward keeps the values if weighted, for the gradients of weights, the row
+    weights and the records. Adds may be None. `again` is empty, or has for each rank the rows that its experts'
+    backward needs: then backward keeps `tokens` and dispatches them again.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, engine: Engine, weighted: bool, again: Sequence[RowsAgain], *given: Any
+        ctx: Any,
+        engine: TokenEngine,
+        weighted: bool,
+        again: Sequence[RowsAgain],
+        records: Sequence[DispatchRecord],
+        *given: Any,
     ) -> tuple[torch.Tensor, ...]:
-        n = len(engine.parts)
-        values, weights, adds, dispatched = [list(given[i * n : i * n + n]) for i in range(4)]
-        tokens, routing = list(given[4 * n : 4 * n + len(again)]), list(given[4 * n + len(again) :])
-        outs = ops.new_combined(engine, values, routing)
-        combine_into(engine, outs, values, routing, weights if weighted else [], adds)
-        ctx.save_for_backward(*tokens, *(values if weighted else []), *dispatched, *routing)
+        n = len(engine.transfers)
+        values, weights, adds, row_weights = [list(given[i * n : i * n + n]) for i in range(4)]
+        sums = _new_sums(engine, records)
+        _combine(engine, records, values, sums, weights, adds)
+        ctx.save_for_backward(*given[4 * n :], *(values if weighted else []), *row_weights, *_saved(ctx, records))
         ctx.engine, ctx.weighted, ctx.added = engine, weighted, [a is not None for a in adds]
         ctx.number, ctx.again = len(given), [weakref.ref(a) for a in again]
-        return tuple(outs)
+        return tuple(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        engine: Engine = ctx.engine
-        n, saved = len(engine.parts), list(ctx.saved_tensors)
+        engine: TokenEngine = ctx.engine
+        n, saved = len(engine.transfers), list(ctx.saved_tensors)
         tokens, saved = saved[: len(ctx.again)], saved[len(ctx.again) :]
         values, saved = (saved[:n], saved[n:]) if ctx.weighted else ([], saved)
+        records = _restored(ctx, saved[n:], saved[:n])
         if tokens:
-            # Unweighted, the backward of combine pushes rows as dispatch does.
-            rows = ops.combine_backward(engine, tokens, [], saved[:n], saved[n:])
+            # Without weights the backward of combine pushes rows as dispatch does.
+            rows, _ = engine._run_combine_backward(records, tokens, [])
             for kept, x in zip(ctx.again, rows, strict=True):
                 again = kept()
-                if again is not None:  # else no saved tensor stands for rows; peers may have some all the same
+                if again is not None:  # else no saved tensor needs the rows here; peers' may nevertheless
                     again.rows = x
-        found = _found(
-            engine, ops.combine_backward, ops.new_combined_backward, ops.combine_backward_op,
-            list(gradients), values, saved[:n], saved[n:],
-        )  # fmt: skip
-        of_weights = found[n:] if ctx.weighted else [None] * n
+        if torch.compiler.is_compiling():
+            of_values, of_weights = ops.combine_backward(engine, records, gradients, values)
+        else:
+            of_values, of_weights = engine._run_combine_backward(records, gradients, values)
         added = [g if was else None for g, was in zip(gradients, ctx.added, strict=True)]
-        return (None, None, None, *found[:n], *of_weights, *added, *[None] * (ctx.number - 3 * n))
+        weights = of_weights if ctx.weighted else [None] * n
+        return (None, None, None, None, *of_values, *weights, *added, *[None] * (ctx.number - 3 * n))

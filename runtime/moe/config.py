@@ -1,4 +1,4 @@
-"""What all ranks of a token dispatcher agree on: experts, slots, the size of buffers."""
+"""DispatchConfig: the settings of a token dispatcher, validated, and the buffer sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -7,182 +7,178 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, wraps
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
 
 from ...errors import ArgumentError, shown
-from ...kernels import MOST_K, MOST_SLOTS, PAYLOADS, uploaded
+from ...kernels import MOST_K, MOST_PHYSICAL_EXPERTS, PAYLOADS, uploaded
 from ...planner import SPLITS
 from ..environment import requested_poison
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-class DispatchSettings(TypedDict, total=False):
-    """What ranks of a token dispatcher agree on, as callers say it; defaults are those of `DispatchLayout.of`."""
-
-    num_experts: int
-    top_k: int
-    hidden: int
-    max_tokens: int
-    dtype: torch.dtype
-    capacity: int | float | None
-    expert_capacity: int | None
-    align: int
-    overflow: str
-    layout: str
-    expert_map: Sequence[Sequence[int]] | None
-    save: str
-    leases: int
-    slab_capacity: int | float | None
-    splits: str | None
-    zero_rows: bool | None
-
-
 LAYOUTS = ("grouped", "batched")
 OVERFLOWS = ("raise", "drop")
-SAVES = ("lease", "redispatch", "copy")
-MOST_LEASES = 1 << 10
+SAVES = ("buffer", "redispatch", "copy")
+MOST_POOLED_BUFFERS = 1 << 10
 MOST_RANKS = 1 << 20
+MOST_ROWS = (1 << 31) - 1
 ZERO_ROWS_UP_TO = 1.5
-"""Times max_tokens * top_k rows: the `capacity` up to which rows that hold no token are zero by default."""
+"""The largest `capacity`, as a factor of max_tokens * top_k, up to which unused rows are zeroed by default."""
 
 
 @dataclass(frozen=True)
-class DispatchLayout:
-    """Checked, and the same on all ranks. Made by `of`.
+class DispatchConfig:
+    """The settings of a token dispatcher, equal on all of its ranks. `TokenDispatcher` documents them.
 
-    A slot is a physical expert; rank r has slots bounds[r] to below bounds[r + 1]. `slot_of[r][e]` is the slot that
-    rank r sends tokens of expert e to, `expert_of[s]` the expert of slot s; where no map was given expert e is slot e,
-    and both are empty.
+    The constructor validates the settings and replaces defaults by the values that they stand for. Rank r has the
+    physical experts bounds[r] to bounds[r + 1] (exclusive). Configs that differ only in how equal sizes were given are
+    equal.
+
+    Raises:
+        ArgumentError: a number, name or map that is not allowed.
     """
 
     ranks: int
+    _: KW_ONLY
     num_experts: int
     top_k: int
     hidden: int
     max_tokens: int
-    dtype: torch.dtype
-    rows: int
-    """Of each rank's buffer, a multiple of `align`."""
-    expert_capacity: int | None
-    align: int
-    overflow: str
-    batched: bool
-    bounds: tuple[int, ...]
-    slot_of: tuple[tuple[int, ...], ...]
-    expert_of: tuple[int, ...]
-    save: str
-    leases: int
-    """Dispatches whose rows may stay where peers wrote them, of ranks that meet on the device."""
-    slab_capacity: int | None
-    """Rows of a rank for another, where they travel in slabs of one size."""
-    zero_rows: bool | None
-    """Whether rows from `num_rows` on are zero; None: there are none that anyone sees, as in batched buffers."""
+    dtype: torch.dtype = torch.bfloat16
+    capacity: int | float | None = field(default=None, compare=False)
+    expert_capacity: int | None = None
+    align: int = 1
+    overflow: str = "raise"
+    layout: str = "grouped"
+    expert_map: Sequence[Sequence[int]] | None = field(default=None, compare=False)
+    save: str = "buffer"
+    pooled_buffers: int = 1
+    chunk_capacity: int | float | None = None
+    splits: str | None = field(default=None, compare=False)
+    zero_rows: bool | None = None
 
-    @classmethod
-    def of(
-        cls,
-        ranks: int,
-        *,
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        max_tokens: int,
-        dtype: torch.dtype = torch.bfloat16,
-        capacity: int | float | None = None,
-        expert_capacity: int | None = None,
-        align: int = 1,
-        overflow: str = "raise",
-        layout: str = "grouped",
-        expert_map: Sequence[Sequence[int]] | None = None,
-        save: str = "lease",
-        leases: int = 1,
-        slab_capacity: int | float | None = None,
-        splits: str | None = None,
-        zero_rows: bool | None = None,
-    ) -> DispatchLayout:
-        """
-        Raises:
-            ArgumentError: a number, name or map that is not allowed.
-        """
-        ranks = _whole("ranks", ranks, 1, MOST_RANKS)
-        num_experts = _whole("num_experts", num_experts, 1, MOST_SLOTS)
-        top_k = _whole("top_k", top_k, 1, MOST_K)
-        hidden = _whole("hidden", hidden, 1, 1 << 24)
-        align = _whole("align", align, 1, 1 << 16)
-        leases = _whole("leases", leases, 0, MOST_LEASES)
-        max_tokens = _whole("max_tokens", max_tokens, 0, 1 << 24)
-        if expert_capacity is not None:
-            expert_capacity = _whole("expert_capacity", expert_capacity, 0, (1 << 31) - 1)
-        for name, text, allowed in (
-            ("overflow", overflow, OVERFLOWS),
-            ("layout", layout, LAYOUTS),
-            ("save", save, SAVES),
-            ("splits", splits, (None, *SPLITS)),
+    rows: int = field(init=False)
+    """Rows of each rank's buffer, a multiple of `align`."""
+    bounds: tuple[int, ...] = field(init=False)
+    physical_expert_of: tuple[tuple[int, ...], ...] = field(init=False)
+    """[rank][expert]: the physical expert to which a rank sends an expert's tokens; empty if expert e is physical
+    expert e."""
+    expert_of: tuple[int, ...] = field(init=False)
+    """The expert of each physical expert; empty likewise."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("ranks", 1, MOST_RANKS),
+            ("num_experts", 1, MOST_PHYSICAL_EXPERTS),
+            ("top_k", 1, MOST_K),
+            ("hidden", 1, 1 << 24),
+            ("align", 1, 1 << 16),
+            ("pooled_buffers", 0, MOST_POOLED_BUFFERS),
+            ("max_tokens", 0, 1 << 24),
+            ("expert_capacity", 0, MOST_ROWS),
         ):
-            if text not in allowed:
-                raise ArgumentError(f"{name}: {text!r}; allowed: {', '.join(map(repr, allowed))}")
-        if dtype not in PAYLOADS:
-            raise ArgumentError(f"dtype: {dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
-        if not (zero_rows is None or isinstance(zero_rows, bool)):
-            raise ArgumentError(f"zero_rows: {zero_rows!r}; allowed: True, False, None")
-        bounds, slot_of, expert_of = _slots(ranks, num_experts, expert_map)
-        most_slots = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
-        entries = ranks * max_tokens * top_k
-        batched = layout == "batched"
-        if batched:
+            value = getattr(self, name)
+            if name != "expert_capacity" or value is not None:
+                self._set(**{name: _whole(name, value, least, most)})
+        for name, allowed in (
+            ("overflow", OVERFLOWS),
+            ("layout", LAYOUTS),
+            ("save", SAVES),
+            ("splits", (None, *SPLITS)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(f"{name}: {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
+        if self.dtype not in PAYLOADS:
+            raise ArgumentError(f"dtype: {self.dtype}; allowed: torch.float32, torch.bfloat16, torch.float16")
+        if not (self.zero_rows is None or isinstance(self.zero_rows, bool)):
+            raise ArgumentError(f"zero_rows: {self.zero_rows!r}; allowed: True, False, None")
+        bounds, physical_expert_of, expert_of = _place_experts(self.ranks, self.num_experts, self.expert_map)
+        self._set(bounds=bounds, physical_expert_of=physical_expert_of, expert_of=expert_of)
+        if self.expert_map is not None:
+            self._set(expert_map=tuple(tuple(map(int, experts)) for experts in self.expert_map))
+        self._set_rows()
+        self._set_chunk_capacity()
+        # Row numbers are int32, also before they are limited by a capacity.
+        numbered = (
+            self.ranks * self.most_pairs + bounds[-1] * self.align,
+            self.rows,
+            bounds[-1] * (self.expert_capacity or 0) * self.batched,
+            self.ranks * (self.chunk_rows or 0),
+        )
+        if max(numbered) > MOST_ROWS:
+            raise ArgumentError(
+                f"max_tokens: {self.max_tokens} with top_k {self.top_k} on {self.ranks} ranks; allowed: fewer than "
+                "2**31 rows in all"
+            )
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _set_rows(self) -> None:
+        """Set `rows`, `expert_capacity` and `zero_rows`."""
+        on_one_rank = max(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        pairs, capacity = self.ranks * self.most_pairs, self.capacity
+        if self.batched:
             if capacity is not None:
-                raise ArgumentError(f"capacity: {capacity!r}; batched buffers have expert_capacity rows for each slot")
-            expert_capacity = up(entries if expert_capacity is None else expert_capacity, align)
-            rows = most_slots * expert_capacity
-        elif capacity is None:
-            rows = up(entries + most_slots * (align - 1), align)
-            if expert_capacity is not None:
-                rows = min(rows, most_slots * up(expert_capacity, align))
+                raise ArgumentError(
+                    f"capacity: {capacity!r}; allowed with layout='batched': None, since buffers have expert_capacity "
+                    "rows for each physical expert"
+                )
+            each = round_up(pairs if self.expert_capacity is None else self.expert_capacity, self.align)
+            self._set(expert_capacity=each, rows=on_one_rank * each, zero_rows=None)
+            return
+        if capacity is None:
+            rows = round_up(pairs + on_one_rank * (self.align - 1), self.align)
+            if self.expert_capacity is not None:
+                rows = min(rows, on_one_rank * round_up(self.expert_capacity, self.align))
         else:
-            rows = up(_capacity_rows("capacity", capacity, max_tokens * top_k), align)
-        if splits == "host" and slab_capacity is not None:
+            rows = round_up(_capacity_rows("capacity", capacity, self.most_pairs), self.align)
+        zero_rows = self.zero_rows
+        if zero_rows is None:
+            # Independent of the number of ranks: otherwise experts that process all rows would see NaN on more ranks.
+            limit = round_up(math.ceil(ZERO_ROWS_UP_TO * self.most_pairs), self.align)
+            zero_rows = capacity is not None and rows <= limit
+        self._set(rows=rows, zero_rows=zero_rows)
+
+    def _set_chunk_capacity(self) -> None:
+        if self.splits == "host" and self.chunk_capacity is not None:
             raise ArgumentError(
-                f"slab_capacity: {slab_capacity!r} with splits='host'; allowed: None, slabs of exact size"
+                f"chunk_capacity: {self.chunk_capacity!r} with splits='host'; allowed: None, for chunks of exact size"
             )
-        if splits == "slabs" and slab_capacity is None:
-            slab_capacity = max_tokens * top_k
-        if slab_capacity is not None:
-            share = max_tokens * top_k / ranks
-            slab_capacity = min(_capacity_rows("slab_capacity", slab_capacity, share), max_tokens * top_k)
-        if batched:
-            zero_rows = None
-        elif zero_rows is None:
-            # Not by the number of ranks: experts that work by all rows would get NaN once there are more of them.
-            zero_rows = capacity is not None and rows <= up(math.ceil(ZERO_ROWS_UP_TO * max_tokens * top_k), align)
-        # Row numbers are int32, before they are limited as well.
-        if (
-            max(
-                entries + bounds[-1] * align,
-                rows,
-                bounds[-1] * (expert_capacity or 0) * batched,
-                ranks * (slab_capacity or 0),
-            )
-            >= 1 << 31
-        ):
-            raise ArgumentError(
-                f"max_tokens: {max_tokens} with top_k {top_k} on {ranks} ranks; allowed: 2**31 rows in all"
-            )
-        return cls(ranks, num_experts, top_k, hidden, max_tokens, dtype, rows, expert_capacity, align, overflow,
-                   batched, bounds, slot_of, expert_of, save, leases, slab_capacity, zero_rows)  # fmt: skip
+        if self.chunk_capacity is not None:
+            share = self.most_pairs / self.ranks
+            rows = _capacity_rows("chunk_capacity", self.chunk_capacity, share)
+            self._set(chunk_capacity=min(rows, self.most_pairs), splits="fixed")
+        elif self.splits == "fixed":
+            self._set(chunk_capacity=self.most_pairs)
+
+    @property
+    def batched(self) -> bool:
+        return self.layout == "batched"
+
+    @property
+    def most_pairs(self) -> int:
+        """The maximum number of (token, k) pairs of a rank."""
+        return self.max_tokens * self.top_k
 
     @property
     def most_padding(self) -> int:
-        """Padding rows that a group has at most."""
+        """The maximum number of padding rows of a group."""
         return (self.expert_capacity or 0) if self.batched else self.align - 1
 
+    @property
+    def chunk_rows(self) -> int | None:
+        """Rows of a chunk with splits="fixed", else None."""
+        return None if self.chunk_capacity is None else int(self.chunk_capacity)
+
     def experts_on(self, device: torch.device) -> torch.Tensor | None:
-        """`expert_of` as int64 [S] on a device, uploaded once; None where it is empty."""
+        """Return `expert_of` as int64 [S] on a device, uploaded once; None if it is empty."""
         if not self.expert_of:
             return None
         if device not in self._experts:
@@ -196,19 +192,20 @@ class DispatchLayout:
 
     @cached_property
     def _digest(self) -> int:
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=6).digest(), "big")
+        compared = repr([getattr(self, f.name) for f in fields(self) if f.compare])
+        return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=6).digest(), "big")
 
-    def token(self, number: int) -> int:
-        """Of the group's dispatcher of this number: equal for equal layouts and numbers; 56 bits, the last 8 zero."""
+    def fingerprint(self, number: int) -> int:
+        """Return the fingerprint of a group's dispatcher of this number: 56 bits, the last 8 zero; equal for equal
+        configs and numbers."""
         return (self._digest + number) % (1 << 48) << 8
 
 
-def fill_of(zero_rows: bool | None) -> float | None:
-    """What a buffer's rows from `num_rows` on are filled with, as `DispatchLayout.zero_rows` and the environment say;
-    None: they keep what they have.
+def fill_value(zero_rows: bool | None) -> float | None:
+    """Return the value for rows from `num_rows` on, by `DispatchConfig.zero_rows` and the environment; None: no fill.
 
     Raises:
-        ArgumentError: as of `requested_poison`.
+        ArgumentError: as `requested_poison`.
     """
     if zero_rows is None:
         return None
@@ -216,84 +213,107 @@ def fill_of(zero_rows: bool | None) -> float | None:
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:
-    """`value` as an int; numpy's whole numbers are some."""
+    """Return `value` as an int; accepts numpy's integers."""
     try:
-        found = operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        found = least - 1
-    if isinstance(value, bool | torch.Tensor) or not least <= found <= most:
+        number = least - 1
+    if isinstance(value, bool | torch.Tensor) or not least <= number <= most:
         raise ArgumentError(f"{name}: {shown(value)}; allowed: a whole number, {least} to {most}")
-    return found
+    return number
 
 
-def up(number: int, align: int) -> int:
-    """The least multiple of `align` that is not below `number`."""
+def round_up(number: int, align: int) -> int:
+    """Return the least multiple of `align` that is at least `number`."""
     return -(-number // align) * align
 
 
 def _capacity_rows(name: str, capacity: int | float, share: float) -> int:
     if not isinstance(capacity, float):
-        return _whole(name, capacity, 0, (1 << 31) - 1)
+        return _whole(name, capacity, 0, MOST_ROWS)
     if not 0 <= capacity < math.inf:
         of = "max_tokens * top_k" if name == "capacity" else "max_tokens * top_k / ranks"
         raise ArgumentError(f"{name}: {capacity!r}; allowed: rows (int) or a factor of {of} (float)")
     return math.ceil(capacity * share)
 
 
-def _slots(
+def _place_experts(
     ranks: int, num_experts: int, expert_map: Sequence[Sequence[int]] | None
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Bounds; each rank's slot of each expert: its own copy, else of all copies the one that its number picks; and each
-    slot's expert."""
+    """Return `bounds`, `physical_expert_of` and `expert_of` of DispatchConfig.
+
+    A rank sends tokens to its own replica of an expert, else to replica r mod n of n.
+    """
     if expert_map is None:
-        # The first ranks have one more where they do not divide.
+        # The first ranks have one more where the number does not divide.
         each, more = divmod(num_experts, ranks)
         return tuple(r * each + min(r, more) for r in range(ranks + 1)), (), ()
     if len(expert_map) != ranks:
         raise ArgumentError(f"expert_map: lists for {len(expert_map)} ranks; allowed: one for each of {ranks}")
-    held = [
+    placed = [
         (rank, _whole(f"expert_map[{rank}]", expert, 0, num_experts - 1))
         for rank, experts in enumerate(expert_map)
         for expert in experts
     ]
-    copies: list[list[int]] = [[] for _ in range(num_experts)]
-    for slot, (_, expert) in enumerate(held):
-        copies[expert].append(slot)
-    missing = [expert for expert, slots in enumerate(copies) if not slots]
+    replicas: list[list[int]] = [[] for _ in range(num_experts)]
+    for physical_expert, (_, expert) in enumerate(placed):
+        replicas[expert].append(physical_expert)
+    missing = [expert for expert, physical in enumerate(replicas) if not physical]
     if missing:
-        raise ArgumentError(f"expert_map: no rank has experts {missing}; allowed: each on one rank at least")
-    if len(held) > MOST_SLOTS:
-        raise ArgumentError(f"expert_map: {len(held)} slots; allowed: {MOST_SLOTS}")
+        raise ArgumentError(f"expert_map: no rank has experts {missing}; allowed: each expert on at least one rank")
+    if len(placed) > MOST_PHYSICAL_EXPERTS:
+        raise ArgumentError(f"expert_map: {len(placed)} physical experts; allowed: {MOST_PHYSICAL_EXPERTS}")
     bounds = [0]
     for experts in expert_map:
         bounds.append(bounds[-1] + len(experts))
     table = []
     for rank in range(ranks):
-        own = {expert: slot for slot, (r, expert) in reversed(list(enumerate(held))) if r == rank}
-        table.append(tuple(own.get(e, slots[rank % len(slots)]) for e, slots in enumerate(copies)))
-    return tuple(bounds), tuple(table), tuple(expert for _, expert in held)
+        own = {expert: physical for physical, (r, expert) in reversed(list(enumerate(placed))) if r == rank}
+        table.append(tuple(own.get(e, physical[rank % len(physical)]) for e, physical in enumerate(replicas)))
+    return tuple(bounds), tuple(table), tuple(expert for _, expert in placed)
 
 
-def spelled_out(*without: str) -> Callable[[Function], Function]:
-    """Has a function's signature name each of its `**settings`, with the default, as `help` and references show it, and
-    as calls are held to."""
+if TYPE_CHECKING:
 
-    def spell(function: Function) -> Function:
+    class DispatchSettings(TypedDict, total=False):
+        """The types of DispatchConfig's settings, for type checkers: they do not expand `**settings` otherwise."""
+
+        num_experts: int
+        top_k: int
+        hidden: int
+        max_tokens: int
+        dtype: torch.dtype
+        capacity: int | float | None
+        expert_capacity: int | None
+        align: int
+        overflow: str
+        layout: str
+        expert_map: Sequence[Sequence[int]] | None
+        save: str
+        pooled_buffers: int
+        chunk_capacity: int | float | None
+        splits: str | None
+        zero_rows: bool | None
+
+
+def takes_settings(*without: str) -> Callable[[Function], Function]:
+    """Replace a function's `**settings` by the settings of DispatchConfig in its signature, and bind calls to it."""
+
+    def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         *named, settings = signature.parameters.values()
         assert settings.kind is settings.VAR_KEYWORD, f"{function.__name__}: its last parameter is {settings}"
-        taken = [p for p in inspect.signature(DispatchLayout.of).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        taken = [p for p in inspect.signature(DispatchConfig).parameters.values() if p.kind is p.KEYWORD_ONLY]
         taken = [p for p in taken if p.name not in without]
         first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        parameters = [*first, *taken, *named[len(first) :]]
-        spelled = signature.replace(parameters=parameters)
+        signature = signature.replace(parameters=[*first, *taken, *named[len(first) :]])
 
         @wraps(function)
-        def called(*args: Any, **given: Any) -> Any:
-            spelled.bind(*args, **given)
+        def bound(*args: Any, **given: Any) -> Any:
+            signature.bind(*args, **given)
             return function(*args, **given)
 
-        called.__signature__ = spelled  # type: ignore[attr-defined]
-        return called  # type: ignore[return-value]
+        bound.__signature__ = signature  # type: ignore[attr-defined]
+        return bound  # type: ignore[return-value]
 
-    return spell
+    return decorate

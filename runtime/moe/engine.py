@@ -1,45 +1,56 @@
-"""What real and virtual ranks of a token dispatcher have in common: the way from arguments to operators and back."""
+"""TokenEngine: the ranks of a token dispatcher in this process, one or all virtual ones, and their runs."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import itertools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, UnsupportedError
-from .autograd import Combine, Dispatch, combine_into
-from .config import DispatchLayout
-from .ops import by_rank, register, routing_length, state_of
-from .overflow import LATEST, Losses
-from .redispatch import RowsAgain
+from ...errors import ArgumentError
+from ..transports.base import Transport
+from .config import DispatchConfig
+from .dispatch_record import DispatchRecord, Tokens
+from .overflow import LATEST, Overflow
 from .report import explain
-from .routed import RoutedTokens
-from .routing import Sent
-from .transfer import TokenRank
-from .transfer_fixed import ways_of
+from .transfer import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
+from .transfer_fixed import alternatives
+
+Received = tuple[torch.Tensor, DispatchRecord]
+"""The rows that a rank received, [rows, H], and the record of the dispatch."""
+
+_engines: weakref.WeakValueDictionary[int, TokenEngine] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+_states: weakref.WeakKeyDictionary[Transport, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 class TokenEngine:
-    """Everything is a list: one for each rank in this process."""
+    """Runs operations of all ranks in this process. Arguments and results are lists with one item per rank.
 
-    def __init__(self, layout: DispatchLayout, parts: Sequence[TokenRank], name: str, why: str = "") -> None:
-        self.layout, self.parts, self.name, self.why = layout, parts, name, why
-        self._losses = Losses(layout, parts[0].device)
-        self.handle, self.state = register(self), state_of(parts[0].transport, parts[0].device)
-        layout.experts_on(parts[0].device)  # for `load`, which may be captured in a graph
+    What the methods return may be memory of the transport.
+
+    Attributes:
+        handle: the number by which operators find this object.
+        state: a tensor that operators declare as mutated, common to all dispatchers of a transport.
+    """
+
+    def __init__(self, config: DispatchConfig, transfers: Sequence[TokenTransfer], name: str, why: str = "") -> None:
+        self.config, self.transfers, self.name, self.why = config, transfers, name, why
+        transport, device = transfers[0].transport, transfers[0].device
+        self._overflow = Overflow(config, device)
+        self.handle = next(_handles)
+        _engines[self.handle] = self
+        self.state = _state_of(transport, device)
+        config.experts_on(device)  # for `load`, which may be captured in a CUDA graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenEngine:
-        """A copy of a model, as averages of parameters are kept in, meets the same peers by the same dispatcher."""
+        """Return the dispatcher itself: copies of a model, such as averaged ones, communicate with the same peers."""
         return self
 
-    def before_dispatch(self) -> None:
-        self._losses.check(LATEST)
-
-    def after_dispatch(self, lost: torch.Tensor) -> None:
-        self._losses.add(lost)
-
-    def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
+    def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
+        """Carry out one run of each rank, of one of `transfer.OPERATIONS`; return their results."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -48,66 +59,120 @@ class TokenEngine:
         Raises:
             CapacityError: with overflow="raise", one of them dropped rows or had bad ids. Each is raised once.
         """
-        self._losses.check(0)
+        self._overflow.check(0)
 
     def explain(self) -> str:
-        """The settings, and the memory and bytes on the wire that they take, of each rank."""
-        return "\n".join([explain(self.layout, ways_of(self.parts[0]), self.name), *[f"  {self.why}"] * bool(self.why)])
+        """Return the settings, and the memory and the bytes on the wire of each rank, as text."""
+        text = explain(self.config, alternatives(self.transfers[0]), self.name)
+        return f"{text}\n  {self.why}" if self.why else text
 
-    def _dispatch(
-        self, xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-    ) -> list[RoutedTokens]:
-        layout = self.layout
-        again = layout.save == "redispatch"
-        if again and torch.compiler.is_compiling():
-            raise UnsupportedError('save="redispatch" under torch.compile; allowed: "lease", "copy"')
-        weights = [w.float() for w in weights]
-        given = Dispatch.apply(self, *xs, *weights, *ids)
-        found = []
-        by_part = by_rank(given, 2 + routing_length(self))
-        for part, tokens, w, (x, *sent) in zip(self.parts, xs, weights, by_part, strict=True):
-            numbers = sent[0]
-            if layout.batched:
-                slots = layout.bounds[part.me + 1] - layout.bounds[part.me]
-                assert layout.expert_capacity is not None
-                shape = slots, layout.expert_capacity
-                n = shape[0] * shape[1]
-                x, numbers = x[:n].view(*shape, layout.hidden), numbers[:n].view(shape)
-            kept = (tokens.detach(), RowsAgain(x)) if again else ()
-            found.append(RoutedTokens(x, numbers, w, Sent.of(sent), layout, (self.handle, part.me), *kept))
-        return found
+    def _run_dispatch(
+        self, tokens: Sequence[Tokens], outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> list[Received]:
+        """Send tokens to their destinations.
 
-    def _combine(
+        Args:
+            outs: of each rank memory for copies of the rows and of their weights. Default: new memory with save="copy",
+                otherwise the result is memory of the transport.
+        """
+        self._overflow.check(LATEST)
+        if outs is None and self.config.save == "copy":
+            outs = self._new_received(tokens)
+        copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
+        items = zip(self.transfers, tokens, copies, strict=True)
+        received = self.run(DISPATCH, [t.dispatch(item._replace(x=_rows(item.x)), out) for t, item, out in items])
+        self._overflow.add(received[0][1].groups.overflow)
+        return received
+
+    def _run_combine(
         self,
+        records: Sequence[DispatchRecord],
         values: Sequence[torch.Tensor],
-        routed: Sequence[RoutedTokens],
-        outs: Sequence[torch.Tensor | None],
+        outs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | None],
         adds: Sequence[torch.Tensor | None],
-        weighted: bool,
+    ) -> None:
+        """Write each token's sum to `outs`, [T, H]; without weights, the sum of its rows as they are."""
+        items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
+        runs = [t.combine(r, v, out, w, None if add is None else _rows(add)) for t, r, v, out, w, add in items]
+        self.run(COMBINE, runs)
+
+    def _run_dispatch_backward(
+        self,
+        records: Sequence[DispatchRecord],
+        gradients: Sequence[torch.Tensor],
+        weight_gradients: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        layout = self.layout
-        flat = []
-        for v in values:
-            if layout.batched:
-                v = v.reshape(-1, layout.hidden)
-                if len(v) < layout.rows:  # a rank with fewer slots than others
-                    v = torch.cat([v, v.new_zeros(layout.rows - len(v), layout.hidden)])
-            flat.append(v)
-        weights: list[Any] = [r.topk_weights if weighted else None for r in routed]
-        routing = [tensor for r in routed for tensor in r._sent.tensors()[1:]]
-        adds = list(adds)
-        given = [o for o in outs if o is not None]
-        if given:
-            if len(given) < len(outs):
-                raise ArgumentError(f"out: {len(given)} of {len(outs)} given; allowed: one for each rank, or None")
-            with torch.no_grad():
-                combine_into(self, given, flat, routing, weights if weighted else [], adds)
-            return given
-        dispatched, tokens = [r._sent.weights for r in routed], [r._tokens for r in routed if r._tokens is not None]
-        again = [r._again for r in routed if r._again is not None]
-        return list(Combine.apply(self, weighted, again, *flat, *weights, *adds, *dispatched, *tokens, *routing))
+        """Write the gradients of x to `outs`, [T, H], and return those of the weights, float32 [T, K].
+
+        Args:
+            gradients: [rows, H], of the received rows.
+            weight_gradients: float32 [rows], of the received weights.
+        """
+        items = zip(self.transfers, records, gradients, weight_gradients, outs, strict=True)
+        runs = [t.combine(r, g.contiguous(), out, None, None, w.contiguous()) for t, r, g, w, out in items]
+        return self.run(UNDISPATCH, runs)
+
+    def _run_combine_backward(
+        self,
+        records: Sequence[DispatchRecord],
+        gradients: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the gradients of the values, [rows, H], and those of the weights, float32 [T, K].
+
+        Args:
+            gradients: [T, H], of the sums.
+            values: the combined values; empty: they were not weighted, and there are no gradients of weights.
+            outs: memory for copies of the first gradients.
+        """
+        given: Sequence[Any] = [v.contiguous() for v in values] or [None] * len(gradients)
+        copies: Sequence[Any] = [None] * len(gradients) if outs is None else outs
+        items = zip(self.transfers, records, gradients, given, copies, strict=True)
+        results = self.run(BACKWARD, [t.combine_backward(r, _rows(g), v, out) for t, r, g, v, out in items])
+        return [rows for rows, _ in results], [weights for _, weights in results] if values else []
+
+    def _new_received(self, tokens: Sequence[Tokens]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return memory for received rows, [rows, H], and for their weights, float32 [rows]."""
+        rows, hidden = self.config.rows, self.config.hidden
+        return [(t.x.new_empty(rows, hidden), t.x.new_empty(rows, dtype=torch.float32)) for t in tokens]
+
+    def _new_sums(self, records: Sequence[DispatchRecord]) -> list[torch.Tensor]:
+        """Return memory of the transport for each rank's tokens, [T, H]."""
+        c = self.config
+        return [
+            t.transport.empty((len(r.rows.key), c.hidden), c.dtype, t.device)
+            for t, r in zip(self.transfers, records, strict=True)
+        ]
 
 
-def placed(device: torch.device | str) -> torch.device:
-    """As tensors on it say: the current one where none is named."""
+def engine_of(handle: int) -> TokenEngine:
+    """Return the engine of a handle.
+
+    Raises:
+        ArgumentError: it was destroyed.
+    """
+    engine = _engines.get(handle)
+    if engine is None:
+        raise ArgumentError(f"token dispatcher {handle}: destroyed; allowed: one that is kept until backward has run")
+    return engine
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """Return the device as tensors report it: with the current index if it has none."""
     return torch.empty(0, device=device).device
+
+
+def _state_of(transport: Transport, device: torch.device) -> torch.Tensor:
+    """Return int64 [1], common to all dispatchers of a transport, which orders their operators. Never written."""
+    if transport not in _states:
+        with torch.inference_mode(False):
+            _states[transport] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _states[transport]
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` [T, H] with the elements of a row adjacent."""
+    return x if x.shape[1] == 1 or not x.numel() or x.stride(1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""The experts of each rank where DTensor shards their parameters, which is not TokenDispatcher's own rule."""
+"""The expert map of parameters that DTensor shards, whose rule differs from TokenDispatcher's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ..convert_specs import unordered_dims
 
 
 def experts_of_shards(num_experts: int, mesh: DeviceMesh) -> list[list[int]] | None:
-    """The `expert_map` of parameters that are `Shard(0)` over a 1-D mesh; None where the dispatcher's rule is the same.
+    """Return the `expert_map` of parameters that are `Shard(0)` over a 1-D mesh; None: the default.
 
     DTensor shards by torch.chunk: ten experts on four ranks are 3, 3, 3 and 1, and the last ranks may have none. Like
-    the dispatcher, `distribute_tensor` goes by the order of the process group.
+    the dispatcher, `distribute_tensor` uses the order of the process group.
 
     Raises:
-        UnsupportedError: uneven shards on a mesh whose ranks do not ascend: torch drops rows of them.
+        UnsupportedError: uneven shards on a mesh whose ranks do not ascend, for which torch drops rows.
     """
     ranks = mesh.size()
     if num_experts % ranks == 0:
         return None
     if unordered_dims(mesh):
         raise UnsupportedError(
-            f"{num_experts} experts on ranks {mesh.mesh.tolist()}, which do not ascend: torch cuts uneven shards wrong "
-            f"there; allowed: ascending ranks, or a multiple of {ranks} experts"
+            f"{num_experts} experts on ranks {mesh.mesh.tolist()}, which do not ascend: torch drops rows of uneven "
+            f"shards there; allowed: ascending ranks, or a multiple of {ranks} experts"
         )
     each = -(-num_experts // ranks)
     return [list(range(min(r * each, num_experts), min((r + 1) * each, num_experts))) for r in range(ranks)]

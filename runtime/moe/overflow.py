@@ -1,4 +1,4 @@
-"""Tokens that dispatches lost, raised on the host once the device has passed them."""
+"""Overflow of dispatches, raised on the host once the device has passed them."""
 
 from __future__ import annotations
 
@@ -7,52 +7,57 @@ from collections import deque
 import torch
 
 from ...errors import CapacityError
-from .config import DispatchLayout
+from .config import DispatchConfig
 
 LATEST = 2
-"""Dispatches after which lost tokens are raised at the latest."""
+"""Dispatches after which an overflow is raised at the latest."""
 
 
-class Losses:
-    """Lost tokens of the dispatches so far, on their way to the host; read once the device has passed them."""
+class Overflow:
+    """Dropped rows and bad ids of recent dispatches, copied to the host without synchronising."""
 
-    def __init__(self, layout: DispatchLayout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+    def __init__(self, config: DispatchConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
         self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._calls = 0
 
-    def add(self, lost: torch.Tensor) -> None:
-        if self._layout.overflow != "raise" or capturing(self._device):
+    def add(self, overflow: torch.Tensor) -> None:
+        """Note the `Groups.overflow` of a dispatch; nothing with overflow="drop" or in a CUDA graph capture."""
+        if self._config.overflow != "raise" or capturing(self._device):
             return
         event = None
-        if lost.device.type == "cuda":
+        if overflow.device.type == "cuda":
             host = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
-            host.copy_(lost, non_blocking=True)
-            lost, event = host, torch.cuda.Event()
+            host.copy_(overflow, non_blocking=True)
+            overflow, event = host, torch.cuda.Event()
             event.record()
         else:
-            lost = lost.clone()  # the operator's belongs to its caller
-        self._waiting.append((self._calls, lost, event))
+            overflow = overflow.clone()  # the caller of an operator owns its outputs
+        self._waiting.append((self._calls, overflow, event))
         self._calls += 1
 
     def check(self, later: int) -> None:
-        """Raise for dispatches that are at least `later` calls ago."""
+        """Raise for dispatches at least `later` calls ago; waits for them.
+
+        Raises:
+            CapacityError: one of them dropped rows or had bad ids.
+        """
         if capturing(self._device):
             return
         while self._waiting and self._waiting[0][0] + later <= self._calls:
-            call, lost, event = self._waiting.popleft()
+            call, overflow, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            dropped, bad = lost.tolist()
+            dropped, bad = overflow.tolist()
             if dropped or bad:
-                of = self._layout
+                config = self._config
                 raise CapacityError(
-                    f"dispatch {call}: {dropped} rows had no room (capacity: {of.rows} rows for each rank, "
-                    f"expert_capacity: {of.expert_capacity}, slab_capacity: {of.slab_capacity}) and {bad} ids were not "
-                    f'in -1 to {of.num_experts - 1}, all ranks together; overflow="drop" goes on without them'
+                    f"dispatch {call}: {dropped} rows exceeded the capacity (capacity: {config.rows} rows per rank, "
+                    f"expert_capacity: {config.expert_capacity}, chunk_capacity: {config.chunk_capacity}) and {bad} "
+                    f'ids were outside -1 to {config.num_experts - 1}, all ranks together; overflow="drop" drops them'
                 )
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is enqueued now becomes part of a CUDA graph, of which the host learns nothing."""
+    """Whether the current stream is being captured into a CUDA graph, of whose replays the host learns nothing."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

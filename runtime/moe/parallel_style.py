@@ -1,4 +1,4 @@
-"""Expert parallelism as a ParallelStyle: `parallelize_module` shards a module's experts and sends it its tokens."""
+"""ExpertParallel: a ParallelStyle with which `parallelize_module` shards a module's experts and dispatches tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import ArgumentError, UnsupportedError
 from ..convert_specs import unordered_dims
-from .config import DispatchSettings, spelled_out
+from .config import takes_settings
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
 from .routed import RoutedTokens
@@ -22,38 +22,40 @@ from .shares import share_of_tokens, whole_of_shares
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .config import DispatchSettings
+
 _OF_MODULE = "num_experts", "expert_map", "layout"
 
 
 class ExpertParallel(ParallelStyle):
-    """Experts over a 1-D mesh, each rank's tokens to the ranks that have their experts and back.
+    """Shard experts over a 1-D mesh, dispatch each rank's tokens to the ranks of their experts and combine the results.
 
-    For a module whose parameters have the experts along dim 0, and whose `forward(x, offsets)` gives [R, H] of x
-    [R, H], rows grouped by expert; offsets int32 [E_local] say where each group ends, as `torch._grouped_mm` takes
-    them, and rows past the last are not initialised, or zero with `zero_rows=True`. Afterwards
+    For a module whose parameters have the experts along dim 0, and whose `forward(x, offsets)` maps x [R, H], rows
+    grouped by expert, to [R, H]. offsets, int32 [E_local], are the ends of the groups, as `torch._grouped_mm` takes
+    them; rows past the last are zero with `zero_rows=True` and otherwise not initialised. Afterwards
 
-    - it is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no keyword
-      arguments, and gives [T, H], each token's sum by its weights;
+    - the module is called as `experts(x, topk_ids, topk_weights)`, with local tensors [T, H], [T, K] and [T, K] and no
+      keyword arguments, and returns each token's weighted sum, [T, H];
     - its parameters are DTensors, `Shard(0)`, so forward reads them by `to_local()`. Their gradients are of all ranks'
-      tokens. E need not divide: ranks have what torch.chunk gives them. `fully_shard` over another mesh dim may follow.
-      Shards go by the order of the process group, as torch scatters and gathers them: ascending ranks, whatever the
-      order in the mesh;
+      tokens. E need not be divisible: ranks have the experts that torch.chunk gives them. `fully_shard` over another
+      mesh dim may follow. Shards are in order of the process group, as torch scatters and gathers them: ascending
+      ranks, whatever the order in the mesh;
     - `experts.token_dispatcher` is the TokenDispatcher, for `check` and `explain`.
 
     Args:
-        transport, settings: as of TokenDispatcher, `top_k`, `hidden` and `max_tokens` at least; not `num_experts`,
-            `expert_map` and `layout`, which the module says. Its forward is within `routed.kept()`.
-        replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with the same tokens. Each dispatches its
-            share, and has all results; `max_tokens` is of the share. Where the experts' mesh is not over these ranks as
-            well, gradients of parameters are of the share's tokens: to be summed over them.
+        transport, settings: as for TokenDispatcher; `top_k`, `hidden` and `max_tokens` are required. `num_experts`,
+            `expert_map` and `layout` follow from the module. Its forward runs within `routed.kept()`.
+        replicated_over: a 1-D mesh, such as mesh["tp"], whose ranks call with equal tokens. Each rank dispatches a
+            share of them and returns all results; `max_tokens` is of a share. If the experts' mesh does not include
+            these ranks, gradients of parameters are of the share's tokens and have to be summed over the ranks.
 
     Raises, by `parallelize_module`:
-        ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
-        UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as of
+        ArgumentError: parameters with different numbers of experts, or a setting that is not allowed.
+        UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as for
             TokenDispatcher. By the constructor: `replicated_over` a mesh whose ranks do not ascend.
     """
 
-    @spelled_out(*_OF_MODULE)
+    @takes_settings(*_OF_MODULE)
     def __init__(
         self,
         *,
@@ -71,14 +73,17 @@ class ExpertParallel(ParallelStyle):
             )
         refused = settings.keys() & set(_OF_MODULE)
         if refused:
-            raise ArgumentError(f"{', '.join(sorted(refused))}: given; allowed: what the module's parameters say")
+            raise ArgumentError(
+                f"{', '.join(sorted(refused))}: given; allowed: none, since the module's parameters determine them"
+            )
         self._transport, self._settings = transport, settings
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """
+        """Shard the module's parameters and register its dispatch and combine.
+
         Raises:
-            ArgumentError: parameters that have not the same number of experts, or a setting that is not allowed.
-            UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as of
+            ArgumentError: parameters with different numbers of experts, or a setting that is not allowed.
+            UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend; as for
                 TokenDispatcher.
         """
         sizes = {name: p.shape[0] if p.dim() else None for name, p in module.named_parameters()}
@@ -97,10 +102,10 @@ class ExpertParallel(ParallelStyle):
         )
         flow = _Flow(dispatcher, self._replicated_over)
         module.token_dispatcher = dispatcher  # type: ignore[assignment]
-        # What the hooks return takes the place of what was given, which their annotation there does not say.
+        # The hooks' results replace inputs and outputs, which the annotations of distribute_module do not allow.
         dispatch: Any = flow.dispatch
         combine: Any = flow.combine
-        # Before combine, which saves tensors of its own, and also where forward raises.
+        # Before combine, which saves tensors of its own; also if forward raises.
         module.register_forward_hook(flow.leave, always_call=True)
         return distribute_module(module, device_mesh, _shard, dispatch, combine)
 
@@ -112,7 +117,7 @@ def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Flow:
-    """What goes into one module and comes out of it; between the two, the dispatch that is to be combined."""
+    """The forward hooks of one module; holds the dispatch between them."""
 
     def __init__(self, dispatcher: TokenDispatcher, replicated_over: DeviceMesh | None) -> None:
         self._dispatcher, self._replicated_over = dispatcher, replicated_over

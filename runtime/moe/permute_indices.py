@@ -1,4 +1,4 @@
-"""Rows that came rank by rank, in the order of their experts: the indices that torchao's grouped GEMMs are fed by."""
+"""generate_permute_indices: sort rows from source-rank order into expert order, as for torchao's grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ def generate_permute_indices(
     max_len: int,
     alignment: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which received row goes where, for rows that lie by source rank and, of each, by expert.
+    """Return the received row of each place in expert order, for rows ordered by source rank and then by expert.
 
-    The contract is that of torchao's function of this name. Nothing is read by the host; one set of tensor operations
-    for every device.
+    The contract is that of torchao's function of this name. No device-to-host sync; the same tensor operations on every
+    device.
 
     Args:
         tokens_per_expert_group: int32 or int64 [num_ranks * experts_per_rank], the rows of each source rank and expert,
             rank-major.
         experts_per_rank: E, of this rank.
-        num_ranks: W, sources.
-        max_len: rows of the permuted buffer. What lies beyond is left out; the sizes do not say so.
-        alignment: what groups are padded to a multiple of. An expert without rows gets one such multiple.
+        num_ranks: W, the number of source ranks.
+        max_len: rows of the permuted buffer. Rows beyond are left out; the sizes count them nevertheless.
+        alignment: groups are padded to a multiple of it. An expert without rows gets one multiple.
 
     Returns:
         permuted_indices: int32 [max_len], the received row of each place, -1 for padding and past the last group.
         m_sizes: int32 [E], rows of each group, padding included.
-        m_offsets: int32 [E], where each group ends.
+        m_offsets: int32 [E], the end of each group.
 
     Raises:
-        ArgumentError: a number, shape or dtype that is not allowed.
+        ArgumentError: unsupported number, shape or dtype.
     """
     for name, value, least in (
         ("experts_per_rank", experts_per_rank, 1),
@@ -54,12 +54,12 @@ def generate_permute_indices(
     by_expert = counts.view(num_ranks, experts_per_rank).T  # [E, W]
     rows = by_expert.sum(1)
     sizes = (rows.clamp_min(1) + alignment - 1) // alignment * alignment
-    # Each group is a run of every source and, last, one of padding.
+    # Each group has one run per source, then one of padding.
     runs = torch.cat((by_expert, (sizes - rows)[:, None]), 1).flatten()
     ends = runs.cumsum(0)
     begins = torch.cat((starts.view(num_ranks, experts_per_rank).T, starts.new_zeros(experts_per_rank, 1)), 1).flatten()
     place = torch.arange(max_len, device=counts.device)
-    # Of runs that end at one place, all but the first are empty: the first that ends later is the one that has it.
+    # The first run that ends after a place contains it; empty runs end where the run before them does.
     run = torch.searchsorted(ends, place, right=True)
     beyond = run == len(ends)
     run = run.clamp_max(len(ends) - 1)

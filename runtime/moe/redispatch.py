@@ -1,4 +1,4 @@
-"""Rows that the experts' backward asks for, pushed again instead of kept."""
+"""RowsAgain: rows that are dispatched again for the experts' backward instead of kept."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...errors import UnsupportedError
 
 
 class RowsAgain:
-    """Stands for the rows of one dispatch in what autograd saves, until the backward of combine has `rows` anew.
+    """A placeholder for the rows of one dispatch among saved tensors, until the backward of combine sets `rows`.
 
-    Saved tensors alone hold it, so the new rows go with the last of them.
+    Only saved tensors hold it, so the new rows are freed with the last of them.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -22,33 +22,34 @@ class RowsAgain:
         """[rows, H], contiguous."""
 
     def pack(self, x: torch.Tensor) -> Callable[[Any], Any]:
-        """What takes saved tensors: those on the memory of `x` become (self, shape, strides, offset)."""
+        """Return a pack hook: tensors on the memory of `x` become (self, shape, strides, offset)."""
         memory = x.untyped_storage()._cdata
 
-        def take(saved: torch.Tensor) -> Any:
+        def pack_one(saved: torch.Tensor) -> Any:
             if saved.untyped_storage()._cdata != memory or saved.dtype is not self._dtype:
                 return saved
             return self, saved.shape, saved.stride(), saved.storage_offset() - self._base
 
-        return take
+        return pack_one
 
     def view(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> torch.Tensor:
-        """
+        """Return a view of the new rows.
+
         Raises:
             UnsupportedError: the backward of combine has not run.
         """
         if self.rows is None:
             raise UnsupportedError(
-                'save="redispatch": backward of experts before that of their combine; allowed: backward from what '
-                "combine returned"
+                'save="redispatch": backward of the experts before that of combine; allowed: backward from the result '
+                "of combine"
             )
         return self.rows.as_strided(shape, strides, offset)
 
 
 def unpack(saved: Any) -> torch.Tensor:
-    """The inverse of `RowsAgain.pack`."""
+    """The unpack hook to `RowsAgain.pack`."""
     if isinstance(saved, torch.Tensor):
         return saved
     again, *place = saved
-    found: torch.Tensor = again.view(*place)
-    return found
+    view: torch.Tensor = again.view(*place)
+    return view

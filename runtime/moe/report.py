@@ -1,117 +1,123 @@
-"""What a token dispatcher does and takes, in words and bytes."""
+"""A token dispatcher's settings, memory and bytes on the wire, as text and as JSON values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from .config import DispatchLayout
-from .transfer import TokenRank
+from .config import DispatchConfig
+from .transfer import TokenTransfer
 
-Way = TokenRank | type[TokenRank]
-"""How rows travel: a rank, or what ranks are made of."""
+Algorithm = TokenTransfer | type[TokenTransfer]
+"""How rows travel: a transfer, or its class."""
 
 
-def explain(layout: DispatchLayout, ways: Sequence[Way], transport: str | None = None) -> str:
-    """The settings, and for each way the memory and the bytes on the wire that they take, of each rank."""
-    slots = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
-    held = f"{slots[0]}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
-    most = layout.max_tokens * layout.top_k
-    over = f"{layout.ranks} rank{'' if layout.ranks == 1 else 's'}{f', {transport}' if transport else ''}"
+def explain(config: DispatchConfig, algorithms: Sequence[Algorithm], transport: str | None = None) -> str:
+    """Return the settings, and for each algorithm the memory and the bytes on the wire of each rank, as text."""
+    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    each = f"{experts[0]}" if min(experts) == max(experts) else f"{min(experts)} to {max(experts)}"
+    over = f"{config.ranks} rank{'' if config.ranks == 1 else 's'}{f', {transport}' if transport else ''}"
     lines = [
-        f"token dispatch over {over}: {layout.num_experts} experts in "
-        f"{layout.bounds[-1]} slots, {held} for each rank; top {layout.top_k}, hidden {layout.hidden}, "
-        f"{_name(layout)}",
-        f"  {layout.rows} rows for each rank "
-        f"(all tokens of all ranks: {layout.ranks * most}), aligned to {layout.align}, "
-        f"{'batched' if layout.batched else 'grouped'}",
-        f"  expert capacity: {layout.expert_capacity if layout.expert_capacity is not None else 'no limit'}; "
-        f"overflow: {layout.overflow}; save: {layout.save}",
+        f"token dispatch over {over}: {config.num_experts} experts as "
+        f"{config.bounds[-1]} physical experts, {each} per rank; top {config.top_k}, hidden {config.hidden}, "
+        f"{_name(config)}",
+        f"  {config.rows} rows per rank "
+        f"(all tokens of all ranks: {config.ranks * config.most_pairs}), aligned to {config.align}, {config.layout}",
+        f"  expert capacity: {config.expert_capacity if config.expert_capacity is not None else 'unlimited'}; "
+        f"overflow: {config.overflow}; save: {config.save}",
     ]
-    if layout.zero_rows is not None:
-        lines.append(f"  rows from num_rows on are {'zero' if layout.zero_rows else 'not initialised'}")
-    for way in ways:
-        capacity = _slab_capacity(layout, way)
-        memory, wire = way.nbytes(layout, capacity), on_wire(layout, way, capacity)
+    if config.zero_rows is not None:
+        lines.append(f"  rows from num_rows on are {'zero' if config.zero_rows else 'not initialised'}")
+    for algorithm in algorithms:
+        capacity = _chunk_capacity(config, algorithm)
+        memory, wire = algorithm.nbytes(config, capacity), on_wire(config, algorithm, capacity)
         lines += [
-            f"  {way.way}" + ("" if capacity is None else f" (slab_capacity={capacity})"),
-            "    memory of a rank, bytes at most:",
-            *[f"      {nbytes:>16,}  {what}" for what, nbytes in memory.items()],
-            f"    on the wire, bytes for one rank's tokens, {layout.max_tokens} of them: of even routing, and at most:",
-            *[f"      {even:>16,} {top:>16,}  {what}" for what, (even, top) in wire.items()],
+            f"  {algorithm.algorithm}" + ("" if capacity is None else f" (chunk_capacity={capacity})"),
+            "    memory of a rank, maximum bytes:",
+            *[f"      {nbytes:>16,}  {purpose}" for purpose, nbytes in memory.items()],
+            f"    on the wire, bytes for the {config.max_tokens} tokens of one rank: with even routing, and at most:",
+            *[f"      {even:>16,} {most:>16,}  {operation}" for operation, (even, most) in wire.items()],
         ]
     return "\n".join(lines)
 
 
-def _slab_capacity(layout: DispatchLayout, way: Way) -> int | None:
-    """Rows of a slab, where all are of one size: the dispatcher's, else all of a rank's."""
-    if not way.one_size:
+def _chunk_capacity(config: DispatchConfig, algorithm: Algorithm) -> int | None:
+    """Return the rows of a chunk of fixed size: the dispatcher's, else room for all rows of a rank."""
+    if not algorithm.fixed_size:
         return None
-    return layout.max_tokens * layout.top_k if layout.slab_capacity is None else layout.slab_capacity
+    return config.most_pairs if config.chunk_rows is None else config.chunk_rows
 
 
-def to_dict(layout: DispatchLayout, ways: Sequence[Way]) -> dict[str, Any]:
-    """The same as `explain` says, of what json knows."""
+def to_dict(config: DispatchConfig, algorithms: Sequence[Algorithm]) -> dict[str, Any]:
+    """Return the contents of `explain` as JSON values."""
     return {
-        "ranks": layout.ranks,
-        "num_experts": layout.num_experts,
-        "top_k": layout.top_k,
-        "hidden": layout.hidden,
-        "max_tokens": layout.max_tokens,
-        "dtype": _name(layout),
-        "rows": layout.rows,
-        "expert_capacity": layout.expert_capacity,
-        "align": layout.align,
-        "layout": "batched" if layout.batched else "grouped",
-        "overflow": layout.overflow,
-        "save": layout.save,
-        "leases": layout.leases,
-        "zero_rows": layout.zero_rows,
-        "ways": [
+        "ranks": config.ranks,
+        "num_experts": config.num_experts,
+        "top_k": config.top_k,
+        "hidden": config.hidden,
+        "max_tokens": config.max_tokens,
+        "dtype": _name(config),
+        "rows": config.rows,
+        "expert_capacity": config.expert_capacity,
+        "align": config.align,
+        "layout": config.layout,
+        "overflow": config.overflow,
+        "save": config.save,
+        "pooled_buffers": config.pooled_buffers,
+        "zero_rows": config.zero_rows,
+        "algorithms": [
             {
-                "way": way.way,
-                "slab_capacity": capacity,
-                "memory": way.nbytes(layout, capacity),
+                "algorithm": algorithm.algorithm,
+                "chunk_capacity": capacity,
+                "memory": algorithm.nbytes(config, capacity),
                 "wire": {
-                    what: {"even": even, "most": top} for what, (even, top) in on_wire(layout, way, capacity).items()
+                    operation: {"even": even, "most": most}
+                    for operation, (even, most) in on_wire(config, algorithm, capacity).items()
                 },
             }
-            for way in ways
-            for capacity in [_slab_capacity(layout, way)]
+            for algorithm in algorithms
+            for capacity in [_chunk_capacity(config, algorithm)]
         ],
     }
 
 
-def on_wire(layout: DispatchLayout, way: Way, slab_capacity: int | None = None) -> dict[str, tuple[int, int]]:
-    """Bytes that travel between ranks for the max_tokens tokens of one rank, by what for: where every slot gets as many
-    as another, and at most. Rows, weights and counts; not the few bytes by which ranks meet. Slabs of `slab_capacity`
-    rows travel whole."""
-    row, others = layout.hidden * layout.dtype.itemsize, layout.ranks - 1
-    # Of each slot what this rank counted, and its bad ids.
-    counts = others * (layout.bounds[-1] + 1 + way.words_told) * 4
-    # Tokens go once more for the experts' backward.
-    again = row if layout.save == "redispatch" else 0
-    per_entry = {
+def on_wire(
+    config: DispatchConfig, algorithm: Algorithm, chunk_capacity: int | None = None
+) -> dict[str, tuple[int, int]]:
+    """Return the bytes sent between ranks for the max_tokens tokens of one rank by operation: with even routing, and at
+    most.
+
+    Counts rows, weights and counts, but not the few bytes of barriers. Chunks of `chunk_capacity` rows travel whole.
+    """
+    row, others = config.hidden * config.dtype.itemsize, config.ranks - 1
+    # For each physical expert this rank's count, and its bad ids.
+    counts = others * (config.bounds[-1] + 1 + algorithm.extra_words) * 4
+    # Tokens are dispatched once more for the experts' backward.
+    again = row if config.save == "redispatch" else 0
+    per_pair = {
         "dispatch": (row + 4, counts),
         "combine": (row, 0),
         "backward of combine": (row + 4 + again, 0),
         "backward of dispatch": (row + 4, 0),
     }
-    even, most = _entries_sent(layout) if slab_capacity is None else ((layout.ranks - 1) * slab_capacity,) * 2
-    return {what: (even * each + once, most * each + once) for what, (each, once) in per_entry.items()}
+    even, most = _pairs_sent(config) if chunk_capacity is None else ((config.ranks - 1) * chunk_capacity,) * 2
+    return {operation: (even * each + once, most * each + once) for operation, (each, once) in per_pair.items()}
 
 
-def _entries_sent(layout: DispatchLayout) -> tuple[int, int]:
-    """Entries of one rank's tokens that have a row at another rank: with even routing, of the rank with most of them,
-    and at most."""
-    entries, slots = layout.max_tokens * layout.top_k, layout.bounds[-1]
-    held = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
-    room = [min(layout.rows, n * layout.rows if layout.expert_capacity is None else n * layout.expert_capacity)
-            for n in held]  # fmt: skip
-    # What an owner has room for is shared by all sources.
-    gets = [min(-(-entries * n // slots), -(-space // layout.ranks)) for n, space in zip(held, room, strict=True)]
-    return min(entries, sum(gets) - min(gets)), min(entries, sum(room) - min(room))
+def _pairs_sent(config: DispatchConfig) -> tuple[int, int]:
+    """Return the pairs of one rank that have a row on another rank: with even routing, of the rank that sends most, and
+    at most."""
+    pairs, physical_experts = config.most_pairs, config.bounds[-1]
+    experts = [b - a for a, b in zip(config.bounds, config.bounds[1:], strict=False)]
+    limit = config.rows if config.expert_capacity is None else config.expert_capacity
+    room = [min(config.rows, n * limit) for n in experts]
+    # All sources share a destination's room.
+    received = [
+        min(-(-pairs * n // physical_experts), -(-space // config.ranks))
+        for n, space in zip(experts, room, strict=True)
+    ]
+    return min(pairs, sum(received) - min(received)), min(pairs, sum(room) - min(room))
 
 
-def _name(layout: DispatchLayout) -> str:
-    return str(layout.dtype).removeprefix("torch.")
+def _name(config: DispatchConfig) -> str:
+    return str(config.dtype).removeprefix("torch.")

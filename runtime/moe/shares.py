@@ -1,4 +1,4 @@
-"""Tokens that the ranks of a mesh dim hold alike, as beside tensor parallelism: each dispatches a share of them."""
+"""Shares of tokens that are replicated over a mesh dim, as beside tensor parallelism: each rank dispatches one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _MOST_TOKENS = 1 << 40
 
 
 def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor that all ranks of a 1-D mesh hold alike: by torch.chunk's rule, so that the last
-    ranks may have fewer, or none.
+    """Return this rank's rows of a tensor that is replicated over a 1-D mesh.
+
+    Rows are split as by torch.chunk: the last ranks may have fewer, or none.
 
     Args:
-        x: [T, ...], the same on all of them.
+        x: [T, ...], equal on all ranks of the mesh.
 
     Returns:
-        [T_share, ...]. Its gradient is gathered: that of `x` is the same on all of them again.
+        [T_share, ...]. Its gradient is gathered, so that the gradient of `x` is equal on all ranks.
 
     Raises:
-        ArgumentError: a mesh of several dims, a tensor without rows.
+        ArgumentError: a mesh of several dims, or a tensor of no dims.
         UnsupportedError: a mesh whose ranks do not ascend.
-        TransportError: in backward, a rank did not come.
+        TransportError: in backward, a rank timed out or failed.
     """
     _check(x, mesh)
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -34,20 +35,20 @@ def share_of_tokens(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def whole_of_shares(y: torch.Tensor, mesh: DeviceMesh, tokens: int) -> torch.Tensor:
-    """All rows of the shares that `share_of_tokens` gave, on every rank of the mesh.
+    """Gather the shares of `share_of_tokens` on every rank of the mesh.
 
     Args:
-        y: [T_share, ...], this rank's.
+        y: [T_share, ...], this rank's share.
         tokens: T, of all shares together.
 
     Returns:
-        [T, ...]. Ranks that hold tokens alike go on alike, so of its gradient each takes its own share.
+        [T, ...]. Its gradient is taken as replicated: each rank uses its own share of it.
 
     Raises:
-        ArgumentError: a mesh of several dims; `tokens` that are no whole number from 0 on; a share that is not this
-            rank's of so many tokens.
+        ArgumentError: a mesh of several dims; a negative or non-integer `tokens`; a share of another size than this
+            rank's.
         UnsupportedError: a mesh whose ranks do not ascend.
-        TransportError: a rank did not come.
+        TransportError: a rank timed out or failed.
     """
     _check(y, mesh)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _MOST_TOKENS:

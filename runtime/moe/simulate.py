@@ -1,42 +1,47 @@
-"""All ranks of a token dispatcher in one process."""
+"""VirtualTokenDispatcher: all ranks of a token dispatcher in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import ArgumentError
 from ..transports.in_process import InProcessTransport, run_all
-from .config import DispatchLayout, DispatchSettings, spelled_out
-from .engine import TokenEngine, placed
+from .autograd import combine_tokens, dispatch_tokens
+from .config import DispatchConfig, takes_settings
+from .dispatch_record import Tokens
+from .engine import TokenEngine, device_of
 from .routed import RoutedTokens
-from .transfer_fixed import slab_rank
-from .transfer_push import PushingRank
+from .transfer import Steps
+from .transfer_fixed import sendrecv_transfer
+from .transfer_push import PushTransfer
 from .validate import check_combine, check_dispatch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .config import DispatchSettings
+
 
 class VirtualTokenDispatcher(TokenEngine):
     """All ranks of a TokenDispatcher in this process, on one device: for tests, and for kernels of W ranks on one GPU.
 
-    Its methods take and return lists, one item for each of `size` ranks; otherwise they are TokenDispatcher's, and so
-    are the results, bit for bit.
+    Methods take and return lists with one item for each of `size` ranks. Otherwise they are TokenDispatcher's, with
+    bitwise equal results.
 
     Args:
-        size: W, ranks from 1 on.
+        size: W, the number of ranks, at least 1.
         num_experts, top_k, hidden, max_tokens, dtype, capacity, expert_capacity, align, overflow, layout, expert_map,
-            save, leases, slab_capacity, zero_rows, device: as of TokenDispatcher.
-        one_sided: ranks write into each other's buffers; False: they send and receive, as over a network.
+            save, pooled_buffers, chunk_capacity, splits, zero_rows, device: as for TokenDispatcher.
+        one_sided: True: ranks write into each other's buffers; False: they send and receive, as over a network.
 
     Raises:
         ArgumentError: a number or name that is not allowed.
     """
 
-    @spelled_out()
+    @takes_settings()
     def __init__(
         self,
         size: int,
@@ -46,16 +51,16 @@ class VirtualTokenDispatcher(TokenEngine):
         **settings: Unpack[DispatchSettings],
     ) -> None:
         if not isinstance(size, int) or size < 1:
-            raise ArgumentError(f"size: {size!r}; allowed: a number of ranks from 1 on")
-        agreed = DispatchLayout.of(size, **settings)
-        transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), placed(device)
-        part = PushingRank if one_sided else slab_rank(agreed)
-        parts = [part(agreed, transport, ranks, r, device, agreed.token(0)) for r in ranks]
-        super().__init__(agreed, parts, "in process")
+            raise ArgumentError(f"size: {size!r}; allowed: a number of ranks, at least 1")
+        config = DispatchConfig(size, **settings)
+        transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)
+        kind = PushTransfer if one_sided else sendrecv_transfer(config)
+        transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
+        super().__init__(config, transfers, "in process")
 
-    def run(self, what: int, runs: Sequence[Generator[Any, Any, Any]]) -> list[Any]:
-        ended = run_all(dict(enumerate(runs)))
-        return [ended[rank] for rank in range(len(runs))]
+    def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
+        results = run_all(dict(enumerate(runs)))
+        return [results[rank] for rank in range(len(runs))]
 
     def dispatch(
         self,
@@ -63,19 +68,20 @@ class VirtualTokenDispatcher(TokenEngine):
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
     ) -> list[RoutedTokens]:
-        """TokenDispatcher.dispatch of all ranks.
+        """TokenDispatcher.dispatch on all ranks.
 
         Args:
-            xs, topk_ids, topk_weights: of each rank, [T, H], [T, K] and [T, K]; T may differ.
+            xs, topk_ids, topk_weights: [T, H], [T, K] and [T, K] of each rank; T may differ.
 
         Raises:
-            ArgumentError: not one of each for every rank; a shape or dtype that is not allowed, with its rank.
-            CapacityError: as of TokenDispatcher.
+            ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
+            CapacityError: as for TokenDispatcher.
         """
         self._check_lists(x=xs, topk_ids=topk_ids, topk_weights=topk_weights)
-        for rank, (x, ids, weights) in enumerate(zip(xs, topk_ids, topk_weights, strict=True)):
-            check_dispatch(self.layout, self.parts[rank].device, x, ids, weights, f"[{rank}]")
-        return self._dispatch(xs, topk_ids, topk_weights)
+        tokens = [Tokens(*item) for item in zip(xs, topk_ids, topk_weights, strict=True)]
+        for rank, item in enumerate(tokens):
+            check_dispatch(self.config, self.transfers[rank].device, item, f"[{rank}]")
+        return dispatch_tokens(self, tokens)
 
     def combine(
         self,
@@ -86,20 +92,20 @@ class VirtualTokenDispatcher(TokenEngine):
         add: Sequence[torch.Tensor] | None = None,
         weighted: bool = True,
     ) -> list[torch.Tensor]:
-        """TokenDispatcher.combine of all ranks: [T, H] for each.
+        """TokenDispatcher.combine on all ranks: [T, H] each.
 
         Raises:
-            ArgumentError: not one of each for every rank; a shape or dtype that is not allowed, with its rank.
+            ArgumentError: lists of another length than the number of ranks; unsupported shape or dtype, with its rank.
         """
-        outs: Sequence[Any] = [None] * self.layout.ranks if out is None else out
-        adds: Sequence[Any] = [None] * self.layout.ranks if add is None else add
+        outs: Sequence[Any] = [None] * self.config.ranks if out is None else out
+        adds: Sequence[Any] = [None] * self.config.ranks if add is None else add
         self._check_lists(expert_output=expert_outputs, routed=routed, out=outs, add=adds)
         for rank, (values, r, o, a) in enumerate(zip(expert_outputs, routed, outs, adds, strict=True)):
-            of = self.handle, rank
-            check_combine(self.layout, self.parts[rank].device, of, values, r, o, a, f"[{rank}]")
-        return self._combine(expert_outputs, routed, outs, adds, weighted)
+            source = self.handle, rank
+            check_combine(self.config, self.transfers[rank].device, source, values, r, o, a, f"[{rank}]")
+        return combine_tokens(self, expert_outputs, routed, outs, adds, weighted)
 
     def _check_lists(self, **lists: Sequence[Any]) -> None:
         for name, given in lists.items():
-            if len(given) != self.layout.ranks:
-                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {self.layout.ranks} ranks")
+            if len(given) != self.config.ranks:
+                raise ArgumentError(f"{name}: {len(given)} of them; allowed: one for each of {self.config.ranks} ranks")

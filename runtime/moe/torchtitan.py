@@ -1,6 +1,8 @@
-"""TokenDispatcher behind the seam that torchtitan's MoE has for token dispatchers; torchtitan is not imported.
+"""TorchtitanDispatcher: TokenDispatcher with the interface of torchtitan's token dispatchers.
 
-A layer takes it by its config, or, once built, by assignment before `parallelize` wires the meshes:
+Does not import torchtitan.
+
+Set it in the config of a layer, or on a built layer before `parallelize` wires the meshes:
 
     moe_config.routed_experts.token_dispatcher = TorchtitanDispatcher.Config(num_experts=64, top_k=4, hidden_dim=1024,
                                                                              num_max_tokens_per_rank=4096)
@@ -9,7 +11,8 @@ A layer takes it by its config, or, once built, by assignment before `paralleliz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, shown
 from ...kernels import PAYLOADS
 from ..convert_specs import name_of
-from .config import DispatchSettings
+from .config import DispatchConfig
 from .dispatcher import TokenDispatcher
 from .expert_placement import experts_of_shards
 from .routed import RoutedTokens
@@ -27,27 +30,28 @@ from .simulate import VirtualTokenDispatcher
 class TorchtitanDispatcher:
     """Dispatch and combine with the methods, argument names and results of torchtitan 0.3.0's token dispatchers.
 
-    Experts are sharded over the mesh as DTensor shards parameters, `Shard(0)`. Scores are applied by `combine`.
+    Experts are sharded over the mesh as DTensor shards parameters, `Shard(0)`. `combine` applies the scores.
 
     Attributes:
-        dispatcher: what carries it out, once meshes are wired: its `check`, `explain` and `layout`.
+        dispatcher: the TokenDispatcher, once meshes are wired, for `check`, `explain` and `config`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """The settings; `build` makes the dispatcher, as torchtitan's layers do.
+        """The settings; torchtitan's layers call `build`.
 
         Attributes:
             num_experts, top_k, hidden_dim: E, K, D.
-            num_max_tokens_per_rank: the largest T of any rank; each rank's may differ at every dispatch.
-            dtype: of tokens: "float32", "bfloat16" or "float16"; of a torch.dtype its name is kept, so that the config
-                is plain values, as torchtitan prints and writes it.
-            device: such as "cuda:0"; of a torch.device its name is kept. Default: that of the mesh's type, and the
-                current one of it; without a mesh the CPU.
-            capacity, expert_capacity, overflow, leases, slab_capacity, splits, zero_rows: as of TokenDispatcher.
-            save: "lease" or "copy", as of TokenDispatcher.
-            transport: as of TokenDispatcher; without a mesh there is none.
-            pad_multiple: rows that each expert's group is padded to a multiple of: 16 for fp8, 32 for mxfp8.
+            num_max_tokens_per_rank: the largest T of any rank; T may differ between ranks and dispatches.
+            dtype: of tokens: "float32", "bfloat16" or "float16"; a torch.dtype is stored by name, since torchtitan
+                prints and writes configs of plain values.
+            device: such as "cuda:0"; a torch.device is stored by name. Default: the current device of the mesh's type;
+                without a mesh the CPU.
+            capacity, expert_capacity, overflow, pooled_buffers, chunk_capacity, splits, zero_rows: as for
+                TokenDispatcher.
+            save: "buffer" or "copy", as for TokenDispatcher.
+            transport: as for TokenDispatcher; ignored without a mesh.
+            pad_multiple: the alignment of each expert's group, in rows: 16 for fp8, 32 for mxfp8.
         """
 
         num_experts: int
@@ -60,9 +64,9 @@ class TorchtitanDispatcher:
         expert_capacity: int | None = None
         overflow: str = "raise"
         pad_multiple: int = 1
-        save: str = "lease"
-        leases: int = 1
-        slab_capacity: int | float | None = None
+        save: str = "buffer"
+        pooled_buffers: int = 1
+        chunk_capacity: int | float | None = None
         splits: str | None = None
         zero_rows: bool | None = None
         transport: str | None = None
@@ -74,7 +78,7 @@ class TorchtitanDispatcher:
                 self.device = str(self.device)
 
         def build(self) -> TorchtitanDispatcher:
-            """The dispatcher, whose meshes are wired later."""
+            """Return the dispatcher, whose meshes are wired later."""
             return TorchtitanDispatcher(self)
 
     def __init__(self, config: Config) -> None:
@@ -84,10 +88,10 @@ class TorchtitanDispatcher:
         self.dispatcher: TokenDispatcher | VirtualTokenDispatcher | None = None
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Take the ranks of a 1-D mesh, which all call this; None: this rank has all experts.
+        """Use the ranks of a 1-D mesh, which all call this; None: this rank has all experts.
 
         Raises:
-            ArgumentError, UnsupportedError: as of TokenDispatcher.
+            ArgumentError, UnsupportedError: as for TokenDispatcher.
             UnsupportedError: a number of experts that does not divide, on a mesh whose ranks do not ascend.
         """
         if ep_mesh is not None and not isinstance(ep_mesh, DeviceMesh):
@@ -96,10 +100,10 @@ class TorchtitanDispatcher:
         self.init_buffer()
 
     def init_buffer(self) -> None:
-        """Agree on sizes; called by `wire_meshes`. Buffers are made by the first dispatch.
+        """Make the TokenDispatcher; called by `wire_meshes`. Buffers are allocated by the first dispatch.
 
         Raises:
-            ArgumentError, UnsupportedError: as of TokenDispatcher.
+            ArgumentError, UnsupportedError: as for TokenDispatcher.
         """
         config, mesh = self.config, self.ep_mesh
         dtypes = {name_of(dtype): dtype for dtype in PAYLOADS}
@@ -115,15 +119,12 @@ class TorchtitanDispatcher:
             raise ArgumentError(f"device: {shown(device)}; allowed: a device such as 'cuda:0', or None") from error
         if config.save == "redispatch":
             raise ArgumentError(
-                'save: "redispatch"; allowed here: "lease", "copy": experts run where nothing can be kept'
+                'save: "redispatch"; allowed here: "buffer", "copy": torchtitan has no hook for `routed.kept()`'
             )
-        settings: DispatchSettings = {
-            "num_experts": config.num_experts, "top_k": config.top_k, "hidden": config.hidden_dim,
-            "max_tokens": config.num_max_tokens_per_rank, "dtype": dtypes[config.dtype], "capacity": config.capacity,
-            "expert_capacity": config.expert_capacity, "overflow": config.overflow, "align": config.pad_multiple,
-            "save": config.save, "leases": config.leases, "slab_capacity": config.slab_capacity,
-            "splits": config.splits, "zero_rows": config.zero_rows,
-        }  # fmt: skip
+        # The settings that have the same name in both configs, then the others.
+        settings: Any = {f.name: getattr(config, f.name) for f in fields(DispatchConfig) if hasattr(config, f.name)}
+        settings |= {"dtype": dtypes[config.dtype], "hidden": config.hidden_dim, "align": config.pad_multiple}
+        settings["max_tokens"] = config.num_max_tokens_per_rank
         if mesh is None:
             self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)
         else:
@@ -137,22 +138,22 @@ class TorchtitanDispatcher:
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
-        """Send tokens to the ranks that have their experts.
+        """Send tokens to the ranks of their experts.
 
         Args:
             x_TD: [T, D].
             topk_scores_TK: floats [T, K].
             topk_expert_ids_TK: int32 or int64 [T, K]; -1 is none.
-            num_local_tokens_per_expert_E: not read: counts follow from the ids.
+            num_local_tokens_per_expert_E: ignored; counts follow from the ids.
 
         Returns:
-            [R, D], grouped by expert, R being the same at every dispatch: rows from the sum of the counts on are not
-            initialised, as grouped GEMMs by offsets never read them, or zero with `zero_rows`; int64 [E_local], the
-            rows of each group, padding included; what `combine` takes.
+            The rows, [R, D], grouped by expert, with R equal at every dispatch; rows from the sum of the counts on are
+            zero with `zero_rows` and otherwise not initialised, since grouped GEMMs never read them. The rows of each
+            group, padding included, int64 [E_local]. The metadata for `combine`.
 
         Raises:
             ArgumentError: meshes are not wired, or a shape or dtype is not allowed.
-            CapacityError, TransportError: as of TokenDispatcher.
+            CapacityError, TransportError: as for TokenDispatcher.
         """
         del num_local_tokens_per_expert_E
         dispatcher = self._wired()
@@ -168,15 +169,15 @@ class TorchtitanDispatcher:
         metadata: RoutedTokens,
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
-        """[T, D], the sum of each token's rows by its scores.
+        """Return the sum of each token's rows, weighted by its scores: [T, D].
 
         Args:
-            routed_output_RD: [R, D], of `dispatch`'s shape and dtype.
-            metadata: what `dispatch` returned last.
-            x_TD: not read.
+            routed_output_RD: [R, D], of the shape and dtype of the dispatched rows.
+            metadata: from `dispatch`.
+            x_TD: ignored.
 
         Raises:
-            ArgumentError, TransportError: as of TokenDispatcher.
+            ArgumentError, TransportError: as for TokenDispatcher.
         """
         del x_TD
         dispatcher = self._wired()
@@ -186,5 +187,5 @@ class TorchtitanDispatcher:
 
     def _wired(self) -> TokenDispatcher | VirtualTokenDispatcher:
         if self.dispatcher is None:
-            raise ArgumentError("ep_mesh: none yet; allowed: dispatch and combine after wire_meshes(ep_mesh=)")
+            raise ArgumentError("ep_mesh: not set; allowed: dispatch and combine after wire_meshes(ep_mesh=...)")
         return self.dispatcher

@@ -1,13 +1,13 @@
-"""One rank of a token dispatcher, as runs that yield where ranks meet; how rows travel is the subclass's.
+"""TokenTransfer: one rank of a token dispatcher; its operations are generators of communication requests.
 
-A subclass has three verbs: `_share` tells all ranks counts, and where rows may be written; `_deliver` brings rows of
-tokens to their owners; `_fetch` brings owners' rows back.
+How rows travel is the subclass's. It implements three steps: `_share` exchanges counts and makes receive buffers known,
+`_deliver` brings rows of tokens to their destinations, `_fetch` brings rows back from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -15,8 +15,8 @@ from ...kernels import (
     AddressTables,
     Buffers,
     Groups,
+    PhysicalExperts,
     Routed,
-    Slots,
     combine_rows,
     copy_rows,
     fill_rows,
@@ -28,210 +28,234 @@ from ...kernels import (
 )
 from ..transports.base import Transport
 from ..transports.requests import CommRequest
-from .config import DispatchLayout, fill_of
-from .routing import Sent
+from .config import DispatchConfig, fill_value
+from .dispatch_record import DispatchRecord, Tokens
 
+T = TypeVar("T")
+Steps = Generator[CommRequest, Any, T]
+"""A run of one rank: yields communication requests, receives their answers and returns T."""
 Read = Callable[[Sequence[Buffers]], list[torch.Tensor]]
-"""From owners' buffers to tensors of this rank's entries."""
+"""Reads the destinations' buffers and returns tensors of this rank's pairs."""
 Take = Callable[[torch.Tensor], None]
-"""From the buffer where rows came to wherever it keeps its results; it may be that buffer."""
-# Added to the dispatcher's token: what a run is for. Its meetings are numbered from there on.
+"""Processes the receive buffer once rows have arrived, possibly in place."""
+# Operations, added to the dispatcher's fingerprint. The requests of an operation count up from there.
 DISPATCH, COMBINE, BACKWARD, WEIGHED, UNDISPATCH = 0, 8, 16, 24, 32
-RUNS = {
+OPERATIONS = {
     DISPATCH: "dispatch",
     COMBINE: "combine",
     BACKWARD: "backward of combine",
     UNDISPATCH: "backward of dispatch",
 }
 ROUTING = "routing of one dispatch, held until backward"
-"""Of `TokenRank.nbytes`."""
+"""A key of `TokenTransfer.nbytes`."""
 
 
-class TokenRank:
+class Delivery(NamedTuple):
+    """The arguments of `TokenTransfer._deliver`."""
+
+    operation: int
+    record: DispatchRecord
+    x: torch.Tensor
+    """[T, H], the rows of this rank's tokens."""
+    into: Any
+    """The receive buffers, as returned by `_share`."""
+    weights: torch.Tensor | None = None
+    """float32 [T, K], delivered beside the rows."""
+    take: Take | None = None
+    """Default: received rows stay in the first receive buffer."""
+
+
+class TokenTransfer:
     """Rank `ranks[me]` of a dispatcher of `ranks`.
 
     Args:
-        token: of the dispatcher, alike on all ranks; the last 8 bits are zero.
+        fingerprint: of the dispatcher, equal on all ranks; the last 8 bits are zero.
 
     Attributes:
-        in_slabs: rows travel in slabs, and `Sent` has them.
+        in_chunks: rows travel in chunks, which DispatchRecord describes.
         in_windows: rows travel through windows, which dispatchers share.
-        one_size: all slabs have room for as many rows.
-        way: how rows travel, in words.
-        words_told: words that a rank tells each other one with its counts.
-        peers: the others, beginning with the rank after this one.
+        fixed_size: chunks have a fixed size.
+        algorithm: how rows travel, in words.
+        extra_words: words that a rank sends to each other rank with its counts.
+        peers: the other ranks, starting with the one after this rank.
     """
 
-    in_slabs = False
-    in_windows = False
-    one_size = False
-    way = ""
-    words_told = 0
+    in_chunks: ClassVar[bool] = False
+    in_windows: ClassVar[bool] = False
+    fixed_size: ClassVar[bool] = False
+    algorithm: ClassVar[str] = ""
+    extra_words: ClassVar[int] = 0
 
     @classmethod
-    def nbytes(cls, layout: DispatchLayout, slab_capacity: int | None) -> dict[str, int]:
-        """Bytes of memory of one rank, at most, by what they are for.
+    def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
+        """Return the maximum bytes of memory of one rank by purpose.
 
         Args:
-            slab_capacity: rows of a slab, where all are of one size.
+            chunk_capacity: rows of a chunk; None: exact sizes, or no chunks.
         """
-        row = layout.hidden * layout.dtype.itemsize + 4  # and its weight
-        # Slots, places and rows of entries, and counts of all ranks.
-        routing = layout.max_tokens * layout.top_k * 16 + layout.ranks * (layout.bounds[-1] + 1) * 8
+        row = config.hidden * config.dtype.itemsize + 4  # with its weight
+        # Physical experts, places and rows of pairs, and the counts of all ranks.
+        routing = config.most_pairs * 16 + config.ranks * (config.bounds[-1] + 1) * 8
         return {
-            cls.received(layout): layout.rows * row,
-            "gradients received, in the backward of combine": layout.rows * row,
+            cls.received(config): config.rows * row,
+            "gradients received, in the backward of combine": config.rows * row,
             ROUTING: routing,
         }
 
     @classmethod
-    def received(cls, layout: DispatchLayout) -> str:
-        """How long memory for rows is held, in words."""
+    def received(cls, config: DispatchConfig) -> str:
+        """Return how long memory for received rows is held, in words."""
         return {
-            "lease": "rows received, held until backward",
+            "buffer": "rows received, held until backward",
             "copy": "rows received, twice while they are copied, then once until backward",
             "redispatch": "rows received, held until the experts are done, and again during their backward",
-        }[layout.save]
+        }[config.save]
 
     def __init__(
         self,
-        layout: DispatchLayout,
+        config: DispatchConfig,
         transport: Transport,
         ranks: tuple[int, ...],
         me: int,
         device: torch.device,
-        token: int,
+        fingerprint: int,
     ) -> None:
-        self.layout, self.transport, self.ranks, self.me = layout, transport, ranks, me
-        self._rest = fill_of(layout.zero_rows)
-        self.device, self.token = device, token
-        self.slots = Slots.divided(layout.bounds, device)
-        self.slot_of = None
-        if layout.slot_of:
-            self.slot_of = torch.tensor(layout.slot_of[me], dtype=torch.int32, device=device)
+        self.config, self.transport, self.ranks, self.me = config, transport, ranks, me
+        self.device, self.fingerprint = device, fingerprint
+        self._unused_rows = fill_value(config.zero_rows)
+        self.physical_experts = PhysicalExperts.divided(config.bounds, device)
+        self._physical_expert_of = None
+        if config.physical_expert_of:
+            self._physical_expert_of = torch.tensor(config.physical_expert_of[me], dtype=torch.int32, device=device)
         self.peers = ranks[me + 1 :] + ranks[:me]
         self.tables = AddressTables(device)
 
     def dispatch(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        outs: Sequence[torch.Tensor] | None = None,
-    ) -> Generator[CommRequest, Any, tuple[torch.Tensor, Sent]]:
-        """The rows that this rank received, [rows, H], and what combine needs. With `outs`, memory for rows and for
-        their weights, copies of those in the transport's memory."""
-        routed = route_tokens(ids, self.layout.num_experts, self.slot_of, self.slots.number)
-        # What comes through a window is copied out of it: to where it is wanted.
+        self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None
+    ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
+        """Send tokens to their destinations; return the received rows, [rows, H], and the record of this dispatch.
+
+        Args:
+            outs: memory for copies of rows and weights; default: the result is the transport's memory.
+        """
+        routed = route_tokens(
+            tokens.ids, self.config.num_experts, self._physical_expert_of, self.physical_experts.count
+        )
+        # What arrives in a window is copied once, straight to where it is wanted.
         own = outs if outs and self.in_windows else (self._rows_to_receive(), self._new_numbers())
-        into, counted = yield from self._share(DISPATCH, own, routed.counts)
-        assert counted is not None
-        sent = self._located(routed, counted, (outs or own)[1])
-        self._fill_rest(sent.groups, *(outs or own))
-        yield from self._deliver(DISPATCH, sent, x, into, weights)
-        return _lasting(own, outs, sent.groups)[0], sent
+        into, matrix = yield from self._share(DISPATCH, own, routed.counts)
+        assert matrix is not None
+        record = self._located(routed, matrix, (outs or own)[1])
+        self._fill_unused(record.groups, *(outs or own))
+        yield from self._deliver(Delivery(DISPATCH, record, tokens.x, into, tokens.weights))
+        return _copied(own, outs, record.groups)[0], record
 
     def combine(
         self,
-        sent: Sent,
+        record: DispatchRecord,
         values: torch.Tensor,
         out: torch.Tensor,
         weights: torch.Tensor | None,
         add: torch.Tensor | None,
         numbers: torch.Tensor | None = None,
-    ) -> Generator[CommRequest, Any, torch.Tensor | None]:
-        """Each token's sum into `out`. With `numbers`, float32 [rows] of each owner, those of each entry: [T, K]."""
+    ) -> Steps[torch.Tensor | None]:
+        """Write each token's sum to `out`. With `numbers`, float32 [rows], return those of each pair, [T, K]."""
 
         def read(buffers: Sequence[Buffers]) -> list[torch.Tensor]:
-            combine_rows(sent.rows, buffers[0], out, weights, add)
-            return [out, *[gather_values(sent.rows, numbers) for numbers in buffers[1:]]]
+            combine_rows(record.rows, buffers[0], out, weights, add)
+            return [out, *[gather_values(record.rows, numbers) for numbers in buffers[1:]]]
 
         given = (values,) if numbers is None else (values, numbers)
-        _, *of_entries = yield from self._fetch(COMBINE if numbers is None else UNDISPATCH, sent, given, read)
-        return of_entries[0] if of_entries else None
+        _, *of_pairs = yield from self._fetch(COMBINE if numbers is None else UNDISPATCH, record, given, read)
+        return of_pairs[0] if of_pairs else None
 
     def combine_backward(
-        self, sent: Sent, gradient: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor | None = None
-    ) -> Generator[CommRequest, Any, tuple[torch.Tensor, torch.Tensor | None]]:
-        """The gradients of an owner's values, and, if they were weighted, of the weights of this rank's entries. With
-        `out`, memory for the former, a copy of them."""
+        self,
+        record: DispatchRecord,
+        gradient: torch.Tensor,
+        values: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> Steps[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return the gradient of this rank's values and, if they were weighted, of the weights of its pairs, [T, K].
+
+        Args:
+            values: the combined values; None: they were not weighted.
+            out: memory for a copy of the first gradient.
+        """
         outs, of_weights = None if out is None else (out,), None
         own = outs if outs and self.in_windows else (self._new_rows(),)
         into, _ = yield from self._share(BACKWARD, own)
-        self._fill_rest(sent.groups, *(outs or own))
+        self._fill_unused(record.groups, *(outs or own))
+        delivery = Delivery(BACKWARD, record, gradient, into)
         if values is None:
-            yield from self._deliver(BACKWARD, sent, gradient, into)
+            yield from self._deliver(delivery)
         else:
             numbers = self._new_numbers()
 
-            def weigh(came: torch.Tensor) -> None:
-                weigh_rows(came, values, sent.weights, sent.groups.num_rows, own[0], numbers)
+            def weigh(received: torch.Tensor) -> None:
+                weigh_rows(received, values, record.weights, record.groups.num_rows, own[0], numbers)
 
-            yield from self._deliver(BACKWARD, sent, gradient, into, take=weigh)
+            yield from self._deliver(delivery._replace(take=weigh))
             (of_weights,) = yield from self._fetch(
-                WEIGHED, sent, (numbers,), lambda buffers: [gather_values(sent.rows, buffers[0])]
+                WEIGHED, record, (numbers,), lambda buffers: [gather_values(record.rows, buffers[0])]
             )
-        return _lasting(own, outs, sent.groups)[0], of_weights
+        return _copied(own, outs, record.groups)[0], of_weights
 
     def _share(
-        self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
-        """What `_deliver` needs to write into all ranks' `own` buffers; and what all ranks counted, for `_located`: of
-        this dispatch alone."""
+        self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
+    ) -> Steps[tuple[Any, torch.Tensor | None]]:
+        """Make this rank's receive buffers `own` known to peers and share `counts`, int32 [S + 1].
+
+        Returns:
+            The receive buffers of all ranks, for `_deliver`; the matrix of all ranks' counts, int32 [W, S + 1], if
+            counts were given.
+        """
         raise NotImplementedError
 
-    def _deliver(
-        self,
-        what: int,
-        sent: Sent,
-        x: torch.Tensor,
-        into: Any,
-        weights: torch.Tensor | None = None,
-        take: Take | None = None,
-    ) -> Generator[CommRequest, Any, None]:
-        """Rows of tokens, [T, H], to their places at the owners, and weights, [T, K], if there are any; padding rows
-        zero. Rows that came are this rank's own, or `take` makes those of them."""
+    def _deliver(self, delivery: Delivery) -> Steps[None]:
+        """Store rows and weights at their destinations and zero the padding rows."""
         raise NotImplementedError
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
-        """What `read` makes of all owners' `given`, which `sent.rows` index."""
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
+    ) -> Steps[list[torch.Tensor]]:
+        """Return `read` of all ranks' `given` buffers, which `record.rows` index."""
         raise NotImplementedError
 
-    def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
-        groups = self._grouped(counted, self.slots)
-        return Sent(weights, groups, locate_rows(routed.slot, routed.place, groups, self.slots), counted)
+    def _located(self, routed: Routed, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+        groups = self._grouped(matrix, self.physical_experts)
+        rows = locate_rows(routed.physical_expert, routed.place, groups, self.physical_experts)
+        return DispatchRecord(weights, groups, rows, matrix)
 
-    def _grouped(self, matrix: torch.Tensor, slots: Slots) -> Groups:
-        layout = self.layout
-        return group_rows(matrix, slots, self.me, layout.rows, layout.align, layout.expert_capacity, layout.batched)
+    def _grouped(self, matrix: torch.Tensor, physical_experts: PhysicalExperts) -> Groups:
+        c = self.config
+        return group_rows(matrix, physical_experts, self.me, c.rows, c.align, c.expert_capacity, c.batched)
 
-    def _fill_rest(self, groups: Groups, *of_rows: torch.Tensor) -> None:
-        """Rows from `num_rows` on, which nobody delivers; before others are there, since what is overwritten where this
-        rank failed stays so."""
-        if self._rest is not None:
-            for x in of_rows:
-                fill_rows(x, groups.num_rows, self._rest)
+    def _fill_unused(self, groups: Groups, *buffers: torch.Tensor) -> None:
+        """Fill the rows from `num_rows` on, which nobody writes. Done before delivery, so that the result of a failed
+        rank stays overwritten."""
+        if self._unused_rows is not None:
+            for x in buffers:
+                fill_rows(x, groups.num_rows, self._unused_rows)
 
     def _rows_to_receive(self) -> torch.Tensor:
-        """Memory for the rows of a dispatch, [rows, H]."""
+        """Return memory for the rows of a dispatch, [rows, H]."""
         return self._new_rows()
 
     def _new_rows(self) -> torch.Tensor:
-        return self._empty((self.layout.rows, self.layout.hidden), self.layout.dtype)
+        return self._empty((self.config.rows, self.config.hidden), self.config.dtype)
 
     def _new_numbers(self) -> torch.Tensor:
-        return self._empty((self.layout.rows,), torch.float32)
+        return self._empty((self.config.rows,), torch.float32)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.transport.empty(shape, dtype, self.device)
 
 
-def _lasting(
+def _copied(
     received: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, groups: Groups
 ) -> Sequence[torch.Tensor]:
-    """What was received, or `outs`, which get copies of its rows."""
+    """Copy the received rows to `outs` if there are any, and return the result."""
     if outs is None or outs is received:
         return received
     for rows, out in zip(received, outs, strict=True):

@@ -1,16 +1,16 @@
-"""One rank of a token dispatcher on a two-sided transport, without a number read by the host: slabs of one size.
+"""FixedTransfer: a rank on a two-sided transport without a host read; rows travel in chunks of fixed size.
 
-A slab has room for `slab_capacity` rows of a sender for an owner. Who has which row, and which have no room, follows
-from the counts of all ranks, on the device of each alike. So sizes are known ahead, slabs travel whole, and what is
-behind the last row of one is never read.
+A chunk has room for `chunk_capacity` rows of a sender for a destination. Which rows it holds, and which exceed it,
+follows from the counts of all ranks and is computed on each device alike. So sizes are known ahead, chunks travel
+whole, and the unused end of a chunk is never read.
 
-Ranks that run different dispatchers are told on gloo; on other backends only where one of them runs for the first time:
-with sizes that are alike, nothing else shows it to the host.
+Ranks that run different dispatchers are detected on gloo; on other backends only when one of them runs for the first
+time, since equal sizes give the host nothing to compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,139 +18,133 @@ import torch
 
 from ...kernels import Buffers, Groups, Routed, TokenRows, locate_rows, push_rows
 from ...planner import NVLINK_INFINIBAND, price_splits
-from ..transports.requests import CommRequest
-from .config import DispatchLayout
-from .routing import Sent, Slabs
-from .transfer import Read, Take, TokenRank
-from .transfer_sendrecv import SlabRank
+from .config import DispatchConfig
+from .dispatch_record import Chunks, DispatchRecord
+from .transfer import Delivery, Read, Steps, TokenTransfer
+from .transfer_sendrecv import SendRecvTransfer
 
 
-class FixedSlabRank(SlabRank):
-    """Ranks send and receive slabs of `layout.slab_capacity` rows."""
+class FixedTransfer(SendRecvTransfer):
+    """Ranks send and receive chunks of `config.chunk_capacity` rows."""
 
-    one_size = True
-    way = "one slab of one size for each pair of ranks; the host reads nothing"
+    fixed_size = True
+    algorithm = "one chunk of fixed size per pair of ranks; no host read"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        capacity = self.layout.slab_capacity
+        capacity, ranks = self.config.chunk_rows, self.config.ranks
         assert capacity is not None
         self._capacity = capacity
-        bounds = torch.tensor(self.layout.bounds, device="cpu")
-        self._first = bounds[:-1].repeat_interleave(bounds.diff()).to(self.device)  # int64 [S], of the same owner
-        owner = torch.arange(self.layout.ranks, device="cpu").repeat_interleave(bounds.diff()).to(self.device)
-        self._slab = owner * capacity  # int64 [S]: where the owner's slab begins
-        self._in_slab = torch.arange(capacity, device=self.device).expand(self.layout.ranks, -1).contiguous()
-        self._sizes_of_all = torch.full((self.layout.ranks,), capacity, dtype=torch.int64, device="cpu")
+        bounds = torch.tensor(self.config.bounds, device="cpu")
+        sizes = bounds.diff()
+        self._first = bounds[:-1].repeat_interleave(sizes).to(self.device)  # int64 [S], of the same destination
+        destination = torch.arange(ranks, device="cpu").repeat_interleave(sizes).to(self.device)
+        self._chunk = destination * capacity  # int64 [S]: the first row of the destination's chunk
+        self._in_chunk = torch.arange(capacity, device=self.device).expand(ranks, -1).contiguous()
+        self._sizes = [capacity] * ranks
+        self._sizes_of_all = torch.full((ranks,), capacity, dtype=torch.int64, device="cpu")
 
     def _before(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows of each slot, [..., S], how many come before them in the slab of the same owner."""
+        """Return how many rows precede those of each physical expert in the chunk of the same destination.
+
+        Args:
+            rows: int64 [..., S], rows of each physical expert.
+        """
         before = rows.cumsum(-1) - rows
         return before - before[..., self._first]
 
-    def _located(self, routed: Routed, counted: torch.Tensor, weights: torch.Tensor) -> Sent:
-        counts = counted[:, :-1].long()
-        with_room = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
-        groups = self._grouped(torch.cat((with_room.int(), counted[:, -1:]), 1), self.slots)
-        without = torch.stack(((counts - with_room).sum(), counts.new_zeros(())))
-        groups = groups._replace(lost=groups.lost + without)
-        start = (self._slab + self._before(groups.limit.long())).int()
-        rows = locate_rows(routed.slot, routed.place, groups._replace(start=start), self.slots)
-        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+    def _located(self, routed: Routed, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+        counts = matrix[:, :-1].long()
+        fitting = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
+        groups = self._grouped(torch.cat((fitting.int(), matrix[:, -1:]), 1), self.physical_experts)
+        exceeding = torch.stack(((counts - fitting).sum(), counts.new_zeros(())))
+        groups = groups._replace(overflow=groups.overflow + exceeding)
+        start = (self._chunk + self._before(groups.limit.long())).int()
+        in_chunks = groups._replace(start=start)
+        rows = locate_rows(routed.physical_expert, routed.place, in_chunks, self.physical_experts)
+        no_padding = torch.zeros(1, dtype=torch.int64, device="cpu")
         sizes = self._sizes_of_all
-        slabs = Slabs(sizes.clone(), sizes.clone(), none, self._places(with_room, groups))
-        return Sent(weights, groups, rows, counted, slabs)
+        chunks = Chunks(sizes.clone(), sizes.clone(), no_padding, self._places(fitting, groups))
+        return DispatchRecord(weights, groups, rows, matrix, chunks)
 
     def _places(self, counts: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """int64 [W * capacity]: the row in this rank's buffer of each row of the slabs that it receives, -1 of none.
+        """Return the place in this rank's buffer of each row of the received chunks, int64 [W * capacity], -1: none.
 
-        `counts`: int64 [W, S], rows with room in their slabs.
+        Args:
+            counts: int64 [W, S], rows that fit in their chunks.
         """
-        low, high = self.layout.bounds[self.me : self.me + 2]
+        low, high = self.config.bounds[self.me : self.me + 2]
         if low == high:
-            return torch.full((self._in_slab.numel(),), -1, dtype=torch.int64, device=self.device)
+            return torch.full((self._in_chunk.numel(),), -1, dtype=torch.int64, device=self.device)
         own = counts[:, low:high]
-        before = own.cumsum(0) - own  # of earlier sources, in the group
-        came = torch.minimum((groups.counts - before).clamp(min=0), own)
+        before = own.cumsum(0) - own  # rows of earlier sources in the group
+        received = torch.minimum((groups.counts - before).clamp(min=0), own)
         begin = groups.offsets.long() - groups.padded_counts + before
-        ends = came.cumsum(1)
-        slot = torch.searchsorted(ends, self._in_slab, right=True).clamp(max=high - low - 1)
-        place = begin.gather(1, slot) + self._in_slab - (ends - came).gather(1, slot)
-        return torch.where(self._in_slab < ends[:, -1:], place, -1).view(-1)
+        ends = received.cumsum(1)
+        expert = torch.searchsorted(ends, self._in_chunk, right=True).clamp(max=high - low - 1)
+        place = begin.gather(1, expert) + self._in_chunk - (ends - received).gather(1, expert)
+        return torch.where(self._in_chunk < ends[:, -1:], place, -1).view(-1)
 
-    def _deliver(
-        self,
-        what: int,
-        sent: Sent,
-        x: torch.Tensor,
-        into: Any,
-        weights: torch.Tensor | None = None,
-        take: Take | None = None,
-    ) -> Generator[CommRequest, Any, None]:
-        assert sent.slabs is not None
-        owners, places = self.layout.ranks, sent.slabs.places
-        packed, several = [self._empty((len(places), self.layout.hidden), x.dtype)], None
-        if weights is not None:
-            packed.append(self._empty((len(places),), torch.float32))
-            several = Buffers([packed[1]] * owners, self.tables)
-        push_rows(x, sent.rows, Buffers([packed[0]] * owners, self.tables), sent.groups, self.me, weights, several,
-                  most_padding=0)  # fmt: skip
-        came = []
-        for slab in packed:
-            came.append(self._empty(tuple(slab.shape), slab.dtype))
-            sizes = [self._capacity] * owners
-            yield from self._exchange(what, slab, sizes, came[-1], sizes)
-        # Each row that came is a token of one entry, whose owner is this rank.
+    def _deliver(self, delivery: Delivery) -> Steps[None]:
+        operation, record, _, into, weights, take = delivery
+        assert record.chunks is not None
+        ranks, places = self.config.ranks, record.chunks.places
+        received = []
+        for packed in self._packed(delivery, len(places)):
+            received.append(self._empty(tuple(packed.shape), packed.dtype))
+            yield from self._exchange(operation, packed, self._sizes, received[-1], self._sizes)
+        # Each received row is pushed as a token with one pair, whose destination is this rank.
         place = places.int()[:, None]
-        rows = TokenRows(torch.where(place >= 0, self.me, owners).int(), place)
-        buffers = [Buffers([buffer] * owners, self.tables) for buffer in into]
-        numbers = came[1][:, None] if weights is not None else None
-        push_rows(came[0], rows, buffers[0], sent.groups, self.me, numbers, buffers[1] if weights is not None else None,
-                  most_padding=self.layout.most_padding)  # fmt: skip
+        rows = TokenRows(torch.where(place >= 0, self.me, ranks).int(), place)
+        buffers = [Buffers([buffer] * ranks, self.tables) for buffer in into]
+        numbers, weight_buffers = (None, None) if weights is None else (received[1][:, None], buffers[1])
+        padding = self.config.most_padding
+        push_rows(received[0], rows, buffers[0], record.groups, self.me, numbers, weight_buffers, padding)
         if take is not None:
             take(into[0])
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
-        yield from ()  # a generator, as for all ranks
-        assert sent.slabs is not None
-        owners, sizes = self.layout.ranks, [self._capacity] * self.layout.ranks
-        rows, found = sent.slabs.places.clamp(min=0), []
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
+    ) -> Steps[list[torch.Tensor]]:
+        assert record.chunks is not None
+        rows, buffers = record.chunks.places.clamp(min=0), []
         for values in given:
-            back = self._empty((len(rows), *values.shape[1:]), values.dtype)
-            going = values.index_select(0, rows) if len(values) else torch.zeros_like(back)
-            yield from self._exchange(what, going, sizes, back, sizes)
-            found.append(Buffers([back] * owners, self.tables))
-        return read(found)
+            returned = self._empty((len(rows), *values.shape[1:]), values.dtype)
+            packed = values.index_select(0, rows) if len(values) else torch.zeros_like(returned)
+            yield from self._exchange(operation, packed, self._sizes, returned, self._sizes)
+            buffers.append(Buffers([returned] * self.config.ranks, self.tables))
+        return read(buffers)
 
 
-def ways_of(rank: TokenRank) -> list[TokenRank | type[TokenRank]]:
-    """How rows travel, and how they might among the same ranks, as it would be asked for."""
-    return [rank, SlabRank if rank.one_size else FixedSlabRank] if rank.in_slabs else [rank]
+def alternatives(transfer: TokenTransfer) -> list[TokenTransfer | type[TokenTransfer]]:
+    """Return the transfer, and the one that the other value of `splits` selects among the same ranks."""
+    if not transfer.in_chunks:
+        return [transfer]
+    return [transfer, SendRecvTransfer if transfer.fixed_size else FixedTransfer]
 
 
-def with_splits(layout: DispatchLayout, nodes: Sequence[Hashable]) -> tuple[DispatchLayout, str]:
-    """The layout with the splits that are cheaper on devices, where none were asked for, and why; alike on all ranks.
+def with_splits(config: DispatchConfig, nodes: Sequence[Hashable]) -> tuple[DispatchConfig, str]:
+    """Return the config with the splits that are cheaper on GPUs, and why; equal on all ranks.
 
     Args:
-        nodes: of each rank.
+        config: one without `splits`.
+        nodes: the node of each rank.
     """
-    most, row = layout.max_tokens * layout.top_k, layout.hidden * layout.dtype.itemsize
+    most, row = config.most_pairs, config.hidden * config.dtype.itemsize
     prices = price_splits(nodes, most, most, row, NVLINK_INFINIBAND, True)
-    if prices.cheaper == "slabs":
-        layout = replace(layout, slab_capacity=most)
+    if prices.cheaper == "fixed":
+        config = replace(config, splits="fixed")
     why = (
         f"splits: {prices.cheaper}, the cheaper on {_number_of(set(nodes))} by the links of {NVLINK_INFINIBAND.name}: "
-        f"{prices.host:.0f} us with sizes that the host reads, {prices.slabs:.0f} us in slabs with room for all rows"
+        f"{prices.host:.0f} us with sizes that the host reads, {prices.fixed:.0f} us in chunks with room for all rows"
     )
-    return layout, why
+    return config, why
 
 
 def _number_of(nodes: Collection[Hashable]) -> str:
     return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
 
 
-def slab_rank(layout: DispatchLayout) -> type[SlabRank]:
-    """What ranks that send are."""
-    return SlabRank if layout.slab_capacity is None else FixedSlabRank
+def sendrecv_transfer(config: DispatchConfig) -> type[SendRecvTransfer]:
+    """Return the transfer of two-sided transports."""
+    return SendRecvTransfer if config.chunk_rows is None else FixedTransfer

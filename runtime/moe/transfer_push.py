@@ -1,93 +1,86 @@
-"""One rank of a token dispatcher on a one-sided transport: rows are pushed straight to their group at the owner.
+"""PushTransfer: a rank on a one-sided transport; rows are pushed straight to their group at the destination.
 
-A dispatch meets twice: when counts have been written into every rank's matrix and buffers are offered, and when all
-rows have been pushed. What reads from peers meets before, when values are there, and after, when they have been read.
-The matrix is one for all dispatches: a rank has read it when it comes to the second meeting, and peers write again
-after that.
+A dispatch has two barriers: one when counts have been written into every rank's matrix and buffers are offered, one
+when all rows have been pushed. Reading from peers has a barrier before, when values are there, and one after, when
+they have been read. All dispatches share one matrix: a rank has read it when it enters the second barrier, and peers
+write to it only after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...kernels import Buffers, push_rows, share_counts
 from ..transports.base import OneSidedTransport
-from ..transports.requests import Address, Barrier, CommRequest
-from .config import DispatchLayout
-from .routing import Sent
-from .transfer import Read, Take, TokenRank
+from ..transports.requests import Address, Barrier
+from .config import DispatchConfig
+from .dispatch_record import DispatchRecord
+from .transfer import Delivery, Read, Steps, TokenTransfer
 
-# Meetings of one run after its first, added to what it is for.
+# Barriers of an operation after its first, added to its number.
 _LAST, _OPENED = 1, 2
 
 
-class PushingRank(TokenRank):
-    """Peers write into this rank's memory, and read it."""
+class PushTransfer(TokenTransfer):
+    """Peers write into this rank's memory and read it."""
 
     transport: OneSidedTransport
-    way = "rows pushed straight to their group at the owner"
+
+    algorithm = "rows pushed straight to their group at the destination"
     _matrix: torch.Tensor | None = None
     _matrices: Buffers | None = None
 
     @classmethod
-    def nbytes(cls, layout: DispatchLayout, slab_capacity: int | None) -> dict[str, int]:
-        read = layout.rows * layout.hidden * layout.dtype.itemsize
-        return {**super().nbytes(layout, slab_capacity), "expert output that peers read, during combine": read}
+    def nbytes(cls, config: DispatchConfig, chunk_capacity: int | None) -> dict[str, int]:
+        read = config.rows * config.hidden * config.dtype.itemsize
+        return {**super().nbytes(config, chunk_capacity), "expert output that peers read, during combine": read}
 
     def _share(
-        self, what: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
-    ) -> Generator[CommRequest, Any, tuple[Any, torch.Tensor | None]]:
+        self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
+    ) -> Steps[tuple[Any, torch.Tensor | None]]:
         if counts is None:
-            return (yield from self._offer(what, *own)), None
+            return (yield from self._offer(operation, *own)), None
         if self._matrix is None or self._matrices is None:
-            with torch.inference_mode(False):  # it is written for as long as the dispatcher lives
-                self._matrix = self._empty((self.layout.ranks, len(counts)), torch.int32)
-            self._matrices = (yield from self._offer(what + _OPENED, self._matrix))[0]
+            with torch.inference_mode(False):  # written for as long as the dispatcher lives
+                self._matrix = self._empty((self.config.ranks, len(counts)), torch.int32)
+            self._matrices = (yield from self._offer(operation + _OPENED, self._matrix))[0]
         share_counts(counts, self._matrices, self.me)
-        buffers = yield from self._offer(what, *own)
+        buffers = yield from self._offer(operation, *own)
         return buffers, self._matrix.clone()
 
-    def _deliver(
-        self,
-        what: int,
-        sent: Sent,
-        x: torch.Tensor,
-        into: Any,
-        weights: torch.Tensor | None = None,
-        take: Take | None = None,
-    ) -> Generator[CommRequest, Any, None]:
-        rows, *numbers = into
-        push_rows(
-            x, sent.rows, rows, sent.groups, self.me, weights, numbers[0] if numbers else None, self.layout.most_padding
-        )
-        yield self._meet(what + _LAST)
+    def _deliver(self, delivery: Delivery) -> Steps[None]:
+        operation, record, x, (rows, *numbers), weights, take = delivery
+        weight_buffers = numbers[0] if numbers else None
+        padding = self.config.most_padding
+        push_rows(x, record.rows, rows, record.groups, self.me, weights, weight_buffers, padding)
+        yield self._barrier(operation + _LAST)
         if take is not None:
             take(rows.tensors[self.me])
 
     def _fetch(
-        self, what: int, sent: Sent, given: Sequence[torch.Tensor], read: Read
-    ) -> Generator[CommRequest, Any, list[torch.Tensor]]:
-        found = read((yield from self._offer(what, *[self._addressable(x, sent) for x in given])))
-        yield self._meet(what + _LAST)
-        return found
+        self, operation: int, record: DispatchRecord, given: Sequence[torch.Tensor], read: Read
+    ) -> Steps[list[torch.Tensor]]:
+        result = read((yield from self._offer(operation, *[self._addressable(x, record) for x in given])))
+        yield self._barrier(operation + _LAST)
+        return result
 
-    def _meet(self, what: int, offer: Address | None = None) -> Barrier:
-        return Barrier(self.peers, self.token + what, offer)
+    def _barrier(self, operation: int, offer: Address | None = None) -> Barrier:
+        return Barrier(self.peers, self.fingerprint + operation, offer)
 
-    def _offer(self, what: int, *own: torch.Tensor) -> Generator[CommRequest, Any, list[Buffers]]:
-        """Offer buffers; the same ones of all ranks, in their order."""
+    def _offer(self, operation: int, *own: torch.Tensor) -> Steps[list[Buffers]]:
+        """Offer buffers to all ranks; return the corresponding buffers of all ranks, in order of rank."""
         transport, number = self.transport, len(own)
         address, held = transport.offer(own)
-        replies = yield self._meet(what, address)
-        # Peers begin with the rank after this one.
+        replies = yield self._barrier(operation, address)
+        # Peers start with the rank after this one.
         theirs: list[Any] = [transport.offered(reply, number) for reply in replies]
-        after = self.layout.ranks - 1 - self.me
+        after = self.config.ranks - 1 - self.me
         in_order = [*theirs[after:], None, *theirs[:after]]
         with torch.inference_mode(False):  # those of the matrix are kept
-            found = [
+            buffers = [
                 Buffers(
                     [
                         tensor
@@ -99,17 +92,17 @@ class PushingRank(TokenRank):
                 )
                 for i, tensor in enumerate(own)
             ]
-        self._held = held  # until peers have read it, which they have when this is called again
-        return found
+        self._held = held  # until peers have read it, which they have at the next call
+        return buffers
 
-    def _addressable(self, values: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """`values` in memory that peers can address; the rows that any of them reads."""
+    def _addressable(self, values: torch.Tensor, record: DispatchRecord) -> torch.Tensor:
+        """Return `values` in memory that peers can address; copies only the rows that peers read."""
         if values.is_contiguous() and self.transport.addressable(values):
             return values
-        window = self._empty(tuple(values.shape), values.dtype)
-        n = int(sent.groups.num_rows)
-        window[:n].copy_(values[:n])
-        return window
+        copied = self._empty(tuple(values.shape), values.dtype)
+        n = int(record.groups.num_rows)
+        copied[:n].copy_(values[:n])
+        return copied
 
 
 def _nbytes(x: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What dispatch and combine take, checked before anybody is met."""
+"""Checks of the arguments of dispatch and combine, before any communication."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import torch
 
 from ...errors import ArgumentError
 from ..dtensor.overlap import overlaps_itself
-from .config import DispatchLayout
+from .config import DispatchConfig
+from .dispatch_record import Tokens
 from .routed import RoutedTokens
 
 
-def check_dispatch(
-    layout: DispatchLayout,
-    device: torch.device,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    at: str = "",
-) -> None:
-    """
+def check_dispatch(config: DispatchConfig, device: torch.device, tokens: Tokens, at: str = "") -> None:
+    """Check the arguments of dispatch on one rank.
+
+    Args:
+        at: a suffix of argument names in errors, such as "[1]" for rank 1.
+
     Raises:
-        ArgumentError: a shape, dtype or device that is not allowed; `at` says of which rank.
+        ArgumentError: unsupported shape, dtype or device.
     """
+    x, ids, weights = tokens
     _check_tensors(at, x=x, topk_ids=ids, topk_weights=weights)
-    if x.dim() != 2 or x.shape[1] != layout.hidden or x.dtype is not layout.dtype or x.shape[0] > layout.max_tokens:
+    if x.dim() != 2 or x.shape[1] != config.hidden or x.dtype is not config.dtype or x.shape[0] > config.max_tokens:
         raise ArgumentError(
-            f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {layout.dtype} of shape [T, {layout.hidden}], "
-            f"T up to max_tokens, {layout.max_tokens}"
+            f"x{at}: {x.dtype} of shape {tuple(x.shape)}; allowed: {config.dtype} of shape [T, {config.hidden}], "
+            f"T up to max_tokens, {config.max_tokens}"
         )
-    shape = len(x), layout.top_k
+    shape = len(x), config.top_k
     if ids.shape != shape or ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"topk_ids{at}: {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64 of shape {shape}"
@@ -42,45 +41,46 @@ def check_dispatch(
 
 
 def check_combine(
-    layout: DispatchLayout,
+    config: DispatchConfig,
     device: torch.device,
-    of: tuple[int, int],
+    source: tuple[int, int],
     values: torch.Tensor,
     routed: RoutedTokens,
     out: torch.Tensor | None,
     add: torch.Tensor | None,
     at: str = "",
 ) -> None:
-    """
+    """Check the arguments of combine on one rank.
+
     Args:
-        of: the number of the dispatcher, and of the rank.
+        source: the handle of the dispatcher and the index of the rank.
 
     Raises:
-        ArgumentError: a shape, dtype or device that is not allowed, or a result of another dispatch.
+        ArgumentError: unsupported shape, dtype or device, or a `routed` of another dispatcher or rank.
     """
-    if not isinstance(routed, RoutedTokens) or routed._of[0] != of[0]:
-        raise ArgumentError(f"routed{at}: allowed: what this dispatcher's dispatch returned")
-    if routed._of[1] != of[1]:
-        raise ArgumentError(f"routed{at}: what rank {routed._of[1]} dispatched; allowed: what rank {of[1]} did")
+    if not isinstance(routed, RoutedTokens) or routed._source[0] != source[0]:
+        raise ArgumentError(f"routed{at}: allowed: a result of this dispatcher's dispatch")
+    if routed._source[1] != source[1]:
+        raise ArgumentError(f"routed{at}: of rank {routed._source[1]}; allowed: of rank {source[1]}")
     _check_tensors(at, expert_output=values)
     _check_device(f"expert_output{at}", values, device)
-    if values.shape != routed.x.shape or values.dtype is not layout.dtype:
+    if values.shape != routed.x.shape or values.dtype is not config.dtype:
         raise ArgumentError(
-            f"expert_output{at}: {values.dtype} of shape {tuple(values.shape)}; allowed: {layout.dtype} of shape "
+            f"expert_output{at}: {values.dtype} of shape {tuple(values.shape)}; allowed: {config.dtype} of shape "
             f"{tuple(routed.x.shape)}, that of routed.x"
         )
-    shape = len(routed.topk_weights), layout.hidden
+    shape = len(routed.topk_weights), config.hidden
     for name, tensor in (("out", out), ("add", add)):
         if tensor is None:
             continue
         _check_device(name + at, tensor, device)
         adjacent = shape[1] <= 1 or tensor.stride(1) == 1
         written_twice = name == "out" and overlaps_itself(tensor)
-        if tensor.shape != shape or tensor.dtype is not layout.dtype or not adjacent or written_twice:
-            apart = ", each row in a place of its own" if name == "out" else ""
+        if tensor.shape != shape or tensor.dtype is not config.dtype or not adjacent or written_twice:
+            apart = ", rows that do not overlap" if name == "out" else ""
             raise ArgumentError(
                 f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
-                f"{layout.dtype} of shape {shape}, the elements of a row adjacent{apart}"
+                f"{config.dtype} of shape {shape}, the elements of a row adjacent{apart}"
             )
     needing = (
         values.requires_grad
@@ -89,7 +89,7 @@ def check_combine(
         or (add is not None and add.requires_grad)
     )
     if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
-        raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or under torch.no_grad()")
+        raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or a tensor under torch.no_grad()")
 
 
 def _check_tensors(at: str, **given: object) -> None:

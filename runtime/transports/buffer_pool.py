@@ -1,8 +1,8 @@
-"""Memory that the ranks of a group write into, lent by each rank to one tensor at a time.
+"""BufferPool: memory that the ranks of a group write into; each rank hands out its own buffers, one tensor at a time.
 
-A rank lends a piece without asking anyone, and tells peers its number with what else it tells them. A piece is free
-when the last tensor on it is gone, whenever the host finds that out: what read it was enqueued before, and whoever is
-lent it next tells peers to write from behind that in the same stream.
+A rank takes a buffer without communication and sends its number to peers with its next message. A buffer is free once
+the last tensor on it is gone, whenever the host notices: its readers were enqueued before, and the message of its next
+use is enqueued behind them in the same stream.
 """
 
 from __future__ import annotations
@@ -19,50 +19,53 @@ from ...kernels import on_device
 from .base import WindowedTransport
 
 
-class LendingTransport(WindowedTransport, Protocol):
-    """What ranks of a token dispatcher ask of their transport."""
+class BufferPoolTransport(WindowedTransport, Protocol):
+    """A windowed transport with buffer pools, as WindowTransfer uses it."""
 
-    def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases: ...
+    def buffer_pool(self, ranks: tuple[int, ...], nbytes: int, number: int) -> BufferPool: ...
 
 
-class _Loan:
-    """What a tensor on a piece holds; with the last such tensor the piece is free.
+class _Buffer:
+    """The owner of a tensor on a piece; when the last such tensor is gone the piece is free.
 
-    It holds the memory in turn: a tensor may outlive who lent it.
+    It also holds the memory, since a tensor may outlive the pool.
     """
 
     __slots__ = ("__array_interface__", "__cuda_array_interface__", "_free", "_number", "_piece")
 
     def __init__(self, piece: torch.Tensor, free: deque[int], number: int) -> None:
         self._piece, self._free, self._number = piece, free, number
-        said = {"data": (piece.data_ptr(), False), "shape": tuple(piece.shape), "typestr": "|u1", "version": 3}
+        interface = {"data": (piece.data_ptr(), False), "shape": tuple(piece.shape), "typestr": "|u1", "version": 3}
         if piece.is_cuda:
-            self.__cuda_array_interface__ = {**said, "strides": None}
+            self.__cuda_array_interface__ = {**interface, "strides": None}
         else:
-            self.__array_interface__ = said
+            self.__array_interface__ = interface
 
     def tensor(self) -> torch.Tensor:
-        """A tensor that holds this, of a storage of its own."""
+        """Return a tensor that holds this object, with its own storage."""
         if not self._piece.is_cuda:
             return torch.from_numpy(np.asarray(self))
-        found = torch.as_tensor(self, device=self._piece.device)
-        assert found.data_ptr() == self._piece.data_ptr(), "memory that is lent was copied"
-        return found
+        tensor = torch.as_tensor(self, device=self._piece.device)
+        assert tensor.data_ptr() == self._piece.data_ptr(), "as_tensor copied a pooled buffer"
+        return tensor
 
     def __del__(self) -> None:
-        # May run on any thread: a deque's append is atomic.
+        # May run on any thread; appending to a deque is atomic.
         self._free.append(self._number)
 
 
-class Leases:
-    """Memory of each rank, as pieces of one size.
+class BufferPool:
+    """Memory of each rank, divided into pieces of equal size.
 
     Args:
-        memory: by rank, flat bytes; that of peers as this rank addresses it.
+        rank: this rank.
+        memory: flat bytes of each rank; those of peers as this rank addresses them.
+        nbytes: bytes of a piece.
+        number: the number of pieces.
 
     Attributes:
-        nbytes: of a piece.
-        pieces: by number, by rank, uint8 [nbytes].
+        nbytes: bytes of a piece.
+        pieces: uint8 [nbytes] by number and rank.
     """
 
     def __init__(self, rank: int, memory: Mapping[int, torch.Tensor], nbytes: int, number: int) -> None:
@@ -74,11 +77,11 @@ class Leases:
         self._free, self._of_graphs = deque(reversed(range(number))), deque[int]()
         self._streams: list[Any] = [None] * number
 
-    def lend(self) -> torch.Tensor | None:
-        """A piece, uint8, as long as any tensor on it lives; None while all are lent.
+    def take(self) -> torch.Tensor | None:
+        """Return a piece of this rank, uint8, in use until the last tensor on it is gone; None if all are in use.
 
-        On a GPU it is for work of the current stream, as torch's own memory is. What was lent in the capture of a CUDA
-        graph, which writes it whenever it is replayed, is lent again in captures alone.
+        On a GPU it belongs to the current stream, as torch's own memory does. A piece taken in the capture of a CUDA
+        graph, whose replays write it, is reused only in captures.
         """
         with on_device(self._device):
             captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -87,11 +90,11 @@ class Leases:
             return None
         if self._device.type == "cuda":
             stream, last = torch.cuda.current_stream(self._device), self._streams[number]
-            # A capture begins with nothing under way, and waits for no stream but its own.
+            # A capture cannot wait for other streams; nothing is enqueued when it begins.
             if last is not None and last != stream and not captures:
                 stream.wait_stream(last)
             self._streams[number] = stream
-        return _Loan(self._own[number], self._of_graphs if captures else self._free, number).tensor()
+        return _Buffer(self._own[number], self._of_graphs if captures else self._free, number).tensor()
 
     def _taken(self, captures: bool) -> int | None:
         for free in (self._of_graphs, self._free) if captures else (self._free,):
@@ -100,5 +103,5 @@ class Leases:
         return None
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Which of the pieces a tensor begins with; None if it is on none of them."""
+        """Return the number of the piece that a tensor starts at; None if there is none."""
         return self._addresses.get(tensor.data_ptr())

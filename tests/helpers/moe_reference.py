@@ -1,4 +1,4 @@
-"""A mixture of experts, dense and in float64, and the same by a dispatcher's ranks."""
+"""A dense mixture of experts in float64, random tokens for it, and experts for dispatched rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class Tokens:
-    """What one rank has: x [T, H], ids and weights [T, K], and the gradient that its result gets."""
+    """One rank's x [T, H], ids and weights [T, K], and the gradient of its result."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -29,7 +29,7 @@ def tokens_of(
         ids = torch.multinomial(chances, max(count * k, 1), replacement=True, generator=g)[: count * k].view(count, k)
     elif routing == "hot":
         ids = torch.full((count, k), experts - 1)
-    elif routing == "hot rank":  # several experts that are likely on one rank: the last quarter
+    elif routing == "hot rank":  # the last quarter of the experts, likely on one rank
         ids = torch.randint(experts - max(experts // 4, 1), experts, (count, k), generator=g)
     elif routing == "none":
         ids = torch.full((count, k), -1)
@@ -50,7 +50,7 @@ def expert(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def dense(tokens: Tokens, matrices: torch.Tensor, kept: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """y, and gradients of x, weights and matrices, in float64. `kept`: bool [T, K], entries that were not dropped."""
+    """Return y and the gradients of x, weights and matrices, in float64. `kept`: bool [T, K], pairs not dropped."""
     x = tokens.x.double().requires_grad_()
     weights = tokens.weights.double().requires_grad_()
     m = matrices.double().requires_grad_()
@@ -68,7 +68,7 @@ def dense(tokens: Tokens, matrices: torch.Tensor, kept: torch.Tensor | None = No
 
 
 def run_experts(routed, matrices: list[torch.Tensor], weighted: bool) -> torch.Tensor:
-    """What a rank's experts make of their groups; NaN wherever there is no token, so that nobody may read it."""
+    """Return the outputs of a rank's experts; NaN in rows without a token, to find code that reads them."""
     x = routed.x.flatten(0, -2)
     parts, at = [], 0
     for matrix, end, count, padded in zip(
@@ -86,7 +86,7 @@ def run_experts(routed, matrices: list[torch.Tensor], weighted: bool) -> torch.T
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str) -> None:
-    """Off by a few roundings of the largest at most."""
+    """Assert that errors are at most a few roundings of the largest value."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)} in place of {tuple(want.shape)}"
     size = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}[dtype]
     scale = want.abs().amax().item() if want.numel() else 0.0

@@ -34,10 +34,10 @@ def outcomes_in_the_interpreter(selected: list[str], config: pytest.Config) -> d
             cwd=config.rootpath, env={**kept, "TRITON_INTERPRET": "1", REPORT: str(report)}, timeout=3600,
         )  # fmt: skip
         lines = report.read_text().splitlines() if report.exists() else []
-    found = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
+    results = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
     for nodeid in selected:
-        found.setdefault(nodeid, ("failed", f"exit status {done.returncode}\n{done.stdout}{done.stderr}"))
-    return found
+        results.setdefault(nodeid, ("failed", f"exit status {done.returncode}\n{done.stdout}{done.stderr}"))
+    return results
 
 
 def _is_interp(item: pytest.Item) -> bool:

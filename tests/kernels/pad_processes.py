@@ -71,7 +71,7 @@ def run_pads(
     try:
         results = []
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(timeout), f"rank {rank} said nothing within {timeout} s"
+            assert pipe.poll(timeout), f"rank {rank} sent nothing within {timeout} s"
             results.append(pipe.recv())
     finally:
         for process in processes:

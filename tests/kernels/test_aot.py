@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not here: how wide it accesses memory, and that nothing spills."""
+"""Kernels compiled ahead of time: width of memory accesses, memory order, and no register spills."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_copy_boxes_is_vectorised_and_does_not_spill(target, kind, itemsize):
     compiled = compile_kernel(copy_boxes_kernel, target, constants)
     assert_no_spill(compiled, target)
     if kind in ("wide", "transposed"):
-        found = accesses(compiled, target)
-        assert {width for op, width in found if op == "store"} == {16}, found
-        assert {width for op, width in found if op == "load"} <= {8, 16}, found  # 8: the descriptor
+        results = accesses(compiled, target)
+        assert {width for op, width in results if op == "store"} == {16}, results
+        assert {width for op, width in results if op == "load"} <= {8, 16}, results  # 8: the descriptor
         per_thread = launch.rows * launch.columns * launch.source_word // (TARGETS[target].warp_size * launch.num_warps)
-        assert found["load", 16] == found["store", 16] == per_thread // 16, found
+        assert results["load", 16] == results["store", 16] == per_thread // 16, results
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
@@ -132,10 +132,10 @@ def test_reduce_boxes_is_vectorised_and_does_not_spill(target, dtype, op, contri
     compiled = compile_kernel(reduce_boxes_kernel, target, constants)
     assert_no_spill(compiled, target)
     if kind == "wide":
-        found = accesses(compiled, target)
-        assert {width for op, width in found if op == "store"} == {16}, found
-        assert {width for op, width in found if op == "load"} <= {8, 16}, found
-        assert found["load", 16] >= min(contributors, 2), found
+        results = accesses(compiled, target)
+        assert {width for op, width in results if op == "store"} == {16}, results
+        assert {width for op, width in results if op == "load"} <= {8, 16}, results
+        assert results["load", 16] >= min(contributors, 2), results
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -155,9 +155,9 @@ def test_reduce_boxes_casts_in_whole_vectors(target, dtype, out):
     constants = reduce_constants(launch, 1, dtype, "sum", False, out, soft=soft(target, dtype))
     compiled = compile_kernel(reduce_boxes_kernel, target, constants)
     assert_no_spill(compiled, target)
-    found = accesses(compiled, target)
-    assert min(width for op, width in found if op == "load") >= 8, found
-    assert min(width for op, width in found if op == "store") >= 8, found
+    results = accesses(compiled, target)
+    assert min(width for op, width in results if op == "load") >= 8, results
+    assert min(width for op, width in results if op == "store") >= 8, results
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
@@ -189,18 +189,18 @@ def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_pat
         return
     ptx = compiled.asm["ptx"]
     names = r"(bar\.sync|barrier\.sync|fence\.\S+|membar\.\S+|(?:ld|st|atom)\.global\.\S+)"
-    found = re.findall(r"^\s*(?:@!?%p\d+\s+)?" + names, ptx, re.MULTILINE)
-    release = [i for i, name in enumerate(found) if "release" in name]
+    results = re.findall(r"^\s*(?:@!?%p\d+\s+)?" + names, ptx, re.MULTILINE)
+    release = [i for i, name in enumerate(results) if "release" in name]
     if constants["SEND"]:
         (at,) = release
-        assert found[at] == "atom.global.sys.release.exch.b64" and "bar.sync" in found[:at], found
+        assert results[at] == "atom.global.sys.release.exch.b64" and "bar.sync" in results[:at], results
     else:
-        assert not release, found
-    polls = [name for name in found if "acquire" in name]
+        assert not release, results
+    polls = [name for name in results if "acquire" in name]
     # One look at the pad first, and one in the loop.
-    assert polls == ["ld.global.sys.acquire.b64"] * (1 + int(constants["WAIT"])), found
+    assert polls == ["ld.global.sys.acquire.b64"] * (1 + int(constants["WAIT"])), results
     # A membar for the release and none besides: neither written out nor made of something else.
-    assert not [name for name in found if name.startswith(("fence", "membar"))], found
+    assert not [name for name in results if name.startswith(("fence", "membar"))], results
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     assert_no_signal_spill(compiled, tool, tmp_path, int(constants["SEND"]))
 
@@ -227,17 +227,17 @@ SAMPLE = (
 )
 
 
-def assert_sound(found: list) -> None:
+def assert_sound(results: list) -> None:
     wrong = [
         (target, str(s), compiled if isinstance(compiled, str) else aot.faults(s, target, compiled))
-        for s, by in found
+        for s, by in results
         for target, compiled in by.items()
         if isinstance(compiled, str) or aot.faults(s, target, compiled)
     ]
     assert not wrong
 
 
-def test_what_programs_launch_compiles_in_whole_vectors():
+def test_common_specialisations_of_programs_are_vectorised():
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     used = [s for request, options in SAMPLE for s in specialisations(of_ranks(*request, **options))]
@@ -246,13 +246,13 @@ def test_what_programs_launch_compiles_in_whole_vectors():
     # An input pushed into several windows, an output out of the input and several of them: worlds that have windows.
     assert {(1, 2), (2, 1), (3, 1), (5, 1)} <= {(s.constants["SOURCES"], s.constants["TARGETS"]) for s in used}
     sample = [*used[::8], *(s for s in used if s.constants["TRANSPOSED"] or s.kernel == "reduce_boxes")]
-    found = [(s, {target: aot.compiled_for(target, s) for target in ("sm_90", "gfx942")}) for s in sample]
-    assert_sound(found)
-    text = aot.report(found, ("sm_90", "gfx942"))
+    results = [(s, {target: aot.compiled_for(target, s) for target in ("sm_90", "gfx942")}) for s in sample]
+    assert_sound(results)
+    text = aot.report(results, ("sm_90", "gfx942"))
     assert text.count("\n| ") == len(sample) + 2 and "spilled bytes in all 0" in text
 
 
-def test_narrow_accesses_and_spills_are_faults():
+def test_narrow_accesses_and_spills_are_reported():
     (s, *_) = specialisations(of_ranks(*SAMPLE[1][0]))
     assert s.vectors == (16, 16)
     whole = aot.Compiled(40, 0, 0, {8: 8, 16: 4}, {16: 4})
@@ -265,7 +265,7 @@ def test_narrow_accesses_and_spills_are_faults():
 
 
 @pytest.mark.long
-def test_everything_that_programs_launch_compiles_in_whole_vectors():
+def test_all_specialisations_of_programs_are_vectorised():
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
     assert_sound(aot.measure([*specialisations(), *token_specialisations()], list(TARGETS), 2))

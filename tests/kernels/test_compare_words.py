@@ -1,4 +1,4 @@
-"""Words of ranks compared on the device: who differs is named, and what came is overwritten, then and later."""
+"""WordComparison: the rank whose word differs is named, and outputs are overwritten from then on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def comparison(size: int, device: str) -> WordComparison:
 
 
 @pytest.mark.parametrize("size", [2, 5, 1500])
-def test_words_that_agree_leave_what_came(device: str, size: int) -> None:
+def test_equal_words_leave_output(device: str, size: int) -> None:
     compare = comparison(size, device)
     expected = (1 << 62) + 12345
     for dtype in DTYPES:
@@ -28,7 +28,7 @@ def test_words_that_agree_leave_what_came(device: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 5, 1500])
-def test_word_that_differs_is_named_and_what_came_is_overwritten(device: str, size: int) -> None:
+def test_different_word_is_named_and_output_overwritten(device: str, size: int) -> None:
     for wrong in {1, size - 1}:
         for dtype in DTYPES:
             compare = comparison(size, device)
@@ -43,7 +43,7 @@ def test_word_that_differs_is_named_and_what_came_is_overwritten(device: str, si
             assert bool((out.view(torch.uint8) == 255).all()) and not room[:8].any() and not room[-8:].any()
             if dtype.is_floating_point:
                 assert bool(out.float().isnan().all())
-            # From here on nothing that comes is believed, whatever its words are.
+            # From then on outputs are overwritten whatever the words are.
             later = torch.zeros(5, dtype=dtype, device=device)
             compare(torch.full((size,), 77, device=device), 77, later)
             compare(torch.empty(0, dtype=torch.int64, device=device), 77, torch.zeros(0, device=device))

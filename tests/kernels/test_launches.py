@@ -1,6 +1,6 @@
-"""A prepared launch hands the compiled kernel what Triton's own launch would, on whatever version is installed.
+"""A prepared launch passes the same arguments to the compiled kernel as Triton's own launch.
 
-No GPU is needed: a driver that only writes down what it is told to launch stands in for one, and the kernel is compiled
+No GPU is needed: a recording driver stands in for one, and the kernel is compiled
 for sm_90 on the way.
 """
 
@@ -39,7 +39,7 @@ KERNELS = (copy_boxes_kernel, reduce_boxes_kernel, signal_kernel)
 
 
 class Recorder:
-    """As much of a driver as a launch asks for."""
+    """The parts of a Triton driver that a launch uses."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
@@ -87,7 +87,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 def cases() -> list[tuple[Any, list[int], Any]]:
-    """Kernels, their scalars, and tables of boxes."""
+    """Return kernels, their scalars, and tables of boxes."""
     import numpy as np
 
     rng = np.random.default_rng(3)
@@ -102,11 +102,11 @@ def cases() -> list[tuple[Any, list[int], Any]]:
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_a_prepared_launch_is_the_kernels_own(which: int, driver: Recorder) -> None:
+def test_prepared_launch_equals_triton_launch(which: int, driver: Recorder) -> None:
     kernel, scalars, table = cases()[which]
     ((launch, constants), *_) = table.specialisations()
     prepared = PreparedLaunch(kernel, launch, torch.device("cpu"), scalars, constants)
-    assert driver.loaded == 1 and not driver.launched  # all is there before the first call
+    assert driver.loaded == 1 and not driver.launched  # loaded before the first call
     source_table, target_table = (torch.zeros(8, dtype=torch.int64) for _ in range(2))
     for sources, targets in (([1 << 46, 16, 0, 48], [1 << 40]), ([0, 0, 0, 0], [64]), ([3, 5, 7, 9], [1])):
         prepared(source_table, target_table, sources, targets)
@@ -128,7 +128,7 @@ def test_a_prepared_launch_is_the_kernels_own(which: int, driver: Recorder) -> N
     assert driver.loaded == 1 and len(kernel.device_caches[0][0]) == 1
 
 
-def test_addresses_and_fills_are_64_bits_whatever_their_value(driver: Recorder) -> None:
+def test_addresses_and_fills_are_64_bit(driver: Recorder) -> None:
     boxes = StridedBoxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
     ((launch, constants),) = copy_table(boxes, torch.int32).specialisations()
     PreparedLaunch(copy_boxes_kernel, launch, torch.device("cpu"), [0], constants)
@@ -148,27 +148,27 @@ USES: tuple[tuple[dict[str, Any], torch.dtype | None], ...] = (
 
 
 @pytest.mark.parametrize(("use", "dtype"), USES, ids=str)
-def test_a_signal_is_the_kernels_own_and_its_binder_is_entered_once(
+def test_signal_bypasses_the_binder(
     use: dict[str, Any], dtype: torch.dtype | None, driver: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pads = torch.zeros(2, 3, SLOT, dtype=torch.int64)
     slots = [pads[1, i].data_ptr() for i in range(3)]
     channel = Channel(pads[0], slots, [pack(1, peer, 5) for peer in (0, 2, 3)], Failure(torch.device("cpu")))
-    channel.by_reference = False  # as on a GPU
+    channel.cpu_path = False  # as on a GPU
     build_signal(channel, **use, poison=dtype)
-    assert driver.loaded == 1 and not driver.launched  # all is there before the first call
+    assert driver.loaded == 1 and not driver.launched  # loaded before the first call
     run, word = signal_kernel.run, 8 if dtype is None else poison_word(dtype)[1]
     constants = signal_constants(**{"send": False, "wait": False, **use}, poison=dtype is not None, size=word)
-    for n, polls, token in ((0, 1, 0), (5, 1 << 40, 1), (16, 16, (1 << 62) + 3)):
+    for n, polls, fingerprint in ((0, 1, 0), (5, 1 << 40, 1), (16, 16, (1 << 62) + 3)):
         out = None if dtype is None else torch.zeros(2 * n + 1, dtype=dtype)[1:]  # aligned, and not
         with monkeypatch.context() as patch:
             patch.setattr(signal_kernel, "run", lambda *_, **__: pytest.fail("Triton's binder is entered"))
-            signal(channel, **use, token=token, polls=polls, poison=out)
+            signal(channel, **use, fingerprint=fingerprint, polls=polls, poison=out)
         address, words = (0, 0) if out is None else (out.data_ptr(), out.numel() * out.itemsize // word)
         run(
             channel.table, channel.pad, channel.failure.error, grid=(3,), warmup=False,
-            told=channel.failure.told.data_ptr(), token=token, polls=polls, out=address, words=words,
-            poison=0 if dtype is None else poison_word(dtype)[0], **constants,
+            host_error=channel.failure.host_error.data_ptr(), fingerprint=fingerprint, polls=polls, out=address,
+            words=words, poison=0 if dtype is None else poison_word(dtype)[0], **constants,
         )  # fmt: skip
         ours, theirs = driver.launched[-2:]
         assert ours[:4] == theirs[:4] == ((3, 1, 1), STREAM, FUNCTION, ours[3])
@@ -176,16 +176,18 @@ def test_a_signal_is_the_kernels_own_and_its_binder_is_entered_once(
         for name in signal_kernel.arg_names:
             a, b = ours[4][name], theirs[4][name]
             assert a is b if isinstance(a, torch.Tensor) else a == b, name
-    # Whatever token, bound and output: one binary.
+    # One binary for all fingerprints, bounds and outputs.
     assert len(driver.launched) == 6 and driver.loaded == 1 and len(signal_kernel.device_caches[0][0]) == 1
     (compiled,) = signal_kernel.device_caches[0][0].values()
-    assert [compiled.src.signature[name] for name in ("told", "token", "polls", "out", "words")] == ["i64"] * 5
+    assert [compiled.src.signature[name] for name in ("host_error", "fingerprint", "polls", "out", "words")] == [
+        "i64"
+    ] * 5
 
 
-def test_uses_of_a_channel_are_built_apart(driver: Recorder) -> None:
+def test_build_signal_prepares_each_use(driver: Recorder) -> None:
     pads = torch.zeros(2, 1, SLOT, dtype=torch.int64)
     channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(torch.device("cpu")))
-    channel.by_reference = False
+    channel.cpu_path = False
     for use, dtype in USES * 2:
         build_signal(channel, **use, poison=dtype)
     assert driver.loaded == len(USES)
@@ -196,17 +198,17 @@ def test_uses_of_a_channel_are_built_apart(driver: Recorder) -> None:
 
 @pytest.mark.parametrize("fixed", [(), (1,), (1, 2), (0, 1, 2, 3), (1, 2, 3), (0,), (2, 3)], ids=str)
 @pytest.mark.parametrize("arguments", [1, 2, 4])
-def test_buffers_that_are_told_once_are_as_if_given(fixed: tuple[int, ...], arguments: int) -> None:
+def test_fixed_buffers_resolve_as_given_ones(fixed: tuple[int, ...], arguments: int) -> None:
     import numpy as np
 
     memory = torch.zeros(64, dtype=torch.int16)
     buffers = [memory[at:] for at in (0, 16, 32, 36)]  # the last at a multiple of 8 bytes only
     form = np.array([0, 3, 1, 2, 1]), torch.int16, 2, torch.device("cpu"), arguments
-    given, told = (Pointers("sources", *form) for _ in range(2))
-    told.fix([b if i in fixed else None for i, b in enumerate(buffers)])
+    given, fixed_pointers = (Pointers("sources", *form) for _ in range(2))
+    fixed_pointers.fix([b if i in fixed else None for i, b in enumerate(buffers)])
     for x in (buffers[0], torch.zeros(4, dtype=torch.int16), memory[1:]):
         now = [b if i in fixed else x if i == 0 else b for i, b in enumerate(buffers)]
-        want, got = given.resolve(now), told.resolve(now)
+        want, got = given.resolve(now), fixed_pointers.resolve(now)
         assert got[0] == want[0] and got[2] == want[2]
         assert got[1].equal(want[1])
     with pytest.raises(shardweave.ArgumentError, match=r"sources\[1\] has dtype torch.int32; the table is for"):

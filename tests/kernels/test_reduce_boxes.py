@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from shardweave.kernels import (
     LaunchConfig,
     StridedBoxes,
     reduce_boxes,
-    reduce_boxes_reference,
+    reduce_boxes_cpu,
     reduce_launches,
     reduce_table,
     reduce_views,
@@ -37,13 +39,13 @@ SUPPORTED = (
 
 
 def check_reduce(rng, case: Case, dtype, op, divisor, device, out_dtype=None, config=SMALL) -> None:
-    """The kernel against the reference, on targets of random bytes: what lies outside the boxes must not change."""
+    """Compare with the CPU path on targets of random bytes; elements outside the boxes must not change."""
     out_dtype = out_dtype or dtype
     sources = [random_values(rng, size, dtype).to(device) for size in case.source_sizes]
     before = [random_bytes(rng, size, out_dtype) for size in case.target_sizes]
     got = [t.to(device, copy=True) for t in before]
     want = [t.clone() for t in before]
-    reduce_boxes_reference(case.boxes, [s.cpu() for s in sources], want, op, divisor)
+    reduce_boxes_cpu(case.boxes, [s.cpu() for s in sources], want, op, divisor)
     reduce_boxes(reduce_table(case.boxes, dtype, op, divisor, out_dtype, device, config), sources, got)
     for a, b, old, mask in zip(got, want, before, written(case.boxes, case.target_sizes), strict=True):
         np.testing.assert_array_equal(raw(a)[~mask], raw(old)[~mask])
@@ -52,7 +54,7 @@ def check_reduce(rng, case: Case, dtype, op, divisor, device, out_dtype=None, co
 
 
 def exact(parts: list[torch.Tensor], op: str, divisor: float | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """The definition, in NumPy: fixed order, the accumulator's dtype, division, one rounding by torch's cast."""
+    """The definition in NumPy: fixed order, accumulation dtype, division, one rounding by torch's cast."""
     dtype = parts[0].dtype
     if dtype is torch.bool:
         arrays = [p.numpy() for p in parts]
@@ -73,8 +75,8 @@ def exact(parts: list[torch.Tensor], op: str, divisor: float | None, out_dtype: 
 
 
 @pytest.mark.parametrize(("dtype", "op", "divisor"), SUPPORTED, ids=str)
-def test_views_reduce_as_defined(dtype, op, divisor, monkeypatch):
-    monkeypatch.setattr("shardweave.kernels.reduction.CHUNK", 8)
+def test_reduce_views_equals_definition(dtype, op, divisor, monkeypatch):
+    monkeypatch.setattr(sys.modules["shardweave.kernels.reduce_views"], "CHUNK", 8)
     rng = np.random.default_rng(1)
     for contributors in (1, 2, 4):
         parts = [random_values(rng, 60, dtype) for _ in range(contributors)]
@@ -86,7 +88,7 @@ def test_views_reduce_as_defined(dtype, op, divisor, monkeypatch):
         assert_same(target.contiguous(), want, signed_zeros=op in ("sum", "prod"))
 
 
-def test_small_floats_are_rounded_once():
+def test_reduce_views_rounds_small_floats_once():
     parts = [torch.tensor([256.0, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 1.0])]
     out = torch.empty(2, dtype=torch.bfloat16)
     reduce_views(out, [p.bfloat16() for p in parts], "sum", 3)
@@ -96,7 +98,7 @@ def test_small_floats_are_rounded_once():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
-def test_two_small_floats_give_what_a_float32_accumulator_gives(dtype, op):
+def test_reduce_views_of_two_small_floats_equals_float32_accumulation(dtype, op):
     # Every bit pattern there is, against 64 others: subnormal numbers, infinities and NaN among them.
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     function = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[op]
@@ -113,7 +115,7 @@ def test_float8_without_infinity_saturates(value):
     assert out.float().tolist() == [448.0, -448.0]
 
 
-def test_scalars_and_empty_boxes_reduce():
+def test_reduce_scalars_and_empty_boxes():
     out = torch.tensor(0.0)
     reduce_views(out, [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)], "sum", 2)
     assert out.item() == 3.0
@@ -136,7 +138,7 @@ def test_scalars_and_empty_boxes_reduce():
         ((torch.int32, "sum", None, torch.bool), "out_dtype is torch.bool"),
     ],
 )
-def test_what_is_not_defined_is_refused(arguments, text):
+def test_undefined_reductions_are_refused(arguments, text):
     case = random_case(np.random.default_rng(0), 1)
     with pytest.raises(ArgumentError, match=text):
         reduce_table(case.boxes, *arguments)
@@ -151,7 +153,7 @@ def test_descriptors_hold_every_contributor():
 
 
 @pytest.mark.parametrize(("dtype", "op", "divisor"), SUPPORTED, ids=str)
-def test_kernel_reduces_as_the_reference(device, dtype, op, divisor):
+def test_reduce_boxes_equals_cpu_path(device, dtype, op, divisor):
     rng = np.random.default_rng([dtype.itemsize, len(op)])
     fill = 0 if dtype.is_complex else 1
     for axes, contributors, kind in ((0, 2, "any"), (1, 3, "straight"), (2, 2, "any"), (3, 3, "any")):
@@ -168,7 +170,7 @@ def test_kernel_reduces_every_kind_of_box(device, kind):
 
 
 @pytest.mark.parametrize("buffers", [1, 4, 6])
-def test_kernel_finds_contributors_that_are_no_arguments(device, buffers):
+def test_reduce_boxes_reads_addresses_from_table(device, buffers):
     rng = np.random.default_rng(buffers)
     case = random_case(rng, 2, 7, count=6, buffers=buffers, fill=1, most=4)
     check_reduce(rng, case, torch.float32, "sum", None, device)
@@ -185,7 +187,7 @@ CASTS = (
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize(("dtype", "out_dtype"), CASTS, ids=str)
-def test_kernel_casts_as_torch_does(device, dtype, out_dtype):
+def test_reduce_boxes_casts_as_torch(device, dtype, out_dtype):
     rng = np.random.default_rng(3)
     case = random_case(rng, 2, 1, count=2, most=6)
     check_reduce(rng, case, dtype, "sum", None, device, out_dtype)
@@ -200,7 +202,7 @@ def test_kernel_casts_as_torch_does(device, dtype, out_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_kernel_rounds_every_float32_near_a_boundary_as_torch_does(device, dtype):
+def test_reduce_boxes_rounds_as_torch(device, dtype):
     """All values of the small dtype, the midpoints between them, and their float32 neighbours."""
     bits = torch.arange(256 ** min(dtype.itemsize, 2), dtype=torch.int32)
     if dtype.itemsize == 2:
@@ -223,7 +225,7 @@ def test_kernel_rounds_every_float32_near_a_boundary_as_torch_does(device, dtype
     assert_same(back.cpu(), values)
 
 
-def test_kernel_propagates_nan_through_max_and_min(device):
+def test_reduce_boxes_propagates_nan(device):
     nan = float("nan")
     a, b = torch.tensor([nan, 1.0, nan, 2.0], device=device), torch.tensor([1.0, nan, nan, 3.0], device=device)
     boxes = StridedBoxes([[0, 1]], [0], [[0, 0]], [0], [[4]], [[[1], [1]]], [[1]])
@@ -233,7 +235,7 @@ def test_kernel_propagates_nan_through_max_and_min(device):
         assert out[:3].isnan().all() and out[3].item() == last
 
 
-def test_kernel_needs_aligned_elements(device):
+def test_reduce_boxes_refuses_unaligned_elements(device):
     boxes = StridedBoxes([[0]], [0], [[0]], [0], [[4]], [[[1]]], [[1]])
     table = reduce_table(boxes, torch.float32, "sum", device=device)
     odd = torch.zeros(17, dtype=torch.uint8, device=device)[1:]
@@ -245,7 +247,7 @@ def test_kernel_needs_aligned_elements(device):
         reduce_boxes(table, [odd], [whole])
 
 
-def test_views_of_boxes_may_be_bound_once():
+def test_box_views_are_reusable():
     rng = np.random.default_rng(8)
     case = random_case(rng, 2, 3, fill=2.0)
     sources = [random_values(rng, size, torch.float32) for size in case.source_sizes]

@@ -1,4 +1,4 @@
-"""The barrier between ranks across real processes, and what it says of a peer that does not come."""
+"""signal across real processes: barriers, credits, timeouts and failures."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def check_how(how: str) -> None:
 
 
 def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list[int]:
-    """Every round each rank writes to all others and reads what they wrote, twice; some ranks are late now and then.
-    The rounds in which something else was read than that round's data."""
+    """Each round every rank writes to all others and reads what they wrote, twice; ranks are late at random.
+
+    Returns the rounds in which other data was read.
+    """
     generator, wrong = random.Random(rank.rank), []
     for n in range(rounds):
         signal(rank.released, wait=True, credit=credit, polls=FOREVER)
@@ -57,7 +59,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("how", HOW)
-def test_no_window_is_written_before_it_was_read(how: str, size: int) -> None:
+def test_credit_protects_window_until_read(how: str, size: int) -> None:
     check_how(how)
     # Counts pass 2**32 on the way.
     wrong = run_pads(window_rounds, size, 100 if how == "kernel" else 400, 0.1, start=(1 << 32) - 50)
@@ -67,20 +69,20 @@ def test_no_window_is_written_before_it_was_read(how: str, size: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("how", HOW)
-def test_ten_thousand_rounds(how: str, size: int) -> None:
+def test_signal_ten_thousand_rounds(how: str, size: int) -> None:
     check_how(how)
     assert run_pads(window_rounds, size, 10_000, 0.002, timeout=1700) == [[]] * size
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_rounds_see_a_credit_too_many(how: str) -> None:
-    """That a window is not written too early is the credit's doing: with one more it is."""
+def test_extra_credit_is_detected(how: str) -> None:
+    """With one credit more, a window is written before it is read."""
     check_how(how)
     assert any(run_pads(window_rounds, 2, 60, 0.3, 2))
 
 
 def barrier_rounds(rank: Rank, rounds: int) -> None:
-    """One channel alone: nobody leaves a barrier before everyone has come to it."""
+    """A barrier on one channel."""
     for n in range(1, rounds + 1):
         if n % 7 == rank.rank:
             time.sleep(0.01)
@@ -90,7 +92,7 @@ def barrier_rounds(rank: Rank, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_nobody_leaves_a_barrier_before_all_have_come(how: str) -> None:
+def test_barrier_waits_for_all_ranks(how: str) -> None:
     check_how(how)
     run_pads(barrier_rounds, 3, 40 if how == "kernel" else 200)
 
@@ -103,13 +105,13 @@ def late_once(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_late_peer_is_waited_for(how: str) -> None:
+def test_signal_waits_for_late_peer(how: str) -> None:
     check_how(how)
     run_pads(late_once, 3)
 
 
 def never_comes(rank: Rank) -> Code:
-    """Rank 1 comes when the others have given up."""
+    """Rank 1 signals after the others have timed out."""
     out = torch.zeros(5000, dtype=torch.float32)
     if rank.rank == 1:
         while int(rank.words[[0, 2], 0].sum()) < 2:
@@ -117,8 +119,8 @@ def never_comes(rank: Rank) -> Code:
     # Programs that run one after another serve rank 1 first: rank 0 tells rank 2 when it has given rank 1 up.
     polls = {0: 300, 1: FOREVER, 2: 2000}[rank.rank]
     signal(rank.arrived, send=True, wait=True, polls=polls, poison=out)
-    found = rank.failure.read()
-    assert found is not None and out.isnan().all()
+    results = rank.failure.read()
+    assert results is not None and out.isnan().all()
     # Everything after it returns at once, whatever its bound is.
     before = rank.arrived.table[:2].clone()
     for channel in (rank.arrived, rank.released) * 3:
@@ -126,13 +128,13 @@ def never_comes(rank: Rank) -> Code:
         signal(channel, send=True, wait=True, polls=FOREVER, poison=out)
         assert out.isnan().all()
     assert torch.equal(rank.arrived.table[:2], before)
-    assert rank.failure.read() == found
+    assert rank.failure.read() == results
     rank.words[rank.rank, 0] = 1
-    return found
+    return results
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_peer_that_never_comes_is_named(how: str) -> None:
+def test_timeout_names_missing_peer(how: str) -> None:
     check_how(how)
     ends = run_pads(never_comes, 3)
     assert ends[0] == Code("late", 0, 1, 0)
@@ -142,7 +144,7 @@ def test_a_peer_that_never_comes_is_named(how: str) -> None:
 
 
 def torn_read(rank: Rank) -> Code | None:
-    """Rank 0 gives up on a release and writes all the same; rank 1 was still reading."""
+    """Rank 0 times out on a release and writes nevertheless, while rank 1 is reading."""
     polls = 300 if rank.rank == 0 else FOREVER
     signal(rank.arrived, send=True, wait=True, polls=FOREVER)
     out = torch.zeros(10, dtype=torch.float32)
@@ -162,7 +164,7 @@ def torn_read(rank: Rank) -> Code | None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_was_read_while_a_failed_peer_wrote_is_overwritten(how: str) -> None:
+def test_output_is_overwritten_after_peer_failure(how: str) -> None:
     check_how(how)
     assert run_pads(torn_read, 2)[1] == Code("failed", 1, 0, 1)
 
@@ -174,7 +176,7 @@ def other_request(rank: Rank) -> Code | None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_ranks_with_other_tokens_are_told(how: str) -> None:
+def test_different_fingerprints_are_reported(how: str) -> None:
     check_how(how)
     ends = run_pads(other_request, 3)
     assert any(end is not None and end.kind == "disagrees" and 2 in (end.rank, end.peer) for end in ends)
@@ -189,7 +191,7 @@ def gives_up_itself(rank: Rank) -> Code | None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_rank_that_fails_tells_its_peers_at_once(how: str) -> None:
+def test_failed_rank_signals_peers(how: str) -> None:
     check_how(how)
     ends = run_pads(gives_up_itself, 3)
     assert ends[0] is None
@@ -221,7 +223,7 @@ def test_poison_in_every_dtype(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_bound_in_seconds_becomes_polls(how: str) -> None:
+def test_polls_within(how: str) -> None:
     check_how(how)
     polls = polls_within(0.2, torch.device("cpu"))
     pads = torch.zeros(2, 1, SLOT, dtype=torch.int64)
@@ -233,7 +235,7 @@ def test_a_bound_in_seconds_becomes_polls(how: str) -> None:
     assert polls_within(3, torch.device("cuda")) == 20_000_000
 
 
-def test_codes_and_pads_that_do_not_fit_are_refused() -> None:
+def test_wrong_codes_and_pads_are_refused() -> None:
     assert Code.unpack(pack(5, 1048575, 77) + (2 << 60)) == Code("failed", 5, 1048575, 77)
     with pytest.raises(ArgumentError, match="peer: 1048576; allowed: 0..1048575"):
         pack(0, 1 << 20, 0)

@@ -1,4 +1,4 @@
-"""silu_and_mul and its backward, by kernels and by torch's operations: against float64."""
+"""silu_and_mul and its backward, by kernels and CPU paths, against float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIG = 100.0  # beyond it exp(-x) overflows
 
 
 def given(rows: int, length: int, dtype: torch.dtype, n: int, device: str) -> list[torch.Tensor]:
-    """A gradient, and gate and up as halves of rows at an odd place; from row n on NaN."""
+    """Return a gradient, and gate and up as halves of rows at an odd address; NaN from row n on."""
     g = torch.Generator().manual_seed(length + n)
     both = (3 * torch.randn(rows, 2 * length + 3, generator=g)).to(dtype)
     both[: n // 2, 1] = -BIG
@@ -40,7 +40,7 @@ def given(rows: int, length: int, dtype: torch.dtype, n: int, device: str) -> li
 
 
 def near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, terms: torch.Tensor | None = None) -> None:
-    """Rounded once, off by a few roundings of float32 terms; float16 has no numbers below 6e-8."""
+    """Assert equality up to a few float32 roundings and one final rounding; float16 has no numbers below 6e-8."""
     bound = EPSILON[dtype] * want.abs() + 2e-6 * (want if terms is None else terms).abs() + 6e-8
     assert got.dtype is dtype and ((got.cpu().double() - want).abs() <= bound).all()
 
@@ -75,16 +75,16 @@ def test_silu_and_mul(device, dtype, length):
 
 @pytest.mark.plan
 @pytest.mark.parametrize("dtype, length", FORMS, ids=str)
-def test_the_reference(dtype, length, monkeypatch):
-    """As one piece, and as several."""
+def test_silu_and_mul_cpu(dtype, length, monkeypatch):
+    """In one piece and in several."""
     check(dtype, length, "cpu")
     module = sys.modules["shardweave.kernels.silu_and_mul"]
     monkeypatch.setattr(module, "CHUNK", 6 * length)
     check(dtype, length, "cpu")
 
 
-def test_no_rows(device):
-    """And rows whose elements are not adjacent, which are refused."""
+def test_silu_and_mul_of_no_rows(device):
+    """Also refuses rows whose elements are not adjacent."""
     num_rows = torch.zeros(1, dtype=torch.int32, device=device)
     empty = torch.empty(0, 8, device=device)
     silu_and_mul(empty, empty, num_rows, empty)
@@ -105,12 +105,12 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str, counts: dict[str, in
 
 
 @pytest.mark.interp
-def test_work_does_not_grow_with_the_buffer(monkeypatch):
-    """Loads are as many for a buffer of any length; backward stores zeros in the rest, and reads none of it."""
+def test_silu_and_mul_work_is_bounded_by_num_rows(monkeypatch):
+    """The number of loads does not depend on the buffer's length; backward zeros the other rows without reading."""
     counts = {"load": 0, "store": 0}
     for name in counts:
         count_calls(monkeypatch, name, counts)
-    found = []
+    results = []
     for rows, both in product((16, 160), (False, True)):
         gradient, gate, up = given(rows, 8, torch.float32, 9, "cpu")
         num_rows = torch.tensor([9], dtype=torch.int32)
@@ -120,15 +120,15 @@ def test_work_does_not_grow_with_the_buffer(monkeypatch):
             silu_and_mul_backward(gradient, gate, up, num_rows, *outs)
         else:
             silu_and_mul(gate, up, num_rows, outs[0])
-        found.append((counts["load"], counts["store"]))
+        results.append((counts["load"], counts["store"]))
     # Each of four programs reads the number of rows.
-    assert found == [(4 + 2 * 9, 9), (4 + 3 * 9, 2 * 16), (4 + 2 * 9, 9), (4 + 3 * 9, 2 * 160)]
+    assert results == [(4 + 2 * 9, 9), (4 + 3 * 9, 2 * 16), (4 + 2 * 9, 9), (4 + 3 * 9, 2 * 160)]
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_are_vectorised_and_nothing_spills(target, dtype):
+def test_silu_and_mul_is_vectorised_and_does_not_spill(target, dtype):
     # Rows of one piece: loops over pieces are unrolled.
     constants = {**row_launch(dtype, 4096 // dtype.itemsize), "DTYPE": ELEMENTS[dtype], "SOFT": False}
     addresses = dict.fromkeys(("gate", "up", "out", "gradient", "gate_out", "up_out"), "i64")

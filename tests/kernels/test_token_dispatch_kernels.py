@@ -1,4 +1,4 @@
-"""Dispatch and combine by all kernels together, both ways, on virtual ranks: against sums of float64."""
+"""Dispatch and combine by kernels on virtual ranks, one-sided and two-sided, against float64."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_dispatch_and_combine(device, dtype, layout):
 
     seen, kept = [0] * experts, [torch.zeros(n, k) for n in counts]
     for rank, tokens in enumerate(ids):
-        for t, entries in enumerate(tokens.tolist()):
-            for i, e in enumerate(entries):
+        for t, pairs in enumerate(tokens.tolist()):
+            for i, e in enumerate(pairs):
                 if e >= 0:
                     kept[rank][t, i] = seen[e] < 8
                     seen[e] += 1
@@ -43,7 +43,7 @@ def test_dispatch_and_combine(device, dtype, layout):
     routed = d.dispatch(*on)
     outputs = []
     for rank, r in enumerate(routed):
-        low = d.layout.bounds[rank]
+        low = d.config.bounds[rank]
         scale = torch.zeros(r.x.flatten(0, -2).shape[0], 1, dtype=dtype, device=device)
         at = 0
         for i, end in enumerate(r.offsets.tolist()):
@@ -73,8 +73,8 @@ def test_dispatch_and_combine(device, dtype, layout):
 
 @pytest.mark.interp
 @pytest.mark.parametrize("align", [1, 8])
-def test_ranks_that_send_and_receive_launch_nothing_else(monkeypatch: pytest.MonkeyPatch, align: int) -> None:
-    """So what is compiled ahead of time for ranks that reach each other is all that there is."""
+def test_sendrecv_launches_same_kernels(monkeypatch: pytest.MonkeyPatch, align: int) -> None:
+    """So the specialisations of one-sided transfers, compiled ahead of time, cover two-sided ones."""
     launched: set[tuple[str, frozenset]] = set()
     start = InterpretedFunction.__getitem__
 
@@ -109,7 +109,7 @@ def test_ranks_that_send_and_receive_launch_nothing_else(monkeypatch: pytest.Mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("overflow", ["raise", "drop"])
 def test_replays_of_a_cuda_graph(overflow):
-    """New tokens in old memory, long after the capture, with more buffers in between than tables are kept."""
+    """Replays with new tokens, after more buffers than there are cached tables."""
     d = VirtualTokenDispatcher(
         2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow=overflow,
         expert_capacity=16, zero_rows=True,
@@ -137,7 +137,7 @@ def test_replays_of_a_cuda_graph(overflow):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured, lost, received = layer()
+            captured, overflow, received = layer()
         held = []
         for seed in range(1, 25):
             renew(seed)
@@ -146,13 +146,13 @@ def test_replays_of_a_cuda_graph(overflow):
                 r.x.fill_(float("nan"))
             graph.replay()
             assert not any(r.x[int(r.num_rows) :].any() for r in received)
-            found = [y.clone() for y in captured]
+            results = [y.clone() for y in captured]
             other = VirtualTokenDispatcher(
                 2, num_experts=5, top_k=2, hidden=64, max_tokens=32, align=8, device="cuda", overflow="drop",
                 expert_capacity=16,
             )  # fmt: skip
             routed = other.dispatch(*given)
             want = other.combine([r.x for r in routed], routed)
-            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-            assert [int(n) for n in lost] == [int(r.dropped) for r in routed]
+            assert all(torch.equal(a, b) for a, b in zip(results, want, strict=True))
+            assert [int(n) for n in overflow] == [int(r.dropped) for r in routed]
             held.append(layer() if overflow == "drop" else None)

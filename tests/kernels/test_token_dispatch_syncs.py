@@ -1,4 +1,4 @@
-"""Dispatch, activation, combine and their backward wait for no device: virtual ranks under a guard that refuses it.
+"""Dispatch, activation, combine and their backward do not synchronise: virtual ranks under a guard that refuses it.
 
 In the interpreter, where the kernels run that a GPU runs, and on a GPU, where torch itself refuses to synchronise.
 """
@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardweave.runtime.moe import transfer_sendrecv
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer_sendrecv import SlabRank
+from shardweave.runtime.moe.transfer_sendrecv import SendRecvTransfer
 from shardweave.runtime.statistics import stats
 
 K, E, H = 3, 5, 16
 
 
 def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `function` is given has been read, or never was on a device: a CPU cannot tell, where all tensors are."""
+    """Exempt `function`, whose arguments are on the host; on a CPU the guard cannot tell."""
 
     def outside(*args: Any) -> Any:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -35,7 +35,7 @@ def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Guard(SyncGuard):
-    """On a GPU torch's own."""
+    """On a GPU, torch's sync debug mode."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -85,21 +85,21 @@ SETTINGS = [
 ]
 
 
-PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "slab_capacity": 5}
+PUSHED, EXACT, FIXED = {"one_sided": True}, {"one_sided": False}, {"one_sided": False, "chunk_capacity": 5}
 
 
-@pytest.mark.parametrize("way", [PUSHED, EXACT, FIXED], ids=str)
-def test_no_device_is_waited_for(device, way, monkeypatch):
-    """But for the one read of the counts by ranks that send and receive slabs of exact size."""
-    if way is EXACT and device == "cpu":
-        monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
+@pytest.mark.parametrize("algorithm", [PUSHED, EXACT, FIXED], ids=str)
+def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
+    """Except for the one read of counts with chunks of exact size."""
+    if algorithm is EXACT and device == "cpu":
+        monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
         monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
-    elif way is EXACT:
-        monkeypatch.setattr(SlabRank, "_read", read_unguarded(SlabRank._read))
+    elif algorithm is EXACT:
+        monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
     for number, given in enumerate(SETTINGS):
-        given = {**given, "overflow": "drop"} if way is FIXED else given
+        given = {**given, "overflow": "drop"} if algorithm is FIXED else given
         d = VirtualTokenDispatcher(
-            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **way, **given
+            3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, device=device, **algorithm, **given
         )
         weighted, again = number % 2 == 0, given.get("save") == "redispatch"
         before = stats().host_reads.total()
@@ -110,7 +110,7 @@ def test_no_device_is_waited_for(device, way, monkeypatch):
         assert device == "cuda" or guard.seen["copy_"] and guard.seen["empty"], guard.seen
         assert all(torch.equal(a, b) for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True))
         # Three ranks, warm and guarded.
-        assert stats().host_reads.total() - before == (6 if way is EXACT else 0)
+        assert stats().host_reads.total() - before == (6 if algorithm is EXACT else 0)
         d.check()
 
 
@@ -127,15 +127,15 @@ def read_unguarded(read: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("verb", ["dispatch", "combine", "combine_backward"])
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_the_guard_sees_what_ranks_do(device, verb, one_sided, monkeypatch):
+def test_sync_guard_covers_all_verbs(device, verb, one_sided, monkeypatch):
     if device == "cuda":
         pytest.skip("of the guard on the CPU")
-    monkeypatch.setattr(SlabRank, "_planned", on_the_host(SlabRank._planned))
+    monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
     monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
     d = VirtualTokenDispatcher(
         3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided
     )
-    kind = type(d.parts[0])
+    kind = type(d.transfers[0])
     does = getattr(kind, verb)
 
     def planted(self, *args: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The token kernels: their references against loops over tokens, and the kernels against their references."""
+"""The token kernels and their CPU paths, against loops over tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import sys
 import numpy as np
 import pytest
 import torch
-from token_cases import POISON, Case, combined, even_bounds, routing
+from token_cases import POISON, Case, even_bounds, routing
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.combine_rows import combine_rows
+from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference
 from shardweave.kernels.copy_rows import copy_rows
 from shardweave.kernels.fill_rows import fill_rows
 from shardweave.kernels.gather_values import gather_values
-from shardweave.kernels.group_rows import Groups, Slots, group_rows
+from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows
 from shardweave.kernels.locate_rows import locate_rows
 from shardweave.kernels.pointers import KEPT_TABLES, AddressTables
-from shardweave.kernels.push_rows import push_rows
+from shardweave.kernels.push_rows import push_rows, push_rows_reference
 from shardweave.kernels.route_tokens import route_tokens
 from shardweave.kernels.rows import Buffers, ChosenBuffers, TokenRows
 from shardweave.kernels.share_counts import share_counts
@@ -33,14 +33,14 @@ plan = pytest.mark.plan
 @pytest.fixture(params=["reference", pytest.param("interpreter", marks=pytest.mark.interp),
                         pytest.param("cuda", marks=pytest.mark.gpu)])  # fmt: skip
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where kernels run: as torch operations on the CPU, in the interpreter there, or on a GPU."""
+    """The device: the CPU with CPU paths or the interpreter, or a GPU."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU: torch.cuda.is_available() is False")
     return "cuda" if request.param == "cuda" else "cpu"
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit."""
+    """Assert bitwise equality."""
     assert got.shape == want.shape and got.dtype == want.dtype
     size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.dtype.itemsize]
     got, want = got.cpu().contiguous().view(size), want.cpu().contiguous().view(size)
@@ -53,7 +53,7 @@ def i32(array, device: str = "cpu") -> torch.Tensor:
 
 
 def table(case: Case, rank: int, device: str) -> torch.Tensor | None:
-    return i32(case.slot_of[rank], device) if case.slot_of else None
+    return i32(case.physical_expert_of[rank], device) if case.physical_expert_of else None
 
 
 def random_case(rng: np.random.Generator, kind: str, ranks: int = 3, **given) -> Case:
@@ -61,14 +61,22 @@ def random_case(rng: np.random.Generator, kind: str, ranks: int = 3, **given) ->
     tokens = given.pop("tokens", None) or [int(rng.choice([0, 1, 3, 6])) for _ in range(ranks)]
     ids = [routing(rng, kind, t, k, experts) for t in tokens]
     align = given.pop("align", int(rng.choice([1, 4, 8])))
-    slots, slot_of = experts, None
+    physical_experts, physical_expert_of = experts, None
     if given.pop("replicated", False):
-        slots = experts + 5
-        slot_of = [rng.permutation(slots)[:experts] for _ in range(ranks)]
+        physical_experts = experts + 5
+        physical_expert_of = [rng.permutation(physical_experts)[:experts] for _ in range(ranks)]
     capacity = given.pop("capacity", None)
     if capacity is None:
-        capacity = -(-(sum(i.size for i in ids) + slots * align) // align) * align
-    return Case(ids, experts, even_bounds(slots, ranks), align, capacity, slot_of=slot_of, **given).solve()
+        capacity = -(-(sum(i.size for i in ids) + physical_experts * align) // align) * align
+    return Case(
+        ids,
+        experts,
+        even_bounds(physical_experts, ranks),
+        align,
+        capacity,
+        physical_expert_of=physical_expert_of,
+        **given,
+    ).solve()
 
 
 CASES = [
@@ -96,25 +104,25 @@ def each_case(test):
     "tokens, k, experts", [(1, 1, 1), (0, 4, 8), (5, 3, 3), (40, 8, 60), (128, 8, 256), (300, 5, 300)]
 )
 def test_route_tokens(device, tokens, k, experts, dtype):
-    """Up to 1,024 entries in one launch; (300, 5) in two."""
+    """Up to 1,024 pairs in one launch; (300, 5) in two."""
     for kind in KINDS:
         rng = np.random.default_rng(hash((tokens, k)) % 1000)
         case = Case([routing(rng, kind, tokens, k, experts)], experts, (0, experts)).solve()
         got = route_tokens(torch.from_numpy(case.ids[0]).to(dtype).to(device), experts)
-        same(got.slot, i32(case.slot[0]))
+        same(got.physical_expert, i32(case.physical_expert[0]))
         same(got.place, i32(case.place[0]))
         same(got.counts, i32(case.matrix[0]))
 
 
 def test_route_tokens_of_many_blocks(device, monkeypatch):
-    """More ids than blocks: each block ranks several pieces; with experts that are looked up, and strided ids."""
+    """More ids than blocks, so that each ranks several times; replicated experts and strided ids."""
     monkeypatch.setattr(sys.modules["shardweave.kernels.route_tokens"], "MOST_BLOCKS", 3)
     rng = np.random.default_rng(5)
-    slot_of = [rng.permutation(17)[:11]]
-    case = Case([routing(rng, "odd", 371, 5, 11)], 11, (0, 17), slot_of=slot_of).solve()
+    physical_expert_of = [rng.permutation(17)[:11]]
+    case = Case([routing(rng, "odd", 371, 5, 11)], 11, (0, 17), physical_expert_of=physical_expert_of).solve()
     ids = torch.from_numpy(case.ids[0]).to(device).t().contiguous().t()
-    got = route_tokens(ids, 11, i32(slot_of[0], device), 17)
-    same(got.slot, i32(case.slot[0]))
+    got = route_tokens(ids, 11, i32(physical_expert_of[0], device), 17)
+    same(got.physical_expert, i32(case.physical_expert[0]))
     same(got.place, i32(case.place[0]))
     same(got.counts, i32(case.matrix[0]))
 
@@ -122,55 +130,61 @@ def test_route_tokens_of_many_blocks(device, monkeypatch):
 @each_case
 def test_group_and_locate_rows(device, kind, given):
     case = random_case(np.random.default_rng(3), kind, **given)
-    slots = Slots.divided(case.bounds, torch.device(device))
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
     for rank in range(case.ranks):
-        groups = groups_of(case, rank, device, slots)
+        groups = groups_of(case, rank, device, physical_experts)
         low, high = case.bounds[rank : rank + 2]
         same(groups.offsets, i32(case.ends[low:high]))
         same(groups.counts, torch.tensor(case.kept[low:high], dtype=torch.int64))
         lengths = [e - b for b, e in zip(case.begins[low:high], case.ends[low:high], strict=True)]
         same(groups.padded_counts, torch.tensor(lengths, dtype=torch.int64))
         same(groups.num_rows, i32([case.ends[high - 1] if high > low else 0]))
-        lost = int(case.matrix[:, :-1].sum()) - sum(case.kept), int(case.matrix[:, -1].sum())
-        same(groups.lost, torch.tensor(lost))
-        rows = locate_rows(i32(case.slot[rank], device), i32(case.place[rank], device), groups, slots)
+        overflow = int(case.matrix[:, :-1].sum()) - sum(case.kept), int(case.matrix[:, -1].sum())
+        same(groups.overflow, torch.tensor(overflow))
+        rows = locate_rows(
+            i32(case.physical_expert[rank], device), i32(case.place[rank], device), groups, physical_experts
+        )
         k = case.ids[rank].shape[1]
         want_key, want_row = [], []
-        for entries in case.rows[rank]:
-            keys = sorted((case.ranks if e is None else e[0], i) for i, e in enumerate(entries))
-            want_key += [owner * k + i for owner, i in keys]
-            want_row += [-1 if entries[i] is None else entries[i][1] for _, i in keys]
+        for pairs in case.rows[rank]:
+            keys = sorted((case.ranks if e is None else e[0], i) for i, e in enumerate(pairs))
+            want_key += [destination * k + i for destination, i in keys]
+            want_row += [-1 if pairs[i] is None else pairs[i][1] for _, i in keys]
         same(rows.key, i32(np.array(want_key, np.int32).reshape(-1, k)))
         same(rows.row, i32(np.array(want_row, np.int32).reshape(-1, k)))
 
 
-def groups_of(case: Case, rank: int, device: str, slots: Slots) -> Groups:
+def groups_of(case: Case, rank: int, device: str, physical_experts: PhysicalExperts) -> Groups:
     matrix = i32(case.matrix, device)
-    return group_rows(matrix, slots, rank, case.capacity, case.align, case.expert_capacity, case.batched)
+    return group_rows(matrix, physical_experts, rank, case.capacity, case.align, case.expert_capacity, case.batched)
 
 
-def rows_of(case: Case, rank: int, device: str, slots: Slots) -> tuple[TokenRows, Groups]:
-    groups = groups_of(case, rank, device, slots)
-    return locate_rows(i32(case.slot[rank], device), i32(case.place[rank], device), groups, slots), groups
+def rows_of(case: Case, rank: int, device: str, physical_experts: PhysicalExperts) -> tuple[TokenRows, Groups]:
+    groups = groups_of(case, rank, device, physical_experts)
+    return locate_rows(
+        i32(case.physical_expert[rank], device), i32(case.place[rank], device), groups, physical_experts
+    ), groups
 
 
 @pytest.mark.parametrize("words", [None, (5, 0, 2**31 - 1)], ids=str)
 def test_share_counts(device, words):
     rng = np.random.default_rng(0)
     counts = [i32(rng.integers(0, 99, 8), device) for _ in range(3)]
-    told = counts if words is None else [torch.cat((c, i32([w], device))) for c, w in zip(counts, words, strict=True)]
-    matrices = [torch.full((3, len(told[0])), -1, dtype=torch.int32, device=device) for _ in range(3)]
+    received = (
+        counts if words is None else [torch.cat((c, i32([w], device))) for c, w in zip(counts, words, strict=True)]
+    )
+    matrices = [torch.full((3, len(received[0])), -1, dtype=torch.int32, device=device) for _ in range(3)]
     for me, row in enumerate(counts):
         share_counts(row, Buffers(matrices), me, None if words is None else words[me])
     for matrix in matrices:
-        same(matrix, torch.stack(told))
+        same(matrix, torch.stack(received))
 
 
-def test_buffers_that_owners_choose(device):
-    """By a column of a matrix, as owners tell it."""
+def test_chosen_buffers(device):
+    """ChosenBuffers with a column of a matrix as the index."""
     buffers = Buffers([torch.zeros(2, 3, device=device) for _ in range(6)])
-    told = i32([[9, 5], [9, 0], [9, 2]], device)
-    chosen = ChosenBuffers(buffers, told[:, 1])
+    received = i32([[9, 5], [9, 0], [9, 2]], device)
+    chosen = ChosenBuffers(buffers, received[:, 1])
     assert [t.data_ptr() for t in chosen.tensors] == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)]
     table, bits = chosen.table()
     assert table.tolist() == [buffers.tensors[i].data_ptr() for i in (5, 0, 2)] and bits == buffers.table()[1]
@@ -186,7 +200,7 @@ FORMS = list(zip([*DTYPES, torch.bfloat16, torch.float16], (16, 64, 3, 1, 40), s
 
 
 def forms(kind: str, given: dict) -> list[tuple[torch.dtype, int]]:
-    """Dtypes and lengths of rows; one of them in the interpreter, which is slow, another for the next case."""
+    """Dtypes and lengths of rows; one in the interpreter, which is slow, rotating from case to case."""
     if not INTERPRETED:
         return FORMS
     return [FORMS[CASES.index((kind, given)) % len(FORMS)]]
@@ -201,59 +215,54 @@ def test_push_rows(device, kind, given):
 
 
 def check_push(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden: int, device: str) -> None:
-    slots = Slots.divided(case.bounds, torch.device(device))
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
     buffers = [torch.full((case.capacity, hidden), POISON, dtype=dtype, device=device) for _ in range(case.ranks)]
     numbers = [torch.full((case.capacity,), POISON, device=device) for _ in range(case.ranks)]
     want, want_numbers = [b.cpu().clone() for b in buffers], [n.cpu().clone() for n in numbers]
     for rank in range(case.ranks):
-        rows, groups = rows_of(case, rank, device, slots)
+        rows, groups = rows_of(case, rank, device, physical_experts)
         tokens, k = case.ids[rank].shape
         # Any stride between rows: a slice of something wider, at an odd place.
         x = tokens_like(rng, (tokens, hidden + 3), dtype, device)[:, 1 : hidden + 1]
         weights = torch.rand(tokens, k + 1, device=device)[:, :k]
         padding = int(rng.choice([1, 3, 12]))  # however many programs share it
         push_rows(x, rows, Buffers(buffers), groups, rank, weights, Buffers(numbers), most_padding=padding)
-        for t, entries in enumerate(case.rows[rank]):
-            for i, entry in enumerate(entries):
-                if entry is not None:
-                    want[entry[0]][entry[1]] = x[t].cpu()
-                    want_numbers[entry[0]][entry[1]] = weights[t, i].cpu()
-        want[rank][case.padding(rank)] = 0
-        want_numbers[rank][case.padding(rank)] = 0
+        given = TokenRows(rows.key.cpu(), rows.row.cpu()), want, Groups(*[g.cpu() for g in groups])
+        push_rows_reference(x.cpu(), *given, rank, weights.cpu(), want_numbers)
     for got, expected in zip(buffers + numbers, want + want_numbers, strict=True):
         same(got, expected)
 
 
 @plan
 @each_case
-def test_push_rows_straight_to_where_they_follow_each_other(kind, given, monkeypatch):
-    """The torch path, as it is for rows that do not fit the cache."""
+def test_push_rows_cpu_by_runs(kind, given, monkeypatch):
+    """The CPU path for rows that do not fit the cache."""
     monkeypatch.setattr(sys.modules["shardweave.kernels.push_rows"], "CHUNK", 0)
     rng = np.random.default_rng(7)
     check_push(rng, random_case(rng, kind, **given), torch.bfloat16, 5, "cpu")
 
 
 @pytest.mark.parametrize("hidden", [8, 1024, 2500], ids=str)
-def test_push_rows_of_several_pieces(device, hidden):
+def test_push_rows_of_several_blocks(device, hidden):
     rng = np.random.default_rng(1)
     check_push(rng, random_case(rng, "odd", k=4, tokens=[3, 2, 0], align=4), torch.bfloat16, hidden, device)
 
 
-def test_push_rows_that_have_no_padding(device):
-    """None is looked for: the rows that would be padding keep what they have."""
+def test_push_rows_without_padding(device):
+    """With most_padding=0, padding rows are not written."""
     case = random_case(np.random.default_rng(2), "uniform", k=2, tokens=[3], ranks=1, experts=3, align=8)
-    slots = Slots.divided(case.bounds, torch.device(device))
-    rows, groups = rows_of(case, 0, device, slots)
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
+    rows, groups = rows_of(case, 0, device, physical_experts)
     buffer = torch.full((case.capacity, 8), POISON, device=device)
     push_rows(torch.zeros(3, 8, device=device), rows, Buffers([buffer]), groups, 0, most_padding=0)
     assert (buffer[case.padding(0)] == POISON).all() and case.padding(0)
     assert int((buffer == 0).all(1).sum()) == 6
 
 
-def test_push_rows_without_weights_and_with_one_row_for_all_tokens(device):
+def test_push_rows_without_weights_of_expanded_row(device):
     case = random_case(np.random.default_rng(2), "uniform", k=2, tokens=[6], ranks=1, align=8)
-    slots = Slots.divided(case.bounds, torch.device(device))
-    rows, groups = rows_of(case, 0, device, slots)
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
+    rows, groups = rows_of(case, 0, device, physical_experts)
     buffer = torch.full((case.capacity, 8), POISON, device=device)
     push_rows(torch.arange(8.0, device=device).expand(6, 8), rows, Buffers([buffer]), groups, 0)
     end = max(case.ends)
@@ -271,41 +280,40 @@ def test_combine_rows(device, kind, given):
 
 
 def check_combine(rng: np.random.Generator, case: Case, dtype: torch.dtype, hidden: int, device: str) -> None:
-    slots = Slots.divided(case.bounds, torch.device(device))
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
     buffers = []
-    for owner in range(case.ranks):
+    for destination in range(case.ranks):
         buffer = tokens_like(rng, (case.capacity, hidden), dtype, device)
         # Only rows that were pushed may be read.
-        read = {e[1] for rows in case.rows for es in rows for e in es if e is not None and e[0] == owner}
+        read = {e[1] for rows in case.rows for es in rows for e in es if e is not None and e[0] == destination}
         buffer[[row for row in range(case.capacity) if row not in read]] = float("nan")
         buffers.append(buffer)
     for rank in range(case.ranks):
-        rows, _ = rows_of(case, rank, device, slots)
+        rows, _ = rows_of(case, rank, device, physical_experts)
         tokens, k = case.ids[rank].shape
         weights = torch.rand(tokens, k + 2, device=device)[:, :k]
         unkept = torch.tensor([[e is None for e in es] for es in case.rows[rank]], dtype=torch.bool).view(tokens, k)
         weights[unkept.to(device)] = float("nan")
         add = tokens_like(rng, (tokens, hidden + 5), dtype, device)[:, 2 : hidden + 2]
-        ways = ((weights, add), (None, None), (weights, None))
-        for w, a in ways[: 1 if INTERPRETED and hidden < 1024 else 3]:
+        arguments = ((weights, add), (None, None), (weights, None))
+        for w, a in arguments[: 1 if INTERPRETED and hidden < 1024 else 3]:
             out = torch.full((tokens, hidden + 1), POISON, dtype=dtype, device=device)[:, :hidden]
             combine_rows(rows, Buffers(buffers), out, w, a)
-            want = combined(case, rank, [b.cpu() for b in buffers], *(None if v is None else v.cpu() for v in (w, a)))
-            same(out, want)
+            given = TokenRows(rows.key.cpu(), rows.row.cpu()), [b.cpu() for b in buffers]
+            same(out, combine_rows_reference(*given, *(None if v is None else v.cpu() for v in (w, a))))
 
 
 @pytest.mark.parametrize("hidden", [1024, 2500], ids=str)
-def test_combine_rows_of_several_pieces(device, hidden, monkeypatch):
+def test_combine_rows_of_several_blocks(device, hidden, monkeypatch):
     monkeypatch.setattr(sys.modules["shardweave.kernels.combine_rows"], "CHUNK", 2048)
     rng = np.random.default_rng(1)
     check_combine(rng, random_case(rng, "odd", k=5, tokens=[2, 1, 0]), torch.bfloat16, hidden, device)
 
 
-def test_combine_rows_rounds_the_sum_of_each_owner(device):
-    """256 + 1 + 1 in bfloat16: 258 where one owner sums, 256 where each of the ones is an owner's own sum... and the
-    ones of one owner together are 2."""
-    rows = TokenRows(i32([[0, 1, 2]], device), i32([[0, 1, 2]], device))  # all at owner 0
-    apart = TokenRows(i32([[0, 4, 5]], device), i32([[0, 0, 1]], device))  # 1 at owner 0, 2 at owner 1
+def test_combine_rows_rounds_sum_of_each_destination(device):
+    """256 + 1 + 1 in bfloat16 is 258 at one destination, and 256 if each 1 is at its own; two 1s at one are 2."""
+    rows = TokenRows(i32([[0, 1, 2]], device), i32([[0, 1, 2]], device))  # all at destination 0
+    apart = TokenRows(i32([[0, 4, 5]], device), i32([[0, 0, 1]], device))  # 1 at destination 0, 2 at destination 1
     a = torch.tensor([[257.0], [1.0], [1.0]]).bfloat16().to(device)
     b = torch.tensor([[1.0], [1.0], [1.0]]).bfloat16().to(device)
     weights = torch.tensor([[1.00390625, 1.0, 1.0]], device=device)
@@ -385,10 +393,10 @@ def test_copy_rows_refuses():
 @each_case
 def test_gather_values(device, kind, given):
     case = random_case(np.random.default_rng(13), kind, **given)
-    slots = Slots.divided(case.bounds, torch.device(device))
+    physical_experts = PhysicalExperts.divided(case.bounds, torch.device(device))
     buffers = [torch.rand(case.capacity, device=device) for _ in range(case.ranks)]
     for rank in range(case.ranks):
-        rows, _ = rows_of(case, rank, device, slots)
+        rows, _ = rows_of(case, rank, device, physical_experts)
         want = [[0.0 if e is None else buffers[e[0]][e[1]].item() for e in es] for es in case.rows[rank]]
         same(gather_values(rows, Buffers(buffers)), torch.tensor(want).view(case.ids[rank].shape).float())
 
@@ -399,30 +407,33 @@ def test_gather_values(device, kind, given):
     [
         (lambda: route_tokens(torch.zeros(3, dtype=torch.int64), 4), "ids: torch.int64 of shape"),
         (lambda: route_tokens(torch.zeros(3, 2), 4), "ids: torch.float32"),
-        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 0), "num_slots: 0"),
-        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, None, 5), "num_slots: 5"),
-        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, torch.zeros(3)), "slot_of: torch.float32"),
-        (lambda: group_rows(torch.zeros(2, 3).int(), slots_2(), 0, 8), "matrix: torch.int32"),
-        (lambda: group_rows(torch.zeros(1, 3).int(), slots_2(), 0, 9, 4), "capacity: 9; allowed: a multiple"),
-        (lambda: group_rows(torch.zeros(1, 3).int(), slots_2(), 0, 8, batched=True), "expert_capacity: None"),
-        (lambda: Slots.divided((0, 3, 2), torch.device("cpu")), "bounds"),
+        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 0), "num_physical_experts: 0"),
+        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, None, 5), "num_physical_experts: 5"),
+        (
+            lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, torch.zeros(3)),
+            "physical_expert_of: torch.float32",
+        ),
+        (lambda: group_rows(torch.zeros(2, 3).int(), two_experts(), 0, 8), "matrix: torch.int32"),
+        (lambda: group_rows(torch.zeros(1, 3).int(), two_experts(), 0, 9, 4), "capacity: 9; allowed: a multiple"),
+        (lambda: group_rows(torch.zeros(1, 3).int(), two_experts(), 0, 8, batched=True), "expert_capacity: None"),
+        (lambda: PhysicalExperts.divided((0, 3, 2), torch.device("cpu")), "bounds"),
         (lambda: Buffers([torch.zeros(2, 3), torch.zeros(2, 4)]), r"buffers\[1\]"),
-        (lambda: locate_rows(*[torch.zeros(1, 33).int()] * 2, None, slots_2()), "top_k: 33"),
+        (lambda: locate_rows(*[torch.zeros(1, 33).int()] * 2, None, two_experts()), "top_k: 33"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_what_does_not_fit_is_refused(call, text):
+def test_token_kernels_refuse_wrong_arguments(call, text):
     with pytest.raises(ArgumentError, match=text):
         call()
 
 
-def slots_2() -> Slots:
-    return Slots.divided((0, 2), torch.device("cpu"))
+def two_experts() -> PhysicalExperts:
+    return PhysicalExperts.divided((0, 2), torch.device("cpu"))
 
 
 @plan
-def test_address_tables_are_kept_and_told_apart():
-    """Of buffers that rotate; as many as are kept, the others uploaded anew."""
+def test_address_tables_are_cached_by_addresses():
+    """Rotating buffers reuse cached tables; evicted ones are uploaded again."""
     tables = AddressTables(torch.device("cpu"))
     sets = [[torch.zeros(2, 3) for _ in range(3)] for _ in range(KEPT_TABLES + 1)]
     first = [Buffers(s, tables).table() for s in sets]

@@ -1,4 +1,4 @@
-"""The token kernels compiled for GPUs that are not here: rows move 16 bytes at a time, and nothing spills."""
+"""The token kernels compiled ahead of time: rows move 16 bytes at a time, and no register spills."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.push_rows import push_rows_kernel
 from shardweave.kernels.reduce_boxes import ELEMENTS
 from shardweave.kernels.route_tokens import (
-    MOST_SLOTS,
+    MOST_PHYSICAL_EXPERTS,
+    count_pairs_kernel,
     count_rows,
-    count_slots_kernel,
     few_warps,
     place_rows_kernel,
     route_few_kernel,
@@ -39,10 +39,10 @@ from shardweave.kernels.weigh_rows import weigh_rows_kernel
 pytestmark = pytest.mark.aot
 
 POINTERS = {
-    "*i64": "buffers matrices weight_buffers counts_out padded_out lost_out counts padded_counts",
+    "*i64": "buffers matrices weight_buffers counts_out padded_out overflow_out counts padded_counts",
     "*i32": (
-        "slot_table slot_out block_counts block_bad slot_in place_in place_out start_in limit_in owner_in key_in "
-        "row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
+        "expert_table expert_out block_counts block_bad expert_in place_in place_out start_in limit_in destination_in "
+        "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
     ),
     "*fp32": "weights weight_gradient",
     "i64": "x out add gradient values",
@@ -66,27 +66,27 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("slots, looked_up", [(3, True), (256, False), (MOST_SLOTS, True)])
-def test_route_tokens_does_not_spill(target, slots, looked_up):
-    padded = max(32, triton.next_power_of_2(slots))
-    count = {"SLOTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
+@pytest.mark.parametrize("physical_experts, looked_up", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
+def test_route_tokens_does_not_spill(target, physical_experts, looked_up):
+    padded = max(32, triton.next_power_of_2(physical_experts))
+    count = {"EXPERTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
     ids = {"ids": "*i64", "counts_out": "*i32"}
-    assert_no_spill(compile_kernel(count_slots_kernel, target, count, **ids), target)
-    for entries in (32, 1024):
-        few = {"SLOTS": padded, "ENTRIES": entries, "HAS_TABLE": looked_up, "num_warps": few_warps(entries)}
+    assert_no_spill(compile_kernel(count_pairs_kernel, target, count, **ids), target)
+    for pairs in (32, 1024):
+        few = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": looked_up, "num_warps": few_warps(pairs)}
         assert_no_spill(compile_kernel(route_few_kernel, target, few, **ids), target)
-    place = {"SLOTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
+    place = {"EXPERTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
     assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("slots", [3, 300, MOST_SLOTS])
-def test_group_rows_and_share_counts_do_not_spill(target, slots):
-    padded = max(32, triton.next_power_of_2(slots))
+@pytest.mark.parametrize("physical_experts", [3, 300, MOST_PHYSICAL_EXPERTS])
+def test_group_rows_and_share_counts_do_not_spill(target, physical_experts):
+    padded = max(32, triton.next_power_of_2(physical_experts))
     for batched in (False, True):
-        constants = {"SLOTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched, "num_warps": 8}
+        constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched, "num_warps": 8}
         assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target)
-    for width in (slots + 1, slots + 2):
+    for width in (physical_experts + 1, physical_experts + 2):
         constants = {"LENGTH": triton.next_power_of_2(width), "num_warps": 4}
         assert_no_spill(compile_kernel(share_counts_kernel, target, constants, counts="*i32"), target)
 
@@ -111,8 +111,8 @@ def row_launch(dtype: torch.dtype, hidden: int) -> dict:
 
 def wide(compiled, target: str) -> tuple[int, int]:
     """Loads and stores of 16 bytes."""
-    found = accesses(compiled, target)
-    return found["load", 16], found["store", 16]
+    results = accesses(compiled, target)
+    return results["load", 16], results["store", 16]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -162,7 +162,7 @@ def test_copy_rows_is_vectorised_and_does_not_spill(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_fill_rows_is_vectorised_and_does_not_spill(target):
-    """From whichever row on."""
+    """From any first row on."""
     constants = {"H": 7168, "COLS": 2048, "WORD": tl.int16, "ALIGN": 16, "num_warps": 4}
     compiled = compile_kernel(fill_rows_kernel, target, constants)
     assert_no_spill(compiled, target)
@@ -183,8 +183,8 @@ def test_rows_of_any_length_compile(target, hidden):
     compiled = compile_kernel(combine_rows_kernel, target, combine)
     assert_no_spill(compiled, target)
     if hidden == 2500:
-        found = accesses(compiled, target)
-        assert found["load", width] and found["store", width]
+        results = accesses(compiled, target)
+        assert results["load", width] and results["store", width]
 
 
 # Small, but with everything: both ways to route, tables, weights, sums, padding, odd addresses.
@@ -203,7 +203,7 @@ def launched() -> list[TokenSpecialisation]:
     return token_specialisations(LAYERS)
 
 
-def test_no_kernel_is_forgotten(launched: list[TokenSpecialisation]) -> None:
+def test_all_token_kernels_are_launched(launched: list[TokenSpecialisation]) -> None:
     assert {s.kernel for s in launched} | {"copy_boxes", "reduce_boxes"} == set(KERNELS)
     assert {"signal", "route_few", "weigh_rows"} <= set(KERNELS)
 
@@ -220,7 +220,7 @@ def test_no_kernel_is_forgotten(launched: list[TokenSpecialisation]) -> None:
     assert JITFunction.run.__module__ == "triton.runtime.jit" and torch.empty(2).data_ptr() % 64 == 0
 
 
-def test_launches_are_written_down_as_triton_compiles_them(launched: list[TokenSpecialisation]) -> None:
+def test_recorded_launches_equal_triton_compilation(launched: list[TokenSpecialisation]) -> None:
     push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
     assert push.signature["x"] == "i64" and push.signature["tokens"] == "i32"
     assert push.signature["buffers"] == "*i64" and push.signature["row_in"] == "*i32"
@@ -230,19 +230,19 @@ def test_launches_are_written_down_as_triton_compiles_them(launched: list[TokenS
     assert {s.signature["ids"] for s in launched if s.kernel == "route_few"} == {"*i32", "*i64"}
     assert all(not s.constants["enable_fp_fusion"] for s in launched if s.kernel in ("combine_rows", "weigh_rows"))
     signal = next(s for s in launched if s.kernel == "signal")
-    assert signal.signature["told"] == signal.signature["words"] == "i64"
+    assert signal.signature["host_error"] == signal.signature["words"] == "i64"
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_what_is_launched_compiles_in_whole_vectors(launched: list[TokenSpecialisation], target: str) -> None:
+def test_launched_token_kernels_are_vectorised(launched: list[TokenSpecialisation], target: str) -> None:
     once = {(s.kernel, s.constants.get("ALIGN")): s for s in reversed(launched)}
     assert len(once) >= len(KERNELS) - 2 + 5
     for s in once.values():
-        found = aot.compiled_for(target, s)
-        assert aot.faults(s, target, found) == [], (str(s), found)
+        results = aot.compiled_for(target, s)
+        assert aot.faults(s, target, results) == [], (str(s), results)
 
 
-def test_narrow_rows_are_faults(launched: list[TokenSpecialisation]) -> None:
+def test_narrow_row_accesses_are_reported(launched: list[TokenSpecialisation]) -> None:
     push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
     assert push.vectors == (16, 16) and push.row_accesses == (1, 9)
     # 4 KiB a program of 128 threads: two accesses of 16 bytes for each piece.

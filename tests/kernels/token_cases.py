@@ -1,18 +1,17 @@
-"""Routings to try the token kernels on, and what they must come to, by loops over tokens."""
+"""Routings for tests of the token kernels, and the expected results by loops over tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 POISON = 12345.0
 
 
 @dataclass
 class Case:
-    """The ids of all ranks and how slots are divided. `rows[r][t][k]` is (owner, row), or None."""
+    """The ids of all ranks and the bounds of physical experts. `rows[r][t][k]` is (destination, row), or None."""
 
     ids: list[np.ndarray]  # [T, K] each
     experts: int
@@ -21,9 +20,9 @@ class Case:
     capacity: int = 0
     expert_capacity: int | None = None
     batched: bool = False
-    slot_of: list[np.ndarray] | None = None  # of each rank
+    physical_expert_of: list[np.ndarray] | None = None  # of each rank
     rows: list[list[list[tuple[int, int] | None]]] = field(default_factory=list)
-    slot: list[np.ndarray] = field(default_factory=list)
+    physical_expert: list[np.ndarray] = field(default_factory=list)
     place: list[np.ndarray] = field(default_factory=list)
     matrix: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     ends: list[int] = field(default_factory=list)
@@ -35,27 +34,27 @@ class Case:
         return len(self.bounds) - 1
 
     @property
-    def slots(self) -> int:
+    def physical_experts(self) -> int:
         return self.bounds[-1]
 
     def solve(self) -> Case:
-        """Fill in what is expected."""
-        self.matrix = np.zeros((self.ranks, self.slots + 1), np.int32)
+        """Compute the expected values."""
+        self.matrix = np.zeros((self.ranks, self.physical_experts + 1), np.int32)
         for r, ids in enumerate(self.ids):
-            slot, place = np.full(ids.shape, -1, np.int32), np.full(ids.shape, -1, np.int32)
+            physical_expert, place = np.full(ids.shape, -1, np.int32), np.full(ids.shape, -1, np.int32)
             for t, k in np.ndindex(*ids.shape):
                 expert = int(ids[t, k])
                 if 0 <= expert < self.experts:
-                    s = int(self.slot_of[r][expert]) if self.slot_of else expert
-                    slot[t, k], place[t, k] = s, self.matrix[r, s]
+                    s = int(self.physical_expert_of[r][expert]) if self.physical_expert_of else expert
+                    physical_expert[t, k], place[t, k] = s, self.matrix[r, s]
                     self.matrix[r, s] += 1
                 elif expert != -1:
                     self.matrix[r, -1] += 1
-            self.slot.append(slot)
+            self.physical_expert.append(physical_expert)
             self.place.append(place)
-        for owner in range(self.ranks):
+        for destination in range(self.ranks):
             end = 0
-            for s in range(self.bounds[owner], self.bounds[owner + 1]):
+            for s in range(self.bounds[destination], self.bounds[destination + 1]):
                 kept = int(self.matrix[:, s].sum())
                 if self.expert_capacity is not None:
                     kept = min(kept, self.expert_capacity)
@@ -65,33 +64,33 @@ class Case:
                 self.ends.append(min(end, self.capacity))
                 self.kept.append(min(kept, self.ends[-1] - self.begins[-1]))
         for r, ids in enumerate(self.ids):
-            found = []
+            collected = []
             for t in range(len(ids)):
-                pairs = zip(self.slot[r][t], self.place[r][t], strict=True)
-                found.append([self._row(r, int(s), int(p)) for s, p in pairs])
-            self.rows.append(found)
+                pairs = zip(self.physical_expert[r][t], self.place[r][t], strict=True)
+                collected.append([self._row(r, int(s), int(p)) for s, p in pairs])
+            self.rows.append(collected)
         return self
 
-    def _row(self, rank: int, slot: int, place: int) -> tuple[int, int] | None:
-        if slot < 0:
+    def _row(self, rank: int, physical_expert: int, place: int) -> tuple[int, int] | None:
+        if physical_expert < 0:
             return None
-        in_group = int(self.matrix[:rank, slot].sum()) + place
-        if in_group >= self.kept[slot]:
+        in_group = int(self.matrix[:rank, physical_expert].sum()) + place
+        if in_group >= self.kept[physical_expert]:
             return None
-        owner = next(o for o in range(self.ranks) if self.bounds[o] <= slot < self.bounds[o + 1])
-        return owner, self.begins[slot] + in_group
+        destination = next(o for o in range(self.ranks) if self.bounds[o] <= physical_expert < self.bounds[o + 1])
+        return destination, self.begins[physical_expert] + in_group
 
-    def padding(self, owner: int) -> list[int]:
+    def padding(self, destination: int) -> list[int]:
         return [
             row
-            for s in range(self.bounds[owner], self.bounds[owner + 1])
+            for s in range(self.bounds[destination], self.bounds[destination + 1])
             for row in range(self.begins[s] + self.kept[s], self.ends[s])
         ]
 
 
-def even_bounds(slots: int, ranks: int) -> tuple[int, ...]:
-    """The first ranks have one slot more where they do not divide."""
-    each, more = divmod(slots, ranks)
+def even_bounds(physical_experts: int, ranks: int) -> tuple[int, ...]:
+    """Divide evenly; the first ranks have one more where the number does not divide."""
+    each, more = divmod(physical_experts, ranks)
     return tuple(r * each + min(r, more) for r in range(ranks + 1))
 
 
@@ -108,24 +107,3 @@ def routing(rng: np.random.Generator, kind: str, tokens: int, k: int, experts: i
         ids = rng.integers(-3, experts + 3, (tokens, k))
         ids[:, k - 1] = ids[:, 0]
     return ids
-
-
-def combined(
-    case: Case, rank: int, buffers: list[torch.Tensor], weights: torch.Tensor | None, add: torch.Tensor | None
-) -> torch.Tensor:
-    """The definition of combine, token by token in NumPy's float32."""
-    hidden, dtype = buffers[0].shape[1], buffers[0].dtype
-    out = torch.empty((len(case.ids[rank]), hidden), dtype=dtype)
-    for t, entries in enumerate(case.rows[rank]):
-        total = np.zeros(hidden, np.float32)
-        for owner in range(case.ranks):
-            partial = np.zeros(hidden, np.float32)
-            for k, entry in enumerate(entries):
-                if entry is not None and entry[0] == owner:
-                    value = buffers[owner][entry[1]].float().numpy()
-                    partial = partial + (value if weights is None else value * np.float32(weights[t, k].item()))
-            total = total + torch.from_numpy(partial).to(dtype).float().numpy()
-        if add is not None:
-            total = total + add[t].float().numpy()
-        out[t] = torch.from_numpy(total).to(dtype)
-    return out

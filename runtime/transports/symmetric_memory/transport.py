@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ....kernels import Code, Failure, polls_within
-from ..buffer_pool import Leases
+from ..buffer_pool import BufferPool
 from ..policies import WindowPolicy
 from ..rendezvous import Rendezvous
 from ..requests import PendingCall
@@ -60,7 +60,7 @@ class SymmetricMemoryTransport:
         self.windows = WindowPolicy()
         self._of_group: dict[tuple[int, ...], list[Window]] = {}
         self._all: list[Window] = []
-        self._lent: dict[tuple[int, ...], list[Leases]] = {}
+        self._pools: dict[tuple[int, ...], list[BufferPool]] = {}
         self.failure = Failure(provider.device)
         self.polls = polls_within(timeout, provider.device)
         self._error: TransportError | None = None
@@ -93,20 +93,20 @@ class SymmetricMemoryTransport:
         self._all.append(windows[-1])
         return windows[-1]
 
-    def leases(self, ranks: tuple[int, ...], nbytes: int, number: int) -> Leases:
+    def buffer_pool(self, ranks: tuple[int, ...], nbytes: int, number: int) -> BufferPool:
         """A buffer pool of a group, given by its ascending ranks, with at least `number` buffers of at least `nbytes`.
         Collective if it has to be allocated; it stays as long as the transport.
 
         Raises:
             DisagreementError, MeetingTimeoutError: as for `window`.
         """
-        of_group = self._lent.setdefault(ranks, [])
-        large = [leases for leases in of_group if leases.nbytes >= nbytes and len(leases.pieces) >= number]
+        of_group = self._pools.setdefault(ranks, [])
+        large = [pool for pool in of_group if pool.nbytes >= nbytes and len(pool.pieces) >= number]
         if large:
-            return min(large, key=lambda leases: leases.nbytes * len(leases.pieces))
+            return min(large, key=lambda pool: pool.nbytes * len(pool.pieces))
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._memory(ranks, size * number, f"leases/{len(of_group)}")
-        of_group.append(Leases(self.rank, memory, size, number))
+        memory = self._memory(ranks, size * number, f"buffer_pools/{len(of_group)}")
+        of_group.append(BufferPool(self.rank, memory, size, number))
         return of_group[-1]
 
     def _memory(self, ranks: tuple[int, ...], nbytes: int, key: str) -> dict[int, torch.Tensor]:
@@ -127,8 +127,8 @@ class SymmetricMemoryTransport:
             if int(peer_nbytes) != nbytes:
                 raise DisagreementError(
                     f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout, "
-                    f"`leases` or order of calls): memory of {nbytes} and {peer_nbytes} bytes among ranks {ranks}; no "
-                    f"tensor of yours was written"
+                    f"`pooled_buffers` or order of calls): memory of {nbytes} and {peer_nbytes} bytes among ranks "
+                    f"{ranks}; no tensor of yours was written"
                 )
         for rank in ranks:
             # A rank that failed after its allocation will not use it.

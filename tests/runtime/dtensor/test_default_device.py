@@ -22,7 +22,7 @@ SETTINGS = {"num_experts": 5, "top_k": 2, "hidden": 6, "max_tokens": 9, "dtype":
 WAYS = [
     ("shared_memory", {}),
     ("process_group", {}),
-    ("process_group", {"slab_capacity": 2.0}),
+    ("process_group", {"chunk_capacity": 2.0}),
     ("hierarchical", {}),
     ("symmetric_memory", {}),
 ]

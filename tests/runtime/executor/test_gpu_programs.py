@@ -91,7 +91,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def checked(self: Copies, *args: Any) -> None:
         made(self, *args)
-        assert self.empty or (self.table is not None and not self.table.by_reference)
+        assert self.empty or (self.table is not None and not self.table.cpu_path)
 
     before = torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(Copies, "__init__", checked)

@@ -270,17 +270,17 @@ def dtensor(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Any, ...
 def control_words_of(guard: SyncGuard) -> Iterator[None]:
     """Signals between CPUs read and write the words that ranks meet by; on a GPU a kernel does. Of the symmetric
     transport these alone are not guarded, and what they overwrite."""
-    reference = signal.signal_reference
+    reference = signal.signal_cpu
 
     def lifted(*args: Any) -> None:
         with guard.lifted():
             reference(*args)
 
-    signal.signal_reference = lifted
+    signal.signal_cpu = lifted
     try:
         yield
     finally:
-        signal.signal_reference = reference
+        signal.signal_cpu = reference
 
 
 def under_the_guard(rank: int, transport: str, name: str) -> dict[str, int]:

@@ -26,7 +26,7 @@ HIDDEN = 8
 
 
 class Experts(nn.Module):
-    """Those of the reference; NaN wherever there is no token, so that nobody may read it."""
+    """The reference's experts; NaN in rows without a token, to find code that reads them."""
 
     def __init__(self, matrices: torch.Tensor) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ def passes(experts: nn.Module, t) -> dict[str, torch.Tensor]:
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad}
 
 
-def check(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
-    for name, got in found.items():
+def check(results: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    for name, got in results.items():
         assert_near(got, want[name], torch.float32, f"{name} of {what}")
 
 
 def two_layers(rank: int, mesh, experts: int, align: int, save: str):
-    """One style for two modules, by a pattern; a different number of tokens on each rank."""
+    """One style for two modules, by a pattern; T differs between ranks."""
     matrices = [matrices_of(experts, HIDDEN, torch.float32) * scale for scale in (1.0, -0.7)]
     model = nn.ModuleDict({"layers": nn.ModuleList(Experts(m) for m in matrices)})
     parallelize_module(model, mesh, {"layers.*": style(2, align=align, save=save)})
@@ -69,7 +69,7 @@ def two_layers(rank: int, mesh, experts: int, align: int, save: str):
         total = sum(dense(t, whole)["matrices"] for t in tokens)
         mine = distribute_tensor(total, mesh, [Shard(0)]).to_local()
         gradient = module.matrices.grad
-        if len(mine):  # a rank without experts has run backward, in which its matrices have no part
+        if len(mine):  # a rank without experts has no gradients
             assert module.matrices.placements == gradient.placements == (Shard(0),)
             assert_near(gradient.to_local(), mine, torch.float32, f"matrices of layer {layer}")
         module.token_dispatcher.check()
@@ -77,7 +77,7 @@ def two_layers(rank: int, mesh, experts: int, align: int, save: str):
 
 
 CASES = [
-    (8, 1, "lease", [2, 2, 2, 2]),
+    (8, 1, "buffer", [2, 2, 2, 2]),
     (10, 4, "copy", [3, 3, 3, 1]),
     (3, 1, "redispatch", [1, 1, 1, 0]),
 ]
@@ -85,24 +85,24 @@ CASES = [
 
 def each_case(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-    asked, view = [], RowsAgain.view
-    RowsAgain.view = lambda *args: asked.append(1) or view(*args)  # type: ignore[method-assign]
+    viewed, view = [], RowsAgain.view
+    RowsAgain.view = lambda *args: viewed.append(1) or view(*args)  # type: ignore[method-assign]
     for experts, align, save, held in CASES:
-        asked.clear()
+        viewed.clear()
         assert two_layers(rank, mesh, experts, align, save) == held[rank]
-        # What experts of two layers saved of x, and had again.
-        assert bool(asked) == (save == "redispatch" and held[rank] > 0)
+        # The rows of two layers were dispatched again.
+        assert bool(viewed) == (save == "redispatch" and held[rank] > 0)
 
 
 @pytest.mark.multi
-def test_experts_and_their_tokens():
+def test_expert_parallel():
     run_ranks(each_case, 4)
 
 
 def on_a_mesh_in_another_order(rank: int) -> None:
-    """torch scatters and gathers shards by the order of the process group, and so are experts placed."""
+    """Experts are placed in order of the process group, as torch scatters and gathers shards."""
     mesh, pair = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [1, 0])
-    assert two_layers(rank, mesh, 8, 1, "lease") == 2
+    assert two_layers(rank, mesh, 8, 1, "buffer") == 2
     matrices = matrices_of(8, HIDDEN, torch.float32)
     module = parallelize_module(Experts(matrices), mesh, style(2))
     assert torch.equal(module.matrices.full_tensor(), matrices)
@@ -121,7 +121,7 @@ def on_a_mesh_in_another_order(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_experts_on_a_mesh_whose_ranks_do_not_ascend():
+def test_expert_parallel_on_descending_ranks():
     run_ranks(on_a_mesh_in_another_order, 4)
 
 
@@ -151,7 +151,7 @@ def forward_that_raises(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_a_forward_that_raises_leaves_nothing_behind():
+def test_forward_error_exits_kept():
     run_ranks(forward_that_raises, 2)
 
 
@@ -163,7 +163,7 @@ def under_fsdp(rank: int):
     spelt = str(module.matrices.placements)
     tokens = [tokens_of(r, 5 + r, 3, 8, HIDDEN, torch.float32, "zipf") for r in range(4)]
     check(passes(module, tokens[rank]), dense(tokens[rank], matrices), "this rank")
-    # FSDP takes the mean over its mesh dim; over ep the sum is there already.
+    # FSDP averages over its mesh dim; over ep gradients are sums already.
     total = sum(dense(t, matrices)["matrices"] for t in tokens) / 2
     gradient = module.matrices.grad
     assert isinstance(gradient, DTensor)
@@ -173,27 +173,27 @@ def under_fsdp(rank: int):
 
 
 @pytest.mark.multi
-def test_with_fully_shard_over_another_mesh_dim():
+def test_expert_parallel_with_fully_shard():
     (spelt,) = set(run_ranks(under_fsdp, 4))
     assert "_StridedShard" in spelt and spelt.endswith("Shard(dim=0))"), spelt
 
 
 def beside_tensor_parallelism(rank: int) -> list[int]:
-    """Pairs of ranks hold the same tokens, an odd number, one, or none; each token is dispatched once."""
+    """Two ranks each hold equal tokens: an odd number, one, or none; each token is dispatched once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     matrices, sent = matrices_of(6, HIDDEN, torch.float32), []
     for over in (everyone, mesh["ep"]):
         for counts in ((7, 4), (1, 0), (0, 0)):
             module = parallelize_module(
-                Experts(matrices), over, style(2, replicated_over=mesh["tp"], slab_capacity=1.0, overflow="raise")
+                Experts(matrices), over, style(2, replicated_over=mesh["tp"], chunk_capacity=1.0, overflow="raise")
             )
             tokens = [tokens_of(r, n, 2, 6, HIDDEN, torch.float32, "uniform") for r, n in enumerate(counts)]
             mine = tokens[rank // 2]
             check(passes(module, mine), dense(mine, matrices), f"{counts} tokens")
             total = sum(dense(t, matrices)["matrices"] for t in tokens)
             gradient = module.matrices.grad
-            # The last ranks' experts may have had no token.
+            # The last ranks' experts may have no tokens.
             local = torch.zeros_like(module.matrices.to_local()) if gradient is None else gradient.to_local()
             if over is not everyone:
                 dist.all_reduce(local, group=mesh.get_group("tp"))
@@ -201,7 +201,7 @@ def beside_tensor_parallelism(rank: int) -> list[int]:
             seen = module.token_dispatcher.dispatch(*[
                 share_of_tokens(x, mesh["tp"]) for x in (mine.x, mine.ids, mine.weights)
             ])  # fmt: skip
-            sent.append(int(seen.load().per_slot.sum()))
+            sent.append(int(seen.load().per_physical_expert.sum()))
             module.token_dispatcher.check()
     with pytest.raises(ArgumentError, match=r"y: 9 rows; allowed: [32], this rank's share of 5 tokens"):
         whole_of_shares(torch.zeros(9, 1), mesh["tp"], 5)
@@ -213,9 +213,9 @@ def beside_tensor_parallelism(rank: int) -> list[int]:
 
 
 @pytest.mark.multi
-def test_tokens_that_ranks_hold_alike_are_dispatched_once():
+def test_replicated_over_dispatches_shares():
     for rank, sent in enumerate(run_ranks(beside_tensor_parallelism, 4)):
-        # Among all ranks every entry of both pairs' tokens; among those of one tp coordinate, their shares'.
+        # Over all ranks, all (token, k) pairs; over the ranks of one tp coordinate, those of their shares.
         assert sent[:3] == [2 * 11, 2, 0]
         assert sent[3:] == [2 * (4 + 2) if rank % 2 == 0 else 2 * (3 + 2), 2 if rank % 2 == 0 else 0, 0]
 
@@ -240,7 +240,7 @@ def refused(rank: int):
 
 
 @pytest.mark.multi
-def test_what_is_refused():
+def test_expert_parallel_refuses_arguments():
     for texts in run_ranks(refused, 2):
         assert "{'weight': 3, 'bias': 5} experts" in texts[0] and "{} experts" in texts[1]
         assert "inputs: (Tensor); allowed" in texts[2] and "inputs: (DTensor, Tensor, Tensor)" in texts[3]

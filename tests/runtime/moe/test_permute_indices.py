@@ -10,7 +10,7 @@ from shardweave.runtime.moe.permute_indices import generate_permute_indices
 
 
 def placed(counts: list[list[int]], max_len: int, alignment: int) -> tuple[list[int], list[int], list[int]]:
-    """Rows of `counts[rank][expert]`, one by one."""
+    """Place the rows of `counts[rank][expert]` one by one."""
     number, groups = 0, [[] for _ in counts[0]]
     for of_rank in counts:
         for expert, count in enumerate(of_rank):
@@ -35,7 +35,7 @@ CASES = [
     (1, 5, 4, 16),
     (4, 3, 6, 1),
     (4, 3, 6, 8),
-    (7, 4, 3, 3),  # no power of two
+    (7, 4, 3, 3),  # not a power of two
     (32, 8, 40, 16),
 ]
 
@@ -44,7 +44,7 @@ CASES = [
 @pytest.mark.parametrize("experts, ranks, most, alignment", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("room", ["exact", "more", "less", "none"])
-def test_rows_are_where_brute_force_puts_them(experts, ranks, most, alignment, dtype, room):
+def test_permute_indices_equal_brute_force(experts, ranks, most, alignment, dtype, room):
     g = torch.Generator().manual_seed(experts * 100 + ranks)
     counts = torch.randint(0, most + 1, (ranks, experts), generator=g)
     counts[:, experts // 2] = 0  # an expert without rows
@@ -53,9 +53,9 @@ def test_rows_are_where_brute_force_puts_them(experts, ranks, most, alignment, d
     _, _, offsets = placed(counts.tolist(), 0, alignment)
     max_len = {"exact": offsets[-1], "more": offsets[-1] + 13, "less": offsets[-1] * 2 // 3, "none": 0}[room]
     given = counts.flatten().to(dtype).repeat_interleave(2)[::2]  # not contiguous
-    found = generate_permute_indices(given, experts, ranks, max_len, alignment)
-    assert [t.dtype for t in found] == [torch.int32] * 3
-    assert [t.tolist() for t in found] == list(placed(counts.tolist(), max_len, alignment))
+    results = generate_permute_indices(given, experts, ranks, max_len, alignment)
+    assert [t.dtype for t in results] == [torch.int32] * 3
+    assert [t.tolist() for t in results] == list(placed(counts.tolist(), max_len, alignment))
 
 
 @pytest.mark.plan
@@ -70,7 +70,7 @@ def test_rows_are_where_brute_force_puts_them(experts, ranks, most, alignment, d
         ({"tokens_per_expert_group": torch.zeros(6)}, "torch.float32 of shape"),
     ],
 )
-def test_what_is_refused(change, text):
+def test_permute_indices_refuse_arguments(change, text):
     given = {
         "tokens_per_expert_group": torch.zeros(6, dtype=torch.int64),
         "experts_per_rank": 3,
@@ -84,13 +84,13 @@ def test_what_is_refused(change, text):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_without_a_sync():
+def test_permute_indices_without_sync_on_gpu():
     counts = torch.tensor([[3, 0, 9], [1, 0, 2]])
     given = counts.flatten().cuda()
     generate_permute_indices(given, 3, 2, 40, 8)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = generate_permute_indices(given, 3, 2, 40, 8)
+        results = generate_permute_indices(given, 3, 2, 40, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [t.tolist() for t in found] == list(placed(counts.tolist(), 40, 8))
+    assert [t.tolist() for t in results] == list(placed(counts.tolist(), 40, 8))

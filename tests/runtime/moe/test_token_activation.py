@@ -1,4 +1,4 @@
-"""Gated experts with silu_and_mul between dispatch and combine: against float64, with NaN past the end."""
+"""Gated experts with silu_and_mul between dispatch and combine, against float64; unused rows are NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = (6, 0, 4)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the transport and the activation allocate is NaN until it is written."""
+    """Fill allocations of the transport and of the activation with NaN."""
     torch._dynamo.reset()
 
     def empty(self, shape, dtype, device):
@@ -36,7 +36,7 @@ def virtual(dtype: torch.dtype = torch.float32, **given) -> VirtualTokenDispatch
 
 
 def parameters(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each expert gate and up together, [E, H, 2F], and down, [E, F, H]."""
+    """Return gate and up of each expert together, [E, H, 2F], and down, [E, F, H]."""
     g = torch.Generator().manual_seed(5)
     given = (torch.randn(E, H, 2 * F, generator=g) / H**0.5, torch.randn(E, F, H, generator=g) / F**0.5)
     return tuple(w.to(dtype).requires_grad_() for w in given)
@@ -53,7 +53,7 @@ def dense(t: Tokens, both: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
 
 
 class Poison(torch.autograd.Function):
-    """NaN from row `number` on, in what is given and in its gradient."""
+    """Set rows from `number` on to NaN, in the tensor and in its gradient."""
 
     @staticmethod
     def forward(ctx, x, number):
@@ -70,7 +70,7 @@ class Poison(torch.autograd.Function):
 
 
 def grouped(x: torch.Tensor, w: torch.Tensor, routed) -> torch.Tensor:
-    """As torch._grouped_mm: rows past the last group's end are never read, nor are they written."""
+    """As torch._grouped_mm: rows past the last group are neither read nor written."""
     ends = [0, *routed.offsets.tolist()]
     parts = [x[a:b] @ w[i] for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))]
     return torch.cat([*parts, x.new_full((len(x) - ends[-1], w.shape[-1]), float("nan"))])
@@ -78,7 +78,7 @@ def grouped(x: torch.Tensor, w: torch.Tensor, routed) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["grouped", "batched"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gated_experts(dtype, layout):
+def test_silu_and_mul_in_gated_experts(dtype, layout):
     d = virtual(dtype, layout=layout)
     tokens = [tokens_of(r, n, K, E, H, dtype, "holes") for r, n in enumerate(COUNTS)]
     xs = [t.x.clone().requires_grad_() for t in tokens]
@@ -86,10 +86,10 @@ def test_gated_experts(dtype, layout):
     routed = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens])
     outputs = []
     for rank, r in enumerate(routed):
-        low, high, number = *d.layout.bounds[rank : rank + 2], int(r.num_rows)
+        low, high, number = *d.config.bounds[rank : rank + 2], int(r.num_rows)
         x = r.x.flatten(0, -2)
         assert layout == "batched" or len(x) > number
-        # In what follows, and backward, no NaN is past the end that experts or dispatch would read.
+        # Neither experts nor dispatch read the NaN of unused rows, in forward and backward.
         hidden = grouped(x, both[low:high], r).view(*r.x.shape[:-1], 2 * F)
         gate, up = hidden.chunk(2, -1)
         y = silu_and_mul(gate, up, r)
@@ -111,14 +111,14 @@ def test_gated_experts(dtype, layout):
         assert_near(got.grad, want.grad, dtype, "dparameters")
 
 
-def test_between_torch_grouped_gemms():
+def test_silu_and_mul_between_grouped_gemms():
     d = virtual(torch.bfloat16)
     tokens = [tokens_of(r, n, K, E, H, torch.bfloat16, "holes") for r, n in enumerate(COUNTS)]
     both, down = parameters(torch.bfloat16)
     routed = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])
     outputs = []
     for rank, r in enumerate(routed):
-        low, high = d.layout.bounds[rank : rank + 2]
+        low, high = d.config.bounds[rank : rank + 2]
         gate, up = torch._grouped_mm(r.x, both[low:high], offs=r.offsets).chunk(2, -1)
         outputs.append(torch._grouped_mm(silu_and_mul(gate, up, r), down[low:high], offs=r.offsets))
     ys = d.combine(outputs, routed)
@@ -132,8 +132,8 @@ def test_between_torch_grouped_gemms():
         assert_near(got.grad, want.grad, torch.bfloat16, "dparameters")
 
 
-def test_gradients_past_the_end_are_zero():
-    """Whatever that of the result has there; also of a gradient whose rows are not adjacent."""
+def test_gradients_of_unused_rows_are_zero():
+    """Whatever the gradient of the result holds there; also for gradients with strided rows."""
     d = virtual()
     tokens = [tokens_of(r, n, K, E, H, torch.float32, "uniform") for r, n in enumerate(COUNTS)]
     r = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])[0]
@@ -144,10 +144,10 @@ def test_gradients_past_the_end_are_zero():
     gate, up = (x.requires_grad_() for x in given)
     gradient = torch.randn(F, len(r.x)).t()
     gradient[number:] = float("nan")
-    found = torch.autograd.grad(silu_and_mul(gate, up, r), (gate, up), gradient)
+    results = torch.autograd.grad(silu_and_mul(gate, up, r), (gate, up), gradient)
     g, u = (x.detach()[:number].double().requires_grad_() for x in (gate, up))
     want = torch.autograd.grad(torch.nn.functional.silu(g) * u, (g, u), gradient[:number].double())
-    for a, b in zip(found, want, strict=True):
+    for a, b in zip(results, want, strict=True):
         assert_near(a[:number], b, torch.float32, "gradient")
         assert (a[number:] == 0).all()
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -157,8 +157,8 @@ def test_gradients_past_the_end_are_zero():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiled():
-    """The same bits, in one graph."""
+def test_silu_and_mul_compiled():
+    """Bitwise equal to eager, in one graph."""
     d = virtual()
     tokens = [tokens_of(r, n, K, E, H, torch.float32, "holes") for r, n in enumerate(COUNTS)]
 
@@ -166,17 +166,17 @@ def test_compiled():
         routed = d.dispatch(list(xs), [t.ids for t in tokens], [t.weights for t in tokens])
         return d.combine([silu_and_mul(r.x, r.x * 2, r) for r in routed], routed)
 
-    found = []
+    results = []
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         xs = [t.x.clone().requires_grad_() for t in tokens]
         ys = run(*xs)
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        found.append([*[y.detach() for y in ys], *[x.grad for x in xs]])
-    assert all(x.isfinite().all() for x in found[0])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([*[y.detach() for y in ys], *[x.grad for x in xs]])
+    assert all(x.isfinite().all() for x in results[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_operators_are_what_they_declare():
+def test_operators_pass_opcheck():
     g = torch.Generator().manual_seed(1)
     gate, up, gradient = torch.randn(3, 4, F, generator=g)
     num_rows = torch.tensor([4], dtype=torch.int32)
@@ -187,7 +187,7 @@ def test_operators_are_what_they_declare():
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda g, u, r: (g, u, None), "routed: NoneType; allowed: what a dispatch returned"),
+        (lambda g, u, r: (g, u, None), "routed: NoneType; allowed: the result of a dispatch"),
         (lambda g, u, r: (g[1:], u, r), r"gate: torch.float32 of shape \(\d+, 8\)"),
         (lambda g, u, r: (g, u[:, :4], r), r"up: torch.float32 of shape \(\d+, 4\); .* F alike"),
         (lambda g, u, r: (g.double(), u.double(), r), "gate: torch.float64"),
@@ -196,7 +196,7 @@ def test_operators_are_what_they_declare():
         (lambda g, u, r: (g[0, 0], u, r), r"gate: torch.float32 of shape \(\)"),
     ],
 )
-def test_what_is_refused(change, text):
+def test_silu_and_mul_refuses_arguments(change, text):
     d = virtual()
     tokens = [tokens_of(r, n, K, E, H, torch.float32, "uniform") for r, n in enumerate(COUNTS)]
     r = d.dispatch([t.x for t in tokens], [t.ids for t in tokens], [t.weights for t in tokens])[0]

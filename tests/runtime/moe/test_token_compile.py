@@ -1,4 +1,4 @@
-"""TokenDispatcher under torch.compile: the same bits as eager, and no call dropped, merged or out of order."""
+"""TokenDispatcher under torch.compile: bitwise equal to eager; no call is dropped, merged or reordered."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rank_processes import run_ranks
 
 from shardweave.errors import ArgumentError, CapacityError
 from shardweave.runtime.moe import ops
+from shardweave.runtime.moe.dispatch_record import Tokens
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
-from shardweave.runtime.moe.ops import by_rank, routing_length
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.in_process import InProcessTransport
 
@@ -22,7 +22,7 @@ T, K, E, H = 5, 2, 3, 8
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """What earlier tests compiled does not count as a recompilation of this one."""
+    """Reset Dynamo, so that earlier tests do not count as recompilations."""
     torch._dynamo.reset()
 
 
@@ -32,7 +32,7 @@ def virtual(**given) -> VirtualTokenDispatcher:
 
 
 def leaves(count: int, routing: str = "holes", dtype: torch.dtype = torch.float32):
-    """x and weights of two ranks, which need gradients, their ids, and what comes back."""
+    """Return x and weights of two ranks, which require gradients, their ids, and the gradients of results."""
     tokens = [tokens_of(r, count + r, K, E, H, dtype, routing) for r in range(2)]
     xs = [t.x.clone().requires_grad_() for t in tokens]
     weights = [t.weights.clone().requires_grad_() for t in tokens]
@@ -40,7 +40,7 @@ def leaves(count: int, routing: str = "holes", dtype: torch.dtype = torch.float3
 
 
 class Runs:
-    """How often a dispatcher's ranks have gone to meet."""
+    """Count the runs of a dispatcher."""
 
     def __init__(self, dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number, run = 0, dispatcher.run
@@ -55,7 +55,7 @@ class Runs:
 needs_a_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor on CPUs needs a C++ compiler"
 )
-# Inductor goes through all that aot_eager does.
+# Inductor includes everything that aot_eager does.
 BACKENDS = [pytest.param("aot_eager", marks=pytest.mark.long), pytest.param("inductor", marks=needs_a_compiler)]
 
 
@@ -72,15 +72,15 @@ def same(got, want) -> bool:
     [
         (True, True, {}, "aot_eager"),
         pytest.param(False, True, {}, "aot_eager", marks=pytest.mark.long),
-        pytest.param(False, True, {"slab_capacity": 3, "overflow": "drop"}, "aot_eager", marks=pytest.mark.long),
+        pytest.param(False, True, {"chunk_capacity": 3, "overflow": "drop"}, "aot_eager", marks=pytest.mark.long),
         (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}, "aot_eager"),
         pytest.param(True, True, {}, "inductor", marks=[needs_a_compiler, pytest.mark.long]),
-        pytest.param(False, True, {"slab_capacity": 3, "overflow": "drop"}, "inductor", marks=needs_a_compiler),
+        pytest.param(False, True, {"chunk_capacity": 3, "overflow": "drop"}, "inductor", marks=needs_a_compiler),
     ],
     ids=str,
 )
-def test_compiled_is_eager_bit_for_bit_for_any_number_of_tokens(one_sided, weighted, given, backend, monkeypatch):
-    """What the experts do is exact in any order of operations, so Inductor's code gives the same bits."""
+def test_compiled_equals_eager_for_any_number_of_tokens(one_sided, weighted, given, backend, monkeypatch):
+    """The experts are exact in any order of operations, so Inductor's code is bitwise equal."""
     d = virtual(one_sided=one_sided, **given)
 
     def layer(xs, weights, ids, adds):
@@ -90,7 +90,7 @@ def test_compiled_is_eager_bit_for_bit_for_any_number_of_tokens(one_sided, weigh
 
     runs, fast = Runs(d, monkeypatch), compiled(layer, backend)
     for count in (5, 9, 3, 0):
-        found = []
+        collected = []
         for function in (layer, fast):
             xs, weights, ids, gradients = leaves(count)
             adds = [torch.ones_like(x).requires_grad_() for x in xs]
@@ -99,14 +99,14 @@ def test_compiled_is_eager_bit_for_bit_for_any_number_of_tokens(one_sided, weigh
             assert runs.number == 2
             torch.autograd.backward(ys, gradients)
             assert runs.number == 4
-            found.append([*ys, *[x.grad for x in (*xs, *weights, *adds)], *[x for pair in ends for x in pair]])
-        assert same(*found)
-        assert any(y.any() for y in found[0][:2]) and (not given or found[0][-1] > 0 or count < 5)
+            collected.append([*ys, *[x.grad for x in (*xs, *weights, *adds)], *[x for pair in ends for x in pair]])
+        assert same(*collected)
+        assert any(y.any() for y in collected[0][:2]) and (not given or collected[0][-1] > 0 or count < 5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_call_is_dropped_or_merged(backend, monkeypatch):
-    """One dispatch that nothing uses; two equal ones, each with its combine, and their backward."""
+def test_compile_keeps_unused_and_equal_calls(backend, monkeypatch):
+    """An unused dispatch; two equal ones, each with its combine, and their backward."""
     d = virtual()
 
     def unused(xs, weights, ids):
@@ -126,7 +126,7 @@ def test_no_call_is_dropped_or_merged(backend, monkeypatch):
         assert runs.number == 1
         fast(xs, weights, ids)
         assert runs.number == 2
-    found = []
+    collected = []
     for function in (twice, compiled(twice, backend)):
         xs, weights, ids, gradients = leaves(5)
         runs.number = 0
@@ -134,20 +134,20 @@ def test_no_call_is_dropped_or_merged(backend, monkeypatch):
         assert runs.number == 4
         torch.autograd.backward(ys, gradients)
         assert runs.number == 8
-        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
-    assert same(*found)
+        collected.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*collected)
 
 
-def test_what_is_lost_is_raised_by_compiled_code_and_results_are_fresh(monkeypatch):
+def test_compiled_overflow_is_raised_and_results_are_fresh(monkeypatch):
     d = virtual()
     dispatched = []
-    send = type(d.parts[0])._empty
+    send = type(d.transfers[0])._empty
 
     def empty(self, shape, dtype):
         dispatched.append(send(self, shape, dtype))
         return dispatched[-1]
 
-    monkeypatch.setattr(type(d.parts[0]), "_empty", empty)
+    monkeypatch.setattr(type(d.transfers[0]), "_empty", empty)
 
     def layer(xs, weights, ids, out):
         routed = d.dispatch(xs, ids, weights)
@@ -164,52 +164,51 @@ def test_what_is_lost_is_raised_by_compiled_code_and_results_are_fresh(monkeypat
         assert len(transport) > 2 and not transport & {x.untyped_storage().data_ptr() for x in rows}
         ids[0][0, 0] = E
         fast(xs, weights, ids, out)
-        with pytest.raises(CapacityError, match="dispatch 2: 0 rows had no room .* and 1 ids"):
+        with pytest.raises(CapacityError, match="dispatch 2: 0 rows exceeded the capacity .* and 1 ids"):
             d.check()
 
 
 def arguments_of_operators(**given_settings):
-    """Each operator with arguments of a dispatch and its combine."""
+    """Yield each operator with the arguments of a dispatch and its combine."""
     d = virtual(**given_settings)
     xs, weights, ids, gradients = [[x.detach() for x in given] for given in leaves(4)]
-    n, each = 2, 2 + routing_length(d)
-    found = ops.dispatch(d, xs, ids, weights)
-    values, numbers = [r[0] for r in by_rank(found, each)], [r[1] for r in by_rank(found, each)]
-    routing = [x for r in by_rank(found, each) for x in r[2:]]
+    received = d._run_dispatch([Tokens(*item) for item in zip(xs, ids, weights, strict=True)])
+    values, row_weights = [rows for rows, _ in received], [record.weights for _, record in received]
     for x in values:
-        x.nan_to_num_(0.0)  # rows past the end
-    for operator, new, given in (
-        (ops.dispatch_op, ops.new_dispatched, (xs, ids, weights)),
-        (ops.combine_op, ops.new_combined, (values, routing, weights, [None] * n)),
-        (ops.dispatch_backward_op, ops.new_dispatched_backward, (values, numbers, routing)),
-        (ops.combine_backward_op, ops.new_combined_backward, (gradients, values, numbers, routing)),
+        x.nan_to_num_(0.0)  # unused rows
+    records = [tensor for _, record in received for tensor in record.tensors()]
+    dispatched = [tensor for rows, record in received for tensor in (rows, *record.tensors())]
+    for operator, outs, given in (
+        (ops._dispatch_op, dispatched, (xs, ids, weights)),
+        (ops._combine_op, xs, (records, values, weights, [None] * len(xs))),
+        (ops._dispatch_backward_op, [*xs, *weights], (records, values, row_weights)),
+        (ops._combine_backward_op, [*values, *weights], (records, gradients, values)),
     ):
-        outs = new(d, *given[:2]) if operator is ops.combine_op else new(d, *given)
         yield d, operator, (d.state, [torch.zeros_like(x) for x in outs], d.handle, *given)
 
 
 @pytest.mark.parametrize(
-    "way",
+    "algorithm",
     [
         {},
         pytest.param({"one_sided": False}, marks=pytest.mark.long),
-        {"one_sided": False, "slab_capacity": 3.0},
+        {"one_sided": False, "chunk_capacity": 3.0},
     ],
     ids=str,
 )
-def test_operators_are_what_they_declare(way, monkeypatch):
-    """No row past the end is compared: what the transport allocates is zero here."""
+def test_operators_pass_opcheck(algorithm, monkeypatch):
+    """The transport allocates zeros here, so that unused rows compare equal."""
 
     def zeros(self, shape, dtype, device):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
     monkeypatch.setattr(InProcessTransport, "empty", zeros)
-    # `d` lives as long as its operators run.
-    for _d, operator, given in arguments_of_operators(**way):
+    # Keep `d` alive while its operators run.
+    for _d, operator, given in arguments_of_operators(**algorithm):
         assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
 
 
-def test_rows_cannot_be_dispatched_again_by_compiled_code():
+def test_compile_refuses_redispatch():
     d = virtual(save="redispatch")
     xs, weights, ids, _ = leaves(2)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="redispatch"):
@@ -217,25 +216,25 @@ def test_rows_cannot_be_dispatched_again_by_compiled_code():
 
 
 @pytest.mark.plan
-def test_operators_stay_out_of_cuda_graphs_that_inductor_makes():
+def test_operators_are_cudagraph_unsafe():
     for name in ("dispatch_tokens", "combine_tokens", "dispatch_tokens_backward", "combine_tokens_backward"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardweave, name).default.tags
 
 
-def test_an_operator_without_its_dispatcher_says_so():
+def test_operator_of_destroyed_dispatcher_raises():
     d = virtual()
     xs, weights, ids, _ = leaves(2)
     ys = [r.x for r in d.dispatch(xs, ids, weights)]
-    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])  # eager code keeps it
+    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])  # eager code holds the dispatcher
     state, handle = d.state, d.handle
     del d, ys
     gc.collect()
-    with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: gone"):
+    with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: destroyed"):
         ops.dispatch_op(state, [], handle, xs, ids, weights)
 
 
 def as_one_rank(rank: int, backend: str | None) -> list:
-    """Two layers of one dispatcher and T of its own; results and gradients."""
+    """Two layers of one dispatcher with different T; returns results and gradients."""
     d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
 
     def layer(x, weights, ids):
@@ -254,7 +253,7 @@ def as_one_rank(rank: int, backend: str | None) -> list:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_processes_that_compile(backend):
+def test_processes_compiled(backend):
     assert run_ranks(as_one_rank, 2, backend) == run_ranks(as_one_rank, 2, None)
 
 
@@ -262,20 +261,20 @@ def test_processes_that_compile(backend):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_compiled_is_eager_on_a_gpu(one_sided, backend):
-    """What the experts do is exact in any order of operations: results are equal bit for bit with Inductor as well."""
+def test_compiled_equals_eager_on_gpu(one_sided, backend):
+    """The experts are exact in any order of operations, so Inductor's code is bitwise equal."""
     d = virtual(one_sided=one_sided, device="cuda")
 
     def layer(xs, weights, ids):
         routed = d.dispatch(xs, ids, weights)
         return d.combine([r.x * 2 for r in routed], routed)
 
-    found = []
+    collected = []
     for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         xs, weights, ids, gradients = leaves(5)
         xs, weights = [[x.detach().cuda().requires_grad_() for x in given] for given in (xs, weights)]
         ys = function(xs, weights, [i.cuda() for i in ids])
         torch.autograd.backward(ys, [g.cuda() for g in gradients])
-        found.append([*ys, *[x.grad for x in (*xs, *weights)]])
-    assert same(*found) and all(y.any() for y in found[0])
+        collected.append([*ys, *[x.grad for x in (*xs, *weights)]])
+    assert same(*collected) and all(y.any() for y in collected[0])
     d.check()

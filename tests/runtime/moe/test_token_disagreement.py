@@ -1,4 +1,4 @@
-"""Ranks that do not dispatch alike, on every transport: told so, by name, before anybody takes a row for another's."""
+"""Ranks with different dispatchers, arguments or order of calls raise on every transport before rows are misread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def fits(d: TokenDispatcher, rank: int) -> None:
-    """A dispatch and its combine, that come to what they have to."""
+    """A dispatch and its combine, with the expected result."""
     routed = d.dispatch(*tokens(rank))
     assert (d.combine(routed.x, routed) == K * (1.0 + rank)).all()
 
@@ -57,7 +57,7 @@ def other_max_tokens(rank: int, transport: str) -> None:
 
 
 def other_expert_capacity(rank: int, transport: str) -> None:
-    """Which makes slabs of other sizes than their receivers expect."""
+    """Chunks have other sizes than their receivers expect."""
     d = dispatcher(transport, expert_capacity=1 if rank == 1 else 3, overflow="drop")
     d.dispatch(*tokens(rank))
 
@@ -70,7 +70,7 @@ def refused_once(rank: int, transport: str) -> None:
 
 
 def refused_and_went_on(rank: int, transport: str) -> None:
-    """The refusing rank catches the error, and calls the same again."""
+    """The refusing rank catches the error and repeats the call."""
     d = dispatcher(transport)
     fits(d, rank)
     x, ids, weights = tokens(rank)
@@ -82,7 +82,7 @@ def refused_and_went_on(rank: int, transport: str) -> None:
 
 
 def refused_by_all(rank: int, transport: str) -> str:
-    """Their transport lives on."""
+    """The transport remains usable."""
     d = dispatcher(transport)
     for _ in range(3):
         for call in (lambda: d.dispatch(torch.zeros(9, H), *tokens(rank)[1:]), lambda: d.combine(torch.zeros(1), None)):
@@ -92,39 +92,41 @@ def refused_by_all(rank: int, transport: str) -> str:
     return "went on"
 
 
-TOLD = {"DisagreementError", "PeerError", "TransportError"}  # whoever ends first closes its connections
+REPORTED = {"DisagreementError", "PeerError", "TransportError"}  # the rank that ends first closes its connections
 CASES: dict[Callable, Callable[[list[str]], bool]] = {
-    other_order: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    other_call: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    other_max_tokens: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    other_expert_capacity: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    refused_once: lambda said: said.pop(1) == "ArgumentError" and set(said) <= TOLD and "DisagreementError" in said,
-    refused_and_went_on: lambda said: set(said) <= TOLD and "DisagreementError" in said,
-    refused_by_all: lambda said: said == ["went on"] * RANKS,
+    other_order: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    other_call: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    other_max_tokens: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    other_expert_capacity: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    refused_once: lambda outcomes: (
+        outcomes.pop(1) == "ArgumentError" and set(outcomes) <= REPORTED and "DisagreementError" in outcomes
+    ),
+    refused_and_went_on: lambda outcomes: set(outcomes) <= REPORTED and "DisagreementError" in outcomes,
+    refused_by_all: lambda outcomes: outcomes == ["went on"] * RANKS,
 }
 
 
 def every_case(rank: int, transport: str) -> list[str]:
-    """What each came to; a transport that failed goes with its process group."""
-    store, found = dist.distributed_c10d._get_default_store(), []
+    """Return each rank's outcome; a failed transport is destroyed with its process group."""
+    store, results = dist.distributed_c10d._get_default_store(), []
     for i, case in enumerate(CASES):
         dist.destroy_process_group()
         options = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
         dist.init_process_group("gloo", store=dist.PrefixStore(f"case/{i}", store), **options)
         try:
-            found.append(case(rank, transport) or "nothing")
+            results.append(case(rank, transport) or "nothing")
         except (ArgumentError, TransportError) as error:
-            found.append(type(error).__name__)
-        # All ranks have ended before any goes on: connections that close are the case's, not the next one's.
+            results.append(type(error).__name__)
+        # Wait for all ranks, so that closing connections do not affect the next case.
         store.set(f"ended/{i}/{rank}", "")
         store.wait([f"ended/{i}/{other}" for other in range(RANKS)])
-    return found
+    return results
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_disagree_are_told(transport):
+def test_disagreement_is_raised(transport):
     environment = {"SHARDWEAVE_TIMEOUT": "40"} | ({"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {})
     by_rank = run_ranks(every_case, RANKS, transport, environment=environment)
-    for case, said in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
-        assert CASES[case](said.copy()), f"{case.__name__}: {said}"
+    for case, outcomes in zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True):
+        assert CASES[case](outcomes.copy()), f"{case.__name__}: {outcomes}"

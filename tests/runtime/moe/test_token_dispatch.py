@@ -1,4 +1,4 @@
-"""TokenDispatcher against a dense mixture of experts in float64: results, gradients, what is dropped and refused."""
+"""TokenDispatcher against a dense mixture of experts in float64: results, gradients, overflow and refused arguments."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardweave.errors import CapacityError
-from shardweave.runtime.moe.ops import register
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer_fixed import slab_rank
+from shardweave.runtime.moe.transfer_fixed import sendrecv_transfer
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports.in_process import InProcessTransport
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the transport allocates is NaN until it is written."""
+    """Fill allocations of the transport with NaN."""
 
     def empty(self, shape, dtype, device):
         return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
@@ -36,7 +35,7 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 def virtual_moe(dispatcher: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True):
-    """y, dx, dweights of each rank and dmatrices [E, H, H], summed over the copies of an expert."""
+    """Return y, dx, dweights of each rank and dmatrices [E, H, H], summed over the replicas of an expert."""
     experts = leaf(matrices)
     xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
     adds = [None if t.add is None else leaf(t.add) for t in tokens]
@@ -50,12 +49,14 @@ def virtual_moe(dispatcher: VirtualTokenDispatcher, tokens: list[Tokens], matric
 
 
 def held(dispatcher, rank: int) -> list[int]:
-    """The experts of a rank, slot by slot."""
-    layout = dispatcher.layout
-    slots = range(*layout.bounds[rank : rank + 2])
-    if not layout.slot_of:
-        return list(slots)
-    return [next(e for table in layout.slot_of for e, s in enumerate(table) if s == slot) for slot in slots]
+    """The experts of a rank's physical experts."""
+    config = dispatcher.config
+    own = range(*config.bounds[rank : rank + 2])
+    if not config.physical_expert_of:
+        return list(own)
+    return [
+        next(e for table in config.physical_expert_of for e, p in enumerate(table) if p == physical) for physical in own
+    ]
 
 
 def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
@@ -71,19 +72,18 @@ def check(dispatcher, tokens, matrices, dtype, weighted=True, kept=None):
     return routed
 
 
-def same_by_slabs(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
-    """Ranks that send and receive find the same, bit for bit."""
-    found = virtual_moe(d, tokens, matrices, weighted)
-    transport, ranks = InProcessTransport(one_sided=False), tuple(range(d.layout.ranks))
-    # With room for all of a rank's rows in each slab the host reads nothing.
-    for slab_capacity, reads in ((None, 1), (d.layout.max_tokens * d.layout.top_k, 0)):
+def check_two_sided(d: VirtualTokenDispatcher, tokens: list[Tokens], matrices: torch.Tensor, weighted=True) -> None:
+    """Check that two-sided transfers give bitwise equal results."""
+    collected = virtual_moe(d, tokens, matrices, weighted)
+    transport, ranks = InProcessTransport(one_sided=False), tuple(range(d.config.ranks))
+    # Chunks of fixed size, with room for all rows of a rank, need no host read.
+    for chunk_capacity, reads in ((None, 1), (d.config.max_tokens * d.config.top_k, 0)):
         other = copy.copy(d)
-        other.layout = dataclasses.replace(d.layout, slab_capacity=slab_capacity)
-        part = slab_rank(other.layout)
-        other.parts = [part(other.layout, transport, ranks, r, torch.device("cpu"), d.layout.token(0)) for r in ranks]
-        other.handle = register(other)
+        other.config = dataclasses.replace(d.config, chunk_capacity=chunk_capacity)
+        kind, device, fingerprint = sendrecv_transfer(other.config), torch.device("cpu"), d.config.fingerprint(0)
+        other.transfers = [kind(other.config, transport, ranks, r, device, fingerprint) for r in ranks]
         before = stats().host_reads["counts of a token dispatch"]
-        for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], found, strict=False):
+        for got, want in zip(virtual_moe(other, tokens, matrices, weighted)[:4], collected, strict=False):
             assert [raw(x) for x in got] == [raw(x) for x in want]
         assert stats().host_reads["counts of a token dispatch"] - before == reads * len(ranks)
 
@@ -112,18 +112,18 @@ GRID = [
 
 @pytest.mark.parametrize("ranks, counts, k, experts, hidden, align, dtype, routing", GRID, ids=str)
 @pytest.mark.parametrize("weighted", [True, False])
-def test_a_mixture_of_experts(ranks, counts, k, experts, hidden, align, dtype, routing, weighted):
+def test_dispatch_and_combine_equal_dense(ranks, counts, k, experts, hidden, align, dtype, routing, weighted):
     d = VirtualTokenDispatcher(
         ranks, num_experts=experts, top_k=k, hidden=hidden, max_tokens=max(counts), dtype=dtype, align=align
     )
     tokens = [tokens_of(r, n, k, experts, hidden, dtype, routing) for r, n in enumerate(counts)]
     tokens[0].add = torch.ones_like(tokens[0].x)
     routed = check(d, tokens, matrices_of(experts, hidden, dtype), dtype, weighted)
-    same_by_slabs(d, tokens, matrices_of(experts, hidden, dtype), weighted)
+    check_two_sided(d, tokens, matrices_of(experts, hidden, dtype), weighted)
     load = routed[0].load()
     want = torch.stack([torch.cat([t.ids.flatten() for t in tokens]) == e for e in range(experts)]).sum(1)
-    assert torch.equal(load.per_slot, want) and torch.equal(load.per_expert, want)
-    assert load.per_rank.tolist() == [int(want[a:b].sum()) for a, b in itertools.pairwise(d.layout.bounds)]
+    assert torch.equal(load.per_physical_expert, want) and torch.equal(load.per_expert, want)
+    assert load.per_rank.tolist() == [int(want[a:b].sum()) for a, b in itertools.pairwise(d.config.bounds)]
     d.check()
 
 
@@ -135,14 +135,14 @@ def test_many_ranks(ranks):
 
 
 def test_replicated_experts():
-    """Expert 1 is everywhere, in different places; the copies' gradients add up."""
+    """Expert 1 is on all ranks, at different positions; the replicas' gradients add up."""
     d = VirtualTokenDispatcher(
         3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4,
         expert_map=[[1, 0], [3, 1], [2, 1, 2, 0]],
     )  # fmt: skip
-    assert d.layout.bounds == (0, 2, 4, 8)
-    # Its own copy (the first), else copy r mod n.
-    assert d.layout.slot_of == ((1, 0, 4, 2), (7, 3, 6, 2), (7, 5, 4, 2))
+    assert d.config.bounds == (0, 2, 4, 8)
+    # The own replica (the first), else replica r mod n.
+    assert d.config.physical_expert_of == ((1, 0, 4, 2), (7, 3, 6, 2), (7, 5, 4, 2))
     tokens = [tokens_of(r, 9, 2, 4, 8, torch.float32, "holes") for r in range(3)]
     experts_of = [[1, 0], [3, 1], [2, 1, 2, 0]]
     matrices = matrices_of(4, 8, torch.float32)
@@ -159,7 +159,7 @@ def test_replicated_experts():
 
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_load_of_replicated_experts(capacity):
-    """Copies add up; the second copy of expert 2 on the last rank has none. Ids of no expert are not counted."""
+    """Replicas add up; the second replica of expert 2 on the last rank gets no pairs. Bad ids are not counted."""
     experts_of = [[1, 0], [3, 1], [2, 1, 0, 2]]
     d = VirtualTokenDispatcher(
         3, num_experts=4, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, expert_map=experts_of,
@@ -167,19 +167,19 @@ def test_load_of_replicated_experts(capacity):
     )  # fmt: skip
     tokens = [tokens_of(r, 9 - 4 * r, 2, 4, 8, torch.float32, "holes") for r in range(3)]
     tokens[0].ids[0, 0] = 7
-    per_slot, per_expert = [0] * 8, [0] * 4
+    per_physical_expert, per_expert = [0] * 8, [0] * 4
     for rank, t in enumerate(tokens):
         for e in t.ids.flatten().tolist():
             if 0 <= e < 4:
                 per_expert[e] += 1
-                per_slot[d.layout.slot_of[rank][e]] += 1
-    assert d.layout.expert_of == (1, 0, 3, 1, 2, 1, 0, 2) and min(per_expert) > 0
+                per_physical_expert[d.config.physical_expert_of[rank][e]] += 1
+    assert d.config.expert_of == (1, 0, 3, 1, 2, 1, 0, 2) and min(per_expert) > 0
     with torch.inference_mode():
         loads = [r.load() for r in d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))]
     for load in loads:
-        assert load.per_slot.tolist() == per_slot and load.per_expert.tolist() == per_expert
+        assert load.per_physical_expert.tolist() == per_physical_expert and load.per_expert.tolist() == per_expert
         assert load.per_expert.dtype is torch.int64
-        per_rank = [sum(per_slot[a:b]) for a, b in itertools.pairwise(d.layout.bounds)]
+        per_rank = [sum(per_physical_expert[a:b]) for a, b in itertools.pairwise(d.config.bounds)]
         assert load.per_rank.tolist() == per_rank
         assert load.imbalance.item() == pytest.approx(3 * max(per_rank) / sum(per_rank))
 
@@ -188,24 +188,24 @@ def test_load_of_replicated_experts(capacity):
     "ranks, experts, most, capacity", [(2, 4, 6, 13), (2, 5, 6, 13), (3, 2, 6, 16), (3, 2, 6, 0), (2, 3, 0, None)]
 )
 def test_batched(ranks, experts, most, capacity):
-    """Also of ranks without experts, of no room, and of no tokens."""
+    """Including ranks without experts, a capacity of 0, and no tokens."""
     d = VirtualTokenDispatcher(
         ranks, num_experts=experts, top_k=2, hidden=8, max_tokens=most, dtype=torch.float32, expert_capacity=capacity,
         align=8, layout="batched", overflow="drop",
     )  # fmt: skip
     tokens = [tokens_of(r, most, 2, experts, 8, torch.float32, "uniform") for r in range(ranks)]
     matrices = matrices_of(experts, 8, torch.float32)
-    kept = first_of_each_slot(tokens, experts, 0 if capacity is None else capacity)
+    kept = first_of_each_expert(tokens, experts, 0 if capacity is None else capacity)
     routed = check(d, tokens, matrices, torch.float32, kept=kept)
-    same_by_slabs(d, tokens, matrices)
+    check_two_sided(d, tokens, matrices)
     each = 16 if capacity else 0
     assert [r.x.shape for r in routed] == [(len(held(d, rank)), each, 8) for rank in range(ranks)]
     assert routed[0].padded_counts.tolist() == [each] * len(held(d, 0))
 
 
-def first_of_each_slot(tokens: list[Tokens], experts: int, most: int) -> list[torch.Tensor]:
-    """Which entries are among the first `most` of their expert, in order of source rank, token, k."""
-    seen, found = [0] * experts, []
+def first_of_each_expert(tokens: list[Tokens], experts: int, most: int) -> list[torch.Tensor]:
+    """Return which pairs are among the first `most` of their expert, in order of source rank, token, k."""
+    seen, collected = [0] * experts, []
     for t in tokens:
         kept = torch.zeros(t.ids.shape, dtype=torch.bool)
         for i, j in itertools.product(range(t.ids.shape[0]), range(t.ids.shape[1])):
@@ -213,67 +213,67 @@ def first_of_each_slot(tokens: list[Tokens], experts: int, most: int) -> list[to
             if e >= 0:
                 kept[i, j] = seen[e] < most
                 seen[e] += 1
-        found.append(kept)
-    return found
+        collected.append(kept)
+    return collected
 
 
 @pytest.mark.parametrize("layout", ["grouped", "batched"])
 @pytest.mark.parametrize("routing", ["zipf", "hot", "holes"])
-def test_beyond_the_capacity_of_an_expert_rows_are_dropped(routing, layout):
+def test_rows_beyond_expert_capacity_are_dropped(routing, layout):
     d = VirtualTokenDispatcher(
         3, num_experts=4, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, expert_capacity=6, overflow="drop",
         layout=layout,
     )  # fmt: skip
     tokens = [tokens_of(r, 7 - 2 * r, 3, 4, 8, torch.float32, routing) for r in range(3)]
-    kept = first_of_each_slot(tokens, 4, 6)
+    kept = first_of_each_expert(tokens, 4, 6)
     routed = check(d, tokens, matrices_of(4, 8, torch.float32), torch.float32, kept=kept)
-    same_by_slabs(d, tokens, matrices_of(4, 8, torch.float32))
+    check_two_sided(d, tokens, matrices_of(4, 8, torch.float32))
     lost = sum(int(((t.ids >= 0) & ~k).sum()) for t, k in zip(tokens, kept, strict=True))
     assert lost > 0 and [int(r.dropped) for r in routed] == [lost] * 3
     d.check()
 
 
-def test_beyond_the_buffer_rows_are_dropped():
-    """One expert a rank: what a buffer of 8 rows takes of it."""
+def test_rows_beyond_capacity_are_dropped():
+    """One expert per rank and a buffer of 8 rows."""
     d = VirtualTokenDispatcher(
         2, num_experts=2, top_k=1, hidden=8, max_tokens=20, dtype=torch.float32, capacity=0.35, align=4,
         overflow="drop",
     )  # fmt: skip
-    assert d.layout.rows == 8
+    assert d.config.rows == 8
     tokens = [tokens_of(r, 20, 1, 2, 8, torch.float32, "uniform") for r in range(2)]
-    routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_slot(tokens, 2, 8))
+    routed = check(d, tokens, matrices_of(2, 8, torch.float32), torch.float32, kept=first_of_each_expert(tokens, 2, 8))
     assert int(routed[0].dropped) == 24 and int(routed[0].offsets[-1]) == 8
 
 
-def with_room_in_slabs(tokens: list[Tokens], owner_of: list[int], most: int) -> list[torch.Tensor]:
-    """Which entries are among the first `most` of their rank for each owner, in order of expert, token, k."""
-    found = []
+def fitting_in_chunks(tokens: list[Tokens], destination_of: list[int], most: int) -> list[torch.Tensor]:
+    """Return which pairs are among the first `most` of a rank for each destination, in order of expert, token, k."""
+    collected = []
     for t in tokens:
         kept = torch.zeros(t.ids.shape, dtype=torch.bool)
         seen: Counter[int] = Counter()
-        for e, owner in enumerate(owner_of):
+        for e, destination in enumerate(destination_of):
             for i, j in (t.ids == e).nonzero().tolist():
-                kept[i, j] = seen[owner] < most
-                seen[owner] += 1
-        found.append(kept)
-    return found
+                kept[i, j] = seen[destination] < most
+                seen[destination] += 1
+        collected.append(kept)
+    return collected
 
 
 @pytest.mark.parametrize("layout", ["grouped", "batched"])
 @pytest.mark.parametrize("routing", ["zipf", "hot rank", "holes"])
 @pytest.mark.parametrize("most, expert_capacity", [(0, None), (3, None), (4, 5), (100, 4)])
-def test_beyond_the_room_in_a_slab_rows_are_dropped(most, expert_capacity, routing, layout):
-    experts, owner_of = 5, [0, 0, 1, 1, 2]
+def test_rows_beyond_chunk_capacity_are_dropped(most, expert_capacity, routing, layout):
+    experts, destination_of = 5, [0, 0, 1, 1, 2]
     d = VirtualTokenDispatcher(
         3, num_experts=experts, top_k=3, hidden=8, max_tokens=7, dtype=torch.float32, overflow="drop", align=4,
-        layout=layout, expert_capacity=expert_capacity, one_sided=False, slab_capacity=most,
+        layout=layout, expert_capacity=expert_capacity, one_sided=False, chunk_capacity=most,
     )  # fmt: skip
-    assert d.layout.slab_capacity == min(most, 21) and d.layout.bounds == (0, 2, 4, 5)
+    assert d.config.chunk_capacity == min(most, 21) and d.config.bounds == (0, 2, 4, 5)
     tokens = [tokens_of(r, 7 - 2 * r, 3, experts, 8, torch.float32, routing) for r in range(3)]
-    there = with_room_in_slabs(tokens, owner_of, most)
+    there = fitting_in_chunks(tokens, destination_of, most)
     rest = [dataclasses.replace(t, ids=torch.where(k, t.ids, -1)) for t, k in zip(tokens, there, strict=True)]
     room = 99 if expert_capacity is None else expert_capacity
-    limit = first_of_each_slot(rest, experts, -(-room // 4) * 4 if layout == "batched" else room)
+    limit = first_of_each_expert(rest, experts, -(-room // 4) * 4 if layout == "batched" else room)
     kept = [a & b for a, b in zip(there, limit, strict=True)]
     before = stats().host_reads.total()
     routed = check(d, tokens, matrices_of(experts, 8, torch.float32), torch.float32, kept=kept)
@@ -282,21 +282,21 @@ def test_beyond_the_room_in_a_slab_rows_are_dropped(most, expert_capacity, routi
     assert lost > 0 or most == 100
 
 
-def test_what_has_no_room_in_a_slab_is_raised():
+def test_check_raises_for_chunk_capacity():
     d = VirtualTokenDispatcher(
-        2, num_experts=2, top_k=1, hidden=8, max_tokens=8, dtype=torch.float32, one_sided=False, slab_capacity=0.5
+        2, num_experts=2, top_k=1, hidden=8, max_tokens=8, dtype=torch.float32, one_sided=False, chunk_capacity=0.5
     )
-    assert d.layout.slab_capacity == 2
+    assert d.config.chunk_capacity == 2
     t = tokens_of(0, 8, 1, 2, 8, torch.float32, "hot")
     d.dispatch([t.x] * 2, [t.ids] * 2, [t.weights] * 2)
-    with pytest.raises(CapacityError, match="dispatch 0: 12 rows had no room .*slab_capacity: 2"):
+    with pytest.raises(CapacityError, match="dispatch 0: 12 rows exceeded the capacity .*chunk_capacity: 2"):
         d.check()
     text = d.explain()
-    assert "one slab of one size for each pair of ranks; the host reads nothing (slab_capacity=2)" in text
-    assert "one slab of exact size for each pair of ranks; the host reads the counts once" in text
+    assert "one chunk of fixed size per pair of ranks; no host read (chunk_capacity=2)" in text
+    assert "one chunk of exact size per pair of ranks; the host reads the counts once" in text
 
 
-def test_no_room_at_all():
+def test_capacity_of_zero():
     d = VirtualTokenDispatcher(
         2, num_experts=3, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, capacity=0, overflow="drop"
     )
@@ -312,26 +312,28 @@ def lossy() -> tuple[VirtualTokenDispatcher, tuple]:
     return d, ([x, x], [ids, ids.clamp(-1, 3)], [w, w])
 
 
-def test_dropped_tokens_are_not_kept_for_anyone():
+def test_overflow_drop_queues_no_checks():
     d = VirtualTokenDispatcher(
         2, num_experts=4, top_k=2, hidden=4, max_tokens=3, dtype=torch.float32, overflow="drop", expert_capacity=1
     )
     for _ in range(3):
         assert int(d.dispatch(*lossy()[1])[0].dropped) > 0
-    assert not d._losses._waiting
+    assert not d._overflow._waiting
     d.check()
 
 
-def test_bad_ids_are_raised_when_checked_and_once():
+def test_check_raises_bad_ids_once():
     d, given = lossy()
     routed = d.dispatch(*given)
     assert [int(r.bad_ids) for r in routed] == [2, 2]
-    with pytest.raises(CapacityError, match="dispatch 0: 0 rows had no room .* and 2 ids were not in -1 to 3"):
+    with pytest.raises(
+        CapacityError, match="dispatch 0: 0 rows exceeded the capacity .* and 2 ids were outside -1 to 3"
+    ):
         d.check()
     d.check()
 
 
-def test_bad_ids_are_raised_by_the_second_dispatch_after():
+def test_second_dispatch_raises_bad_ids():
     d, given = lossy()
     good = given[0], [given[1][1]] * 2, given[2]
     d.dispatch(*given)
@@ -342,7 +344,7 @@ def test_bad_ids_are_raised_by_the_second_dispatch_after():
     d.check()
 
 
-def test_bad_ids_act_as_none():
+def test_bad_ids_act_as_minus_one():
     d, (xs, ids, ws) = lossy()
     routed = d.dispatch(xs, ids, ws)
     ys = d.combine([r.x for r in routed], routed)
@@ -372,7 +374,7 @@ def test_several_dispatches_in_flight():
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_a_result_is_a_pytree_and_combines_more_than_once(one_sided):
+def test_routed_is_a_pytree_and_combines_repeatedly(one_sided):
     d = VirtualTokenDispatcher(
         2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, one_sided=one_sided
     )
@@ -387,7 +389,7 @@ def test_a_result_is_a_pytree_and_combines_more_than_once(one_sided):
 
 @pytest.mark.parametrize("one_sided", [True, False])
 def test_training_after_inference(one_sided):
-    """What the dispatcher keeps is made by the first dispatch, whatever the mode that is in."""
+    """The first dispatch allocates the dispatcher's buffers, also in inference mode."""
     tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "uniform") for r in range(2)]
     matrices = matrices_of(3, 8, torch.float32)
     settings = {"num_experts": 3, "top_k": 2, "hidden": 8, "max_tokens": 5, "dtype": torch.float32}
@@ -412,8 +414,8 @@ def test_gradients_cannot_be_differentiated():
         gradient.sum().backward()
 
 
-def test_rows_of_nobody_masked_as_the_docs_say():
-    """Elementwise work by all rows, whose parameter gets a gradient of all of them."""
+def test_unused_rows_masked_as_documented():
+    """Elementwise operations over all rows, with a parameter whose gradient sums over them."""
     d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=9, dtype=torch.float32, align=4)
     tokens = [tokens_of(r, 5, 2, 3, 8, torch.float32, "holes") for r in range(2)]
     scale = torch.tensor(1.5, requires_grad=True)
@@ -433,8 +435,8 @@ def test_rows_of_nobody_masked_as_the_docs_say():
     assert_near(scale.grad.view(1), torch.tensor([total]).double(), torch.float32, "dscale")
 
 
-def test_under_activation_checkpointing():
-    """Forward runs again in backward, dispatch and combine with it; gradients are the same."""
+def test_activation_checkpointing():
+    """Backward runs forward again, with dispatch and combine; gradients are equal."""
     d = VirtualTokenDispatcher(2, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32, align=4)
     tokens = [tokens_of(r, 5 - r, 2, 3, 8, torch.float32, "holes") for r in range(2)]
 
@@ -443,14 +445,14 @@ def test_under_activation_checkpointing():
         outputs = [run_experts(r, [experts[e] for e in held(d, rank)], True) for rank, r in enumerate(routed)]
         return tuple(d.combine(outputs, routed))
 
-    found = []
+    collected = []
     for kept in (True, False):
         given = [*[leaf(t.x) for t in tokens], *[leaf(t.weights) for t in tokens]]
         given.append(leaf(matrices_of(3, 8, torch.float32)))
         ys = layer(*given) if kept else checkpoint(layer, *given, use_reentrant=False)
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        found.append([raw(x.grad) for x in given])
-    assert found[0] == found[1]
+        collected.append([raw(x.grad) for x in given])
+    assert collected[0] == collected[1]
 
 
 @pytest.mark.parametrize("align", [1, 8, 16, 32, 128])
@@ -462,7 +464,7 @@ def test_offsets_fit_grouped_mm(align):
     matrices = matrices_of(5, 16, torch.bfloat16)
     for rank, r in enumerate(d.dispatch(*zip(*[(t.x, t.ids, t.weights) for t in tokens], strict=True))):
         n = int(r.num_rows)
-        own = matrices[d.layout.bounds[rank] : d.layout.bounds[rank + 1]]
+        own = matrices[d.config.bounds[rank] : d.config.bounds[rank + 1]]
         assert all(end % align == 0 for end in r.offsets.tolist())
         got = torch._grouped_mm(r.x[:n], own.transpose(1, 2).contiguous().transpose(1, 2), offs=r.offsets)
         at = 0
@@ -472,8 +474,8 @@ def test_offsets_fit_grouped_mm(align):
             at += padded
 
 
-def test_views_of_memory_that_come_in():
-    """x with any strides, ids that are int32 or strided, weights of another dtype."""
+def test_strided_arguments():
+    """Strided x, int32 or strided ids, weights of another dtype."""
     d = VirtualTokenDispatcher(1, num_experts=3, top_k=2, hidden=8, max_tokens=5, dtype=torch.float32)
     t = tokens_of(0, 5, 2, 3, 8, torch.float32, "uniform")
     x, ids = t.x.t().contiguous().t(), t.ids.int().t().contiguous().t()

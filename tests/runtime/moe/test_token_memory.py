@@ -1,4 +1,4 @@
-"""What backward keeps of a dispatch: the same gradients, from other memory."""
+"""The values of `save`: equal gradients, and the memory that backward keeps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.in_process import InProcessTransport
 
 K, E, H = 2, 3, 8
-SAVES = ["lease", "redispatch", "copy"]
+SAVES = ["buffer", "redispatch", "copy"]
 
 
 class Allocated:
-    """What the transport has allocated and somebody holds; NaN until it is written."""
+    """Tracks the transport's allocations, filled with NaN, that are still referenced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._refs: list = []
@@ -33,7 +33,7 @@ class Allocated:
         monkeypatch.setattr(InProcessTransport, "empty", empty)
 
     def alive(self, shape: tuple[int, ...]) -> int:
-        """How many of a shape."""
+        """Return the number of live allocations of a shape."""
         gc.collect()
         return sum(s == shape and not torch.UntypedStorage._expired(ref) for ref, s in self._refs)
 
@@ -48,10 +48,10 @@ def settings(save: str, **given) -> dict:
 @pytest.mark.parametrize("one_sided", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("given", [{}, {"layout": "batched", "expert_capacity": 7, "overflow": "drop"}], ids=str)
-def test_gradients_are_the_same_whatever_is_kept(one_sided, weighted, given, monkeypatch):
+def test_gradients_are_equal_for_all_saves(one_sided, weighted, given, monkeypatch):
     allocated = Allocated(monkeypatch)
     tokens = [tokens_of(r, 9 - 2 * r, K, E, H, torch.float32, "holes") for r in range(2)]
-    found, held, runs = [], [], []
+    collected, held, runs = [], [], []
     for save in SAVES:
         d = VirtualTokenDispatcher(2, **settings(save, **given), one_sided=one_sided)
         run = d.run
@@ -69,24 +69,24 @@ def test_gradients_are_the_same_whatever_is_kept(one_sided, weighted, given, mon
             routed = d.dispatch(xs, [t.ids for t in tokens], ws)
             outputs = []
             for rank, r in enumerate(routed):
-                own = range(*d.layout.bounds[rank : rank + 2])
+                own = range(*d.config.bounds[rank : rank + 2])
                 with r.kept():
                     outputs.append(run_experts(r, [experts[e] for e in own], weighted))
             return d.combine(outputs, routed, weighted=weighted)
 
         ys = layer(xs, ws)
-        held.append(allocated.alive((d.layout.rows, H)))
+        held.append(allocated.alive((d.config.rows, H)))
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        assert allocated.alive((d.layout.rows, H)) == 0
-        found.append([*ys, *[x.grad for x in (*xs, *ws)], experts.grad])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    assert all(x.isfinite().all() and x.any() for x in found[0])
-    assert held == [2, 0, 0]  # a buffer for each rank, or none
+        assert allocated.alive((d.config.rows, H)) == 0
+        collected.append([*ys, *[x.grad for x in (*xs, *ws)], experts.grad])
+    for other in collected[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(collected[0], other, strict=True))
+    assert all(x.isfinite().all() and x.any() for x in collected[0])
+    assert held == [2, 0, 0]  # one buffer per rank, or none
     assert runs == [4, 5, 4]
 
 
-def test_redispatch_in_flight_twice_and_under_checkpointing(monkeypatch):
+def test_redispatch_twice_in_flight_and_checkpointed(monkeypatch):
     Allocated(monkeypatch)
     d = VirtualTokenDispatcher(2, **settings("redispatch"))
     tokens = [tokens_of(r, 5, K, E, H, torch.float32, "holes") for r in range(2)]
@@ -115,18 +115,18 @@ def test_redispatch_in_flight_twice_and_under_checkpointing(monkeypatch):
         assert all(torch.equal(x.grad, w) for x, w in zip(xs, wanted, strict=True))
 
 
-def test_backward_past_combine_is_refused():
+def test_redispatch_refuses_backward_without_combine():
     d = VirtualTokenDispatcher(1, **settings("redispatch"))
     t = tokens_of(0, 5, K, E, H, torch.float32, "uniform")
     (routed,) = d.dispatch([t.x.clone().requires_grad_()], [t.ids], [t.weights])
     with routed.kept():
         output = routed.x * routed.x
-    with pytest.raises(UnsupportedError, match="backward from what combine returned"):
+    with pytest.raises(UnsupportedError, match="backward from the result of combine"):
         output.sum().backward()
 
 
 def each_transport(rank: int) -> list:
-    """Results and gradients, by transport and by what is kept."""
+    """Return results and gradients by transport and `save`."""
     return [[as_one_rank(rank, save, transport) for save in SAVES] for transport in ("shared_memory", "process_group")]
 
 
@@ -144,7 +144,7 @@ def as_one_rank(rank: int, save: str, transport: str) -> list:
 
 
 @pytest.mark.multi
-def test_processes_find_the_same_whatever_is_kept():
+def test_processes_are_equal_for_all_saves():
     for of_transports in run_ranks(each_transport, 2):
         (first, *others), over_messages = of_transports
         assert all(other == first for other in (*others, *over_messages))

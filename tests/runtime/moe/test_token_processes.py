@@ -1,4 +1,4 @@
-"""TokenDispatcher among real ranks: what virtual ones find, bit for bit, on every transport."""
+"""TokenDispatcher among processes, bitwise equal to virtual ranks on every transport."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def raw(x: torch.Tensor) -> bytes:
 
 
 def given(rank: int, i: int):
-    """T differs from rank to rank and from round to round, and may be 0."""
+    """T differs between ranks and rounds, and may be 0."""
     return tokens_of(rank, (5 * rank + 3 * i) % 13, K, E, H, torch.bfloat16, "holes", i)
 
 
 def to(tokens, device: str):
-    """`tokens`, without what is added, on a device."""
+    """`tokens` on a device, without `add`."""
     moved = (getattr(tokens, name).to(device) for name in ("x", "ids", "weights", "gradient"))
     return type(tokens)(*moved)
 
 
 def poisoned() -> None:
-    """What shared memory has is NaN until it is written."""
+    """Fill allocations in shared memory with NaN."""
     allocate = SharedMemoryTransport.empty
 
     def empty(self, shape, dtype, device):
@@ -52,14 +52,14 @@ def poisoned() -> None:
 
 
 def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUNDS, **more: int) -> list[bytes]:
-    """A rank's results and gradients, after a first dispatch that was inference."""
+    """Return a rank's results and gradients, after a first dispatch in inference mode."""
     with torch.inference_mode():
         dispatcher = TokenDispatcher(**SETTINGS, **more, device=device, transport=transport)
-    low, high = dispatcher.layout.bounds[rank : rank + 2]
+    low, high = dispatcher.config.bounds[rank : rank + 2]
     with torch.inference_mode():
         t = to(given(rank, 0), device)
         routed = dispatcher.dispatch(t.x, t.ids, t.weights)
-        found = [raw(dispatcher.combine(routed.x.clone(), routed))]
+        collected = [raw(dispatcher.combine(routed.x.clone(), routed))]
     for i in range(rounds):
         t = to(given(rank, i), device)
         matrices = matrices_of(E, H, torch.bfloat16)[low:high].to(device)
@@ -68,34 +68,34 @@ def rounds_of(rank: int, transport: str, device: str = "cpu", rounds: int = ROUN
         y = dispatcher.combine(run_experts(routed, list(experts), True), routed)
         y.backward(t.gradient)
         experts_grad = torch.zeros_like(experts) if experts.grad is None else experts.grad
-        found += [raw(y), raw(x.grad), raw(weights.grad), raw(experts_grad)]
+        collected += [raw(y), raw(x.grad), raw(weights.grad), raw(experts_grad)]
     dispatcher.check()
-    return found
+    return collected
 
 
 def virtual_rounds(size: int, rounds: int = ROUNDS, device: str = "cpu") -> list[list[bytes]]:
-    """The same of all ranks."""
+    """Return the results and gradients of all virtual ranks."""
     d = VirtualTokenDispatcher(size, **SETTINGS, device=device)
-    found: list[list[bytes]] = [[] for _ in range(size)]
+    collected: list[list[bytes]] = [[] for _ in range(size)]
     for i in (None, *range(rounds)):
         tokens = [to(given(rank, i or 0), device) for rank in range(size)]
         xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
         matrices = matrices_of(E, H, torch.bfloat16).to(device)
-        experts = [leaf(matrices[a:b]) for a, b in pairwise(d.layout.bounds)]
+        experts = [leaf(matrices[a:b]) for a, b in pairwise(d.config.bounds)]
         routed = d.dispatch(xs, [t.ids for t in tokens], weights)
         if i is None:
-            for of_rank, y in zip(found, d.combine([r.x for r in routed], routed), strict=True):
+            for of_rank, y in zip(collected, d.combine([r.x for r in routed], routed), strict=True):
                 of_rank.append(raw(y))
             continue
         ys = d.combine([run_experts(r, list(m), True) for r, m in zip(routed, experts, strict=True)], routed)
         torch.autograd.backward(ys, [t.gradient for t in tokens])
-        for of_rank, y, x, w, m in zip(found, ys, xs, weights, experts, strict=True):
+        for of_rank, y, x, w, m in zip(collected, ys, xs, weights, experts, strict=True):
             of_rank += [raw(y), raw(x.grad), raw(w.grad), raw(torch.zeros_like(m) if m.grad is None else m.grad)]
-    return found
+    return collected
 
 
 def beside_another_group(rank: int, transport: str) -> bytes:
-    """Four ranks, expert-parallel by twos that are not neighbours; the other two dispatch at the same time."""
+    """Four ranks in two interleaved groups of two, which dispatch concurrently."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     d = TokenDispatcher(mesh["ep"], **SETTINGS, transport=transport)
     t = tokens_of(rank // 2, 7, K, E, H, torch.bfloat16, "zipf", rank % 2)
@@ -114,7 +114,7 @@ def virtual_twos() -> list[bytes]:
 
 
 def more_ranks_than_experts(transport: str) -> list:
-    """What the last ranks combine does not depend on what they were sent: they have no expert."""
+    """The last ranks have no experts, so what they combine does not depend on received rows."""
     d = TokenDispatcher(num_experts=2, top_k=1, hidden=8, max_tokens=4, dtype=torch.float32, transport=transport)
     x = torch.full((4, 8), 1.0 + dist.get_rank(), requires_grad=True)
     routed = d.dispatch(x, torch.tensor([[0], [1], [-1], [0]]), torch.ones(4, 1))
@@ -135,23 +135,23 @@ def lost_on_one(rank: int, transport: str) -> str:
 
 def each_transport(rank: int) -> list[list]:
     poisoned()
-    found: list[list] = []
+    collected: list[list] = []
     for transport in TRANSPORTS:
-        found.append([rounds_of(rank, transport)])
-        # In slabs of one size, with room for all of a rank's rows; not used in shared memory.
-        assert rounds_of(rank, transport, slab_capacity=12 * K) == found[-1][0], transport
+        collected.append([rounds_of(rank, transport)])
+        # Chunks of fixed size, with room for all rows of a rank; ignored in shared memory.
+        assert rounds_of(rank, transport, chunk_capacity=12 * K) == collected[-1][0], transport
         if dist.get_world_size() == 4:
-            found[-1] += [
+            collected[-1] += [
                 beside_another_group(rank, transport),
                 more_ranks_than_experts(transport),
                 lost_on_one(rank, transport),
             ]
-    return found
+    return collected
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
+def test_processes_equal_virtual_ranks(size):
     torch.set_num_threads(1)
     by_rank, want = run_ranks(each_transport, size), virtual_rounds(size)
     twos = virtual_twos()
@@ -162,10 +162,10 @@ def test_processes_give_what_virtual_ranks_give_bit_for_bit(size):
                 beside, gradient, text = more
                 assert beside == twos[rank]
                 assert gradient == [[3.0] * 8, [3.0] * 8, [0.0] * 8, [3.0] * 8]
-                assert text == by_rank[0][0][3] and "2 rows had no room" in text
+                assert text == by_rank[0][0][3] and "2 rows exceeded the capacity" in text
 
 
-def test_memory_that_is_kept_may_be_written_after_inference():
+def test_buffers_are_writable_after_inference_mode():
     with torch.inference_mode():
         segment = Segment("test", 4096, False)
         mapped = bytes_of(open_segment(segment.path))

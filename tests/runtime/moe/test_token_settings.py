@@ -1,8 +1,11 @@
-"""What a token dispatcher is asked for: settings and tensors that are refused, sizes that follow, and what it says."""
+"""DispatchConfig: refused settings and tensors, derived sizes, fingerprints, and `explain`."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import hashlib
+import inspect
 
 import numpy as np
 import pytest
@@ -10,16 +13,19 @@ import torch
 from moe_reference import tokens_of
 
 from shardweave.errors import ArgumentError
-from shardweave.runtime.moe.config import DispatchLayout
+from shardweave.runtime.moe import config as config_module
+from shardweave.runtime.moe.config import DispatchConfig
+from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
+from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
 from shardweave.runtime.moe.transfer_fixed import with_splits
 
 
-def one(**given) -> DispatchLayout:
+def one(**given) -> DispatchConfig:
     settings = {
         "ranks": 2, "num_experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": torch.float32,
     }  # fmt: skip
-    return DispatchLayout.of(**{**settings, **given})
+    return DispatchConfig(**{**settings, **given})
 
 
 @pytest.mark.plan
@@ -33,42 +39,42 @@ def one(**given) -> DispatchLayout:
         ({"dtype": torch.float64}, "dtype: torch.float64"),
         ({"overflow": "ignore"}, "overflow: 'ignore'; allowed: 'raise', 'drop'"),
         ({"layout": "ragged"}, "layout: 'ragged'"),
-        ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'slabs'"),
-        ({"splits": "host", "slab_capacity": 3}, "slab_capacity: 3 with splits='host'; allowed: None"),
-        ({"save": "all"}, "save: 'all'; allowed: 'lease', 'redispatch', 'copy'"),
-        ({"leases": -1}, "leases: -1; allowed: a whole number, 0 to 1024"),
+        ({"splits": "even"}, "splits: 'even'; allowed: None, 'host', 'fixed'"),
+        ({"splits": "host", "chunk_capacity": 3}, "chunk_capacity: 3 with splits='host'; allowed: None"),
+        ({"save": "all"}, "save: 'all'; allowed: 'buffer', 'redispatch', 'copy'"),
+        ({"pooled_buffers": -1}, "pooled_buffers: -1; allowed: a whole number, 0 to 1024"),
         ({"capacity": -1}, "capacity: -1"),
         ({"capacity": float("inf")}, "capacity: inf"),
-        ({"layout": "batched", "capacity": 3}, "capacity: 3; batched"),
+        ({"layout": "batched", "capacity": 3}, "capacity: 3; allowed with layout='batched': None"),
         ({"expert_map": [[0, 1, 2, 3]]}, "expert_map: lists for 1 ranks"),
         ({"expert_map": [[0, 1], [2]]}, r"expert_map: no rank has experts \[3\]"),
         ({"expert_map": [[0, 1.7], [2, 3]]}, r"expert_map\[0\]: 1.7; allowed: a whole number"),
         ({"top_k": torch.tensor(2)}, "top_k: tensor"),
         ({"capacity": True}, "capacity: True"),
-        ({"slab_capacity": -1}, "slab_capacity: -1"),
+        ({"chunk_capacity": -1}, "chunk_capacity: -1"),
         (
-            {"slab_capacity": float("nan")},
-            r"slab_capacity: nan; .* a factor of max_tokens \* top_k / r",
+            {"chunk_capacity": float("nan")},
+            r"chunk_capacity: nan; .* a factor of max_tokens \* top_k / r",
         ),
         ({"expert_map": [[0, 1], [2, 4]]}, r"expert_map\[1\]: 4; allowed: a whole number, 0 to 3"),
-        ({"ranks": 64, "max_tokens": 1 << 24, "top_k": 2}, r"allowed: 2\*\*31 rows"),
+        ({"ranks": 64, "max_tokens": 1 << 24, "top_k": 2}, r"allowed: fewer than 2\*\*31 rows"),
     ],
     ids=str,
 )
-def test_settings_that_are_refused(given, text):
+def test_config_refuses_settings(given, text):
     with pytest.raises(ArgumentError, match=text):
         one(**given)
 
 
 @pytest.mark.plan
-def test_worst_case_rows_are_enough_and_no_more():
-    """All tokens of all ranks at one rank, each expert's padding included."""
+def test_config_rows_and_fingerprints():
+    """By default there is room for all tokens of all ranks on one rank, with each expert's padding."""
     assert one(align=8).rows == -(-(2 * 4 * 2 + 2 * 7) // 8) * 8
     assert one(capacity=5, align=4).rows == 8
     assert one(capacity=1.25).rows == 10
     assert one(expert_capacity=3, align=4).rows == 8
-    assert one().token(1) != one(save="copy").token(1) and one().token(1) != one().token(2)
-    assert one().token(1) != one(align=8).token(1) and one().token(1) == one().token(1)
+    assert one().fingerprint(1) != one(save="copy").fingerprint(1) and one().fingerprint(1) != one().fingerprint(2)
+    assert one().fingerprint(1) != one(align=8).fingerprint(1) and one().fingerprint(1) == one().fingerprint(1)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_worst_case_rows_are_enough_and_no_more():
         (lambda x, i, w: (x, i.to("meta"), w), r"topk_ids\[1\]: on meta; allowed: cpu"),
     ],
 )
-def test_tensors_that_are_refused(change, text):
+def test_dispatch_and_combine_refuse_tensors(change, text):
     d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     good = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
     with pytest.raises(ArgumentError, match=text):
@@ -99,25 +105,25 @@ def test_tensors_that_are_refused(change, text):
         ({"expert_outputs": [routed[0].x, routed[1].x.to("meta")]}, r"expert_output\[1\]: on meta; allowed: cpu"),
         ({"add": [torch.zeros(4, 8, device="meta"), None]}, r"add\[0\]: on meta"),
         ({"out": [torch.zeros(4, 8, device="meta")] * 2}, r"out\[0\]: on meta"),
-        ({"out": [torch.zeros(32).as_strided((4, 8), (7, 1))] * 2}, r"out\[0\]: .* each row in a place of its own"),
+        ({"out": [torch.zeros(32).as_strided((4, 8), (7, 1))] * 2}, r"out\[0\]: .* rows that do not overlap"),
         (
             {"out": [torch.zeros(8).expand(4, 8)] * 2},
-            r"out\[0\]: .*strides \(0, 1\); .* each row in a place of its own",
+            r"out\[0\]: .*strides \(0, 1\); .* rows that do not overlap",
         ),
-        ({"routed": routed[::-1]}, r"routed\[0\]: what rank 1 dispatched; allowed: what rank 0 did"),
+        ({"routed": routed[::-1]}, r"routed\[0\]: of rank 1; allowed: of rank 0"),
     ):
         with pytest.raises(ArgumentError, match=text):
             d.combine(**{"expert_outputs": [r.x for r in routed], "routed": routed, **change})
     other = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
-    assert other.layout == d.layout
-    with pytest.raises(ArgumentError, match=r"routed\[0\]: allowed: what this dispatcher's dispatch returned"):
+    assert other.config == d.config
+    with pytest.raises(ArgumentError, match=r"routed\[0\]: allowed: a result of this dispatcher's dispatch"):
         other.combine([r.x for r in routed], routed)
     needing = [r.x.clone().requires_grad_() for r in routed]
     with pytest.raises(ArgumentError, match=r"out\[0\]: gradients are recorded"):
         d.combine(needing, routed, out=[torch.zeros(4, 8)] * 2)
 
 
-def test_lists_that_are_refused():
+def test_virtual_dispatcher_refuses_lists():
     d = VirtualTokenDispatcher(2, num_experts=4, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32)
     t = tokens_of(0, 4, 2, 4, 8, torch.float32, "uniform")
     with pytest.raises(ArgumentError, match="topk_ids: 1 of them; allowed: one for each of 2 ranks"):
@@ -128,28 +134,28 @@ def test_lists_that_are_refused():
 
 
 @pytest.mark.plan
-def test_numbers_of_numpy_are_numbers():
+def test_config_accepts_numpy_integers():
     given = {"top_k": np.int64(2), "num_experts": np.int32(4), "max_tokens": np.int64(4), "align": np.uint8(8)}
     assert one(**given, expert_map=np.arange(4).reshape(2, 2)) == one(align=8, expert_map=[[0, 1], [2, 3]])
     assert one(capacity=np.int64(5), align=4) == one(capacity=5, align=4)
 
 
 @pytest.mark.plan
-def test_settings_are_hashed_once(monkeypatch):
+def test_config_is_hashed_once(monkeypatch):
     hashed, blake2b = [], hashlib.blake2b
     monkeypatch.setattr(hashlib, "blake2b", lambda *args, **given: hashed.append(1) or blake2b(*args, **given))
-    layout = one()
-    assert len({layout.token(number) for number in (0, 1, 2, 1)}) == 3 and len(hashed) == 1
+    config = one()
+    assert len({config.fingerprint(number) for number in (0, 1, 2, 1)}) == 3 and len(hashed) == 1
 
 
-def test_explain_states_what_slabs_take():
+def test_explain_states_chunks():
     d = VirtualTokenDispatcher(
         2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4, one_sided=False
     )
     text = d.explain()
-    assert "one slab of exact size" in text and "expert output that peers read" not in text
-    assert f"{(4 * 2 + 12) * 32:,}  slabs sent and received" in text
-    # Slots, places and rows of entries, counts, and where the rows that come belong.
+    assert "one chunk of exact size" in text and "expert output that peers read" not in text
+    assert f"{(4 * 2 + 12) * 32:,}  chunks sent and received" in text
+    # Physical experts, places and rows of pairs, counts, and the places of received rows.
     assert f"{8 * 16 + 2 * 6 * 8 + 12 * 8:,}  routing" in text
 
 
@@ -158,17 +164,43 @@ def test_explain_states_memory():
         2, num_experts=5, top_k=2, hidden=8, max_tokens=4, dtype=torch.float32, capacity=10, align=4
     )
     text = d.explain()
-    assert "5 experts in 5 slots, 2 to 3 for each rank" in text and "12 rows for each rank" in text
-    assert f"{12 * (32 + 4):,}  rows received, held until backward" in text and "save: lease" in text
+    assert "5 experts as 5 physical experts, 2 to 3 per rank" in text and "12 rows per rank" in text
+    assert f"{12 * (32 + 4):,}  rows received, held until backward" in text and "save: buffer" in text
 
 
 @pytest.mark.plan
-def test_splits_are_chosen_by_price_and_told() -> None:
+def test_splits_are_chosen_by_price() -> None:
     nodes = [rank // 8 for rank in range(16)]
     decode, train = (one(ranks=16, num_experts=64, hidden=7168, max_tokens=t) for t in (1, 4096))
     chosen, why = with_splits(decode, nodes)
-    assert chosen.slab_capacity == 2 and why.startswith("splits: slabs, the cheaper on 2 nodes by the links of NVLink")
+    assert chosen.chunk_capacity == 2 and why.startswith("splits: fixed, the cheaper on 2 nodes by the links of NVLink")
     chosen, why = with_splits(train, nodes)
     assert chosen == train and why.startswith("splits: host, the cheaper")
-    assert one(splits="slabs").slab_capacity == 4 * 2 and one(splits="host") == one()
-    assert one(splits="slabs", slab_capacity=3).slab_capacity == 3
+    assert one(splits="fixed").chunk_capacity == 4 * 2 and one(splits="host") == one()
+    assert one(splits="fixed", chunk_capacity=3).chunk_capacity == 3
+
+
+@pytest.mark.plan
+def test_settings_are_declared_alike() -> None:
+    """The types for checkers, and torchtitan's config, follow DispatchConfig."""
+    settings = {f.name: f for f in dataclasses.fields(DispatchConfig) if f.init and f.name != "ranks"}
+    tree = ast.parse(inspect.getsource(config_module))
+    (declared,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "DispatchSettings"]
+    types = {node.target.id: ast.unparse(node.annotation) for node in declared.body if isinstance(node, ast.AnnAssign)}
+    assert types == {name: f.type for name, f in settings.items()}
+    for f in dataclasses.fields(TorchtitanDispatcher.Config):
+        if f.name in settings and f.name != "dtype":
+            assert (f.type, f.default) == (settings[f.name].type, settings[f.name].default), f.name
+    parameters = inspect.signature(TokenDispatcher).parameters
+    assert {name: p.default for name, p in parameters.items() if name in settings} == {
+        name: p.default for name, p in inspect.signature(DispatchConfig).parameters.items() if name in settings
+    }
+
+
+@pytest.mark.plan
+def test_config_is_stable_under_replace() -> None:
+    for given in ({"align": 8}, {"capacity": 1.25, "align": 4}, {"layout": "batched", "expert_capacity": 3, "align": 4},
+                  {"splits": "fixed"}, {"chunk_capacity": 0.5}, {"expert_map": [[1, 0], [3, 2, 1]]}):  # fmt: skip
+        config = one(**given)
+        assert dataclasses.replace(config) == config
+        assert dataclasses.replace(config).fingerprint(3) == config.fingerprint(3)

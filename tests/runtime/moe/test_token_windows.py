@@ -38,9 +38,9 @@ def digest(parts: list[bytes]) -> str:
 
 def in_the_interpreter(rank: int) -> str:
     assert pointers.interpreted(signal_kernel)
-    found = digest(rounds_of(rank, "symmetric_memory", rounds=1))
+    collected = digest(rounds_of(rank, "symmetric_memory", rounds=1))
     layer_under_the_guard(rank)
-    return found
+    return collected
 
 
 def layer_under_the_guard(rank: int) -> None:
@@ -57,20 +57,22 @@ def layer_under_the_guard(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
-    """The bits are those of virtual ranks."""
+def test_interpreted_kernels_equal_virtual_ranks(size: int) -> None:
+    """Bitwise equal to virtual ranks."""
     virtual = f"[t.digest(rounds) for rounds in t.virtual_rounds({size}, rounds=1)]"
     assert interpreted("test_token_windows", f"t.run_ranks(t.in_the_interpreter, {size}) == {virtual}") == "True"
 
 
 def among_others(rank: int) -> list[bytes]:
-    """Two dispatchers and a redistribution that take turns with one window; only making them makes any."""
+    """Two dispatchers and a redistribution take turns with one window; windows are made at construction only."""
     transport = transport_of("cpu")
-    first, second = (TokenDispatcher(**SETTINGS, save=save, transport="symmetric_memory") for save in ("lease", "copy"))
+    first, second = (
+        TokenDispatcher(**SETTINGS, save=save, transport="symmetric_memory") for save in ("buffer", "copy")
+    )
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
     shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
-    made, found = len(transport._all), []
+    made, collected = len(transport._all), []
     for i in range(3):
         t = given(rank, i)
         ones, twos = first.dispatch(t.x, t.ids, t.weights), second.dispatch(-t.x, t.ids, t.weights)
@@ -81,35 +83,35 @@ def among_others(rank: int) -> list[bytes]:
         assert out[:, H:].isnan().all()
         negative = second.combine(twos.x, twos)
         assert torch.equal(negative, -out[:, :H])
-        found.append(raw(out[:, :H]))
+        collected.append(raw(out[:, :H]))
     assert len(transport._all) == made
-    return found
+    return collected
 
 
 def combined(rank: int, transport: str, name: str) -> list[bytes]:
     d = TokenDispatcher(**SETTINGS, transport=transport)
     assert d.name == name
-    found = []
+    collected = []
     for i in range(3):
         t = given(rank, i)
         routed = d.dispatch(t.x, t.ids, t.weights)
-        found.append(raw(d.combine(routed.x, routed)))
-    return found
+        collected.append(raw(d.combine(routed.x, routed)))
+    return collected
 
 
-def test_what_shares_a_window_takes_turns() -> None:
+def test_dispatchers_and_redistributions_share_a_window() -> None:
     assert run_ranks(among_others, 4) == run_ranks(combined, 4, "shared_memory", "shared_memory")
 
 
-def test_ranks_of_several_nodes_send_slabs() -> None:
+def test_ranks_on_several_nodes_send_chunks() -> None:
     nodes = {"SHARDWEAVE_NODE_SIZE": "2"}
-    found = run_ranks(combined, 4, "symmetric_memory", "hierarchical symmetric_memory", environment=nodes)
-    assert found == run_ranks(combined, 4, "shared_memory", "shared_memory")
+    collected = run_ranks(combined, 4, "symmetric_memory", "hierarchical symmetric_memory", environment=nodes)
+    assert collected == run_ranks(combined, 4, "shared_memory", "shared_memory")
 
 
-def many_at_once(rank: int, leases: int) -> int:
-    """Dispatches whose rows are held for as long as each rank likes, and written by their experts; how many copied."""
-    d = TokenDispatcher(**SETTINGS, leases=leases, transport="symmetric_memory")
+def many_at_once(rank: int, pooled_buffers: int) -> int:
+    """Dispatch with results held for random times and written in place; returns the number of copies."""
+    d = TokenDispatcher(**SETTINGS, pooled_buffers=pooled_buffers, transport="symmetric_memory")
     draw, held, want = random.Random(rank), {}, {}
     before = stats().copies.total()
     for i in range(24):
@@ -118,7 +120,7 @@ def many_at_once(rank: int, leases: int) -> int:
         kept = held[i].x[: int(held[i].num_rows)]
         kept.neg_()
         want[i] = kept.clone()
-        if i % 5 == 4:  # what a view holds is not free
+        if i % 5 == 4:  # a view keeps its buffer in use
             held[i] = kept[1:]
             want[i] = want[i][1:]
         for j in draw.sample(sorted(held), draw.randrange(2)):
@@ -128,40 +130,40 @@ def many_at_once(rank: int, leases: int) -> int:
     return stats().copies.total() - before
 
 
-def lent_again(rank: int) -> None:
-    """Dispatch after dispatch, each result let go with the next: nothing is copied, and the same two places serve."""
-    settings = {**SETTINGS, "leases": 2}
+def reused(rank: int) -> None:
+    """Dispatch repeatedly, freeing each result with the next: no copies, and two buffers are reused."""
+    settings = {**SETTINGS, "pooled_buffers": 2}
     d = TokenDispatcher(**settings, transport="symmetric_memory")
     smaller = TokenDispatcher(**{**settings, "max_tokens": 11}, transport="symmetric_memory")
     before, seen = stats().copies.total(), set()
     for i in range(8):
         t = given(rank, 2 * i)
-        small = (5 * np.arange(3) + 6 * i) % 13 < 12  # on all ranks alike
+        small = (5 * np.arange(3) + 6 * i) % 13 < 12  # equal on all ranks
         routed = (smaller if small.all() else d).dispatch(t.x, t.ids, t.weights)
         seen.add(routed.x.data_ptr())
     assert len(seen) == 2 and stats().copies.total() == before
     routed = None
-    lent = transport_of("cpu")._lent
-    assert [len(of_group) for of_group in lent.values()] == [1]
-    TokenDispatcher(**SETTINGS, leases=0, transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
+    pools = transport_of("cpu")._pools
+    assert [len(of_group) for of_group in pools.values()] == [1]
+    TokenDispatcher(**SETTINGS, pooled_buffers=0, transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
     TokenDispatcher(**SETTINGS, save="copy", transport="symmetric_memory").dispatch(t.x, t.ids, t.weights)
-    assert [len(of_group) for of_group in lent.values()] == [1] and stats().copies.total() == before
+    assert [len(of_group) for of_group in pools.values()] == [1] and stats().copies.total() == before
 
 
-def test_rows_stay_where_peers_wrote_them() -> None:
-    run_ranks(lent_again, 3)
+def test_rows_stay_in_pooled_buffers() -> None:
+    run_ranks(reused, 3)
     few = run_ranks(many_at_once, 3, 2)
     assert all(0 < copied < 24 for copied in few), few
     assert run_ranks(many_at_once, 3, 24) == [0, 0, 0]
 
 
-def leases_of_a_rank(rank: int) -> None:
-    TokenDispatcher(**SETTINGS, leases=1 + rank, transport="symmetric_memory")
+def pooled_buffers_by_rank(rank: int) -> None:
+    TokenDispatcher(**SETTINGS, pooled_buffers=1 + rank, transport="symmetric_memory")
 
 
-def test_ranks_that_lend_unlike_are_told() -> None:
-    ends = end_ranks(leases_of_a_rank, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
-    assert any(end.error == "DisagreementError" and "`leases`" in end.message for end in ends), ends
+def test_different_pooled_buffers_raise() -> None:
+    ends = end_ranks(pooled_buffers_by_rank, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
+    assert any(end.error == "DisagreementError" and "`pooled_buffers`" in end.message for end in ends), ends
 
 
 MAP = [[0, 1, 2], [3], [4, 0]]
@@ -193,7 +195,7 @@ def trained(d, settings: dict, tokens: list) -> list[list[bytes]]:
     outputs = []
     for r in routed:
         with r.kept():
-            # As many strides as there are: rows of what experts made need not be adjacent.
+            # Expert outputs with strided rows.
             outputs.append(torch.tanh(r.x).transpose(0, -1).contiguous().transpose(0, -1))
     ys = d.combine(outputs, routed, add=xs)
     torch.autograd.backward(ys, [t.gradient for t in tokens])
@@ -205,7 +207,7 @@ def trained(d, settings: dict, tokens: list) -> list[list[bytes]]:
 
 
 class Listed:
-    """A dispatcher of one rank behind lists."""
+    """A dispatcher of one rank with a list interface."""
 
     def __init__(self, d: TokenDispatcher) -> None:
         self.d = d
@@ -218,17 +220,17 @@ class Listed:
 
 
 def odd_settings(rank: int) -> list[list[bytes]]:
-    found = []
+    collected = []
     for given_here in ODD.values():
         settings = {**SETTINGS, **given_here}
         d = TokenDispatcher(**settings, transport="symmetric_memory")
         for i in range(3):
-            found += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
+            collected += trained(Listed(d), settings, [odd_tokens(settings, rank, i)])
         d.check()
-    return found
+    return collected
 
 
-def test_odd_settings_give_what_virtual_ranks_give() -> None:
+def test_unusual_settings_equal_virtual_ranks() -> None:
     torch.set_num_threads(1)
     want: list[list] = [[], [], []]
     for given_here in ODD.values():
@@ -242,7 +244,7 @@ def test_odd_settings_give_what_virtual_ranks_give() -> None:
 
 
 def again_in_backward(rank: int, how: str) -> list[bytes]:
-    """Two layers, by the operators or run once more."""
+    """Two layers, compiled or checkpointed."""
     d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
 
     def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -252,7 +254,7 @@ def again_in_backward(rank: int, how: str) -> list[bytes]:
         return x
 
     run = torch.compile(layers, backend="aot_eager", fullgraph=True) if how == "compiled" else layers
-    found = []
+    collected = []
     for i in range(2):
         t = given(rank, i)
         x, weights = leaf(t.x), leaf(t.weights)
@@ -261,19 +263,19 @@ def again_in_backward(rank: int, how: str) -> list[bytes]:
         else:
             y = run(x, t.ids, weights)
         y.backward(t.gradient)
-        found += [raw(y), raw(x.grad), raw(weights.grad)]
+        collected += [raw(y), raw(x.grad), raw(weights.grad)]
     d.check()
-    return found
+    return collected
 
 
-def test_compiled_and_checkpointed_are_eager() -> None:
+def test_compiled_and_checkpointed_equal_eager() -> None:
     want = run_ranks(again_in_backward, 3, "eager")
     for how in ("compiled", "checkpointed"):
         assert run_ranks(again_in_backward, 3, how) == want
 
 
 def dispatches_late(rank: int, disagrees: bool) -> None:
-    """After a redistribution has left floats where counts will be."""
+    """A redistribution has left floats where counts will be."""
     d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
     other = TokenDispatcher(**{**SETTINGS, "num_experts": 40}, transport="symmetric_memory")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -287,14 +289,14 @@ def dispatches_late(rank: int, disagrees: bool) -> None:
 
 
 @pytest.mark.parametrize("disagrees", [False, True])
-def test_what_is_left_in_a_window_is_not_taken_for_counts(disagrees: bool) -> None:
-    """Where ranks did not meet, places that follow from it would be anywhere in memory."""
+def test_stale_window_is_not_read_as_counts(disagrees: bool) -> None:
+    """Without a barrier, offsets computed from stale data would be out of bounds."""
     ends = end_ranks(dispatches_late, 3, disagrees, environment={"SHARDWEAVE_TIMEOUT": "2"})
     errors = [end.error for end in ends]
     assert set(errors) <= {"MeetingTimeoutError", "DisagreementError", "PeerError", None} and errors.count(None) < 2, (
         ends
     )
-    # Who sees it first tells the others that it failed; a process that has ended is noticed before the time is up.
+    # The first rank to see it signals its failure; ended processes are noticed before the timeout.
     assert {"DisagreementError"} & set(errors) if disagrees else {"MeetingTimeoutError", "PeerError"} & set(errors)
 
 
@@ -303,7 +305,7 @@ def late_in_the_interpreter() -> str:
     return str([ends[rank].error for rank in range(2)])
 
 
-def test_kernels_do_not_take_it_for_counts_either() -> None:
+def test_kernels_do_not_read_stale_window_as_counts() -> None:
     assert interpreted("test_token_windows", "t.late_in_the_interpreter()") in (
         "['MeetingTimeoutError', None]",
         "['PeerError', None]",
@@ -322,31 +324,31 @@ def never_combines(rank: int) -> None:
             assert out.isnan().all()
 
 
-def test_a_rank_that_does_not_come_is_named_and_what_was_made_is_overwritten() -> None:
+def test_missing_rank_is_named_and_outputs_overwritten() -> None:
     ends = end_ranks(never_combines, 3, environment={"SHARDWEAVE_TIMEOUT": "3"})
     assert ends[1].error is None
     for rank in (0, 2):
         assert ends[rank].error in ("MeetingTimeoutError", "PeerError"), ends[rank]
         assert "outputs since then are overwritten" in ends[rank].message
-    said = ("rank 1 did not come within 3 s", "rank 1 is gone")
-    assert any(text in ends[rank].message for text in said for rank in (0, 2))
+    texts = ("rank 1 did not come within 3 s", "rank 1 is gone")
+    assert any(text in ends[rank].message for text in texts for rank in (0, 2))
 
 
 def explained(rank: int) -> str:
     text = TokenDispatcher(**SETTINGS, transport="symmetric_memory").explain()
-    dist.barrier()  # who is gone cannot be joined
+    dist.barrier()  # ranks that have ended cannot be mapped
     return text
 
 
-def test_explain_counts_the_window() -> None:
+def test_explain_states_window() -> None:
     d = shardweave.VirtualTokenDispatcher(2, **SETTINGS)
     (text, _) = run_ranks(explained, 2)
     # Counts of 7 words for 2 ranks, and 88 rows of 48 bytes and a weight, each from a multiple of 256 bytes on.
-    rows = d.layout.rows
+    rows = d.config.rows
     want = 256 + -(-rows * H * 2 // 256) * 256 + -(-rows * 4 // 256) * 256
-    assert window_nbytes(d.layout) == want
+    assert window_nbytes(d.config) == want
     assert "symmetric_memory" in text and f"{window_size(want):,}  window" in text, text
-    assert f"{rows * H * 2:,}  rows received that stay where they came, leases=1" in text, text
+    assert f"{rows * H * 2:,}  buffers that peers write rows into, pooled_buffers=1" in text, text
 
 
 def on_a_gpu(rank: int) -> str:
@@ -356,9 +358,9 @@ def on_a_gpu(rank: int) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
-    found = run_ranks(on_a_gpu, size, environment=OVERLAPPING, timeout=300)
-    # Of the same device: torch's own sums in gradients and experts have other orders on CPUs.
-    assert found == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
+    collected = run_ranks(on_a_gpu, size, environment=OVERLAPPING, timeout=300)
+    # Compare on the same device: torch sums in other orders on CPUs.
+    assert collected == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
 
 
 def captured_on_a_gpu(rank: int) -> bool:
@@ -391,5 +393,5 @@ def captured_on_a_gpu(rank: int) -> bool:
 
 
 @pytest.mark.gpu
-def test_a_layer_in_a_graph(gpu: None) -> None:  # noqa: F811
+def test_layer_in_cuda_graph(gpu: None) -> None:  # noqa: F811
     assert run_ranks(captured_on_a_gpu, 2, environment=OVERLAPPING, timeout=300) == [True, True]

@@ -18,7 +18,7 @@ from torch import nn
 from shardweave.errors import ArgumentError
 from shardweave.runtime.moe import ops
 from shardweave.runtime.moe.activation import silu_and_mul
-from shardweave.runtime.moe.config import DispatchLayout
+from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
@@ -32,7 +32,7 @@ COUNTS = (9, 0, 4, 7, 0)
 
 @pytest.fixture(autouse=True)
 def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What torch and the transport allocate is NaN until it is written."""
+    """Fill allocations of torch and of the transport with NaN."""
 
     def empty(self, shape, dtype, device):
         return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype, device=device)
@@ -44,7 +44,7 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Gated(nn.Module):
-    """Every expert, the same for all: plain linear layers with bias, which work by all rows of a buffer."""
+    """One expert for all: linear layers with bias, which process all rows of a buffer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Gated(nn.Module):
 
 
 def gradients(experts: Gated) -> list[torch.Tensor]:
-    """Of parameters; zero where nothing came of them."""
+    """Return the gradients of parameters, zeros for None."""
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in experts.parameters()]
 
 
 def dense(tokens: list[Tokens], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of all ranks' tokens y, and the gradients of parameters, in float64."""
+    """Return y of all ranks' tokens and the gradients of parameters, in float64."""
     experts, ys = Gated(dtype).double(), []
     for t in tokens:
         x = t.x.double()
@@ -78,7 +78,7 @@ def rounds(ranks: int, number: int, dtype: torch.dtype = torch.float32, routing:
 
 
 def trained(d: Any, experts: list[Gated], tokens: list[Tokens], weighted: bool, run: Any = None) -> list[torch.Tensor]:
-    """y of ranks whose dispatcher takes lists; afterwards NaN is in all memory that rows came to."""
+    """Return y of all ranks; afterwards all receive buffers hold NaN."""
     xs, weights = [t.x.clone().requires_grad_() for t in tokens], [t.weights.clone().requires_grad_() for t in tokens]
     kept = []
 
@@ -100,18 +100,18 @@ def trained(d: Any, experts: list[Gated], tokens: list[Tokens], weighted: bool, 
 
 
 def compiled(layer: Any) -> Any:
-    torch._dynamo.reset()  # what was compiled before is no recompilation of this
+    torch._dynamo.reset()  # earlier tests do not count as recompilations
     return torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
-WAYS: dict[str, dict] = {
+ALGORITHMS: dict[str, dict] = {
     "pushed": {"align": 4},
-    "exact slabs": {"one_sided": False},
-    "slabs of one size": {"one_sided": False, "slab_capacity": 18, "align": 8},
+    "exact chunks": {"one_sided": False},
+    "chunks of one size": {"one_sided": False, "chunk_capacity": 18, "align": 8},
     "copy": {"save": "copy"},
-    "copy of slabs": {"save": "copy", "one_sided": False, "align": 4},
+    "copy of chunks": {"save": "copy", "one_sided": False, "align": 4},
     "redispatch": {"save": "redispatch"},
-    "redispatch in slabs": {"save": "redispatch", "one_sided": False},
+    "redispatch in chunks": {"save": "redispatch", "one_sided": False},
     "batched": {"layout": "batched", "align": 4},
     "replicated": {"expert_map": [[0, 1, 2], [3, 4], [2], [], []]},
     "bfloat16": {"dtype": torch.bfloat16, "align": 4},
@@ -119,9 +119,11 @@ WAYS: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("ranks, way", [(2 + i % 4, way) for i, way in enumerate(WAYS)] + [(1, "pushed")])
-def test_weight_gradients_of_experts_that_work_by_all_rows(ranks: int, way: str, weighted: bool) -> None:
-    given = {**SETTINGS, **WAYS[way]}
+@pytest.mark.parametrize(
+    "ranks, algorithm", [(2 + i % 4, algorithm) for i, algorithm in enumerate(ALGORITHMS)] + [(1, "pushed")]
+)
+def test_weight_gradients_with_zero_rows(ranks: int, algorithm: str, weighted: bool) -> None:
+    given = {**SETTINGS, **ALGORITHMS[algorithm]}
     if "expert_map" in given:
         ranks = len(given["expert_map"])
     d, dtype = VirtualTokenDispatcher(ranks, **given), given["dtype"]
@@ -131,22 +133,22 @@ def test_weight_gradients_of_experts_that_work_by_all_rows(ranks: int, way: str,
         want_ys, want = dense(tokens, dtype)
         for y, want_y in zip(ys, want_ys, strict=True):
             assert_near(y, want_y, dtype, "y")
-        for found, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
-            assert_near(sum(g.double() for g in found), wanted, dtype, "dparameter")
+        for results, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
+            assert_near(sum(g.double() for g in results), wanted, dtype, "dparameter")
 
 
-@pytest.mark.parametrize("ranks, way", [(2, "pushed"), (3, "copy of slabs")])
-def test_weight_gradients_compiled(ranks: int, way: str) -> None:
-    d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **WAYS[way]})
+@pytest.mark.parametrize("ranks, algorithm", [(2, "pushed"), (3, "copy of chunks")])
+def test_weight_gradients_with_zero_rows_compiled(ranks: int, algorithm: str) -> None:
+    d = VirtualTokenDispatcher(ranks, **{**SETTINGS, **ALGORITHMS[algorithm]})
     tokens, experts = rounds(ranks, 0), [Gated(torch.float32) for _ in range(ranks)]
     trained(d, experts, tokens, True, compiled)
     _, want = dense(tokens, torch.float32)
-    for found, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
-        assert_near(sum(g.double() for g in found), wanted, torch.float32, "dparameter")
+    for results, wanted in zip(zip(*map(gradients, experts), strict=True), want, strict=True):
+        assert_near(sum(g.double() for g in results), wanted, torch.float32, "dparameter")
 
 
-def test_weight_gradients_are_lost_without() -> None:
-    """So what these tests allocate is found by whoever reads it."""
+def test_weight_gradients_without_zero_rows_are_nan() -> None:
+    """The NaN that these tests allocate reaches code that reads it."""
     d = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
     experts = [Gated(torch.float32) for _ in range(2)]
     trained(d, experts, rounds(2, 0), True)
@@ -154,7 +156,7 @@ def test_weight_gradients_are_lost_without() -> None:
 
 
 class Listed:
-    """A dispatcher of one rank behind lists."""
+    """A dispatcher of one rank with a list interface."""
 
     def __init__(self, d: TokenDispatcher) -> None:
         self.d = d
@@ -172,11 +174,11 @@ OF_TRANSPORTS: list[tuple[str, dict, Any]] = [
     ("shared_memory", {"save": "copy", "align": 4}, None),
     ("shared_memory", {"save": "redispatch"}, None),
     ("process_group", {"align": 4}, None),
-    ("process_group", {"slab_capacity": 18}, None),
+    ("process_group", {"chunk_capacity": 18}, None),
     ("hierarchical", {"align": 4}, None),
     ("symmetric_memory", {}, None),
     ("symmetric_memory", {}, compiled),
-    ("symmetric_memory", {"leases": 0, "align": 4}, None),
+    ("symmetric_memory", {"pooled_buffers": 0, "align": 4}, None),
     ("symmetric_memory", {"save": "copy"}, None),
     ("symmetric_memory", {"save": "redispatch"}, None),
 ]
@@ -185,20 +187,20 @@ OF_TRANSPORTS: list[tuple[str, dict, Any]] = [
 def of_each_transport(rank: int) -> list[list[list]]:
     poisoned()
     torch.use_deterministic_algorithms(True)
-    found = []
+    results = []
     for transport, given, run in OF_TRANSPORTS:
         d = TokenDispatcher(**SETTINGS, **given, transport=transport)
         for number in range(1 if run else 3):
             experts = Gated(torch.float32)
             trained(Listed(d), [experts], [rounds(dist.get_world_size(), number)[rank]], number != 2, run)
-            found.append([number, [g.tolist() for g in gradients(experts)]])
+            results.append([number, [g.tolist() for g in gradients(experts)]])
         d.check()
-    return found
+    return results
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.long)])
-def test_weight_gradients_in_every_transport(size: int) -> None:
+def test_weight_gradients_with_zero_rows_on_all_transports(size: int) -> None:
     torch.set_num_threads(1)
     of_ranks = run_ranks(of_each_transport, size)
     want = [dense(rounds(size, number), torch.float32)[1] for number in range(3)]
@@ -206,18 +208,18 @@ def test_weight_gradients_in_every_transport(size: int) -> None:
     for case, by_rank in enumerate(zip(*of_ranks, strict=True)):
         (number, *others), of_parameters = zip(*by_rank, strict=True)
         assert others == [number] * (size - 1)
-        for found, wanted in zip(zip(*of_parameters, strict=True), want[number], strict=True):
-            total = sum(torch.tensor(g, dtype=torch.float64) for g in found)
+        for results, wanted in zip(zip(*of_parameters, strict=True), want[number], strict=True):
+            total = sum(torch.tensor(g, dtype=torch.float64) for g in results)
             assert_near(total, wanted, torch.float32, f"dparameter of case {case}")
 
 
 @pytest.mark.plan
 def test_zero_rows_by_default() -> None:
-    """By the capacity alone: not by the number of ranks, with which a model would stop working."""
+    """The default depends on the capacity only, not on the number of ranks."""
 
     def of(ranks: int, **given: Any) -> bool | None:
         settings = {"num_experts": 16, "top_k": 2, "hidden": 8, "max_tokens": 10, **given}
-        return DispatchLayout.of(ranks, **settings).zero_rows
+        return DispatchConfig(ranks, **settings).zero_rows
 
     for ranks in (1, 2, 8, 64):
         assert of(ranks) is of(ranks, expert_capacity=1) is of(ranks, capacity=31) is of(ranks, capacity=1.6) is False
@@ -225,27 +227,27 @@ def test_zero_rows_by_default() -> None:
         assert of(ranks, zero_rows=True) is of(ranks, zero_rows=True, capacity=4.0) is True
         assert of(ranks, zero_rows=False, capacity=1.0) is False
         assert of(ranks, layout="batched") is of(ranks, layout="batched", zero_rows=False) is None
-    layouts = [DispatchLayout.of(2, num_experts=4, top_k=1, hidden=8, max_tokens=4, zero_rows=z) for z in (True, False)]
+    layouts = [DispatchConfig(2, num_experts=4, top_k=1, hidden=8, max_tokens=4, zero_rows=z) for z in (True, False)]
     assert layouts[0].token(0) != layouts[1].token(0)
     for wrong in (1, "yes", 0.0):
         with pytest.raises(ArgumentError, match=f"zero_rows: {wrong!r}; allowed: True, False, None"):
             of(2, zero_rows=wrong)
 
 
-def test_zero_rows_is_a_setting_of_what_makes_dispatchers() -> None:
+def test_zero_rows_of_expert_parallel_and_torchtitan() -> None:
     config = TorchtitanDispatcher.Config(
         num_experts=4, top_k=2, hidden_dim=8, num_max_tokens_per_rank=4, zero_rows=True
     )
     titan = config.build()
     titan.wire_meshes(ep_mesh=None)
-    assert titan.dispatcher is not None and titan.dispatcher.layout.zero_rows is True
+    assert titan.dispatcher is not None and titan.dispatcher.config.zero_rows is True
     assert "rows from num_rows on are zero" in titan.dispatcher.explain()
     assert ExpertParallel(top_k=2, hidden=8, max_tokens=4, zero_rows=True)._settings["zero_rows"] is True
 
 
 @pytest.fixture
 def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What eager code allocates is 7 until it is written, and never NaN."""
+    """Fill allocations of eager code with 7, never NaN."""
 
     def sevens_like(x: torch.Tensor) -> torch.Tensor:
         return torch.full(x.shape, 7, dtype=x.dtype, device=x.device)
@@ -260,7 +262,7 @@ def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rest(d: VirtualTokenDispatcher) -> list[torch.Tensor]:
-    """Rows of no token, in all that a layer and its backward have them in."""
+    """Return the unused rows of all tensors of a layer and its backward."""
     tokens = rounds(2, 0)
     xs = [t.x.clone().requires_grad_() for t in tokens]
     routed, outputs = d.dispatch(xs, [t.ids for t in tokens], [t.weights for t in tokens]), []
@@ -270,8 +272,8 @@ def rest(d: VirtualTokenDispatcher) -> list[torch.Tensor]:
     ys = d.combine(outputs, routed)
     gradients = torch.autograd.grad(ys, outputs, [t.gradient for t in tokens])
     again = [r._again.rows for r in routed if r._again is not None]
-    found = [*[r.x for r in routed], *[r.weights[..., None] for r in routed], *outputs, *gradients, *again]
-    of_rank = zip(found, [*routed] * 5, strict=False)
+    results = [*[r.x for r in routed], *[r.weights[..., None] for r in routed], *outputs, *gradients, *again]
+    of_rank = zip(results, [*routed] * 5, strict=False)
     return [x.detach().flatten(0, -2)[int(r.num_rows) :] for x, r in of_rank]
 
 
@@ -279,8 +281,8 @@ HELD: list[dict] = [{}, {"save": "copy"}, {"save": "redispatch"}, {"one_sided": 
 
 
 @pytest.mark.parametrize("given", HELD, ids=str)
-def test_rows_of_no_token(given: dict, sevens: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero where they shall be, else what the memory had, or NaN where that is asked for."""
+def test_unused_rows(given: dict, sevens: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero with zero_rows, else unchanged memory, or NaN with SHARDWEAVE_POISON_ROWS."""
     for poison in (None, "", "0", "1"):
         if poison is None:
             monkeypatch.delenv("SHARDWEAVE_POISON_ROWS", raising=False)
@@ -296,7 +298,7 @@ def test_rows_of_no_token(given: dict, sevens: None, monkeypatch: pytest.MonkeyP
         VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
 
 
-def test_poison_reaches_compiled_experts(sevens: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poison_in_compiled_experts(sevens: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_POISON_ROWS", "1")
     d = VirtualTokenDispatcher(2, **{**SETTINGS, "zero_rows": False})
     experts = [Gated(torch.float32) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""TokenDispatcher behind torchtitan's seam: in its own MoE module where it is installed, and by itself."""
+"""TorchtitanDispatcher alone, and in torchtitan's MoE module if that is installed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ needs_torchtitan = pytest.mark.skipif(
 
 @pytest.mark.plan
 @pytest.mark.parametrize("experts, ranks", [(8, 4), (10, 4), (3, 4), (9, 8), (1, 2)])
-def test_experts_are_where_torch_chunk_has_them(experts, ranks):
+def test_experts_of_shards_equal_torch_chunk(experts, ranks):
     chunks = [c.tolist() for c in torch.arange(experts).chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
     mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
-    found = experts_of_shards(experts, mesh)
-    assert found == (None if experts % ranks == 0 else chunks)
+    results = experts_of_shards(experts, mesh)
+    assert results == (None if experts % ranks == 0 else chunks)
 
 
 def config_of(experts: int, k: int, hidden: int, tokens: int, **more) -> TorchtitanDispatcher.Config:
@@ -41,7 +41,7 @@ def config_of(experts: int, k: int, hidden: int, tokens: int, **more) -> Torchti
 
 
 def by_the_seam(dispatcher: TorchtitanDispatcher, t: Tokens, matrices: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As RoutedExperts calls it; experts that multiply by one matrix, and NaN in all rows that are nobody's."""
+    """Call as RoutedExperts does, with experts that multiply by one matrix, and NaN in unused rows."""
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
     m = matrices.clone().requires_grad_()
     rows, counts, metadata = dispatcher.dispatch(x, weights, t.ids, torch.full((1,), -99))
@@ -51,7 +51,7 @@ def by_the_seam(dispatcher: TorchtitanDispatcher, t: Tokens, matrices: torch.Ten
     parts.append(rows.new_full((len(rows) - sum(counts.tolist()), rows.shape[1]), float("nan")))
     y = dispatcher.combine(torch.cat(parts), metadata, x)
     y.backward(t.gradient)
-    of_matrices = torch.zeros_like(m) if m.grad is None else m.grad  # of a rank without experts
+    of_matrices = torch.zeros_like(m) if m.grad is None else m.grad  # a rank without experts
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "matrices": of_matrices}
 
 
@@ -84,8 +84,8 @@ def ragged_ranks(rank: int, mesh, experts: int, pad_multiple: int, more: dict):
 
 
 @pytest.mark.plan
-def test_a_config_is_plain_values():
-    """As `--debug.print_config` of torchtitan prints them, and as it writes them beside a checkpoint."""
+def test_config_holds_plain_values():
+    """torchtitan prints configs (`--debug.print_config`) and writes them beside checkpoints."""
     given = config_of(8, 2, 16, 9, device=torch.device("cpu"), capacity=1.25)
     values = json.loads(json.dumps(asdict(given)))
     assert (values["dtype"], values["device"], values["capacity"]) == ("float32", "cpu", 1.25)
@@ -95,7 +95,7 @@ def test_a_config_is_plain_values():
     for config in (given, TorchtitanDispatcher.Config(**values), default):
         built = config.build()
         built.wire_meshes(ep_mesh=None)
-        assert built.dispatcher.layout.dtype is getattr(torch, config.dtype)
+        assert built.dispatcher.config.dtype is getattr(torch, config.dtype)
     for changes, text in (
         ({"dtype": "float64"}, "dtype: 'float64'; allowed: float32, bfloat16, float16"),
         ({"dtype": None}, "dtype: None; allowed"),
@@ -123,7 +123,7 @@ def each_case(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_ranks_with_different_numbers_of_tokens_and_experts():
+def test_uneven_tokens_and_experts():
     run_ranks(each_case, 4)
 
 
@@ -136,7 +136,7 @@ def test_ranks_with_different_numbers_of_tokens_and_experts():
         ),
     ],
 )
-def test_without_a_mesh_all_experts_are_here(device):
+def test_without_mesh(device):
     dispatcher = TorchtitanDispatcher(config_of(6, 3, 8, 11, device=torch.device(device)))
     dispatcher.wire_meshes(ep_mesh=None)
     t, matrices = tokens_of(0, 11, 3, 6, 8, torch.float32, "zipf"), matrices_of(6, 8, torch.float32)
@@ -147,18 +147,18 @@ def test_without_a_mesh_all_experts_are_here(device):
     assert "over 1 rank, in process:" in dispatcher.dispatcher.explain()
 
 
-def test_rows_are_not_dispatched_again_where_nobody_keeps_none():
-    with pytest.raises(ArgumentError, match='save: "redispatch"; allowed here: "lease", "copy"'):
+def test_config_refuses_redispatch():
+    with pytest.raises(ArgumentError, match='save: "redispatch"; allowed here: "buffer", "copy"'):
         config_of(4, 1, 8, 2, save="redispatch").build().wire_meshes(ep_mesh=None)
 
 
-def test_before_meshes_are_wired():
+def test_dispatch_before_wire_meshes_raises():
     dispatcher = config_of(4, 1, 8, 2).build()
     with pytest.raises(ArgumentError, match="wire_meshes"):
         dispatcher.dispatch(torch.zeros(2, 8), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(4))
 
 
-# In torchtitan's own module.
+# In torchtitan's MoE module.
 
 EXPERTS, TOP_K, WIDTH, INNER = 8, 3, 32, 48
 
@@ -189,11 +189,11 @@ def step(moe: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     x = torch.randn(2, 5 + rank, WIDTH, generator=g).requires_grad_()
     y = moe(x)
     y.backward(torch.randn(y.shape, generator=g))
-    found = {"y": y.detach(), "x": x.grad}
+    results = {"y": y.detach(), "x": x.grad}
     for name, parameter in moe.named_parameters():
         gradient = parameter.grad
-        found[name] = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return found
+        results[name] = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return results
 
 
 def in_titans_moe(rank: int):
@@ -203,7 +203,7 @@ def in_titans_moe(rank: int):
     set_spmd_backend("full_dtensor")
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     size = {"num_experts": EXPERTS, "top_k": TOP_K}
-    found = {}
+    results = {}
     for name, config in (
         ("ours", config_of(EXPERTS, TOP_K, WIDTH, 16)),
         ("theirs", AllToAllTokenDispatcher.Config(**size)),
@@ -216,7 +216,7 @@ def in_titans_moe(rank: int):
             for key, whole in list(experts.named_parameters()):
                 setattr(experts, key, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])))
         moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=None if "alone" in name else mesh)
-        found[name] = step(moe, rank)
+        results[name] = step(moe, rank)
     assert isinstance(moe.routed_experts.token_dispatcher, TorchtitanDispatcher)
 
     def near(got: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
@@ -224,23 +224,23 @@ def in_titans_moe(rank: int):
         wrong, scale = (got - want).abs().max().item(), want.abs().max().item()
         assert scale > 0 and wrong <= bound * scale, f"{what}: off by {wrong:.3g} where the largest is {scale:.3g}"
 
-    # Experts compute in bfloat16 of equal rows: what differs is the order of float32 sums of top_k rows.
-    for name, want in found["theirs"].items():
-        near(found["ours"][name], want, 1e-5, f"{name} of ranks")
-    for name, want in found["alone"].items():
-        near(found["ours alone"][name], want, 1e-5, f"{name} of one rank")
+    # Experts compute in bfloat16 on equal rows; only the order of float32 sums of top_k rows differs.
+    for name, want in results["theirs"].items():
+        near(results["ours"][name], want, 1e-5, f"{name} of ranks")
+    for name, want in results["alone"].items():
+        near(results["ours alone"][name], want, 1e-5, f"{name} of one rank")
     for name in ("y", "x"):
-        near(found["ours"][name], found["alone"][name], 1e-5, f"{name} of ranks and of one rank")
-    # Gradients of experts are of all ranks' tokens, rounded to bfloat16: once here, once for each rank there.
-    for name, alone in found["alone"].items():
+        near(results["ours"][name], results["alone"][name], 1e-5, f"{name} of ranks and of one rank")
+    # Experts' gradients are over all ranks' tokens, rounded to bfloat16 once here and once per rank there.
+    for name, alone in results["alone"].items():
         if "inner_experts" in name:
             whole = alone.clone()
             dist.all_reduce(whole)
-            near(found["ours"][name], whole.chunk(4)[rank], 2**-7, f"{name} of all ranks' tokens")
+            near(results["ours"][name], whole.chunk(4)[rank], 2**-7, f"{name} of all ranks' tokens")
     return True
 
 
 @needs_torchtitan
 @pytest.mark.multi
-def test_in_torchtitans_own_moe():
+def test_in_torchtitan_moe():
     assert run_ranks(in_titans_moe, 4) == [True] * 4

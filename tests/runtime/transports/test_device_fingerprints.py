@@ -101,8 +101,8 @@ def test_redistribute_refused_by_one_rank() -> None:
 
 def dispatched(rank: int) -> bool:
     by_words()
-    for slab_capacity in (None, 8):
-        d = dispatcher("process_group", slab_capacity=slab_capacity)
+    for chunk_capacity in (None, 8):
+        d = dispatcher("process_group", chunk_capacity=chunk_capacity)
         for _ in range(3):
             fits(d, rank)
         x, ids, weights = tokens(rank)

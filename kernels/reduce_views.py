@@ -1,4 +1,4 @@
-"""What a reduction means, in torch operations: the reference of reduce_boxes and what CPU tensors use."""
+"""reduce_views: reduce tensors of one shape in torch operations; the CPU path of reduce_boxes, box by box."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPS = ("sum", "max", "min", "prod")
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
-# Elements per thread that are reduced at a time: the accumulator (1 MiB of float32) stays in the cache.
+# Elements reduced at a time per thread: the accumulator (1 MiB of float32) stays in the cache.
 CHUNK = 1 << 18
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -29,25 +29,29 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a complex dtype's two parts; another dtype itself."""
+    """Return the dtype of the parts of a complex dtype, else the dtype itself."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for floats of 8 and 16 bits, else the dtype itself."""
+    """Return float32 for 8- and 16-bit floats, else the dtype itself."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @functools.lru_cache(typed=True)
 def check_reduction(dtype: torch.dtype, out_dtype: torch.dtype, op: str, divisor: Any) -> None:
-    """Raises ArgumentError for what no reduction is defined for."""
+    """Check that a reduction is defined.
+
+    Raises:
+        ArgumentError: unsupported op, dtype, output dtype or divisor.
+    """
     if op not in OPS:
         raise ArgumentError(f"op is {op!r}; allowed are {', '.join(OPS)} (avg is sum with a divisor)")
     if dtype not in FLOATS + INTEGERS + COMPLEX + (torch.bool,):
         raise ArgumentError(f"dtype is {dtype}; allowed are {_names(FLOATS + INTEGERS + COMPLEX)} and bool")
     if dtype.is_complex and op != "sum":
         raise ArgumentError(f"op is {op!r}; for {dtype} only sum is allowed")
-    # A number too large for an integer has no defined value there, and bool keeps less than or and and give.
+    # Converting a number outside an integer dtype's range is undefined, and bool cannot hold a sum.
     if dtype.is_complex:
         allowed: tuple[torch.dtype, ...] = COMPLEX
     elif dtype.is_floating_point:
@@ -73,10 +77,10 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 def reduce_views(
     target: torch.Tensor, contributors: Sequence[torch.Tensor], op: str, divisor: float | None = None
 ) -> None:
-    """Writes the reduction of the contributors, in their order, to `target`; all are of one shape, any strides.
+    """Reduce the contributors, in order, into `target`; all of one shape, any strides.
 
-    The target overlaps no contributor, except that it may be one of the first two itself. No temporary where the
-    accumulator has the target's dtype; else two of a chunk's size at most.
+    The target may be one of the first two contributors; it overlaps no other. Needs no temporary if the accumulator has
+    the target's dtype, else at most two of a chunk's size.
     """
     dtype = contributors[0].dtype
     check_reduction(dtype, target.dtype, op, divisor)
@@ -88,17 +92,17 @@ def reduce_views(
     accumulator = accumulator_dtype(dtype)
     by = None
     if divisor is not None:
-        # A tensor, since torch multiplies by the reciprocal of a Python number on CUDA.
+        # A tensor: on CUDA torch multiplies by the reciprocal of a Python number.
         by = torch.full((), divisor, dtype=accumulator, device=target.device)
     if target.dtype is dtype and by is None and _rounds_once(dtype, op, len(contributors)):
         accumulator = dtype
     if target.dtype is accumulator is dtype:
-        # One pass over a box needs no chunks, whatever its size.
+        # A single pass needs no chunks.
         chunks = [(target, *contributors)] if len(contributors) < 3 and by is None else _chunks([target, *contributors])
         for out, *parts in chunks:
             _accumulate(out, parts, op, by)
         return
-    # float64 and integers reach small floats by way of float32, as in the kernel.
+    # float64 and integers are converted to small floats through float32, as in the kernel.
     indirect = _is_small_float(target.dtype) and (dtype is torch.float64 or not dtype.is_floating_point)
     if len(contributors) == 1 and by is None and not indirect and target.dtype is not torch.float8_e4m3fn:
         target.copy_(contributors[0])
@@ -118,15 +122,15 @@ def reduce_views(
         if indirect:
             total = total.to(torch.float32)
         if out.dtype is torch.float8_e4m3fn:
-            total.clamp_(-448.0, 448.0)  # what older versions of torch make NaN
+            total.clamp_(-448.0, 448.0)  # older versions of torch return NaN
         out.copy_(total)
 
 
 def _rounds_once(dtype: torch.dtype, op: str, contributors: int) -> bool:
-    """Whether torch's own operation in the dtype gives what a float32 accumulator, rounded at the end, gives."""
+    """Whether torch's operation in the dtype equals accumulation in float32 followed by one rounding."""
     if dtype not in (torch.float16, torch.bfloat16):
         return False
-    # An operation on two of them is done in float32 and rounded; a maximum is one of its operands.
+    # torch computes one operation in float32 and rounds; a maximum is one of its operands.
     return op in ("max", "min") or contributors == 2
 
 
@@ -135,7 +139,7 @@ def _is_small_float(dtype: torch.dtype) -> bool:
 
 
 def _accumulate(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, by: torch.Tensor | None) -> None:
-    """All of one dtype, that of the accumulator; `out` is written first from the first two parts."""
+    """Reduce parts of the accumulator's dtype into `out`, which is first written from the first two parts."""
     combine = _COMBINE[op]
     if len(parts) == 1:
         if by is None:
@@ -151,7 +155,7 @@ def _accumulate(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, by: t
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """The tensors, of one shape, cut alike along their outermost axes into parts of about CHUNK elements a thread."""
+    """Split tensors of one shape along their outermost axes into parts of about CHUNK elements per thread."""
     first = tensors[0]
     most = CHUNK * torch.get_num_threads()
     if first.numel() <= most:

@@ -1,0 +1,100 @@
+"""DispatchRecord: everything a rank knows about one dispatch, except the rows themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...kernels import Groups, Pairs, TokenRows
+from .config import DispatchConfig
+
+
+class Tokens(NamedTuple):
+    """The arguments of a dispatch on one rank."""
+
+    x: torch.Tensor
+    """[T, H]."""
+    ids: torch.Tensor
+    """int32 or int64 [T, K]."""
+    weights: torch.Tensor
+    """float32 [T, K]."""
+
+
+class Chunks(NamedTuple):
+    """The chunks of one dispatch on a two-sided transport: their sizes, and the places of received rows."""
+
+    sends: torch.Tensor
+    """int64 [W], on the host: rows to each destination; together the rows of TokenRows."""
+    receives: torch.Tensor
+    """int64 [W], on the host: rows from each source."""
+    padding: torch.Tensor
+    """int64 [1], on the host: padding rows of this rank's buffer."""
+    places: torch.Tensor
+    """int64: the place in this rank's buffer of each received row, by source. Chunks of exact size: [rows], followed by
+    the padding rows and zeros. Chunks of fixed size: [W * chunk_capacity], -1 for none."""
+
+
+class DispatchRecord(NamedTuple):
+    """Everything a rank knows about one dispatch, except the rows themselves. Combine and backward take it whole."""
+
+    weights: torch.Tensor
+    """float32 [rows], of the received rows."""
+    groups: Groups
+    rows: TokenRows
+    """With `chunks`, the rows in this rank's chunks, else those in the destinations' buffers."""
+    matrix: torch.Tensor
+    """int32 [W, S + 1]: pairs of each physical expert by source rank; the last column counts bad ids."""
+    chunks: Chunks | None = None
+    """Two-sided transports only."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, `weights` first, for interfaces that take tensors only: autograd's and operators'."""
+        return [self.weights, *self.groups, self.rows.key, self.rows.row, self.matrix, *(self.chunks or ())]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], pairs: Pairs | None = None) -> DispatchRecord:
+        """Return the record of `tensors()`."""
+        weights, *rest = tensors
+        n = len(Groups._fields)
+        groups, (key, row, matrix, *chunks) = rest[:n], rest[n:]
+        return cls(weights, Groups(*groups), TokenRows(key, row, pairs), matrix, Chunks(*chunks) if chunks else None)
+
+
+def empty_record(
+    config: DispatchConfig, me: int, tokens: int, weights: torch.Tensor, in_chunks: bool
+) -> DispatchRecord:
+    """Return a record of uninitialised memory, for operators to write into.
+
+    Args:
+        me: this rank, 0 to W - 1.
+        tokens: T.
+        weights: float32 [rows], on the device of the dispatcher.
+    """
+    physical_experts, own = config.bounds[-1], config.bounds[me + 1] - config.bounds[me]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32, device: torch.device = weights.device) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    groups = Groups(
+        start=empty(physical_experts),
+        limit=empty(physical_experts),
+        offsets=empty(own),
+        counts=empty(own, dtype=torch.int64),
+        padded_counts=empty(own, dtype=torch.int64),
+        num_rows=empty(1),
+        overflow=empty(2, dtype=torch.int64),
+    )
+    rows = TokenRows(empty(tokens, config.top_k), empty(tokens, config.top_k))
+    matrix, chunks = empty(config.ranks, physical_experts + 1), None
+    if in_chunks:
+        host = torch.device("cpu")
+        places = config.rows if config.chunk_rows is None else config.ranks * config.chunk_rows
+        chunks = Chunks(
+            sends=empty(config.ranks, dtype=torch.int64, device=host),
+            receives=empty(config.ranks, dtype=torch.int64, device=host),
+            padding=empty(1, dtype=torch.int64, device=host),
+            places=empty(places, dtype=torch.int64),
+        )
+    return DispatchRecord(weights, groups, rows, matrix, chunks)

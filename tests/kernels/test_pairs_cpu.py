@@ -1,0 +1,88 @@
+"""Sorted (token, k) pairs of the CPU paths, against loops over tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from shardweave.kernels.pairs_cpu import Pairs
+from shardweave.kernels.rows import TokenRows
+
+pytestmark = pytest.mark.plan
+
+
+def random_rows(rng: np.random.Generator, tokens: int, k: int, destinations: int) -> tuple[TokenRows, list]:
+    """Rows of most pairs, and (destination, row) or None of each pair [t][k]."""
+    free = [list(rng.permutation(tokens * k + 3)) for _ in range(destinations)]
+    places: list[list[tuple[int, int] | None]] = []
+    for _ in range(tokens):
+        destination = [int(o) for o in rng.integers(0, destinations + 1, k)]
+        places.append([(o, int(free[o].pop())) if o < destinations else None for o in destination])
+    key, row = [], []
+    for of_token in places:
+        keys = sorted((destinations if p is None else p[0], i) for i, p in enumerate(of_token))
+        key += [o * k + i for o, i in keys]
+        row += [-1 if of_token[i] is None else of_token[i][1] for _, i in keys]
+    shape = tokens, k
+    return TokenRows(*[torch.tensor(v, dtype=torch.int32).view(shape) for v in (key, row)]), places
+
+
+@pytest.mark.parametrize("tokens, k, destinations", [(0, 2, 3), (1, 1, 1), (9, 5, 2), (40, 8, 4), (7, 3, 9)])
+def test_pairs(tokens, k, destinations):
+    rng = np.random.default_rng(tokens + k)
+    rows, places = random_rows(rng, tokens, k, destinations)
+    pairs = Pairs(rows.key, rows.row, destinations)
+    want = sorted((p[0], p[1], t, i) for t, of_token in enumerate(places) for i, p in enumerate(of_token) if p)
+    assert list(zip(pairs.row.tolist(), pairs.token.tolist(), pairs.kth.tolist(), strict=True)) == [
+        (row, t, i) for _, row, t, i in want
+    ]
+    assert pairs.sizes == [sum(destination == o for destination, *_ in want) for o in range(destinations)]
+    check_runs(pairs, want)
+    for most in (1, 4, 100):
+        check_sums(pairs, want, most, -(-tokens // most))
+
+
+def check_runs(pairs: Pairs, want: list) -> None:
+    covered = []
+    for run in pairs.runs():
+        assert [(run.destination, run.row + i) for i in range(run.end - run.begin)] == [
+            w[:2] for w in want[run.begin : run.end]
+        ]
+        covered += range(run.begin, run.end)
+    assert covered == list(range(len(want)))
+    for a, b in pairwise(pairs.runs()):  # adjacent runs cannot be merged
+        assert a.destination != b.destination or a.row + a.end - a.begin != b.row
+
+
+def check_sums(pairs: Pairs, want: list, most: int, chunks: int) -> None:
+    """Each token's pairs at a destination are in order of k across rounds; destinations ascend within a chunk."""
+    seen = 0
+    results, known = list(pairs.sums(most)), {tuple(pair) for pair in want}
+    assert len(results) == chunks
+    for chunk, sums in enumerate(results):
+        assert [s.destination for s in sums] == sorted({o for o, _, t, _ in want if t // most == chunk})
+        for s in sums:
+            by_token: dict[int, list[int]] = {}
+            pairs_of_sum = torch.stack((s.token, s.kth, s.row), 1)
+            rounds = [of_round.tolist() for of_round in pairs_of_sum.split(s.rounds)]
+            first = [t for t, *_ in rounds[0]]
+            assert len(set(first)) == len(first)
+            for of_round in rounds:
+                assert [t for t, *_ in of_round] == first[: len(of_round)]
+                for t, k, row in of_round:
+                    assert (s.destination, row, t, k) in known and t // most == chunk
+                    by_token.setdefault(t, []).append(k)
+            for t, ks in by_token.items():
+                assert ks == sorted(i for o, _, at, i in want if (o, at) == (s.destination, t))
+            seen += len(s.token)
+    assert seen == len(want)
+
+
+def test_sorted_pairs_are_computed_once_if_passed_on():
+    rows, _ = random_rows(np.random.default_rng(0), 5, 2, 3)
+    assert rows.pairs is None and rows.sorted_pairs(3) is not rows.sorted_pairs(3)
+    rows = rows._replace(pairs=rows.sorted_pairs(3))
+    assert rows.sorted_pairs(3) is rows.pairs
