@@ -366,7 +366,7 @@ def test_different_directions_raise(function: Callable) -> None:
 
 
 def prepared_in_between(rank: int) -> None:
-    """In inference mode, after an asynchronous call; programs bound before are bound again on all ranks."""
+    """Calls `prepare` in inference mode after an asynchronous call; all ranks bind their programs again."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).view(4, 6)
     x = made(whole, mesh, [Shard(0)], {}, "cpu")
