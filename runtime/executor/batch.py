@@ -109,7 +109,7 @@ class WindowedRound(_Round):
         # By window, the last tensor in it, in the order of the first tensors: the same order on all ranks.
         self.last_in: dict[Window, int] = {}
         self.directions: dict[Window, int] = defaultdict(int)
-        """By window, a hash of whether its steps push or pull, for the fingerprint."""
+        """A hash of whether the steps of each window push or pull, for its fingerprint."""
         for i, step in self.steps.items():
             if type(step) is WindowStep and step.window is not None:
                 self.sharing[i] = step

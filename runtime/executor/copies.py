@@ -112,7 +112,7 @@ class ScatteredTensor:
         self.boxes = boxes
 
     def locate(self, row: Row, axes: Sequence[int]) -> list[BoxPart]:
-        """As `StridedTensor.locate`; one part for each box of this tensor that the source box of the row intersects."""
+        """Same as `StridedTensor.locate`, with one part for each box of this tensor that the row's box intersects."""
         parts = []
         for box, (buffer, (_, strides, offset)) in self.boxes:
             low = list(map(max, row.source_start, box.target_start))
@@ -231,12 +231,12 @@ class Reduction:
             self.table = reduce_table(boxes, dtype, reduce.op, divisor=self.divisor, device=device)
 
     def fix(self, sources: Sequence[torch.Tensor | None] = (), targets: Sequence[torch.Tensor | None] = ()) -> None:
-        """As in `Copies`."""
+        """Same as in `Copies`."""
         if self.table is not None:
             _fix(self.table, sources, targets)
 
     def build(self, aligned: int) -> None:
-        """As in `Copies`."""
+        """Same as in `Copies`."""
         if self.table is not None and not self.table.cpu_path:
             self.table.variant(aligned, 16)
 

@@ -178,7 +178,7 @@ class AssumedTransport:
     backend: str = "gloo"
     windows: WindowPolicy | None = None
     node_size: int | None = None
-    """Of a hierarchical transport: the number of consecutive ranks that write into each other's memory."""
+    """The number of consecutive ranks that write into each other's memory, for a hierarchical transport."""
 
     def node_of(self, rank: int) -> int:
         return assumed_node(rank, self.one_sided, self.node_size)

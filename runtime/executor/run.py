@@ -43,7 +43,7 @@ def run_to_end(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
 
 
 def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
-    """As `run_to_end`, with a named profiler range for each phase, which takes time as well."""
+    """Same as `run_to_end`, with a named profiler range for each phase, which itself takes time."""
     result: Any = None
     with record_function("shardweave::redistribute"):
         try:

@@ -109,7 +109,7 @@ class HierarchicalWindowStep(WindowStep):
         self.launches += self.remote.launches
 
     def _unpacking(self) -> Copies | Reduction:
-        """From the input, the own window and the receive buffer (sources 0, 1 and 2) into the output."""
+        """Copies or reduction from the input, the own window and the receive buffer (sources 0 to 2)."""
         if self.step.reduce:
             return self.reduction({**self.remote.staged_in(_RECEIVED), **self.staged()})
         return self.output_copies([*self.pushed(), *self.remote.unpacked_from(_RECEIVED)])

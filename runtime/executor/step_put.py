@@ -62,7 +62,7 @@ class PutStep(BoundStep):
             self.own = written[self.me]
 
     def _written(self, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Copies]:
-        """By position, the copies that this rank writes into the receive buffer of each member. Those into its own are
+        """The copies that this rank writes into the receive buffer of each member, by position. Those into its own are
         the boxes that it keeps and fills, or none if the step reduces. `shapes`: of the members' outputs."""
         me, reduce, ndim = self.me, self.step.reduce, len(self.program.shape)
         strides = {p: contiguous_strides(shape)[:ndim] for p, shape in shapes.items()}
@@ -90,7 +90,7 @@ class PutStep(BoundStep):
         return terms
 
     def staging_slots(self, row: Row) -> dict[int, int]:
-        """By index of the contributor, the receiver's staging slot that a contribution to a row is written to."""
+        """The receiver's staging slot of each pushed contribution to a row, by index of the contributor."""
         pushed = [i for i, p in enumerate(row.senders) if p in self.members and p != row.receiver]
         return {i: slot for slot, i in enumerate(pushed)}
 

@@ -76,8 +76,8 @@ class WindowStep(BoundStep):
             self.finish.fix(sources=[None, *self.read])
 
     def staging_slots(self, receiver: int) -> list[int]:
-        """By index of the contributor, its staging slot in a receiver's window. The entry of the receiver itself, which
-        has no slot, is meaningless."""
+        """The staging slot of each contributor in a receiver's window, by index. The receiver has no slot: its entry is
+        meaningless."""
         terms = self.contributors
         if not self.step.receivers_contribute:
             return list(range(terms))

@@ -1,4 +1,4 @@
-"""What the executor needs of a transport, in small protocols: common, one-sided, two-sided, with windows."""
+"""Protocols of transports, as the executor uses them: common, one-sided, two-sided, and with symmetric windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .symmetric_memory.window import Use, Window
 
 
 class Capabilities(Protocol):
-    """What the choice of an algorithm depends on. Equal on all ranks that run a step together."""
+    """Properties that the choice of an algorithm depends on. Equal on all ranks that run a step together."""
 
     @property
     def one_sided(self) -> bool:

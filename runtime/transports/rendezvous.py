@@ -399,7 +399,7 @@ class Rendezvous:
         return self._different_calls(peer, str(theirs)) if is_deadlock and seen_before else None
 
     def peer_status(self, peer: int) -> str:
-        """What is known of a peer that this rank waits for, as text for a warning."""
+        """The known state of a peer that this rank waits for, as text for a warning."""
         state = self.read_waiting(peer)
         if state is not None:
             return f"rank {peer} waits in {state[0]}"

@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, torch.Tensor], ...]
     fingerprint: int
-    """As in `Barrier`; collectives have it as well."""
+    """Same as in `Barrier`; collectives have it as well."""
     output: torch.Tensor | None = None
     group: tuple[int, ...] | None = None
     """The ranks of the process group whose members all take part, in its order; None: some ranks of the world."""

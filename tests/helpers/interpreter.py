@@ -1,4 +1,4 @@
-"""Triton's interpreter, with less to do for each call of a function."""
+"""Triton's interpreter with less overhead per call of a function."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def patch_triton_once() -> None:
-    """In a process that interprets kernels, Triton replaces what `triton.language` holds by interpreting functions
-    once, instead of before each launch and each call of a jitted function within a kernel. Nothing is compiled in such
-    a process, so that nobody needs the originals, and the replacing takes longer than most kernels of tests."""
+    """In a process that interprets kernels, make Triton patch `triton.language` with interpreting functions only once,
+    instead of before each launch and each call of a jitted function within a kernel. Nothing is compiled in such a
+    process, so the originals are not needed, and the patching takes longer than most test kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter
@@ -18,10 +18,10 @@ def patch_triton_once() -> None:
 
     def patch_once(fn: Any) -> Any:
         languages = interpreter.tl, interpreter.tl.core
-        found = frozenset(id(value) for value in fn.__globals__.values() if any(value is one for one in languages))
-        if found not in patched:
+        key = frozenset(id(value) for value in fn.__globals__.values() if any(value is one for one in languages))
+        if key not in patched:
             patch(fn)
-            patched.add(found)
+            patched.add(key)
         return interpreter._LangPatchScope()  # with nothing to restore
 
     interpreter._patch_lang = patch_once

@@ -1,4 +1,4 @@
-"""Imported by the server that forks ranks, and by nothing else: see rank_preload."""
+"""Imported only by the server that forks ranks; see rank_preload."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ for _name in (
 ):
     try:
         importlib.import_module(_name)
-    except BaseException:  # pytest.skip() is one, too. The rank that needs it says what is wrong.
+    except BaseException:  # including that of pytest.skip(); the rank that needs the module raises again.
         continue
-# What lies between here and the environment that the tests have is nothing a rank should see.
+# Ranks get the environment of the tests, without the variables for this server.
 if _before := os.environ.pop("SHARDWEAVE_TEST_PYTHONPATH"):
     os.environ["PYTHONPATH"] = _before
 else:
     del os.environ["PYTHONPATH"]
-# No collection of a rank's goes through all this.
+# Garbage collections in ranks skip these objects.
 gc.collect()
 gc.freeze()

@@ -1,5 +1,5 @@
-"""Ranks of tests, forked from a server that has imported what they need: torch, shardweave, and the modules of the
-tests that were collected, which each rank would otherwise import, and compile, again."""
+"""Starts test ranks by forking a server that has imported torch, shardweave and the collected test modules, which each
+rank would otherwise import again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _modules: list[str] = []
 
 
 def name_modules(modules: Iterable[str]) -> None:
-    """What ranks of this process are going to need, told before the first of them is started."""
+    """Set the modules that the ranks of this process need. Call it before the first rank is started."""
     _modules[:] = modules
 
 
 def rank_context() -> ForkServerContext:
-    """A server forks these processes. It is started once, and runs nothing but imports."""
+    """A multiprocessing context whose processes are forked by a server, which is started once and only runs imports."""
     context = mp.get_context("forkserver")
-    # Modules ask for GPUs when they are imported, after which a fork cannot use them.
+    # Test modules query GPUs when they are imported, after which a forked process cannot use them.
     modules = [] if torch.cuda.is_available() else _modules
     with _environment({NAMES: ",".join(modules), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         context.set_forkserver_preload(["rank_imports"])

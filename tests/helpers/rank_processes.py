@@ -1,4 +1,4 @@
-"""Real rank processes for tests: spawn, run one function on each, collect what it returned or how it ended."""
+"""Rank processes for tests: starts them, runs a function on each, and collects results or errors."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ patch_triton_once()  # in ranks too
 KNOWN_DELEGATIONS = re.compile(
     "|".join(
         [
-            # Who reports collectives, or has no memory to move, is given torch's own.
+            # Modes that report collectives, or have no memory to move, get torch's own collectives.
             "torch.compile is tracing",
             r"(CommDebugMode|DebugMode) reports torch's own collectives",
             r"(FakeTensorMode|FunctionalTensorMode|ProxyTorchDispatchMode|LocalTensorMode) replaces tensors",
             r"\w+ is a dispatch mode not known",
             r"\w+ recomputes what torch carried out",
             r"local tensor is a (FakeTensor|FunctionalTensor|LocalTensor)",
-            # What install() was told.
+            # Arguments of install().
             r"a mesh that install\(only=\) leaves out",
             r"smaller than install\(min_bytes=\)",
-            # What torch refuses, and has to refuse itself.
+            # Torch refuses these and raises the error.
             "shard or another op to partial, which torch refuses",
-            # What torch does in two ways, of which the caller has met one.
+            # Torch has two behaviours, of which the caller gets one.
             r"shards along mesh dim \d, whose ranks do not ascend: .*",
-            # Where no program can run.
+            # No program can run.
             "world size 1",
             r"process group backend '\w+'",
-            # Reductions that programs have not.
+            # Programs do not have these reductions.
             r"placement P\((band|bor|bxor)\) on mesh dim \d; allowed: .*",
             "placements .*; allowed: one kind of partial where norms are reduced",
             "price: .*",
         ]
     )
 )
-"""Every kind of delegation that there is: a test in which another one happens fails."""
+"""All known delegations: a test in which another one occurs fails."""
 
 
 @dataclass
 class Ended:
-    """How a rank ended: its value, or the name and text of its exception; `exit_code` is negative for a signal."""
+    """The end of a rank: its value, or the name and text of its exception. `exit_code` is negative for a signal."""
 
     value: Any = None
     error: str | None = None
@@ -72,7 +72,7 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
         if "nccl" in backend:
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        # Who is early and ends at once must not end while others still connect to it.
+        # A rank must not exit while others still connect to it.
         store.set(f"joined/{rank}", "")
         store.wait([f"joined/{other}" for other in range(size)])
         value = function(rank, *args)
@@ -89,9 +89,9 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
 def end_ranks(
     function: Callable, size: int, *args: Any, environment: dict[str, str] | None = None, timeout: float = 120
 ) -> list[Ended]:
-    """Run `function(rank, *args)` on `size` processes; how each ended."""
+    """Run `function(rank, *args)` on `size` processes and return how each ended."""
     context = rank_context()
-    # The store lives here: it outlives every rank, however that ends.
+    # The store is in this process, so that it outlives every rank.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):
@@ -114,7 +114,7 @@ def end_ranks(
             try:
                 ends[rank] = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                ends[rank] = Ended(error="Died", message="ended without a word")
+                ends[rank] = Ended(error="Died", message="ended without a result")
     for process, end in zip(processes, ends, strict=True):
         process.join(10)
         if process.is_alive():
@@ -125,8 +125,8 @@ def end_ranks(
 
 
 def interpreted(module: str, expression: str) -> str:
-    """What an expression over a module of tests, imported as t, prints where kernels are interpreted: Triton chooses
-    when a kernel is decorated, so that this takes a process tree of its own."""
+    """The output of an expression over a test module, imported as t, with interpreted kernels. Triton decides when a
+    kernel is decorated, so this takes a new process."""
     here = Path(__file__).parent
     ours = (
         *os.environ.get("PYTHONPATH", "").split(os.pathsep),
@@ -142,7 +142,7 @@ def interpreted(module: str, expression: str) -> str:
 
 
 def run_ranks(function: Callable, size: int, *args: Any, **options: Any) -> list[Any]:
-    """Run `function(rank, *args)` on `size` processes; what each returned. Fails the test if any raised."""
+    """Run `function(rank, *args)` on `size` processes and return the results. Fails the test if any raised."""
     ends = end_ranks(function, size, *args, **options)
     wrong = [f"rank {rank}: {end.error}: {end.message}" for rank, end in enumerate(ends) if end.error]
     assert not wrong, "\n".join(wrong)

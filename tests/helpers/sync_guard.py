@@ -1,7 +1,7 @@
-"""Refuses whatever would make the host wait for the device, so that a CPU proves what a GPU needs.
+"""A guard that raises on every operation that would make the host wait for the device, for tests without a GPU.
 
-A function mode and a dispatch mode together: the latter alone never sees `.tolist()`, `.cpu()`, `.numpy()` or a `.to()`
-that has nothing to do; the former alone misses what C++ calls by itself.
+It consists of a function mode and a dispatch mode: the latter does not see `.tolist()`, `.cpu()`, `.numpy()` or a no-op
+`.to()`; the former does not see operators that C++ code calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METHODS = frozenset(
     numpy repeat_interleave tolist unique unique_consecutive unique_dim
     """.split()
 )
-"""Tensor methods and functions of torch whose answer, or the size of it, is a value on the device."""
+"""Tensor methods and torch functions whose result, or its size, depends on values on the device."""
 
 OPERATORS = frozenset(
     """
@@ -32,14 +32,14 @@ OPERATORS = frozenset(
     repeat_interleave unique_consecutive unique_dim
     """.split()
 )
-"""The same, as they reach the dispatcher, without namespace and overload."""
+"""The same as operators of the dispatcher, without namespace and overload."""
 
 FROM_HOST = frozenset("tensor as_tensor asarray new_tensor scalar_tensor".split())
-"""Functions that put values of the host into a tensor: on a device a copy out of pageable memory, which waits."""
+"""Functions that copy host values into a tensor: on a device, a copy from pageable memory, which waits."""
 
 
 class SyncRefused(Exception):
-    """A program asked for a value of the device. Not a RuntimeError: nothing that catches those may hide it."""
+    """An operation that would wait for the device. Not a RuntimeError, so that handlers of those do not hide it."""
 
 
 class _Functions(TorchFunctionMode):
@@ -51,12 +51,12 @@ class _Functions(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name in METHODS:
             self._refused(f"{name}()")
-        # Between devices copies wait; on the CPU they are known by what is asked for.
+        # Copies between devices wait; on the CPU they are recognised by their arguments.
         if name == "to" and (_names_device(args[1:]) or "device" in kwargs or "other" in kwargs):
             self._refused("to(device)")
         if name == "type" and len(args) > 1:
             self._refused("type(dtype), which may name a device")
-        # They look alike to the dispatcher, which sees only that a tensor was made: so does what maps memory.
+        # The dispatcher cannot tell these from functions that wrap existing memory.
         if name in FROM_HOST:
             self._refused(f"{name}()")
         if name in ("__getitem__", "__setitem__") and _lists(args[1]):
@@ -83,7 +83,7 @@ class _Operators(TorchDispatchMode):
         if name in OPERATORS and (name != "repeat_interleave" or kwargs.get("output_size") is None):
             self._refused(name)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(map(_is_mask, args[1])):
-            # One value put where a mask says is a fill, and needs no count.
+            # Setting one value by a mask is a fill, which needs no count.
             if name == "index" or args[2].numel() != 1:
                 self._refused(f"{name} by a mask")
         if name == "_to_copy" and kwargs.get("device") is not None:
@@ -98,12 +98,12 @@ def _is_mask(index: Any) -> bool:
 
 
 class SyncGuard:
-    """Within it every call that would wait for the device raises `SyncRefused`.
+    """A context in which every call that would wait for the device raises `SyncRefused`.
 
-    What raised is kept too, and raised again at the end, so that no handler between can hide it.
+    The first error is raised again at the end, so that no handler can hide it.
 
     Attributes:
-        seen: how often each operator came by: that of a guard which nothing passed through proves nothing.
+        seen: how often each operator was called, to check that the guard saw any.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SyncGuard:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """In this block everything passes: what a CPU does there a GPU does in a kernel."""
+        """A context in which nothing raises, for CPU code that is a kernel on a GPU."""
         before, self._lifted = self._lifted, True
         try:
             yield
@@ -129,7 +129,7 @@ class SyncGuard:
         raise error
 
     def __enter__(self) -> SyncGuard:
-        # What a redistribution does is not one operator to this mode.
+        # This mode sees the operators of a redistribution, not one operator for all of it.
         self._count, local.count_dispatch_modes = local.count_dispatch_modes, lambda: 0
         for mode in self._modes:
             mode.__enter__()

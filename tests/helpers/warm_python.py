@@ -1,9 +1,9 @@
-"""`python …` for tests, without the seconds that torch takes to import: forked from a process that has imported it.
+"""Runs `python …` for tests without the seconds of importing torch, by forking a process that has imported it.
 
-A process of tests starts one such server for each value of TRITON_INTERPRET, which is read when kernels are decorated.
-The server has one thread and runs nothing itself, so that what it forks is a fresh interpreter with torch, shardweave
-and pytest imported. A command that has to be a process of its own from the start (one that is killed, or that reads an
-environment variable while torch is imported) is started by `subprocess` as ever.
+A test process starts one such server for each value of TRITON_INTERPRET, which is read when kernels are decorated.
+The server has one thread and runs nothing itself, so that its forks are fresh interpreters with torch, shardweave and
+pytest imported. Commands that need a new process from the start (those that are killed, or that read an environment
+variable while torch is imported) are started by `subprocess`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _server(interpreted: bool) -> socket.socket:
         [sys.executable, __file__, str(theirs.fileno())],
         pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    theirs.close()  # it ends when our end is closed, with this process at the latest
+    theirs.close()  # the server ends when this process closes its end
     return ours
 
 
@@ -87,7 +87,7 @@ def _serve(connection: socket.socket) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # no collection of a process goes through all this
+    gc.freeze()  # garbage collections in forked processes skip these objects
     while True:
         request, fds, *_ = socket.recv_fds(connection, 1, 3)
         if not request:
@@ -103,7 +103,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(request: int, out: int, err: int) -> NoReturn:
-    """The process that was asked for; it ends as an interpreter does."""
+    """Run the requested command in this forked process, and exit as an interpreter does."""
     status: Any = 1
     try:
         with open(request, "rb") as file:

@@ -14,7 +14,7 @@ MOST_KEPT = 16 << 20
 
 
 class ReceiveBuffers:
-    """By step, the buffer of this rank that peers write into in the next run, and the addresses of those of the peers.
+    """For each step, the buffer of this rank that peers write into in the next run, and the addresses of the peers'.
 
     The barrier that ends a run offers the buffers of the next one, so that a run needs only one barrier. A rank offers
     none in the first run of a step, which may be its last, or if its limit has no room. All ranks of the group see all

@@ -47,7 +47,7 @@ class Block:
 
 
 class _TensorType:
-    """What all tensors of a shape and dtype have in common."""
+    """Properties of all tensors of a shape and dtype."""
 
     def __init__(self, idle: deque[Piece], shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
         self.idle, self.shape, self.size = idle, shape, size

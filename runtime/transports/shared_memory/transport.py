@@ -254,7 +254,7 @@ class SharedMemoryTransport:
         _, segment, offset = offer
         for peer in peers:
             if not peer.awaited:
-                # There are two slots: wait until the peer has read the one of the barrier before the last.
+                # There are two slots: the peer has read the one to overwrite only when it arrives at the last barrier.
                 self._wait(peer, self._slots[peer.barriers & 1])
                 peer.awaited = True
             number = peer.barriers = peer.barriers + 1

@@ -1,4 +1,4 @@
-"""Many tensors in step: each comes out as it would alone, and ranks meet once a round whatever their number."""
+"""Batches: each tensor's result equals that of a single call, and a round needs the exchanges of one tensor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TRAINER, GENERATOR, EXPERTS = Mesh((2, 2)), Mesh((4,), ranks=(2, 3, 4, 5)), Mesh
 
 
 def requests_of(seed: int, number: int) -> list[tuple]:
-    """On three meshes, some from one mesh to another; even, uneven, empty and scalar; with and without partial."""
+    """Requests on three meshes, some across meshes; even, uneven, empty and scalar; with and without partial."""
     random = Random(seed)
-    found = []
+    results = []
     for _ in range(number):
         shape = random.choice([(8, 6), (7, 5), (13,), (0, 3), (), (5, 4, 3)])
         mesh, target = random.choice([TRAINER, EXPERTS]), random.choice([None, None, GENERATOR, EXPERTS])
         tokens = ["R", "P", *(f"S{d}" for d in range(len(shape)))]
         texts = [" ".join(random.choices(tokens, k=m.ndim)) for m in (mesh, target or mesh)]
-        found.append((mesh, shape, random.choice(DTYPES), *texts, *([] if target is None else [target])))
-    return found
+        results.append((mesh, shape, random.choice(DTYPES), *texts, *([] if target is None else [target])))
+    return results
 
 
 def carried_out(batch: Batch, requests: list[tuple], one_sided: bool = True, node_size: int | None = None) -> None:
@@ -61,9 +61,7 @@ def carried_out(batch: Batch, requests: list[tuple], one_sided: bool = True, nod
 @pytest.mark.parametrize(("one_sided", "node_size"), [(True, None), (False, None), (False, 2), (False, 3)])
 @pytest.mark.parametrize("topology", [None, replace(NVLINK_INFINIBAND, node_size=2)], ids=["bytes", "nodes"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_batch_gives_what_its_tensors_give_alone(
-    seed: int, topology: Any, one_sided: bool, node_size: int | None
-) -> None:
+def test_batch_equals_single_redistributions(seed: int, topology: Any, one_sided: bool, node_size: int | None) -> None:
     requests = requests_of(seed, 9)
     batch = shardweave.plan_batch(requests, topology=topology)
     carried_out(batch, requests, one_sided, node_size)
@@ -80,14 +78,14 @@ def test_a_batch_gives_what_its_tensors_give_alone(
 
 
 @pytest.mark.parametrize(("one_sided", "node_size"), [(True, None), (False, None), (False, 2)])
-def test_ranks_meet_as_often_as_for_one_tensor(
+def test_batch_needs_exchanges_of_one_tensor(
     one_sided: bool, node_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    requested: list[Any] = []
     post = in_process._post
 
     def counted(rank: int, request: Any, posted: Any) -> None:
-        asked.append(request)
+        requested.append(request)
         post(rank, request, posted)
 
     monkeypatch.setattr(in_process, "_post", counted)
@@ -95,17 +93,17 @@ def test_ranks_meet_as_often_as_for_one_tensor(
     for number in (1, 40):
         batch = shardweave.plan_batch([((2, 2), (8, 4 + i), "bfloat16", "S0 S0", "S1 S1") for i in range(number)])
         given = [[torch.ones(p.source_shape(r)).bfloat16() for r in range(4)] for p in batch.programs]
-        asked.clear()
+        requested.clear()
         shardweave.simulate(batch, given, one_sided=one_sided, node_size=node_size)
-        sends = sum(len(request.sends) for request in asked if isinstance(request, Transfer))
-        meets = sum(len(request.peers) for request in asked if isinstance(request, Barrier))
-        counts.append((meets, sends))
+        sends = sum(len(request.sends) for request in requested if isinstance(request, Transfer))
+        barriers = sum(len(request.peers) for request in requested if isinstance(request, Barrier))
+        counts.append((barriers, sends))
         assert batch.messages == [3] * 4 and batch.messages_one_by_one == [3 * number] * 4
-    # Twice with each of 3 peers, or a message to each; or with the one of the node and to the two of the other.
+    # Two barriers with each of 3 peers, or a message to each; or barriers inside the node and messages to the other.
     assert counts == 2 * [(24, 0) if one_sided else (8, 8) if node_size else (0, 12)]
 
 
-def test_a_batch_explains_itself() -> None:
+def test_batch_explain() -> None:
     requests = [(TRAINER, (8, 6), "bfloat16", "S0 S1", "S0", GENERATOR), (TRAINER, (7,), "float32", "R R", "R R")]
     text = shardweave.plan_batch(requests).explain()
     assert text.splitlines() == [
@@ -119,7 +117,7 @@ def test_a_batch_explains_itself() -> None:
     assert shardweave.simulate(shardweave.plan_batch([]), []) == []
 
 
-def test_latency_is_shared() -> None:
+def test_batch_shares_latency() -> None:
     requests = [((4, 8), (64, 64), "bfloat16", "S0 S0", "R R")] * 32
     alone = shardweave.plan_batch(requests[:1], topology=NVLINK_INFINIBAND)
     batch = shardweave.plan_batch(requests, topology=NVLINK_INFINIBAND)
@@ -162,13 +160,13 @@ def test_plan_batch_refuses_options(option: dict, text: str) -> None:
         shardweave.plan_batch([((2,), (8,), "int32", "S0", "R")] * 2, **option)
 
 
-def test_max_bytes_is_for_all_tensors_together() -> None:
+def test_plan_batch_max_bytes_covers_all_tensors() -> None:
     requests = [((2, 2), (8, 8), "float32", "S0 S1", "R R")] * 3
     needed = 3 * (8 * 8 * 4 + 8 * 8)
     assert max(shardweave.plan_batch(requests, max_bytes=needed).peak_bytes) == needed
     with pytest.raises(ArgumentError, match=rf"max_bytes: {needed - 1}; the 3 tensors together need {needed}"):
         shardweave.plan_batch(requests, max_bytes=needed - 1)
-    # A plan that holds less is looked for, alike on all ranks.
+    # The search finds a plan with less memory, the same on all ranks.
     nodes = replace(NVLINK_INFINIBAND, node_size=2)
     one = [((4, 8), (256, 256), "float32", "S0 S1", "S0 R")]
     least = max(shardweave.plan(*one[0], topology=nodes).peak_bytes) - 1
@@ -177,7 +175,7 @@ def test_max_bytes_is_for_all_tensors_together() -> None:
     assert alone == [shardweave.plan_batch(one, topology=nodes, max_bytes=least).digest] * 2
 
 
-def test_simulate_refuses_a_batch_of_other_tensors() -> None:
+def test_simulate_rejects_wrong_batch_inputs() -> None:
     batch = shardweave.plan_batch([((2,), (4,), "float32", "S0", "R")])
     with pytest.raises(ArgumentError, match="locals_: 0 for a batch of 1 programs"):
         shardweave.simulate(batch, [])

@@ -41,19 +41,19 @@ def prove(
     program = shardweave.plan(source_mesh, shape, dtype, source, target, target_mesh=target_mesh, topology=topology)
     contributed = integers(oracle.contribution_shape(source_mesh.shape, shape, source), source + target)
     given = held_by_rank(source_mesh, oracle.local_shards(source_mesh.shape, shape, source, contributed))
-    everyone = program.mesh.rank_array.tolist()
-    assert sorted(everyone) == sorted({*source_mesh.rank_array.tolist(), *target_mesh.rank_array.tolist()})
+    all_ranks = program.mesh.rank_array.tolist()
+    assert sorted(all_ranks) == sorted({*source_mesh.rank_array.tolist(), *target_mesh.rank_array.tolist()})
     nothing = torch.empty((0,) * max(len(shape), 1), dtype=dtype)
     outs = shardweave.simulate(
-        program, [given[rank].to(dtype) if rank in given else nothing for rank in everyone], one_sided=one_sided
+        program, [given[rank].to(dtype) if rank in given else nothing for rank in all_ranks], one_sided=one_sided
     )
-    by_rank = dict(zip(everyone, outs, strict=True))
+    by_rank = dict(zip(all_ranks, outs, strict=True))
     whole = oracle.whole_of(source_mesh.shape, source, contributed).reshape(*(1 for _ in target_mesh.shape), *shape)
     wanted = oracle.local_shards(target_mesh.shape, shape, target, whole)
     mine = [by_rank[rank].to(contributed.dtype) for rank in target_mesh.rank_array.tolist()]
     for got, want in zip(oracle.assembled(target_mesh.shape, target, mine), wanted, strict=True):
         assert got.equal(want), program.explain()
-    outside = set(everyone) - set(target_mesh.rank_array.tolist())
+    outside = set(all_ranks) - set(target_mesh.rank_array.tolist())
     assert all(by_rank[rank].numel() == 0 for rank in outside)
     return program
 
@@ -69,8 +69,8 @@ def bound(source_mesh: Mesh, target_mesh: Mesh, shape: tuple[int, ...], source: 
 
 def texts(mesh: Mesh, shape: tuple[int, ...], partial: bool, seed: str) -> list[str]:
     tokens = ["R", *(f"S{d}" for d in range(len(shape))), *(["S0/3"] if shape else []), *(["P"] if partial else [])]
-    found = list(oracle.layout_texts(mesh.ndim, tokens))
-    return Random(seed).sample(found, min(7, len(found)))
+    results = list(oracle.layout_texts(mesh.ndim, tokens))
+    return Random(seed).sample(results, min(7, len(results)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -81,8 +81,8 @@ def test_cross_mesh_without_partial_meets_bound(meshes: str, shape: tuple[int, .
         for target in texts(b, shape, False, meshes + "to"):
             program = prove(a, b, shape, source, target)
             least = bound(a, b, shape, source, target)
-            everyone = program.mesh.rank_array.tolist()
-            assert program.bytes_received == program.bytes_bound == [4 * least.get(rank, 0) for rank in everyone]
+            all_ranks = program.mesh.rank_array.tolist()
+            assert program.bytes_received == program.bytes_bound == [4 * least.get(rank, 0) for rank in all_ranks]
             assert program.exchanges == (1 if any(least.values()) else 0), program.explain()
 
 
@@ -126,8 +126,8 @@ def test_participants_are_symmetric() -> None:
     program = shardweave.plan(a, (7, 5), "float32", "S0 S1", "S1 R", target_mesh=b)
     (step,) = program.steps
     assert isinstance(step, Exchange) and step.group is None
-    met = [program.members(step, rank) for rank in program.ranks]
-    assert all(rank in met[other] for rank in program.ranks for other in met[rank])
+    peers_of = [program.members(step, rank) for rank in program.ranks]
+    assert all(rank in peers_of[other] for rank in program.ranks for other in peers_of[rank])
 
 
 def test_cross_mesh_bytes_enter_node_once() -> None:

@@ -27,7 +27,7 @@ from shardweave.planner import Link, Topology
 SLOW = Link(latency_us=50, gigabytes_per_s=1, one_sided=False, message_us=10)
 TOPOLOGIES = [None, None, shardweave.NVLINK_NODE, replaced(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)]
 DTYPES = {
-    # Partial ops that a source and a target may have; sums of what `values` draws are exact in each.
+    # Partial ops of a source and a target, for which the results of `values` are exact.
     "float64": ("P", "Pavg", "Pmax", "Pmin"),
     "float32": ("P", "Pavg", "Pmax", "Pmin"),
     "complex64": ("P", "Pavg"),
@@ -68,10 +68,10 @@ class Case:
 
 def mesh_of(random: Random) -> tuple[int, ...]:
     """A mesh of 1 to 4 dims and at most 16 ranks, with dims of size 1 among them."""
-    found: list[int] = []
+    results: list[int] = []
     for _ in range(random.randint(1, 4)):
-        found.append(random.randint(1, min(5, 16 // math.prod(found))))
-    return tuple(found)
+        results.append(random.randint(1, min(5, 16 // math.prod(results))))
+    return tuple(results)
 
 
 def layout(random: Random, mesh_dims: int, shards: list[str], ops: list[str], strided: bool) -> str:
@@ -139,11 +139,11 @@ def check_in_process(case: Case) -> None:
         options["reduction"] = random.choice(["ordered", "fast"])
         options["node_size"] = random.choice([None, 2, 3])
     whole = oracle.whole_of(case.mesh, case.source, contributed)
-    ways = [(case.source, case.target, contributed, whole)]
+    variants = [(case.source, case.target, contributed, whole)]
     back = case.whole().sum(tuple(range(len(case.mesh)))) if "P" in case.source else whole
     one = [1] * len(case.mesh)
-    ways.append((replicated(case.target), replicated(case.source), back.reshape(*one, *case.shape), back))
-    for source, target, given, value in ways:
+    variants.append((replicated(case.target), replicated(case.source), back.reshape(*one, *case.shape), back))
+    for source, target, given, value in variants:
         program = shardweave.plan(case.mesh, case.shape, dtype, source, target, topology=case.topology)
         locals_ = [with_strides(x.to(dtype), random) for x in oracle.local_shards(case.mesh, case.shape, source, given)]
         outs = [x.to(given.dtype) for x in shardweave.simulate(program, locals_, **options)]
@@ -155,14 +155,14 @@ def check_in_process(case: Case) -> None:
 
 def placements_of(text: str) -> tuple[Any, ...]:
     ops = {"P": "sum", "Pavg": "avg", "Pmax": "max", "Pmin": "min"}
-    found: list[Any] = []
+    results: list[Any] = []
     for fingerprint in oracle.read(text).tokens:
         if fingerprint.startswith("S"):
             dim, _, split = fingerprint[1:].partition("//")
-            found.append(_StridedShard(int(dim), split_factor=int(split)) if split else Shard(int(dim)))
+            results.append(_StridedShard(int(dim), split_factor=int(split)) if split else Shard(int(dim)))
         else:
-            found.append(Replicate() if fingerprint == "R" else Partial(ops[fingerprint]))
-    return tuple(found)
+            results.append(Replicate() if fingerprint == "R" else Partial(ops[fingerprint]))
+    return tuple(results)
 
 
 def spec_of(case: Case, mesh: DeviceMesh, text: str, dtype: torch.dtype) -> DTensorSpec:
@@ -193,7 +193,7 @@ def check_on_a_rank(case: Case, mesh: DeviceMesh, position: int, transport: str)
         assert same(got, want), f"{case}\nrank {position}: {got}, not {want}"
     if not differentiable:
         return
-    # Gradients by hand on local tensors: DTensor's own ops forget orders.
+    # Gradients are computed on local tensors, because DTensor's ops lose shard orders.
     for times in (2.0, 4.0):
         seed = DTensor(times * y._local_tensor.detach(), y._spec, requires_grad=False)
         (gradient,) = torch.autograd.grad(y, x, seed, retain_graph=True)
@@ -288,9 +288,9 @@ def check_through_torch(seed: int, shape: tuple[int, ...], order: list[int], mes
     stock = locals_of(given().redistribute(placements=target))
     shardweave.stats().delegations.clear()
     with shardweave.installed():
-        found = locals_of(given().redistribute(placements=target))
+        results = locals_of(given().redistribute(placements=target))
     delegated = sum(shardweave.stats().delegations.values())
-    assert all(map(same, found, stock)), f"{what}: {found}, not {stock}"
+    assert all(map(same, results, stock)), f"{what}: {results}, not {stock}"
     if odd:
         if source == target:
             assert same(shardweave.redistribute(given(), target, transport=transport).to_local(), stock[0]), what

@@ -1,7 +1,7 @@
 """Random sequences of calls on random meshes, with refusals, different orders and results that are not used.
 
-Without a fault every value is exact. With one every rank has exact values or an error of the package's, and one of them
-says why; nobody ever has values of another call, and nobody waits for ever.
+Without a fault all values are exact. With a fault, each rank has exact values or a shardweave error, one of which gives
+the reason; no rank has values of another call, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Life:
         got = y.to_local()
         return y.device_mesh.get_coordinate() is None or (got.shape == want.shape and bool((got == want).all()))
 
-    # Each step is one call of all ranks, and whether its values are right.
+    # Each step is one call of all ranks and returns whether its values are correct.
 
     def now(self) -> bool:
         return self.redistribute_forward(self.drawn(self.random.choice(self.meshes)))
@@ -112,9 +112,9 @@ class Life:
         return True
 
     def used(self) -> bool:
-        found = [self.check(y, want) and self.check(y, want) for y, want in self.later[-2:]]
+        results = [self.check(y, want) and self.check(y, want) for y, want in self.later[-2:]]
         self.later = self.later[-1:] if self.random.random() < 0.5 else []
-        return all(found)
+        return all(results)
 
     def batch(self) -> bool:
         """A batch on several meshes; ranks outside of them call it as well."""
@@ -185,7 +185,7 @@ def drawn_to_move(life: Life) -> Given:
 def with_a_fault(rank: int, transport: str, first: int, count: int, kinds: tuple[str, ...]) -> list[list[str]]:
     """Sequences in which one rank refuses, omits or changes a call, and continues. Returns the outcome of each call."""
     os.environ["SHARDWEAVE_TRANSPORT"] = transport
-    store, size, found = dist.distributed_c10d._get_default_store(), dist.get_world_size(), []
+    store, size, results = dist.distributed_c10d._get_default_store(), dist.get_world_size(), []
     for seed in range(first, first + count):
         dist.destroy_process_group()
         prefixed = dist.PrefixStore(f"life/{seed}", store)
@@ -196,7 +196,7 @@ def with_a_fault(rank: int, transport: str, first: int, count: int, kinds: tuple
         calls = [several[random.randrange(2)] for _ in range(5)]
         if kind == "swap":
             calls[at : at + 2] = several
-        said = []
+        messages = []
         order = list(range(5))
         if kind == "swap" and rank == odd:
             order[at], order[at + 1] = order[at + 1], order[at]
@@ -206,11 +206,11 @@ def with_a_fault(rank: int, transport: str, first: int, count: int, kinds: tuple
             given = calls[i]
             if i == at and rank == odd and kind == "refuse":
                 given = Given(misfit_of(given.x), given.target, given.want)
-            said.append(outcome(partial(life.redistribute_forward, given)))
-        found.append([f"{kind} by rank {odd} at {at}", *said])
+            messages.append(outcome(partial(life.redistribute_forward, given)))
+        results.append([f"{kind} by rank {odd} at {at}", *messages])
         store.set(f"ended/{seed}/{rank}", "")
         store.wait([f"ended/{seed}/{other}" for other in range(size)])
-    return found
+    return results
 
 
 def misfit_of(x: DTensor) -> DTensor:
@@ -224,14 +224,14 @@ def check_faults(ranks: int, transport: str, first: int, count: int, kinds: tupl
     environment = environment_of(transport, SHARDWEAVE_TIMEOUT="20")
     by_rank = run_ranks(with_a_fault, ranks, transport, first, count, kinds, environment=environment, timeout=900)
     for number in range(count):
-        said = [found[number] for found in by_rank]
-        texts = [text for steps in said for text in steps[1:]]
-        # Never a value that is not this call's.
-        assert "wrong" not in texts, (first + number, said)
+        messages = [results[number] for results in by_rank]
+        texts = [text for steps in messages for text in steps[1:]]
+        # No output has values of another call.
+        assert "wrong" not in texts, (first + number, messages)
         errors = [text for text in texts if not text.startswith(("right", "ArgumentError"))]
         late = [text for text in errors if text.startswith("MeetingTimeoutError")]
-        # Who needs nothing of a call never learns of it, and a rank that skipped the last calls is not there any more.
-        assert not late or transport == "symmetric_memory" or "skip" in said[0][0], (first + number, said)
+        # A rank that needs no data of a call does not notice it, and a rank that skipped the last calls has exited.
+        assert not late or transport == "symmetric_memory" or "skip" in messages[0][0], (first + number, messages)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -252,8 +252,8 @@ def test_random_faults(transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_sequences_at_length(transport: str, ranks: int, part: int) -> None:
     first, environment = 1000 + 1000 * part, environment_of(transport)
-    found = run_ranks(without_faults, ranks, transport, first, 100, environment=environment, timeout=1800)
-    assert found == [100] * ranks
+    results = run_ranks(without_faults, ranks, transport, first, 100, environment=environment, timeout=1800)
+    assert results == [100] * ranks
 
 
 @pytest.mark.long

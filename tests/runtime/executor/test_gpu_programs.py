@@ -107,7 +107,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 3), (0, 4), (16, 64)], ids=str)
 def test_programs_with_kernels(shape: tuple[int, ...], transport: dict[str, Any]) -> None:
     for number, kind in enumerate(KINDS):
-        # The interpreter is slow, and so is compiling for a GPU: kinds take dtypes in turns.
+        # The interpreter and compiling for a GPU are slow: dtypes are spread over the kinds.
         for dtype in (2 * DTYPES)[number % len(DTYPES) :][: 1 if INTERPRETED else 2]:
             if carries(dtype, *kind[1:]):
                 proof = Proof(kind, shape, dtype, transport)
@@ -122,8 +122,8 @@ def test_batches_with_kernels(transport: dict[str, Any]) -> None:
     proofs = [Proof(kind, shape, torch.float32, transport) for kind in kinds for shape in ((8, 6), (7, 5))]
     batch = shardweave.plan_batch([(p.mesh, p.shape, p.dtype, p.source, p.target) for p in proofs])
     outs = shardweave.simulate(batch, [p.locals for p in proofs], **transport)
-    for proof, found in zip(proofs, outs, strict=True):
-        proof.check(found, proof.expected)
+    for proof, results in zip(proofs, outs, strict=True):
+        proof.check(results, proof.expected)
 
 
 @pytest.mark.gpu
@@ -179,7 +179,7 @@ def test_programs_with_interpreter() -> None:
     assert passed is not None and int(passed[1]) >= 23, ran.stdout
 
 
-# Only a GPU can tell
+# Tests that need a GPU
 
 
 @pytest.mark.gpu
@@ -218,7 +218,7 @@ def test_graph_replay_with_new_data(transport: dict[str, Any], uses: int) -> Non
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # the very first call: binding has compiled and uploaded all
             outs = [proof.run(given) for given in inputs]
-        # A graph has what it reads, whatever else is gone: freed memory is given to another, and overwritten.
+        # A graph keeps what it reads: other tensors are freed, and their memory is overwritten.
         del proof.run
         gc.collect()
         torch.cuda.empty_cache()
@@ -232,6 +232,6 @@ def test_graph_replay_with_new_data(transport: dict[str, Any], uses: int) -> Non
                     into.copy_(value)
             graph.replay()
             torch.cuda.synchronize()
-            for found, wanted in zip(outs, expected, strict=True):
-                proof.check(found, wanted)
+            for results, wanted in zip(outs, expected, strict=True):
+                proof.check(results, wanted)
         del poison

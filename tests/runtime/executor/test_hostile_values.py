@@ -149,7 +149,7 @@ def drawn(random: Random, values: list[Any], fits: int, likely: float = 0.6) -> 
 
 
 def try_a_plan(random: Random) -> bool:
-    asked = [
+    requested = [
         random.choice([(2, 2), (3, 2), (2, 1), [2, 2], Mesh((2, 2), ("a", "b"), (3, 1, 0, 2))]),
         random.choice([(8, 6), (7, 5), (0, 3), (1, 4)]),
         random.choice(DTYPES[:5]),
@@ -157,7 +157,7 @@ def try_a_plan(random: Random) -> bool:
     ]
     for place, values in enumerate((MESHES, SHAPES, DTYPES, LAYOUTS, LAYOUTS)):
         if random.random() < 0.15:
-            asked[place] = random.choice(values)
+            requested[place] = random.choice(values)
     more = {
         "topology": drawn(random, TOPOLOGIES, 4, 0.8),
         "rank": drawn(random, NUMBERS, 2),
@@ -167,14 +167,14 @@ def try_a_plan(random: Random) -> bool:
     more = {name: value for name, value in more.items() if random.random() < 0.3}
 
     def plan() -> None:
-        program = shardweave.plan(*asked, **more)
+        program = shardweave.plan(*requested, **more)
         assert program.explain() and isinstance(program.digest, int)
         refused_or_done(lambda: shardweave.draw(program))
         assert Program.from_json(program.to_json()).to_json() == program.to_json()
         try_simulating(program, random)
 
     def batch() -> None:
-        requests = [Request(*asked), Request((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")]
+        requests = [Request(*requested), Request((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")]
         options = {name: value for name, value in more.items() if name != "target_mesh"}
         made = shardweave.plan_batch(drawn(random, [requests, 5, None, [None], "x", []], 1), **options)
         assert made.explain()
@@ -183,7 +183,7 @@ def try_a_plan(random: Random) -> bool:
     if which < 0.2:
         return refused_or_done(batch)
     if which < 0.4:
-        return refused_or_done(lambda: shardweave.redistribute_cost(*asked, drawn(random, TOPOLOGIES[1:], 3, 0.8)))
+        return refused_or_done(lambda: shardweave.redistribute_cost(*requested, drawn(random, TOPOLOGIES[1:], 3, 0.8)))
     return refused_or_done(plan)
 
 

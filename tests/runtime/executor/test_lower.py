@@ -42,20 +42,20 @@ def test_lower_algorithm_and_reason(
     source: str, target: str, shape: tuple[int, ...], one_sided: bool, algorithm: str, why: str
 ) -> None:
     program = shardweave.plan(MESH, shape, "float32", source, target)
-    found = lower(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
-    assert found.algorithm == algorithm and why in found.why
-    assert f"     by {found.algorithm}: {found.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
+    lowered = lower(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
+    assert lowered.algorithm == algorithm and why in lowered.why
+    assert f"     by {lowered.algorithm}: {lowered.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
 
 
 @pytest.mark.plan
 def test_lower_subset_of_mesh_dims_has_no_group() -> None:
     mesh = Mesh((2, 2, 2))
     program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
-    found = lower(program, program.steps[0], 0, AssumedTransport(mesh, False))
-    assert found.algorithm == "send and receive" and "no process group of a mesh dim, or of all" in found.why
+    lowered = lower(program, program.steps[0], 0, AssumedTransport(mesh, False))
+    assert lowered.algorithm == "send and receive" and "no process group of a mesh dim, or of all" in lowered.why
     crossing = shardweave.plan(MESH, (8, 8), "float32", "S0 S1", "S0", target_mesh=Mesh((4,)))
-    found = lower(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
-    assert found.algorithm == "send and receive" and "between two meshes" in found.why
+    lowered = lower(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
+    assert lowered.algorithm == "send and receive" and "between two meshes" in lowered.why
 
 
 @pytest.mark.plan
@@ -85,8 +85,8 @@ def test_lower_collectives_by_backend(
 ) -> None:
     topology = None if shape != (1, 1) else shardweave.NVLINK_NODE  # on which one step is cheaper than two
     program = shardweave.plan(MESH, shape, "float32", source, target, topology=topology)
-    found = [lower(program, program.steps[0], r, AssumedTransport(MESH, False, backend), reduction) for r in range(4)]
-    assert {lowering.algorithm for lowering in found} == {algorithm}, (program.explain(), found[0])
+    lowered = [lower(program, program.steps[0], r, AssumedTransport(MESH, False, backend), reduction) for r in range(4)]
+    assert {lowering.algorithm for lowering in lowered} == {algorithm}, (program.explain(), lowered[0])
     exact = shape == (1, 1) or "P" not in source
     contributed = integers(oracle.contribution_shape((2, 2), shape, source), source + target)
     for dtype in (torch.float32, torch.int64) if exact or "avg" not in source else (torch.float32,):
@@ -111,11 +111,11 @@ def test_lower_equal_on_all_members(case: Any) -> None:
         for step in program.steps:
             for position in range(mesh.size):
                 members = program.members(step, position)
-                found = [lower(program, step, p, AssumedTransport(mesh, False)) for p in members]
-                assert all(other == found[0] for other in found)
+                lowered = [lower(program, step, p, AssumedTransport(mesh, False)) for p in members]
+                assert all(other == lowered[0] for other in lowered)
                 here = len(members) == 1 or 0 in (program.shape_before(step, members[0]))
                 allowed = ("all-to-all", "send and receive", *(["local"] if here else []))
-                assert not isinstance(step, Exchange) or found[0].algorithm in allowed
+                assert not isinstance(step, Exchange) or lowered[0].algorithm in allowed
 
 
 @pytest.mark.plan
@@ -177,7 +177,7 @@ COLLECTIVES = (
     ("all-reduce", (), ([Partial(), Replicate()], [Replicate(), Replicate()]), "bfloat16"),
     ("reduce-scatter", (8, 6), ([Partial("avg"), Shard(1)], [Shard(0), Shard(1)]), "float32"),
     ("reduce-scatter", (8, 6), ([Shard(0), Partial("product")], [Shard(0), Shard(1)]), "int64"),
-    # Backends do not promise to keep NaN, and no order is slow.
+    # Backends do not guarantee to propagate NaN, and the order of these reductions costs nothing.
     ("all-to-all|send and receive", (8, 6), ([Shard(0), Partial("max")], [Shard(0), Shard(1)]), "int64"),
     ("reduce-scatter", (8, 6), ([Partial(), Partial()], [Shard(1), Shard(0)]), "float16"),
     ("all-gather", (8, 6), ([Shard(0), Shard(1)], [Shard(0), Replicate()]), "bool"),
@@ -238,10 +238,10 @@ def test_unknown_reduction_raises() -> None:
 
 @pytest.mark.plan
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--mesh", "2,2", "--shape", "8,6", "--transport", "process_group"]
-    assert main([*asked, "S0 R", "S1 R"]) == 0
+    command = ["plan", "--mesh", "2,2", "--shape", "8,6", "--transport", "process_group"]
+    assert main([*command, "S0 R", "S1 R"]) == 0
     assert "     by all-to-all: shards of 96 B at most" in capsys.readouterr().out
-    fast = [*asked, "--backend", "nccl", "--reduction", "fast"]
+    fast = [*command, "--backend", "nccl", "--reduction", "fast"]
     assert main([*fast, "P S1", "R S1"]) == 0
     assert '     by all-reduce: reduction="fast" leaves the order of terms to nccl' in capsys.readouterr().out
     fast[fast.index("2,2")] = "4,2"
@@ -249,14 +249,14 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert '     by reduce-scatter: reduction="fast" leaves the order of terms to nccl' in shown
     assert "     by all-gather: every rank ends with 96 B, an equal part from each" in shown
-    assert main([*asked[:-2], "--backend", "nccl", "S0 S1", "S1 S0"]) == 2
+    assert main([*command[:-2], "--backend", "nccl", "S0 S1", "S1 S0"]) == 2
     assert "error: --backend: given without --transport process_group or hierarchical" in capsys.readouterr().err
-    assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0"]) == 0
+    assert main([*command, "--target-mesh", "2@3", "S0 S1", "S0"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("S0 S1 on 2×2 of ranks 0..3 → S0 on 2 of ranks 3..4   float32[8, 6]\n")
     assert "     by send and receive: between two meshes" in shown
-    assert main([*asked, "--target-mesh", "2@3", "S0 S1", "S0 S0"]) == 2
+    assert main([*command, "--target-mesh", "2@3", "S0 S1", "S0 S0"]) == 2
     assert "error: dst: S0 S0 has 2 placements, the mesh (2,) has 1 dims" in capsys.readouterr().err
     for wrong in ("2,2@", "2@x", "2,x"):
         with pytest.raises(SystemExit):
-            main([*asked, "--target-mesh", wrong, "S0 S1", "S0"])
+            main([*command, "--target-mesh", wrong, "S0 S1", "S0"])

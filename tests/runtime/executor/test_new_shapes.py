@@ -1,4 +1,4 @@
-"""Tensors of ever new lengths on real ranks: each is right, in any order, whatever was bound before."""
+"""Tensors of new lengths in each call on real ranks, in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS: tuple[tuple[Placement, Placement], ...] = (
 
 
 def part(whole: torch.Tensor, placement: Placement, rank: int, ranks: int) -> torch.Tensor:
-    """What a rank holds, as torch.chunk cuts: later ranks may have nothing."""
+    """The shard of a rank by torch.chunk; later ranks may hold nothing."""
     if not isinstance(placement, Shard):
         return whole
     size = -(-whole.shape[placement.dim] // ranks)
@@ -43,14 +43,14 @@ def new_lengths(rank: int, ranks: int, transport: str) -> int:
                 x = DTensor.from_local(
                     local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
                 )
-                found = shardweave.redistribute(x, [target], transport=transport).to_local()
+                results = shardweave.redistribute(x, [target], transport=transport).to_local()
                 want = part(whole, target, rank, ranks)
-                assert found.shape == want.shape and found.equal(want), (source, target, shape)
+                assert results.shape == want.shape and results.equal(want), (source, target, shape)
                 checked += 1
     return checked
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("ranks", "transport"), [(4, "shared_memory"), (3, "process_group")])
-def test_redistribute_of_ever_new_lengths(ranks: int, transport: str) -> None:
+def test_redistribute_new_lengths(ranks: int, transport: str) -> None:
     assert run_ranks(new_lengths, ranks, ranks, transport) == [2 * len(LENGTHS) * len(PAIRS) * 2] * ranks

@@ -24,7 +24,7 @@ from shardweave.runtime.executor import copies
 
 signal = import_module("shardweave.kernels.signal")  # the package has the function by this name
 
-# What the guard refuses
+# The guard
 
 
 FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -117,7 +117,7 @@ def test_guard_sees_operations_of_program(name: str, one_sided: bool, monkeypatc
         shardweave.simulate(program, [torch.zeros(2, 3)] * 4, one_sided=one_sided)
 
 
-# Programs in one process: each call binds anew, so that planning, binding and running are all under the guard
+# Simulated programs: each call binds again, so that planning, binding and running are all under the guard
 
 
 KINDS: tuple[tuple[tuple[int, ...], str, str], ...] = (
@@ -173,8 +173,8 @@ def test_simulated_programs_do_not_sync(shape: tuple[int, ...], transport: dict[
             expected = shardweave.simulate(shardweave.plan(mesh, shape, dtype, source, target), locals_, **transport)
             with SyncGuard() as guard:
                 program = shardweave.plan(mesh, shape, dtype, source, target)
-                found = shardweave.simulate(program, locals_, **transport)
-            assert all(raw(a).equal(raw(b)) for a, b in zip(found, expected, strict=True))
+                results = shardweave.simulate(program, locals_, **transport)
+            assert all(raw(a).equal(raw(b)) for a, b in zip(results, expected, strict=True))
             moves = not program.is_identity and math.prod(shape) > 0
             assert not moves or any(guard.seen[name] for name in WRITES), guard.seen
             ran += moves
@@ -268,8 +268,8 @@ def dtensor(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Any, ...
 
 @contextmanager
 def control_words_of(guard: SyncGuard) -> Iterator[None]:
-    """Signals between CPUs read and write the words that ranks meet by; on a GPU a kernel does. Of the symmetric
-    transport these alone are not guarded, and what they overwrite."""
+    """Signals between CPUs read and write control words, which a kernel does on a GPU. Only these, and the poisoning of
+    outputs, are not guarded in the symmetric-memory transport."""
     reference = signal.signal_cpu
 
     def lifted(*args: Any) -> None:
@@ -287,7 +287,7 @@ def under_the_guard(rank: int, transport: str, name: str) -> dict[str, int]:
     mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     seen: dict[str, int] = {}
     for known in (mesh, other):
-        # Reads the mesh's ranks, from where torch keeps them: a CPU tensor.
+        # Reads the mesh's ranks, which torch keeps in a CPU tensor.
         shardweave.redistribute_cost(known, (), "float32", *[[Replicate()] * known.ndim] * 2)
     for shape in ((8, 6), (7, 5)):
         given = [(dtensor(mesh, shape, source), target, options) for source, target, options in ASKED]
@@ -309,7 +309,7 @@ def under_the_guard(rank: int, transport: str, name: str) -> dict[str, int]:
                 every_kind()
         for operator, number in guard.seen.items():
             seen[operator] = seen.get(operator, 0) + number
-    # What a rank does alone a transport of its own does, where there are nodes.
+    # With nodes, programs of a single rank use another transport.
     assert name in shardweave.stats().calls and shardweave.stats().calls.keys() <= {transport, name}
     return seen
 
@@ -330,7 +330,7 @@ REAL_TRANSPORTS = [
 def test_real_ranks_do_not_sync(transport: str, name: str, node_size: int) -> None:
     environment = {} if node_size == 4 else {"SHARDWEAVE_NODE_SIZE": str(node_size)}
     for seen in run_ranks(under_the_guard, 4, transport, name, environment=environment):
-        # Two shapes, three times, more than a copy for each request.
+        # Two shapes, three calls, and more than one copy per request.
         assert seen["copy_"] > 100 and seen["add"] > 10, seen
 
 
@@ -340,9 +340,9 @@ def dropped_in_under_the_guard(rank: int) -> int:
 
     def guarded(*args: Any, **options: Any) -> torch.Tensor:
         with SyncGuard() as guard:
-            found = carried_out(*args, **options)
+            results = carried_out(*args, **options)
         seen.append(guard.seen["copy_"])
-        return found
+        return results
 
     shardweave.redistribute_cost(mesh, (), "float32", *[[Replicate()] * 2] * 2)
     redistribute_local_tensor.run_redistribution = guarded

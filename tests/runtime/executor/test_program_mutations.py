@@ -62,12 +62,12 @@ VALUES += [
 
 @pytest.fixture(scope="module")
 def programs() -> list[str]:
-    found = []
+    results = []
     for mesh, shape, dtype, source, target, more in REQUESTS:
         program = shardweave.plan(mesh, shape, dtype, source, target, **more)
         assert Program.from_json(program.to_json()).to_json() == program.to_json()
-        found.append(program.to_json())
-    return found
+        results.append(program.to_json())
+    return results
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -85,7 +85,7 @@ def changed(text: str, random: Random) -> str:
     data = json.loads(text)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         every = list(places(data))
-        # Boxes have most of the places, and are not most of what there is.
+        # Most values of a program are in its boxes; choose other values as often.
         few = [(holder, key) for holder, key in every if isinstance(key, str)]
         holder, key = random.choice(few if few and random.random() < 0.5 else every)
         change_one(holder, key, random)

@@ -136,7 +136,7 @@ def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(case: oracle.C
 def test_simulate_reduces_by_every_op(mesh: tuple[int, ...], shape: tuple[int, ...], op: str, one_sided: bool) -> None:
     texts = list(oracle.layout_texts(2, ("R", f"P{op}", *(f"S{d}" for d in range(len(shape))))))
     pairs = [(source, target) for source in texts for target in texts]
-    # Every pair on 2×2; on other meshes and between two sides a few.
+    # All pairs on 2×2; a few on other meshes and with two-sided ranks.
     for source, target in pairs[:: 1 if one_sided and mesh == (2, 2) else 7]:
         size = oracle.contribution_shape(mesh, shape, source)
         seed = source + target + op
@@ -246,12 +246,12 @@ def test_simulate_keeps_infinities_under_max_and_min() -> None:
 
 def random_pairs() -> list[tuple[tuple[int, ...], tuple[int, ...], str, str]]:
     """Half of all pairs with a partial source and a target without partial, on uneven shapes."""
-    found = []
+    results = []
     for case in oracle.EXHAUSTIVE:
         if case.shape in ((7,), (7, 5), (5, 7, 3)):
             pairs = [(a, b) for a, b in case.pairs(partial=True) if "P" in a and "P" not in b]
-            found += [(case.mesh_shape, case.shape, *pair) for pair in pairs[::2]]
-    return found
+            results += [(case.mesh_shape, case.shape, *pair) for pair in pairs[::2]]
+    return results
 
 
 def contributors_of(mesh: tuple[int, ...], source: str, contributed: torch.Tensor) -> list[torch.Tensor]:
@@ -265,7 +265,7 @@ def contributors_of(mesh: tuple[int, ...], source: str, contributed: torch.Tenso
     ids=str,
 )
 def test_simulate_sums_floats_in_one_order_on_every_rank(dtype: torch.dtype, one_sided: bool) -> None:
-    # Contributors in ascending order, in float32, rounded once: so replicas, transports and routes agree to the bit.
+    # Contributors in ascending order, in float32, rounded once: replicas, transports and paths agree bitwise.
     generator = torch.Generator().manual_seed(7)
     for mesh, shape, source, target in random_pairs()[:: 1 if dtype is torch.float32 and one_sided else 3]:
         size = oracle.contribution_shape(mesh, shape, source)
@@ -335,7 +335,7 @@ def test_simulate_every_dtype(dtype: torch.dtype, wide: torch.dtype, one_sided: 
     for mesh, shape in (((2, 2), (7, 5)), ((2, 4), (9, 6)), ((4,), (13,))):
         texts = list(oracle.layout_texts(len(mesh), ("R", "P", "S0", "S1")[: 2 + len(shape)]))
         pairs = [(a, b) for a in texts for b in texts]
-        # Strides that share no factor with the number of layouts reach every target.
+        # Steps that are coprime to the number of layouts reach every target.
         every = 1 if mesh == (4,) or (dtype in (torch.int64, torch.bool) and mesh == (2, 2) and one_sided) else 13
         for source, target in pairs[:: every if one_sided else 29 if len(mesh) > 1 else 2]:
             low = 0 if dtype in (torch.uint8, torch.bool) else -2
@@ -437,7 +437,7 @@ def test_simulate_returns_the_inputs_of_an_identity(source: str, target: str) ->
     ("source", "target"), [("R R", "S0 R"), ("R R", "P R"), ("S0 R", "P R"), ("S0 S1", "S0 R"), ("P R", "R R")]
 )
 def test_simulate_returns_new_memory_even_without_exchange(source: str, target: str) -> None:
-    # Row slices of a contiguous tensor would do as views; they would also keep the whole of it alive.
+    # Row slices of a contiguous tensor could be views, but those would keep the whole tensor alive.
     locals_ = oracle.local_shards((2, 2), (8, 4), source, integers(
         oracle.contribution_shape((2, 2), (8, 4), source), source).float())  # fmt: skip
     outs = shardweave.simulate(shardweave.plan((2, 2), (8, 4), torch.float32, source, target), locals_)
@@ -500,8 +500,8 @@ def test_simulate_lazy_views_and_autograd_leaves(source: str, target: str, one_s
     plain = [torch.randn(shape, dtype=torch.complex64) for _ in range(2)]
     expected = shardweave.simulate(program, [x.conj().resolve_conj() for x in plain], one_sided=one_sided)
     for given in ([x.conj() for x in plain], [x.conj().resolve_conj().requires_grad_() for x in plain]):
-        found = shardweave.simulate(program, given, one_sided=one_sided)
-        assert all(a.equal(b) and not a.requires_grad for a, b in zip(found, expected, strict=True))
+        results = shardweave.simulate(program, given, one_sided=one_sided)
+        assert all(a.equal(b) and not a.requires_grad for a, b in zip(results, expected, strict=True))
 
 
 def test_simulate_rejects_program_of_one_rank() -> None:

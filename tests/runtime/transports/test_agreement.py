@@ -59,23 +59,23 @@ def outcome(call: Callable[[], bool]) -> str:
 
 def lives(function: Callable[..., list[str]], cases: list[tuple], rank: int) -> list[list[str]]:
     """`function(rank, *case)` for each case, each in a new process group."""
-    store, found = dist.distributed_c10d._get_default_store(), []
+    store, result = dist.distributed_c10d._get_default_store(), []
     size = dist.get_world_size()
     for i, case in enumerate(cases):
         dist.destroy_process_group()
         prefixed = dist.PrefixStore(f"life/{i}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        found.append(function(rank, *case))
-        # All ranks have ended before any goes on: connections that close are this life's, not the next one's.
+        result.append(function(rank, *case))
+        # All ranks end before any continues, so that connections that close are those of this group.
         store.set(f"ended/{i}/{rank}", "")
         store.wait([f"ended/{i}/{other}" for other in range(size)])
-    return found
+    return result
 
 
 def refuse_and_go_on(rank: int, transport: str, refusing: int, shape: tuple[int, int]) -> list[str]:
     """One rank refuses a call that all ranks have made before, catches the error, and continues."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    found = []
+    result = []
     for step in range(4):
         x, whole = sharded(mesh, *shape, torch.float32, add=100 * step)
         given = misfit(x) if rank == refusing and step == 1 else x
@@ -83,8 +83,8 @@ def refuse_and_go_on(rank: int, transport: str, refusing: int, shape: tuple[int,
         def call(given: DTensor = given, whole: torch.Tensor = whole) -> bool:
             return shardweave.redistribute(given, [Replicate()], transport=transport).to_local().equal(whole)
 
-        found.append(outcome(call))
-    return found
+        result.append(outcome(call))
+    return result
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -93,16 +93,16 @@ def test_redistribute_refused_by_one_rank(transport: str, ranks: int) -> None:
     cases = [(transport, refusing, shape) for refusing in (0, ranks - 1) for shape in ((8, 6), (7, 1))]
     by_rank = run_ranks(_lives_of_refusals, ranks, cases, environment=environment_of(transport))
     for i, (_, refusing, _) in enumerate(cases):
-        said = [found[i] for found in by_rank]
-        assert all(steps[0] == "right" for steps in said), said
-        assert said[refusing][1].startswith("ArgumentError: "), said
-        assert not any("wrong" in steps for steps in said), said
-        others = [steps[1:] for rank, steps in enumerate(said) if rank != refusing]
-        assert any(step.startswith("DisagreementError: ") for steps in others for step in steps), said
+        outcomes = [result[i] for result in by_rank]
+        assert all(steps[0] == "right" for steps in outcomes), outcomes
+        assert outcomes[refusing][1].startswith("ArgumentError: "), outcomes
+        assert not any("wrong" in steps for steps in outcomes), outcomes
+        others = [steps[1:] for rank, steps in enumerate(outcomes) if rank != refusing]
+        assert any(step.startswith("DisagreementError: ") for steps in others for step in steps), outcomes
         named = [s for steps in others for s in steps if s.startswith("DisagreementError: ")]
-        assert any(f"rank {refusing} refused its arguments in call 2" in text for text in named), said
-        # Nobody has a value of the third call for the second: who needs the refusing rank raises from there on.
-        assert all("Error: " in steps[0] for steps in others), said
+        assert any(f"rank {refusing} refused its arguments in call 2" in text for text in named), outcomes
+        # No rank takes data of the third call for the second: ranks that need the refusing rank raise from there on.
+        assert all("Error: " in steps[0] for steps in others), outcomes
 
 
 def _lives_of_refusals(rank: int, cases: list[tuple]) -> list[list[str]]:
@@ -111,12 +111,12 @@ def _lives_of_refusals(rank: int, cases: list[tuple]) -> list[list[str]]:
 
 def all_refuse(rank: int, transport: str) -> list[str]:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    found = []
+    result = []
     for step in range(6):
         x, whole = sharded(mesh, 8, 6, torch.float32, add=step)
         given = misfit(x) if step in (0, 2, 3) else x
-        found.append(outcome(lambda g=given, w=whole: _gathered(g, transport).equal(w)).split(":")[0])
-    return found
+        result.append(outcome(lambda g=given, w=whole: _gathered(g, transport).equal(w)).split(":")[0])
+    return result
 
 
 def _gathered(x: DTensor, transport: str) -> torch.Tensor:
@@ -126,32 +126,32 @@ def _gathered(x: DTensor, transport: str) -> torch.Tensor:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_redistribute_refused_by_all_ranks(transport: str) -> None:
     wrong = "ArgumentError"
-    for said in run_ranks(all_refuse, 3, transport, environment=environment_of(transport)):
-        assert said == [wrong, "right", wrong, wrong, "right", "right"]
+    for outcomes in run_ranks(all_refuse, 3, transport, environment=environment_of(transport)):
+        assert outcomes == [wrong, "right", wrong, wrong, "right", "right"]
 
 
 def swapped(rank: int, transport: str, known: bool) -> list[str]:
     """Two requests of equal size, which one rank makes in a different order."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     requests = [sharded(mesh, 8, 6, torch.float32), sharded(mesh, 8, 6, torch.int32, add=1000)]
-    found = []
+    result = []
     for step in range(2 if known else 1):
         if step == known and rank == 0:
             requests.reverse()
         for x, whole in requests:
-            found.append(outcome(lambda x=x, w=whole: _gathered(x, transport).equal(w)))
-    return found
+            result.append(outcome(lambda x=x, w=whole: _gathered(x, transport).equal(w)))
+    return result
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("known", [True, False])
 def test_calls_in_different_order_raise_with_descriptions(transport: str, known: bool) -> None:
     for ranks in (2, 4):
-        said = run_ranks(swapped, ranks, transport, known, environment=environment_of(transport))
-        assert not any("wrong" in steps for steps in said), said
-        assert all(steps[:2] == ["right"] * 2 for steps in said) or not known, said
-        texts = [s for steps in said for s in steps if s.startswith("DisagreementError: ")]
-        assert texts, said
+        outcomes = run_ranks(swapped, ranks, transport, known, environment=environment_of(transport))
+        assert not any("wrong" in steps for steps in outcomes), outcomes
+        assert all(steps[:2] == ["right"] * 2 for steps in outcomes) or not known, outcomes
+        texts = [s for steps in outcomes for s in steps if s.startswith("DisagreementError: ")]
+        assert texts, outcomes
         for text in texts:
             assert "float32[8, 6]" in text and "int32[8, 6]" in text, text
             assert f"call {3 if known else 1} of ranks {tuple(range(ranks))}: S0 → R" in text, text
@@ -163,22 +163,22 @@ def groups_in_another_order(rank: int, transport: str) -> list[str]:
     for mesh in meshes:
         if mesh.get_coordinate() is not None:
             assert _gathered(sharded(mesh, 6, 2, torch.float32)[0], transport) is not None
-    found = []
+    result = []
     for mesh in meshes if rank == 0 else reversed(meshes):
         if mesh.get_coordinate() is not None:
             x, whole = sharded(mesh, 6, 2, torch.float32)
-            found.append(outcome(lambda x=x, w=whole: _gathered(x, transport).equal(w)))
-    return found
+            result.append(outcome(lambda x=x, w=whole: _gathered(x, transport).equal(w)))
+    return result
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "symmetric_memory"])
 def test_calls_of_overlapping_groups_in_different_order(transport: str) -> None:
     start = time.monotonic()
-    said = run_ranks(groups_in_another_order, 3, transport, environment=environment_of(transport))
-    assert not any("wrong" in steps for steps in said), said
+    outcomes = run_ranks(groups_in_another_order, 3, transport, environment=environment_of(transport))
+    assert not any("wrong" in steps for steps in outcomes), outcomes
     if transport != "symmetric_memory":  # where it is the device that waits
-        assert any(s.startswith("DisagreementError: ") for steps in said for s in steps), said
-        assert time.monotonic() - start < 35, said
+        assert any(s.startswith("DisagreementError: ") for steps in outcomes for s in steps), outcomes
+        assert time.monotonic() - start < 35, outcomes
 
 
 def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
@@ -193,7 +193,7 @@ def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
         b, of_b = sharded(middle, 5, 3, torch.int32, add=step)
         c, of_c = sharded(last, 4, 2, torch.float32, add=7 * step)
         targets = [[Replicate(), Replicate()], [Replicate()], [Shard(1)]]
-        # Ranks 4 and on are in none of the meshes, and call all the same.
+        # Ranks from 4 on are in none of the meshes, and call as well.
         x, y, z = (t.to_local() for t in shardweave.redistribute_batch([a, b, c], targets, transport=transport))
         assert rank > 3 or x.equal(whole), (rank, x)
         assert rank not in (1, 2) or y.equal(of_b), (rank, y)
@@ -201,8 +201,8 @@ def overlapping_batch(rank: int, transport: str, ranks: int) -> bool:
             assert z.equal(of_c[:, :1] if rank == 0 else of_c[:, 1:]), (rank, z)
         if rank > 3:
             assert x is not None and not x.numel() and not y.numel() and not z.numel()
-    everyone, whole = sharded(DeviceMesh("cpu", list(range(ranks))), 10, 2, torch.float32)
-    return _gathered(everyone, transport).equal(whole)
+    all_ranks, whole = sharded(DeviceMesh("cpu", list(range(ranks))), 10, 2, torch.float32)
+    return _gathered(all_ranks, transport).equal(whole)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -211,13 +211,13 @@ def test_batch_of_overlapping_groups_with_bystanders(transport: str, ranks: int)
     assert all(run_ranks(overlapping_batch, ranks, transport, ranks, environment=environment_of(transport)))
 
 
-def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int], way: str) -> list[str]:
+def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int], variant: str) -> list[str]:
     """Some ranks refuse a call before planning, when its participants are unknown, and continue."""
-    everyone = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    all_ranks = DeviceMesh("cpu", list(range(dist.get_world_size())))
     pair = DeviceMesh("cpu", [0, 1])
-    found = []
+    result = []
     for step in range(4):
-        x, whole = sharded(everyone, 6, 5, torch.float32, add=100 * step)
+        x, whole = sharded(all_ranks, 6, 5, torch.float32, add=100 * step)
         placements, more = [Replicate()], {}
         if rank in refusing and step == 1:
             placements, more = {
@@ -226,51 +226,51 @@ def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int
                 "order": ([Replicate()], {"shard_order": {0: (0,)}}),
                 "batch": ([Shard(7)], {}),
                 "not a DTensor": ([Replicate()], {}),
-            }[way]
-            if way == "not a DTensor":
+            }[variant]
+            if variant == "not a DTensor":
                 x = x.to_local()
 
         def call(x: Any = x, placements: Any = placements, more: Any = more, whole: Any = whole) -> bool:
-            if way == "batch":
+            if variant == "batch":
                 return shardweave.redistribute_batch([x], [placements], transport=transport)[0].to_local().equal(whole)
             return shardweave.redistribute(x, placements, transport=transport, **more).to_local().equal(whole)
 
-        found.append(outcome(call))
-        if rank < 2 and all(each == "right" or each.startswith("ArgumentError") for each in found):
+        result.append(outcome(call))
+        if rank < 2 and all(each == "right" or each.startswith("ArgumentError") for each in result):
             y, all_of_it = sharded(pair, 3, 2, torch.int32, add=step)  # a group within the mesh
-            found.append(outcome(lambda y=y, all_of_it=all_of_it: _gathered(y, transport).equal(all_of_it)))
-    return found
+            result.append(outcome(lambda y=y, all_of_it=all_of_it: _gathered(y, transport).equal(all_of_it)))
+    return result
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("way", ["placements", "dtype", "order", "batch", "not a DTensor"])
-def test_refusal_before_planning_by_one_rank_that_goes_on(transport: str, way: str) -> None:
-    by_rank = run_ranks(refuse_unplanned_and_go_on, 3, transport, [0], way, environment=environment_of(transport))
-    for rank, said in enumerate(by_rank):
-        steps = [said[i] for i in range(len(said)) if rank == 2 or i % 2 == 0]
-        assert steps[0] == "right" and "wrong" not in said, by_rank
+@pytest.mark.parametrize("variant", ["placements", "dtype", "order", "batch", "not a DTensor"])
+def test_refusal_before_planning_by_one_rank_that_goes_on(transport: str, variant: str) -> None:
+    by_rank = run_ranks(refuse_unplanned_and_go_on, 3, transport, [0], variant, environment=environment_of(transport))
+    for rank, outcomes in enumerate(by_rank):
+        steps = [outcomes[i] for i in range(len(outcomes)) if rank == 2 or i % 2 == 0]
+        assert steps[0] == "right" and "wrong" not in outcomes, by_rank
         if rank == 0:
             assert steps[1].startswith("ArgumentError"), by_rank
             assert "right" not in steps[2:], by_rank
         else:
             assert steps[1].startswith(("DisagreementError", "PeerError")), by_rank
-    told = "rank 0 refused its arguments in a call of ranks of (0, 1, 2)"
-    assert any(told in text for said in by_rank[1:] for text in said), by_rank
+    error_texts = "rank 0 refused its arguments in a call of ranks of (0, 1, 2)"
+    assert any(error_texts in text for outcomes in by_rank[1:] for text in outcomes), by_rank
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_refusal_before_planning_by_all_ranks(transport: str) -> None:
-    for way in ("placements", "batch"):
+    for variant in ("placements", "batch"):
         by_rank = run_ranks(
-            refuse_unplanned_and_go_on, 3, transport, [0, 1, 2], way, environment=environment_of(transport)
+            refuse_unplanned_and_go_on, 3, transport, [0, 1, 2], variant, environment=environment_of(transport)
         )
-        for said in by_rank:
-            assert [text[:13] for text in said if text != "right"] == ["ArgumentError"], by_rank
+        for outcomes in by_rank:
+            assert [text[:13] for text in outcomes if text != "right"] == ["ArgumentError"], by_rank
 
 
 def batch_on_two_devices(rank: int, transport: str) -> list[str]:
     """Rank 0 passes tensors on two devices, catches the error, and continues."""
-    mesh, found = DeviceMesh("cpu", list(range(dist.get_world_size()))), []
+    mesh, result = DeviceMesh("cpu", list(range(dist.get_world_size()))), []
     for step in range(3):
         x, whole = sharded(mesh, 7, 2, torch.float32, add=step)
         y, _ = sharded(mesh, 5, 3, torch.int32, add=step)
@@ -280,11 +280,11 @@ def batch_on_two_devices(rank: int, transport: str) -> list[str]:
             y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
         def call(x: DTensor = x, y: DTensor = y, whole: torch.Tensor = whole) -> bool:
-            found, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, transport=transport)
-            return found.to_local().equal(whole)
+            result, _ = shardweave.redistribute_batch([x, y], [[Replicate()]] * 2, transport=transport)
+            return result.to_local().equal(whole)
 
-        found.append(outcome(call))
-    return found
+        result.append(outcome(call))
+    return result
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -292,10 +292,12 @@ def test_batch_on_two_devices_raises_on_all_ranks(transport: str) -> None:
     first, *others = run_ranks(batch_on_two_devices, 3, transport, environment=environment_of(transport))
     assert first[:2] == ["right", "ArgumentError: dtensors[1]: device meta; allowed: that of the others, cpu"]
     assert "right" not in first[2:] and "wrong" not in first, first
-    for said in others:
-        assert said[0] == "right" and said[1].startswith(("DisagreementError", "PeerError")), said  # of one that failed
-        assert "right" not in said[2:], said
-    assert any("refused its arguments" in said[1] for said in others), others
+    for outcomes in others:
+        assert outcomes[0] == "right" and outcomes[1].startswith(("DisagreementError", "PeerError")), (
+            outcomes
+        )  # of one that failed
+        assert "right" not in outcomes[2:], outcomes
+    assert any("refused its arguments" in outcomes[1] for outcomes in others), others
 
 
 def skewed(rank: int, transport: str) -> bool:
@@ -343,24 +345,24 @@ def used_twice(rank: int, transport: str) -> list[str]:
     x, whole = sharded(mesh, 8, 6, torch.float32)
     assert _gathered(x, transport).equal(whole)
     if rank == 1:
-        # Not the same request: the exchange that rank 0 has begun never ends well.
+        # A different request: the exchange that rank 0 has started fails.
         other, _ = sharded(mesh, 10, 6, torch.float32)
         return [outcome(lambda: _gathered(other, transport) is None)]
-    found = []
+    result = []
     try:
         later = shardweave.redistribute(x, [Replicate()], async_op=True, transport=transport)
     except TransportError as error:
         return [f"{type(error).__name__}"] * 3
     for _ in range(3):
-        found.append(outcome(lambda: (later.to_local() + 0).equal(whole)))
-    return found
+        result.append(outcome(lambda: (later.to_local() + 0).equal(whole)))
+    return result
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical"])
 def test_async_result_raises_again_after_failed_first_use(transport: str) -> None:
     more = {"SHARDWEAVE_NODE_SIZE": "1"} if transport == "hierarchical" else {}
-    said = run_ranks(used_twice, 2, transport, environment={**environment_of(transport), **more})
-    assert all("Error" in text for text in said[0]) and len(said[0]) == 3, said
+    outcomes = run_ranks(used_twice, 2, transport, environment={**environment_of(transport), **more})
+    assert all("Error" in text for text in outcomes[0]) and len(outcomes[0]) == 3, outcomes
 
 
 def descriptors() -> int:
@@ -439,28 +441,28 @@ def not_installed(rank: int) -> list[str]:
     from shardweave.runtime.transports import rendezvous
 
     rendezvous.WARN_AFTER = 1.0
-    said: list[str] = []
+    outcomes: list[str] = []
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            outcomes.append(record.getMessage())
 
     logging.getLogger("shardweave").addHandler(Kept())
     mesh = DeviceMesh("cpu", [0, 1])
     x, _ = sharded(mesh, 8, 6, torch.float32)
     with shardweave.installed() if rank == 0 else contextlib.nullcontext():
-        found = outcome(lambda: x.redistribute(placements=[Replicate()]) is None) if rank == 0 else "stock"
+        result = outcome(lambda: x.redistribute(placements=[Replicate()]) is None) if rank == 0 else "stock"
         if rank == 1:
             time.sleep(5)
-    return [found, *said]
+    return [result, *outcomes]
 
 
 def test_long_wait_warns_about_missing_install() -> None:
     waiting, other = run_ranks(not_installed, 2, environment={"SHARDWEAVE_TIMEOUT": "4"})
     assert waiting[0].startswith("MeetingTimeoutError: rank 1 did not come within 4 s") and other == ["stock"]
-    (said,) = waiting[1:]
-    assert "rank 0 has waited" in said and "for ranks [1]" in said and "shardweave.install()" in said
-    assert "rank 1 has not used shardweave in this process group" in said
+    (outcomes,) = waiting[1:]
+    assert "rank 0 has waited" in outcomes and "for ranks [1]" in outcomes and "shardweave.install()" in outcomes
+    assert "rank 1 has not used shardweave in this process group" in outcomes
 
 
 def die_first(rank: int, transport: str | None) -> None:

@@ -51,7 +51,7 @@ def swapped(rank: int) -> list[Any]:
     if rank == 0:
         requests.reverse()
     x, whole = requests[0]
-    # The host learns of it later: what came is overwritten, this rank's own part is not.
+    # The host learns of it later: received data is overwritten, this rank's own part is not.
     got = _gathered(x)
     others = [r for r in range(3) if r != rank]
     rows = torch.cat([got[3 * r : 3 * r + 3] for r in others])
@@ -77,7 +77,7 @@ def test_calls_in_different_order_poison_outputs_and_raise_next() -> None:
 def refused(rank: int) -> list[str]:
     by_words()
     mesh = DeviceMesh("cpu", [0, 1])
-    found = []
+    results = []
     for step in range(4):
         x, whole = sharded(mesh, 8, 6, torch.float32, add=100 * step)
         given = misfit(x) if rank == 0 and step == 1 else x
@@ -86,17 +86,19 @@ def refused(rank: int) -> list[str]:
             got = _gathered(given)
             return got.equal(whole) or bool((got[4 - 4 * rank : 8 - 4 * rank].view(torch.uint8) == 255).all())
 
-        found.append(outcome(call))
+        results.append(outcome(call))
         if step == 1 and rank == 0:
-            # Peers wait for this rank's message of another call: it comes, and is not believed.
+            # Peers wait for a message of this rank: they receive that of another call, and reject it.
             continue
-    return found
+    return results
 
 
 def test_redistribute_refused_by_one_rank() -> None:
-    said = run_ranks(refused, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
-    assert not any("wrong" in steps for steps in said), said
-    assert said[0][1].startswith("ArgumentError") and any(s.startswith("DisagreementError") for s in said[1]), said
+    messages = run_ranks(refused, 2, environment={"SHARDWEAVE_TIMEOUT": "5"})
+    assert not any("wrong" in steps for steps in messages), messages
+    assert messages[0][1].startswith("ArgumentError") and any(s.startswith("DisagreementError") for s in messages[1]), (
+        messages
+    )
 
 
 def dispatched(rank: int) -> bool:
@@ -119,5 +121,5 @@ def test_token_dispatch() -> None:
 
 def test_adjacent_receive_buffers_are_merged() -> None:
     room, other = torch.zeros(30, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    found = _merged([room[10:20], other, room[0:0], room[4:10], room[25:30]])
-    assert sorted(x.numel() for x in found) == [4, 5, 16] and dist.is_available()
+    results = _merged([room[10:20], other, room[0:0], room[4:10], room[25:30]])
+    assert sorted(x.numel() for x in results) == [4, 5, 16] and dist.is_available()

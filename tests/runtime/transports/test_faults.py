@@ -1,4 +1,4 @@
-"""What goes wrong between ranks is told, named, and ends in time."""
+"""Failures between ranks: errors name the rank and are raised in time."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def disagree(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_ranks_that_ask_for_different_things_are_told(transport: str) -> None:
+def test_different_requests_raise(transport: str) -> None:
     ends = end_ranks(disagree, 4, transport, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
     assert ends[2].error == "DisagreementError"
     assert "asked for different things" in ends[2].message and "rank 2" in ends[2].message
     assert all(end.error is not None for end in ends)
-    told = [end for end in ends if end.error == "DisagreementError"]
-    assert all("no tensor of yours was written" in end.message for end in told)
+    error_texts = [end for end in ends if end.error == "DisagreementError"]
+    assert all("no tensor of yours was written" in end.message for end in error_texts)
     if transport == "shared_memory":
         assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
 
 def misfit_on_one(rank: int, transport: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    # Ranks that have met can read what one said even after it has ended.
+    # Ranks that share a session can read the text of a rank even after it has ended.
     shardweave.redistribute(distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)]), [Shard(1)], transport=transport)
     rows = 3 if rank == 2 else 2
     d = DTensor.from_local(
@@ -49,7 +49,7 @@ def misfit_on_one(rank: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_rank_whose_tensor_does_not_fit_tells_its_peers(transport: str) -> None:
+def test_wrong_local_shape_on_one_rank_raises_on_peers(transport: str) -> None:
     start = time.monotonic()
     ends = end_ranks(misfit_on_one, 4, transport, timeout=60)
     assert time.monotonic() - start < 45
@@ -67,28 +67,28 @@ def one_rank_alone(rank: int) -> None:
         assert torch.equal(shardweave.redistribute(d, [Shard(0), Shard(1)]).to_local(), whole[2:, 3:])
 
 
-def test_a_rank_that_exchanges_nothing_waits_for_nobody() -> None:
+def test_local_program_needs_no_peers() -> None:
     run_ranks(one_rank_alone, 4, environment={"SHARDWEAVE_TIMEOUT": "5"})
 
 
-def die_or_wait(rank: int, how: str, transport: str = "shared_memory") -> None:
+def die_or_wait(rank: int, failure: str, transport: str = "shared_memory") -> None:
     mesh = init_device_mesh("cpu", (4,))
     d = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])
     for call in range(50):
         if rank == 1 and call == 30:
-            if how == "killed":
+            if failure == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "exit":
+            if failure == "exit":
                 os._exit(0)
             time.sleep(5)
         shardweave.redistribute(d, [Shard(1)], transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("how", ["killed", "exit"])
-def test_a_dead_rank_is_named(how: str, transport: str) -> None:
+@pytest.mark.parametrize("failure", ["killed", "exit"])
+def test_dead_rank_is_named(failure: str, transport: str) -> None:
     start = time.monotonic()
-    ends = end_ranks(die_or_wait, 4, how, transport, timeout=60)
+    ends = end_ranks(die_or_wait, 4, failure, transport, timeout=60)
     # Far below the group's timeout of 60 s: the death itself was noticed.
     assert time.monotonic() - start < 45
     named = [end.message for r, end in enumerate(ends) if r != 1 and "rank 1" in end.message]
@@ -96,7 +96,7 @@ def test_a_dead_rank_is_named(how: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_stalled_rank_ends_the_wait(transport: str) -> None:
+def test_stalled_rank_times_out(transport: str) -> None:
     ends = end_ranks(die_or_wait, 4, "stall", transport, environment={"SHARDWEAVE_TIMEOUT": "2"}, timeout=30)
     errors = [end for r, end in enumerate(ends) if r != 1]
     assert any(end.error == "MeetingTimeoutError" and "rank 1" in end.message for end in errors)
@@ -123,11 +123,11 @@ def bad_arguments(rank: int) -> None:
     )
     with refused(shardweave.ArgumentError, "local tensor", r"\(3, 3\)", r"allows only \(2, 3\)"):
         shardweave.redistribute(misfit, [Replicate(), Replicate()])
-    # None of it left the ranks apart.
+    # The ranks still agree after all of these errors.
     assert torch.equal(shardweave.redistribute(d, [Replicate(), Replicate()]).to_local(), torch.arange(24.0).view(4, 6))
 
 
-def test_bad_arguments_are_refused_before_anything_is_communicated() -> None:
+def test_bad_arguments_raise_before_communication() -> None:
     run_ranks(bad_arguments, 4)
 
 
@@ -148,7 +148,7 @@ def fail_alone(rank: int) -> None:
     shardweave.redistribute(d, [Replicate()])
 
 
-def test_a_rank_that_fails_between_meetings_tells_its_peers() -> None:
+def test_failure_between_barriers_raises_on_peers() -> None:
     start = time.monotonic()
     ends = end_ranks(fail_alone, 2, environment={"SHARDWEAVE_TIMEOUT": "40"}, timeout=60)
     assert ends[0].error == "PeerError" and "rank 1" in ends[0].message and "failed" in ends[0].message
@@ -177,13 +177,13 @@ def two_threads(rank: int) -> list[str]:
     return ends
 
 
-def test_two_threads_at_once_are_told() -> None:
+def test_two_concurrent_threads_raise() -> None:
     ends = run_ranks(two_threads, 2, environment={"SHARDWEAVE_TIMEOUT": "20"})
     assert all(ends) and any("two threads" in text for rank in ends for text in rank)
 
 
 @pytest.mark.parametrize("kind", ["anonymous", "named"])
-def test_no_shared_memory_segment_is_left_behind(kind: str) -> None:
+def test_shared_memory_segments_are_removed(kind: str) -> None:
     before = set(os.listdir("/dev/shm"))
     ends = end_ranks(die_or_wait, 4, "killed", environment={"SHARDWEAVE_SEGMENTS": kind}, timeout=60)
     assert all(end.error == "PeerError" for r, end in enumerate(ends) if r != 1)
@@ -199,7 +199,7 @@ def use_named_segments(rank: int) -> int:
     return sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm"))
 
 
-def test_named_segments_carry_the_same_and_go_at_exit() -> None:
+def test_named_segments_work_and_are_removed_at_exit() -> None:
     before = set(os.listdir("/dev/shm"))
     assert all(named >= 2 for named in run_ranks(use_named_segments, 4, environment={"SHARDWEAVE_SEGMENTS": "named"}))
     assert set(os.listdir("/dev/shm")) - before == set()
@@ -211,5 +211,5 @@ def ask_for_unknown_segments(rank: int) -> None:
         shardweave.redistribute(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), [Replicate()])
 
 
-def test_unknown_segments_are_refused() -> None:
+def test_unknown_segment_kind_raises() -> None:
     run_ranks(ask_for_unknown_segments, 2, environment={"SHARDWEAVE_SEGMENTS": "wooden"})

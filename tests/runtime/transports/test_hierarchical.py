@@ -1,4 +1,4 @@
-"""Programs that push inside a node and send across nodes: pretended nodes of real processes, and of virtual ranks."""
+"""Programs that push inside nodes and send across nodes: real processes on pretended nodes, and simulated ranks."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def raw(x: torch.Tensor) -> bytes:
     return torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8).numpy().tobytes()
 
 
-# Of virtual ranks
+# Simulated ranks
 
 
 def check_bits(seeds: range, node_size: int, device: str, backends: tuple[str | None, ...]) -> None:
-    """Sums that round, of every kind of program: as one-sided ranks give them, and as those that only send do."""
+    """Rounding sums of every kind of program are equal on one-sided, two-sided and hierarchical transports."""
     for seed in seeds:
         case = drawn(seed)
         dtype = getattr(torch, case.dtype)
@@ -67,19 +67,19 @@ def check_bits(seeds: range, node_size: int, device: str, backends: tuple[str | 
 
 @pytest.mark.plan
 @pytest.mark.parametrize("node_size", [2, 3])
-def test_every_part_of_a_node_gives_the_same_bits(node_size: int, poison: Any) -> None:  # noqa: F811
+def test_node_sizes_give_same_bits(node_size: int, poison: Any) -> None:  # noqa: F811
     check_bits(range(60), node_size, "cpu", (None, "gloo", "nccl"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_virtual_ranks_of_a_gpu_give_the_same_bits() -> None:
+def test_simulated_gpu_ranks_give_same_bits() -> None:
     check_bits(range(60), 2, "cuda", (None, "nccl"))
 
 
 @pytest.mark.plan
-def test_all_who_meet_choose_alike_by_their_nodes() -> None:
-    found = Counter[str]()
+def test_members_choose_same_algorithm_by_nodes() -> None:
+    results = Counter[str]()
     for mesh, node_size in ((Mesh((2, 2)), 2), (Mesh((2, 3)), 2), (Mesh((2, 2, 2)), 4), (Mesh((5,)), 2)):
         for source in ("S0", "P", "R"):
             for target in ("S0", "S1", "R"):
@@ -101,12 +101,14 @@ def test_all_who_meet_choose_alike_by_their_nodes() -> None:
                                 members,
                                 algorithms,
                             )
-                        found.update(algorithms)
-    assert min(found["push"], found["push and send"], found["send and receive"] + found["all-to-all"]) > 3, found
+                        results.update(algorithms)
+    assert min(results["push"], results["push and send"], results["send and receive"] + results["all-to-all"]) > 3, (
+        results
+    )
 
 
 @pytest.mark.plan
-def test_simulate_refuses_a_node_size() -> None:
+def test_simulate_rejects_invalid_node_size() -> None:
     program = shardweave.plan((2,), (4,), "float32", "S0", "R")
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ArgumentError, match="node_size: .*; allowed: a whole number above 0, or None"):
@@ -117,31 +119,31 @@ def test_simulate_refuses_a_node_size() -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     nodes = tmp_path / "nodes.json"
     nodes.write_text(NODES.to_json())
-    asked = ["plan", "--mesh", "2,2", "--shape", "64,64", "--transport", "hierarchical", "S0 S0", "R R"]
-    assert main([*asked, "--topology", str(nodes)]) == 0
+    command = ["plan", "--mesh", "2,2", "--shape", "64,64", "--transport", "hierarchical", "S0 S0", "R R"]
+    assert main([*command, "--topology", str(nodes)]) == 0
     shown = capsys.readouterr().out
     program = shardweave.plan((2, 2), (64, 64), "float32", "S0 S0", "R R", topology=NODES)
     assert shown == explain_on(program, AssumedTransport(program.mesh, False, node_size=2)) + "\n"
     assert "     by push: ranks of one node write into each other's memory" in shown
     for topology in ([], ["--topology", "nvlink"]):
-        assert main([*asked, *topology]) == 2
+        assert main([*command, *topology]) == 2
         assert "error: --transport hierarchical: the size of nodes is unknown; allowed: with a --topology of nodes" in (
             capsys.readouterr().err
         )
 
 
-# Of real processes
+# Real processes
 
 REAL = {3: [(3,), (1, 3)], 4: [(4,), (2, 2), (2, 1, 2)], 5: [(5,)]}
 
 
 def digests(rank: int, ranks: int, transport: str, first: int, count: int) -> list[str]:
-    """Of outputs, from values that do not add up exactly; each first checked against slices with values that do."""
+    """Digests of outputs of rounding sums. Each redistribution is first checked with exact values against slices."""
     random, meshes = Random(first), []
     for shape in REAL[ranks]:
         order = ascending(random, range(ranks), shape)
         meshes += [(shape, order, DeviceMesh("cpu", torch.tensor(order).view(shape)))]
-    found = []
+    results = []
     for seed in range(first, first + count):
         shape, order, mesh = meshes[seed % len(meshes)]
         case, position = drawn(seed, shape), order.index(rank)
@@ -154,8 +156,8 @@ def digests(rank: int, ranks: int, transport: str, first: int, count: int) -> li
         for _ in range(2):  # the second with buffers that are kept ready
             y = shardweave.redistribute(x, placements_of(case.target), shard_order=orders, transport=transport,
                                         topology=case.topology)  # fmt: skip
-            found.append(hashlib.blake2b(raw(y._local_tensor)).hexdigest())
-    return found
+            results.append(hashlib.blake2b(raw(y._local_tensor)).hexdigest())
+    return results
 
 
 @pytest.mark.multi
@@ -166,7 +168,7 @@ def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count
 
 
 class Counted:
-    """Bytes that go to each rank through torch.distributed, which must not be of this rank's node."""
+    """Counts the bytes sent to each rank through torch.distributed, which must be on other nodes."""
 
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages, self.sent, self.received = 0, 0, 0
@@ -219,7 +221,7 @@ def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[st
             assert y.to_local().equal(times * distribute_tensor(x, mesh, (c, d), src_data_rank=None).to_local())
             program = shardweave.plan(mesh, x.shape, x.dtype, (a, b), (c, d), topology=topology)
             traffic = [replaced_traffic(program, step, rank) for step in program.steps]
-            # Nothing across nodes but what the plan says; so what stays inside does not pass through torch.
+            # Across nodes exactly the plan's bytes, so that bytes inside a node bypass torch.
             assert counted.received == 4 * sum(t.received_far for t in traffic), program.explain()
             assert counted.sent == 4 * sum(t.sent_far for t in traffic), program.explain()
             within += sum(t.received_near for t in traffic)
@@ -234,15 +236,15 @@ def count_bytes(rank: int, topology: Topology | None) -> tuple[list[int], set[st
 
 
 def replaced_traffic(program: shardweave.Program, step: Any, position: int) -> Any:
-    """What a rank exchanges inside and across nodes of two, whatever the program was planned for."""
+    """The bytes that a rank exchanges inside and across nodes of two ranks, for any planned topology."""
     return replace(program, topology=NODES).traffic(step, position)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("topology", [None, NODES])
-def test_bytes_inside_a_node_do_not_pass_through_torch(topology: Topology | None) -> None:
-    found = run_ranks(count_bytes, 4, topology, environment=PRETENDED)
-    for crossing, means, within in found:
+def test_bytes_inside_node_bypass_torch(topology: Topology | None) -> None:
+    results = run_ranks(count_bytes, 4, topology, environment=PRETENDED)
+    for crossing, means, within in results:
         assert any(crossing) and not all(crossing) and within > 0
         assert "by push: ranks of one node write into each other's memory" in means
         assert any(text.startswith("by push and send: ranks of a node write into each") for text in means)
@@ -270,7 +272,7 @@ def count_bytes_of_a_batch(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_a_batch_mixes_as_well() -> None:
+def test_batch_exchanges_inside_and_across_nodes() -> None:
     run_ranks(count_bytes_of_a_batch, 4, environment=PRETENDED)
 
 
@@ -285,7 +287,7 @@ def test_other_meshes_topologies_and_batches() -> None:
 
 
 @pytest.mark.multi
-def test_what_is_begun_is_waited_for_when_it_is_used() -> None:
+def test_async_result_waits_on_first_use() -> None:
     run_ranks(waited_for_later, 4, "hierarchical", environment={**PRETENDED, "SHARDWEAVE_TRANSPORT": "hierarchical"})
     run_ranks(refused_meanwhile, 2, environment={"SHARDWEAVE_NODE_SIZE": "1", "SHARDWEAVE_TRANSPORT": "hierarchical"})
 
@@ -306,13 +308,13 @@ def several_transports_at_once(rank: int) -> None:
             y = shardweave.redistribute(given, [Shard(1)] * given.device_mesh.ndim, async_op=True)
             assert shardweave.stats().transports[tuple(given.device_mesh.mesh.flatten().tolist())].startswith(transport)
             begun.append(y)
-        # On two parts of a hierarchical transport at once, then on it as a whole, and the other way round.
+        # On both parts of a hierarchical transport at once, then on the whole transport, and in the opposite order.
         for y in begun if rank % 2 else reversed(begun):
             assert y.full_tensor().equal(x)
 
 
 @pytest.mark.multi
-def test_a_mixed_transport_takes_turns_with_its_parts() -> None:
+def test_hierarchical_transport_alternates_with_its_parts() -> None:
     run_ranks(several_transports_at_once, 4, environment=PRETENDED)
 
 
@@ -330,12 +332,12 @@ def installed(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_the_drop_in_mixes() -> None:
+def test_drop_in_on_hierarchical_transport() -> None:
     run_ranks(installed, 4, environment=PRETENDED)
 
 
 @pytest.mark.multi
-def test_fsdps_own_collectives_mix() -> None:
+def test_fsdp_collectives_on_hierarchical_transport() -> None:
     run_ranks(collectives_alone, 4, "hierarchical", environment={**PRETENDED, "SHARDWEAVE_TRANSPORT": "hierarchical"})
 
 
@@ -353,7 +355,7 @@ def chosen(rank: int) -> None:
         x = distribute_tensor(torch.arange(12.0), meshes[ranks], [Shard(0)], src_data_rank=None)
         assert shardweave.redistribute(x, [Replicate()]).to_local().equal(torch.arange(12.0))
         assert shardweave.stats().transports[ranks] == transport
-        # Any ranks may be asked to mix.
+        # The hierarchical transport may be requested for any ranks.
         assert shardweave.redistribute(x, [Replicate()], transport="hierarchical").to_local().equal(torch.arange(12.0))
         assert shardweave.stats().transports[ranks] == "hierarchical: asked for"
         if ranks != (0, 1):
@@ -363,7 +365,7 @@ def chosen(rank: int) -> None:
 
 
 @pytest.mark.multi
-def test_the_transport_follows_from_the_nodes() -> None:
+def test_transport_selected_by_nodes() -> None:
     run_ranks(chosen, 4, environment=SOON)
 
 
@@ -390,7 +392,7 @@ def move_something() -> None:
 
 
 @pytest.mark.multi
-def test_node_sizes_are_whole_and_alike() -> None:
+def test_invalid_or_different_node_sizes_raise() -> None:
     run_ranks(refuse_node_sizes, 2)
 
 
@@ -402,14 +404,14 @@ def test_random_redistributions_of_eight_ranks_at_length(node_size: str) -> None
     assert run_ranks(many_on_ranks, 8, 8, "hierarchical", 3000, 150, environment=environment, timeout=500) == [150] * 8
 
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.multi
-def test_a_dead_rank_is_named() -> None:
+def test_dead_rank_is_named() -> None:
     ends = end_ranks(die_or_wait, 4, "killed", "hierarchical", environment=PRETENDED, timeout=50)
     others = [end for r, end in enumerate(ends) if r != 1]
-    # Not by the group's timeout, of 60 s: the death itself was noticed.
+    # Earlier than the group's timeout of 60 s: the death itself was noticed.
     assert all(end.error == "PeerError" for end in others) and any("rank 1" in end.message for end in others)
 
 
@@ -421,29 +423,29 @@ def stall(rank: int) -> str:
     if rank == 1:
         store.wait([f"told/{other}" for other in (0, 2, 3)])
         return ""
-    with pytest.raises((MeetingTimeoutError, PeerError)) as told:
+    with pytest.raises((MeetingTimeoutError, PeerError)) as error_texts:
         shardweave.redistribute(x, [Replicate(), Replicate()])
     store.set(f"told/{rank}", "")
-    return f"{told.typename}: {told.value}"
+    return f"{error_texts.typename}: {error_texts.value}"
 
 
 @pytest.mark.multi
-def test_a_stalled_rank_ends_the_wait() -> None:
-    found = run_ranks(stall, 4, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "2"})
-    assert any(text.startswith("MeetingTimeoutError: ") and "rank 1" in text for text in found), found
+def test_stalled_rank_times_out() -> None:
+    results = run_ranks(stall, 4, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "2"})
+    assert any(text.startswith("MeetingTimeoutError: ") and "rank 1" in text for text in results), results
 
 
 @pytest.mark.multi
-def test_ranks_that_ask_for_different_things_are_told() -> None:
+def test_different_requests_raise() -> None:
     ends = end_ranks(disagree, 4, "hierarchical", environment=SOON, timeout=40)
     assert ends[2].error == "DisagreementError" and "asked for different things" in ends[2].message
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
-    found = run_ranks(one_disagrees, 4, "hierarchical", environment=SOON)
-    assert "nothing" not in found and "DisagreementError" in found
+    results = run_ranks(one_disagrees, 4, "hierarchical", environment=SOON)
+    assert "nothing" not in results and "DisagreementError" in results
 
 
 @pytest.mark.multi
-def test_a_rank_whose_tensor_does_not_fit_tells_its_peers() -> None:
+def test_wrong_local_shape_on_one_rank_raises_on_peers() -> None:
     ends = end_ranks(misfit_on_one, 4, "hierarchical", environment=SOON, timeout=40)
     assert ends[2].error == "ArgumentError" and "gave shape (3, 4)" in ends[2].message
     others = [end for rank, end in enumerate(ends) if rank != 2]
@@ -452,7 +454,7 @@ def test_a_rank_whose_tensor_does_not_fit_tells_its_peers() -> None:
 
 
 def fail_alone(rank: int, topology: Topology | None, where: str) -> str:
-    """Rank 1 fails in a call, and lives on: who waits for it, or for who waits for it, is told all the same."""
+    """Rank 1 fails in a call and stays alive: ranks that wait for it, directly or indirectly, raise."""
     store = dist.distributed_c10d._get_default_store()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
     x = distribute_tensor(torch.arange(256.0).reshape(16, 16), mesh, [Shard(0), Shard(1)], src_data_rank=None)
@@ -472,26 +474,28 @@ def fail_alone(rank: int, topology: Topology | None, where: str) -> str:
             monkeypatch.setattr("shardweave.runtime.transports.shared_memory.tensors.SharedPool.empty", no_room)
             with pytest.raises(shardweave.TransportError, match="no room"):
                 call(inside if where == "inside" else x)
-    with pytest.raises(shardweave.TransportError) as told:
+    with pytest.raises(shardweave.TransportError) as error_texts:
         call(inside if rank == 0 and where == "inside" else x)
     with pytest.raises(shardweave.TransportError):
         call()
     store.set(f"told/{rank}", "")
-    # Nobody is told by anyone's end.
+    # No rank exits, so that no peer is notified by a closed connection.
     store.wait([f"told/{other}" for other in range(4)])
-    assert rank == 1 or isinstance(told.value, PeerError), told.value
-    return str(told.value)
+    assert rank == 1 or isinstance(error_texts.value, PeerError), error_texts.value
+    return str(error_texts.value)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("topology", "where"), [(None, "everywhere"), (NODES, "everywhere"), (None, "inside")])
-def test_a_failure_reaches_those_who_wait_in_the_other_transport(topology: Topology | None, where: str) -> None:
-    found = run_ranks(fail_alone, 4, topology, where, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "50"}, timeout=90)
-    assert "rank 1" in found[0] and "failed" in found[0] and "no room" in found[1]
-    assert all("failed" in text and "rank" in text for text in found[2:]), found
-    assert any("rank 1 failed: no room" in text or "rank 0 failed: " in text for text in found[2:]), found
+def test_failure_reaches_peers_of_other_part(topology: Topology | None, where: str) -> None:
+    results = run_ranks(
+        fail_alone, 4, topology, where, environment={**PRETENDED, "SHARDWEAVE_TIMEOUT": "50"}, timeout=90
+    )
+    assert "rank 1" in results[0] and "failed" in results[0] and "no room" in results[1]
+    assert all("failed" in text and "rank" in text for text in results[2:]), results
+    assert any("rank 1 failed: no room" in text or "rank 0 failed: " in text for text in results[2:]), results
 
 
-def test_values_differ() -> None:
-    """What the comparisons above rest on."""
+def test_comparison_values_differ() -> None:
+    """Checks that the values compared above differ between summation orders."""
     assert not same(torch.ones(2), torch.zeros(2)) and raw(torch.ones(2)) != raw(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""Shared memory of real ranks: bounded by what is alive and a share, and gone with the process group."""
+"""Shared memory of real ranks: bounded by live tensors and the limit, and released with the process group."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MIB = 1 << 20
 
 
 def pool_pages() -> int:
-    """Bytes that the system has given to this process's pools."""
+    """Bytes that the system has allocated to the pools of this process."""
     descriptors = [segment._descriptor for allocator in list(allocators) for segment in allocator.segments]
     return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in descriptors)
 
 
 def left() -> tuple[int, int, int]:
-    """Descriptors and mappings of shared memory of ours in this process, a peer's included, and bytes mapped."""
+    """Descriptors and mappings of shardweave's shared memory in this process, including peers', and bytes mapped."""
     descriptors = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -56,8 +56,8 @@ def gather_and_drop(rank: int, size: int) -> None:
     assert is_right(y, 8192 * 4, 1.0) and 128 * MIB <= pool_pages() <= 129 * MIB
     del y
     assert pool_pages() <= 1 * MIB, "more than the limit is a block that goes back"
-    said = shardweave.pool_memory()
-    assert said.allocated == 0 and said.reserved <= said.limit == 96 * MIB
+    outcomes = shardweave.pool_memory()
+    assert outcomes.allocated == 0 and outcomes.reserved <= outcomes.limit == 96 * MIB
     y = shardweave.redistribute(rows_of(mesh, 8192, 2.0), [Replicate()]).to_local()
     del y
     assert 32 * MIB <= pool_pages() <= 33 * MIB, "within it the next call finds it"
@@ -66,12 +66,12 @@ def gather_and_drop(rank: int, size: int) -> None:
     assert is_right(shardweave.redistribute(rows_of(mesh, 50, 3.0), [Replicate()]).to_local(), 50, 3.0)
 
 
-def test_a_large_gather_that_is_dropped() -> None:
+def test_dropped_large_gather_returns_memory() -> None:
     run_ranks(gather_and_drop, 2, 2)
 
 
 def random_lengths(rank: int, size: int, limit: int) -> tuple[int, int]:
-    """The most pages above what was alive, and the segments, of 240 steps."""
+    """The maximum of pages beyond live tensors, and the number of segments, of 240 steps."""
     mesh, generator = init_device_mesh("cpu", (size,)), random.Random(11)
     most, kept, want = 0, None, (0, 0.0)
     for step in range(240):
@@ -99,7 +99,7 @@ def random_lengths(rank: int, size: int, limit: int) -> tuple[int, int]:
         pytest.param("named", 4, 0, marks=pytest.mark.long),
     ],
 )
-def test_random_lengths_stay_within_what_is_alive_and_the_limit(kind: str, size: int, limit: int) -> None:
+def test_random_lengths_stay_within_limit(kind: str, size: int, limit: int) -> None:
     environment = {"SHARDWEAVE_POOL_LIMIT": str(limit), "SHARDWEAVE_SEGMENTS": kind}
     for most, segments in run_ranks(random_lengths, size, size, limit, environment=environment):
         assert most <= limit and segments == 1
@@ -117,7 +117,7 @@ def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
             y = shardweave.redistribute(rows_of(mesh, 300, life + 1.0), [Replicate()], transport=transport).to_local()
         whole = DTensor.from_local(torch.ones(7, 3), mesh, [Partial()], run_check=False)
         assert bool((shardweave.redistribute(whole, [Shard(0)], transport=transport).to_local() == size).all())
-        for _ in range(2):  # nobody waits for the last of them
+        for _ in range(2):  # the last one is not awaited
             later = shardweave.redistribute(rows_of(mesh, 10, 1.0), [Replicate()], transport=transport, async_op=True)
         del later, whole
         assert is_right(y, 300, life + 1.0) and left()[0] > 0
@@ -125,7 +125,7 @@ def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
         dist.destroy_process_group()
         gc.collect()
         if transport == "shared_memory":
-            # Of memory what is under the tensor, which is rounded up, alone; of descriptors, those of its segment.
+            # Only the tensor's memory, rounded up, and the descriptors of its segment are left.
             assert pool_pages() <= block_size(y.nbytes) == shardweave.pool_memory().reserved
             assert left()[0] <= 2 and is_right(y, 300, life + 1.0)
         del y, mesh
@@ -143,7 +143,7 @@ def many_lives(rank: int, size: int, transport: str, lives: int) -> None:
         ("anonymous", "hierarchical", 3),
     ],
 )
-def test_nothing_is_left_of_groups_that_are_destroyed(kind: str, transport: str, lives: int) -> None:
+def test_destroyed_groups_release_memory(kind: str, transport: str, lives: int) -> None:
     environment = {"SHARDWEAVE_SEGMENTS": kind} | ({"SHARDWEAVE_NODE_SIZE": "2"} if transport == "hierarchical" else {})
     run_ranks(many_lives, 3, 3, transport, lives, environment=environment)
 
@@ -162,7 +162,7 @@ def waited_for_after_the_end(rank: int) -> None:
     group_anew(1, store, rank, 2)
 
 
-def test_what_has_begun_outlives_its_group() -> None:
+def test_async_result_outlives_process_group() -> None:
     run_ranks(waited_for_after_the_end, 2)
 
 
@@ -176,27 +176,27 @@ def held_group(rank: int) -> None:
     group_anew(1, held[1], rank, 2)
 
 
-def test_a_group_that_is_destroyed_is_forgotten_though_it_is_held() -> None:
+def test_destroyed_group_is_released_while_referenced() -> None:
     run_ranks(held_group, 2)
 
 
 def buffers_kept_ready(rank: int, size: int, limits: list[int | None]) -> list[int]:
     shardweave.set_pool_limit(limits[rank])
     mesh = init_device_mesh("cpu", (size,))
-    found = []
+    results = []
     for value in range(1, 6):
         x = rows_of(mesh, 64, float(value))
         y = shardweave.redistribute(x, [Replicate()]).to_local()
         assert is_right(y, 64, value)
-        found.append(shardweave.pool_memory().ready)
+        results.append(shardweave.pool_memory().ready)
         dist.barrier()
     shardweave.redistribute(rows_of(mesh, 512, 1.0), [Replicate()])
     shardweave.redistribute(rows_of(mesh, 512, 1.0), [Replicate()])
-    assert shardweave.pool_memory().ready <= found[-1], "what is large is not kept"
+    assert shardweave.pool_memory().ready <= results[-1], "what is large is not kept"
     shardweave.set_pool_limit(0)
     shardweave.redistribute(rows_of(mesh, 64, 1.0), [Replicate()])
     assert shardweave.pool_memory().ready == 0 and pool_pages() <= block_size(y.nbytes)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -208,5 +208,5 @@ def buffers_kept_ready(rank: int, size: int, limits: list[int | None]) -> list[i
         ([0, 0], [0] * 5),
     ],
 )
-def test_buffers_are_kept_ready_once_a_call_repeats(limits: list[int | None], ready: list[int]) -> None:
+def test_receive_buffers_kept_after_repeated_call(limits: list[int | None], ready: list[int]) -> None:
     assert run_ranks(buffers_kept_ready, len(limits), len(limits), limits) == [ready] * len(limits)

@@ -1,4 +1,4 @@
-"""Buffers kept ready between calls: results never share memory, whatever was kept, let go or asked for in between."""
+"""Receive buffers that are kept between calls: results never share memory, whatever is kept or dropped in between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardweave.runtime.transports.shared_memory.receive_buffers import ReceiveB
 
 
 @pytest.mark.plan
-def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_buffers_drop_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive_buffers, "MOST_KEPT", 100)
     allocator = Allocator("shardweave-test", False, 2000)
     kept, buffer = ReceiveBuffers(allocator), torch.empty(0)
@@ -45,7 +45,7 @@ def test_landings_let_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def many_calls(rank: int, most_kept: int | None) -> int:
-    """Requests of several groups and sizes in a random sequence, again and again, each with values of its own."""
+    """A random sequence of repeated requests of several groups and sizes, each call with new values."""
     if most_kept is not None:
         receive_buffers.MOST_KEPT = most_kept
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -62,7 +62,7 @@ def many_calls(rank: int, most_kept: int | None) -> int:
     def remember(y: DTensor, want: DTensor) -> None:
         nonlocal done
         kept.append((y.to_local(), want.to_local()))
-        # Those made some calls ago too: a later call that wrote into them would show.
+        # Also results of earlier calls, to detect later calls that wrote into them.
         assert all(torch.equal(mine, theirs) for mine, theirs in kept), done
         done += 1
 
@@ -74,7 +74,7 @@ def many_calls(rank: int, most_kept: int | None) -> int:
         if source[0].is_partial():
             parts = x.to_local() * (1.0 if coordinate[0] == 0 else 0.0)
             x = DTensor.from_local(parts, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
-        # Sources are read in place through their strides: the same request bound anew.
+        # Sources are read in place by their strides: the same request is bound again.
         if call % 5 == 0 and x.to_local().ndim == 2:
             strided = x.to_local().t().contiguous().t()
             x = DTensor.from_local(strided, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
@@ -89,7 +89,7 @@ def many_calls(rank: int, most_kept: int | None) -> int:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("most_kept", [None, 2000, 0])
-def test_results_stay_what_they_are(most_kept: int | None) -> None:
+def test_results_do_not_change_later(most_kept: int | None) -> None:
     assert run_ranks(many_calls, 4, most_kept) == [343] * 4
 
 
@@ -101,15 +101,15 @@ def disagree_later(rank: int) -> list[float]:
     try:
         shardweave.redistribute(x, [Replicate() if rank == 2 else Shard(1)])
     except shardweave.DisagreementError:
-        # Peers look at what this rank asked for before it is gone.
+        # Peers read this rank's request before it exits.
         time.sleep(0.5)
         assert all(torch.equal(y.to_local(), want) for y, want in zip(outputs, before, strict=True))
         raise
-    raise AssertionError("nobody noticed")
+    raise AssertionError("no error was raised")
 
 
 @pytest.mark.multi
-def test_a_request_that_differs_after_many_alike_is_told() -> None:
+def test_different_request_after_many_equal_ones_raises() -> None:
     ends = end_ranks(disagree_later, 4, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}, ends
     assert ends[2].error == "DisagreementError" and "no tensor of yours was written" in ends[2].message

@@ -19,26 +19,26 @@ def at(store: dist.Store, rank: int, timeout: float = 20, gone: tuple[int, ...] 
     return Rendezvous(store, rank, timeout, lambda rank: rank in gone)
 
 
-def meet(store: dist.Store, rank: int, ranks: tuple[int, ...], timeout: float) -> str:
+def session(store: dist.Store, rank: int, ranks: tuple[int, ...], timeout: float) -> str:
     return at(store, rank, timeout).session(ranks)
 
 
 def agreed(store: dist.Store, ranks: tuple[int, ...], first: int = 0) -> list[str]:
     """The session names of all ranks. `first`: the number of ranks that start before the others."""
     with ThreadPoolExecutor(len(ranks)) as pool:
-        asked = [pool.submit(meet, store, r, ranks, 20) for r in ranks[:first]]
-        for future in asked:
+        requests = [pool.submit(session, store, r, ranks, 20) for r in ranks[:first]]
+        for future in requests:
             with pytest.raises(TimeoutError):
                 future.result(0.05)
-        asked += [pool.submit(meet, store, r, ranks, 20) for r in ranks[first:]]
-        return [future.result() for future in asked]
+        requests += [pool.submit(session, store, r, ranks, 20) for r in ranks[first:]]
+        return [future.result() for future in requests]
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 5, 9), tuple(range(8))], ids=len)
 def test_session_is_new_with_leftover_store_keys(ranks: tuple[int, ...]) -> None:
     store, seen = dist.HashStore(), set()
     for life in range(6):
-        # Of earlier lives there is a whole session in the store, which none of the ranks may take for this one's.
+        # The store has complete sessions of earlier groups, which no rank may take for the current one.
         names = agreed(store, ranks, first=life % len(ranks))
         assert len(set(names)) == 1 and names[0] not in seen
         seen.add(names[0])
@@ -48,12 +48,12 @@ def test_session_times_out_with_rank_of_earlier_group() -> None:
     store = dist.HashStore()
     agreed(store, (0, 1))
     with pytest.raises(MeetingTimeoutError, match="rank 1 did not come within 0.2 s; rank 0 was waiting for it"):
-        meet(store, 0, (0, 1), 0.2)
+        session(store, 0, (0, 1), 0.2)
     with pytest.raises(MeetingTimeoutError, match="rank 7 did not come within 0.2 s"):
-        meet(store, 0, (0, 7), 0.2)
+        session(store, 0, (0, 7), 0.2)
 
 
-def met(*, gone: tuple[int, ...] = ()) -> tuple[Rendezvous, Rendezvous]:
+def connected(*, gone: tuple[int, ...] = ()) -> tuple[Rendezvous, Rendezvous]:
     store = dist.HashStore()
     both = at(store, 0, gone=gone), at(store, 1, gone=gone)
     with ThreadPoolExecutor(2) as pool:
@@ -85,7 +85,7 @@ def looked(wait: LongWait, *peers: int) -> None:
 
 
 def test_wait_ends_on_different_request() -> None:
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "S0 to R")
     other.begin((0, 1), 6, "S0 to S1")
     mine, theirs = LongWait(one), LongWait(other)
@@ -100,7 +100,7 @@ def test_wait_ends_on_different_request() -> None:
 
 
 def test_wait_continues_while_peer_is_in_earlier_call() -> None:
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "a")
     other.begin((0, 1), 5, "a")
     one.begin((0, 1), 6, "b")
@@ -111,7 +111,7 @@ def test_wait_continues_while_peer_is_in_earlier_call() -> None:
 
 
 def test_wait_continues_while_peer_is_in_later_call() -> None:
-    one, other = met()
+    one, other = connected()
     for _ in range(2):
         other.begin((0, 1), 5, "a")  # its part of the first call is done
     one.begin((0, 1), 5, "a")
@@ -122,7 +122,7 @@ def test_wait_continues_while_peer_is_in_later_call() -> None:
 
 
 def test_refusals_reach_peer_in_earlier_call() -> None:
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "a")
     other.begin((0, 1), 5, "a")
     other.refuse((0, 1), "a first reason")
@@ -135,7 +135,7 @@ def test_refusals_reach_peer_in_earlier_call() -> None:
 
 
 def test_wait_ends_on_deadlock_of_two_groups() -> None:
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "pair")
     other._sequence((0, 1, 2)).session = "agreed"
     other.begin((0, 1, 2), 6, "all")
@@ -148,7 +148,7 @@ def test_wait_ends_on_deadlock_of_two_groups() -> None:
 
 
 def test_wait_continues_while_peer_is_in_earlier_call_of_other_group() -> None:
-    one, other = met()
+    one, other = connected()
     for each in (one, other):
         each._sequence((0, 1, 2)).session = "agreed"
         each.begin((0, 1, 2), 6, "all")
@@ -160,7 +160,7 @@ def test_wait_continues_while_peer_is_in_earlier_call_of_other_group() -> None:
 
 
 def test_refusal_ends_only_wait_for_that_call() -> None:
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "a")
     looked(LongWait(one), 1)
     other.refuse((0, 1), "x: too large")
@@ -187,13 +187,13 @@ def test_keys_of_earlier_process_group_are_ignored() -> None:
     assert both[0].read_waiting(1) is None and wait is not None
 
 
-@pytest.mark.parametrize("how", ["failed", "gone"])
-def test_wait_ends_after_peer_failed_or_died(how: str) -> None:
-    one, other = met(gone=(1,) if how == "gone" else ())
-    if how == "failed":
+@pytest.mark.parametrize("kind", ["failed", "gone"])
+def test_wait_ends_after_peer_failed_or_died(kind: str) -> None:
+    one, other = connected(gone=(1,) if kind == "gone" else ())
+    if kind == "failed":
         other.fail("rank 1 failed: no room")
     one.begin((0, 1), 5, "a")
-    with pytest.raises(PeerError, match="no room" if how == "failed" else "rank 1 is gone"):
+    with pytest.raises(PeerError, match="no room" if kind == "failed" else "rank 1 is gone"):
         looked(LongWait(one), 1)
 
 
@@ -201,7 +201,7 @@ def test_long_wait_warns_once_with_peer_status(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous, "WARN_AFTER", 0.0)
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "S0 to R")
     wait = LongWait(one)
     with caplog.at_level(logging.WARNING):
@@ -211,19 +211,21 @@ def test_long_wait_warns_once_with_peer_status(
         looked(LongWait(other), 0)
         looked(LongWait(one), 1)
         looked(LongWait(one), 7)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank 0")]
-    assert len(said) == 3 and all("in call 1 of ranks (0, 1): S0 to R. " in text for text in said)
-    assert "rank 1 has the same settings and waits nowhere" in said[0]
-    assert "rank 1 waits in call 1 of ranks (0, 1): S0 to R" in said[1]
-    assert "rank 7 has not used shardweave in this process group" in said[2] and "shardweave.install()" in said[2]
+    warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank 0")]
+    assert len(warnings) == 3 and all("in call 1 of ranks (0, 1): S0 to R. " in text for text in warnings)
+    assert "rank 1 has the same settings and waits nowhere" in warnings[0]
+    assert "rank 1 waits in call 1 of ranks (0, 1): S0 to R" in warnings[1]
+    assert (
+        "rank 7 has not used shardweave in this process group" in warnings[2] and "shardweave.install()" in warnings[2]
+    )
 
 
 def test_finished_wait_deletes_no_store_key() -> None:
     """A peer may be between finding the key and reading it."""
-    one, other = met()
+    one, other = connected()
     one.begin((0, 1), 5, "a")
     one.write_waiting(1)
-    found = other.read_waiting(0)
-    assert found is not None and found[0].description == "a"
+    state = other.read_waiting(0)
+    assert state is not None and state[0].description == "a"
     one.clear_waiting()
     assert other.store.check(["waiting/0"]) and other.read_waiting(0) is None

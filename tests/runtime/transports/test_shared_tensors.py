@@ -28,11 +28,11 @@ PAGE = os.sysconf("SC_PAGESIZE")
 @pytest.fixture(autouse=True)
 def limit_as_before() -> Iterator[None]:
     yield
-    pool_controls._asked = None
+    pool_controls._limit = None
 
 
 def made(limit: int | None = None, named: bool = False) -> SharedPool:
-    pool_controls._asked = limit
+    pool_controls._limit = limit
     return SharedPool("shardweave-test", named)
 
 
@@ -79,14 +79,14 @@ def test_random_sizes_do_not_overlap_and_stay_within_limit(limit: int | None, na
         if step % 25 == 0:
             check_apart([t for t, _ in live])
             assert all(bool((t == value).all()) for t, value in live), step
-            said = shardweave.pool_memory()
-            assert said.allocated <= alive and pages(pool) <= said.reserved
+            outputs = shardweave.pool_memory()
+            assert outputs.allocated <= alive and pages(pool) <= outputs.reserved
             assert all(pool.place(t)[0] < len(pool.segments) and pool.holds(t) for t, _ in live if t.nbytes)
     assert mapped(pool) <= 4 * (most_alive + (DEFAULT_LIMIT if limit is None else limit)) + 64 * MIB
     live.clear()
     pool.allocator.trim(0)
     assert pages(pool) == 0 == pool.allocator.allocated == pool.allocator.free
-    # All of it is one piece again.
+    # All memory is one free piece again.
     assert len(pool.allocator._gaps) == len(pool.segments)
 
 

@@ -21,7 +21,7 @@ class Cuda:
     """Fake streams by name, and a log of their operations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
+        self.log: list[str] = []
         self.current, self.capturing = "a", False
         self.names: dict[str, int] = {}
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
@@ -47,31 +47,31 @@ class Stream:
         return isinstance(other, Stream) and other.name == self.name
 
     def wait_stream(self, other: Stream) -> None:
-        self.cuda.said.append(f"{self.name} waits for {other.name}")
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
 
     def record_event(self) -> str:
-        self.cuda.said.append(f"event on {self.name}")
+        self.cuda.log.append(f"event on {self.name}")
         return f"event of {self.name}"
 
     def wait_event(self, event: str) -> None:
-        self.cuda.said.append(f"{self.name} waits for {event}")
+        self.cuda.log.append(f"{self.name} waits for {event}")
 
 
 def test_stream_order_waits_for_last_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, order = Cuda(monkeypatch), StreamOrder(torch.device("cuda", 0))
     for cuda.current in "aabbca":
         order.join()
-    assert cuda.said == ["b waits for a", "c waits for b", "a waits for c"]
+    assert cuda.log == ["b waits for a", "c waits for b", "a waits for c"]
     cuda.current, cuda.capturing = "captured", True
     order.join(owner := object())
     cuda.current, cuda.capturing = "a", False
     order.join(object())
-    assert len(cuda.said) == 3 and owner in captured
+    assert len(cuda.log) == 3 and owner in captured
     captured.discard(owner)
-    # What ran beside is the last, wherever it was asked for.
+    # The call on the side stream is the last one, whichever stream it was made on.
     order.moved_to(Stream(cuda, "side"))
     order.join()
-    assert cuda.said[3:] == ["a waits for side"]
+    assert cuda.log[3:] == ["a waits for side"]
 
 
 def test_no_stream_order_on_cpu() -> None:
@@ -85,7 +85,7 @@ class Output:
         self.device, self.cuda = torch.device("cuda", 0), cuda
 
     def record_stream(self, stream: Stream) -> None:
-        self.cuda.said.append(f"output is used on {stream.name}")
+        self.cuda.log.append(f"output is used on {stream.name}")
 
 
 def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
 
     def run() -> Iterator[None]:
         yield
-        cuda.said.append(f"unpacked on {cuda.current}")
+        cuda.log.append(f"unpacked on {cuda.current}")
 
     started = run()
     started.send(None)
@@ -102,18 +102,18 @@ def test_async_run_finishes_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> No
     )
     kind: Any = SimpleNamespace(milliseconds=0.0)
     output: Any = Output(cuda)
-    pending = AsyncRun(started, transport, lambda: cuda.said.append(f"waited on {cuda.current}"), kind, output)
+    pending = AsyncRun(started, transport, lambda: cuda.log.append(f"waited on {cuda.current}"), kind, output)
     cuda.current = "b"  # of the transport's next call
     pending.finish()
     pending.finish()
-    assert cuda.said == ["waited on a", "unpacked on a", "event on a"]
-    cuda.current, cuda.said = "c", []  # of who uses the tensor
+    assert cuda.log == ["waited on a", "unpacked on a", "event on a"]
+    cuda.current, cuda.log = "c", []  # of who uses the tensor
     pending.finish()
     pending.join()
-    assert cuda.said == ["c waits for event of a", "output is used on c"]
-    cuda.current, cuda.said = "a", []
+    assert cuda.log == ["c waits for event of a", "output is used on c"]
+    cuda.current, cuda.log = "a", []
     pending.join()
-    assert cuda.said == []
+    assert cuda.log == []
 
 
 def test_captured_call_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Ranks that meet on the device, through windows of their group: real processes, by the references, by the kernels in
-the interpreter, and on a GPU that several processes share."""
+"""The symmetric-memory transport on real processes: with reference kernels, with interpreted kernels, and on a GPU that
+several processes share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def transport_of(device: str) -> SymmetricMemoryTransport:
 
 
 def directed(rank: int, direction: str, function: Callable, *args: Any) -> Any:
-    """`function(rank, "symmetric_memory", ...)` in a transport that pushes, pulls or chooses."""
+    """`function(rank, "symmetric_memory", ...)` with steps that push, pull or select."""
     transport = transport_of("cpu")
     transport.windows.direction = direction  # type: ignore[assignment]
     value = function(rank, "symmetric_memory", *args)
@@ -65,7 +65,7 @@ def directed(rank: int, direction: str, function: Callable, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_sampled_pairs_equal_slicing(direction: str) -> None:
+def test_sampled_layout_pairs(direction: str) -> None:
     dtype = {"push": torch.bool, "pull": torch.float8_e4m3fn}[direction]
     run_ranks(directed, 4, direction, test_redistribute.every_sampled_pair, dtype, 0)
 
@@ -85,7 +85,7 @@ def test_sampled_pairs_equal_slicing(direction: str) -> None:
     ],
     ids=lambda given: given if isinstance(given, str) else given.__name__,
 )
-def test_what_holds_in_other_transports_holds_here(function: Callable, direction: str) -> None:
+def test_common_cases_on_symmetric_memory(function: Callable, direction: str) -> None:
     run_ranks(directed, 4, direction, function)
 
 
@@ -98,10 +98,10 @@ def made(whole: torch.Tensor, mesh: DeviceMesh, placements, order, device: str) 
 
 
 def random_requests(seed: int, mesh: tuple[int, ...], number: int) -> list[tuple]:
-    """Sizes below the mesh's, none, uneven and even; sources with partials."""
+    """Sizes below the mesh size, zero, uneven and even; sources with partials."""
     generator = random.Random(seed)
-    found = []
-    while len(found) < number:
+    actual = []
+    while len(actual) < number:
         shape = generator.choice([(7, 5), (1, 4), (2, 3), (8, 8), (5,), (9, 2, 3), (4, 0)])
         cuts = [Shard(d) for d in range(len(shape))]
         dst = tuple(generator.choices([Replicate(), *cuts], k=len(mesh)))
@@ -109,15 +109,15 @@ def random_requests(seed: int, mesh: tuple[int, ...], number: int) -> list[tuple
         src = tuple(generator.choices([Replicate(), partial, *cuts], k=len(mesh)))
         src_order, dst_order = generator.choice(orders_of(src)), generator.choice(orders_of(dst))
         if src != dst or src_order != dst_order:
-            found.append((shape, src, src_order, dst, dst_order, generator.choice(list(DTYPES_OF))))
-    return found
+            actual.append((shape, src, src_order, dst, dst_order, generator.choice(list(DTYPES_OF))))
+    return actual
 
 
 DTYPES_OF = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def random_pairs(rank: int, device: str, direction: str, seed: int, number: int, other: str | None) -> int:
-    """Against reducing and slicing the whole; and, of numbers that sums round, bitwise as in another transport."""
+    """Exact values against the reduced and sliced whole; rounding sums bitwise against another transport."""
     transport = transport_of(device)
     transport.windows.direction = direction  # type: ignore[assignment]
     size = torch.distributed.get_world_size()
@@ -142,7 +142,7 @@ def random_pairs(rank: int, device: str, direction: str, seed: int, number: int,
                 shardweave.redistribute(r, dst, transport=name).to_local() for name in ("symmetric_memory", other)
             ]
             kept.append((*results, ("random numbers", shape, src, dst)))
-    # Looked at in the end: a result that a later call overwrote would show.
+    # Checked at the end, to detect results that a later call overwrote.
     for got, want, what in kept:
         assert equal(got.cpu(), want), (what, got, want)
     assert transport.error is None
@@ -151,13 +151,13 @@ def random_pairs(rank: int, device: str, direction: str, seed: int, number: int,
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", MESHES)
-def test_random_pairs_equal_the_whole_and_another_transport(size: int, direction: str) -> None:
+def test_random_pairs_equal_other_transport(size: int, direction: str) -> None:
     ends = run_ranks(random_pairs, size, "cpu", direction, size, 60, "shared_memory")
     assert ends == [120] * size
 
 
 def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
-    """Data that differs from round to round, ranks that are late now and then, nothing kept that was read."""
+    """Repeated calls with new data, late ranks at random, and inputs that are overwritten after use."""
     transport_of(device).windows.direction = direction  # type: ignore[assignment]
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, (size,))
@@ -179,7 +179,7 @@ def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", MESHES)
-def test_rounds_do_not_disturb_each_other(size: int, direction: str) -> None:
+def test_consecutive_calls_are_independent(size: int, direction: str) -> None:
     run_ranks(many_rounds, size, "cpu", direction, 150)
 
 
@@ -200,7 +200,7 @@ def batches(rank: int) -> None:
             assert equal(y.to_local(), held_by(want, dst, m, {})), (src, dst)
 
 
-def test_a_batch_goes_through_windows_too() -> None:
+def test_batch_through_windows() -> None:
     run_ranks(batches, 4)
 
 
@@ -220,11 +220,11 @@ def signals_of_a_batch(rank: int) -> None:
     outs = shardweave.redistribute_batch(given, targets, transport="symmetric_memory")
     for x, y, target in zip(given, outs, targets, strict=True):
         assert equal(y.to_local(), held_by(x.full_tensor(), target, x.device_mesh, {}))
-    # Two groups of ranks meet once each; a tensor more costs what would overwrite its output.
+    # One set of signals for each of two groups of ranks; each further tensor needs one signal to poison its output.
     assert counted == {"acquire": 2, "barrier": 2, "release": 2, "poison": 7}, counted
 
 
-def test_tensors_of_a_batch_meet_together() -> None:
+def test_batch_signals_once() -> None:
     run_ranks(signals_of_a_batch, 4)
 
 
@@ -248,15 +248,15 @@ def fails_in_a_batch(rank: int) -> int:
     return sum(bool(out.isnan().all()) for out in outputs)
 
 
-def test_all_outputs_of_a_batch_that_failed_are_overwritten() -> None:
+def test_failed_batch_poisons_all_outputs() -> None:
     assert run_ranks(fails_in_a_batch, 2, environment={"SHARDWEAVE_TIMEOUT": "1"})[0] == 3
 
 
 class Streams:
-    """In place of a device's module: what is asked of its streams, in turn."""
+    """A fake device module that logs the operations of its streams."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.inside = "main"
 
     def Stream(self, *args: Any) -> Any:
@@ -277,24 +277,26 @@ class FakeStream:
         self.streams, self.name = streams, name
 
     def wait_stream(self, other: Any) -> None:
-        self.streams.said.append(f"{self.name} waits for {other.name}")
+        self.streams.messages.append(f"{self.name} waits for {other.name}")
 
     def record_event(self) -> str:
-        self.streams.said.append(f"event on {self.name}")
+        self.streams.messages.append(f"event on {self.name}")
         return "event"
 
     def wait_event(self, event: str) -> None:
-        self.streams.said.append(f"{self.name} waits for {event}")
+        self.streams.messages.append(f"{self.name} waits for {event}")
 
 
-def test_calls_beside_others_are_ordered_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_stream_orders_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
     side = SideStream(torch.device("cpu"))
-    out, join = side.run(torch.ones(2), lambda: streams.said.append(f"called on {streams.inside}") or torch.zeros(2))
-    assert streams.said == ["side waits for main", "called on side", "event on side"] and streams.inside == "main"
+    out, join = side.run(
+        torch.ones(2), lambda: streams.messages.append(f"called on {streams.inside}") or torch.zeros(2)
+    )
+    assert streams.messages == ["side waits for main", "called on side", "event on side"] and streams.inside == "main"
     join()
-    assert streams.said[-1] == "main waits for event" and out.equal(torch.zeros(2))
+    assert streams.messages[-1] == "main waits for event" and out.equal(torch.zeros(2))
 
 
 def asynchronous(rank: int) -> None:
@@ -312,7 +314,7 @@ def asynchronous(rank: int) -> None:
     assert transport_of("cpu").pending is None
 
 
-def test_calls_may_be_waited_for_later() -> None:
+def test_async_calls() -> None:
     run_ranks(asynchronous, 4)
 
 
@@ -331,14 +333,14 @@ def measured(rank: int) -> list[str]:
     policy.rates[0, 1, 2, 3] = Rates(push=1e9, pull=4e9, local=1e12)
     assert "by pull: windows of 400 B" in shardweave.explain(x, [Shard(1), Shard(0)], transport="symmetric_memory")
     policy.rates[0, 1, 2, 3] = Rates(push=4e9, pull=1e9, local=1e12)
-    # Sixteen times the bytes of a pull's windows, and all the same.
+    # A push is selected although its windows have sixteen times the bytes of a pull's.
     assert "by push" in shardweave.explain(x, [Shard(1), Shard(0)], transport="symmetric_memory")
     return [rates]
 
 
-def test_ranks_push_or_pull_by_what_was_measured() -> None:
-    found = run_ranks(measured, 4)
-    assert all(each == found[0] for each in found), found
+def test_direction_follows_measured_rates() -> None:
+    actual = run_ranks(measured, 4)
+    assert all(each == actual[0] for each in actual), actual
 
 
 def other_ways(rank: int) -> None:
@@ -357,14 +359,14 @@ def other_ways_in_a_batch(rank: int) -> None:
 
 
 @pytest.mark.parametrize("function", [other_ways, other_ways_in_a_batch])
-def test_ranks_that_go_other_ways_are_told(function: Callable) -> None:
+def test_different_directions_raise(function: Callable) -> None:
     ends = end_ranks(function, 2, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
     assert "DisagreementError" in {end.error for end in ends}
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
 
 def prepared_in_between(rank: int) -> None:
-    """In inference mode, behind a call that is waited for later; what was bound before is bound anew on all ranks."""
+    """Calls `prepare` in inference mode after an asynchronous call; all ranks bind their programs again."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).view(4, 6)
     x = made(whole, mesh, [Shard(0)], {}, "cpu")
@@ -373,7 +375,7 @@ def prepared_in_between(rank: int) -> None:
         shardweave.prepare(mesh, 1 << 12, transport="symmetric_memory")
     transport = transport_of("cpu")
     transport.windows.rates[0, 1] = Rates(push=1e9, pull=4e9, local=1e12)
-    # The same request with other strides on one rank, which it has not bound yet.
+    # The same request with other strides on one rank, which that rank has not bound yet.
     local = x.to_local() if rank else x.to_local().mT.contiguous().mT
     y = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
     for got in (later, shardweave.redistribute(y, [Shard(1)], transport="symmetric_memory")):
@@ -384,7 +386,7 @@ def prepared_in_between(rank: int) -> None:
         shardweave.prepare(mesh, 1 << 12, transport="symmetric_memory")
 
 
-def test_what_is_prepared_is_prepared_for_all_that_comes() -> None:
+def test_prepare_after_bind_rebinds_on_all_ranks() -> None:
     run_ranks(prepared_in_between, 2)
 
 
@@ -405,7 +407,7 @@ def test_async_calls_and_gradients(direction: str) -> None:
 
 
 def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
-    """Windows are made when a program is bound, in sizes that follow from it, and never again."""
+    """Windows are allocated when a program is bound, with sizes that follow from it, and only then."""
     mesh = init_device_mesh("cpu", (4,))
     transport = transport_of("cpu")
     x = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
@@ -422,18 +424,18 @@ def bound_once(rank: int) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
     return made_before, [(w.ranks, w.nbytes) for w in transport._all]
 
 
-def test_windows_are_shared_by_steps_of_a_group() -> None:
+def test_steps_of_group_share_windows() -> None:
     assert run_ranks(bound_once, 4) == [(1, [((0, 1, 2, 3), 1 << 16)])] * 4
 
 
 def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
-    """Nothing is made, and nobody met on the host, after `prepare`."""
+    """After `prepare`, nothing is allocated and ranks do not communicate on the host."""
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(shardweave.ArgumentError, match="max_bytes: 0; allowed"):
         shardweave.prepare(mesh, 0)
     shardweave.prepare(mesh, 70000, transport="symmetric_memory")
     transport = transport_of("cpu")
-    found = [(w.ranks, w.nbytes) for w in transport._all]
+    actual = [(w.ranks, w.nbytes) for w in transport._all]
     transport._memory = None  # type: ignore[method-assign,assignment]
     whole = torch.arange(63.0).view(7, 9)
     for src, dst in product(product([Replicate(), Shard(0), Shard(1)], repeat=2), repeat=2):
@@ -442,17 +444,17 @@ def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
     shardweave.prepare(mesh, 1 << 17, transport="symmetric_memory")
     shardweave.prepare(mesh, 1, transport="symmetric_memory")
     shardweave.prepare(mesh, 1 << 30)  # shared memory needs none
-    return found
+    return actual
 
 
-def test_prepare_makes_the_windows_of_all_groups_of_a_mesh() -> None:
+def test_prepare_allocates_windows_of_all_groups() -> None:
     ends = run_ranks(prepared, 4)
     assert ends[2] == [((0, 2), 1 << 17), ((2, 3), 1 << 17), ((0, 1, 2, 3), 1 << 17)]
     assert ends[1] == [((1, 3), 1 << 17), ((0, 1), 1 << 17), ((0, 1, 2, 3), 1 << 17)]
 
 
 def growing(rank: int) -> list[int]:
-    """Larger requests make larger windows; what smaller ones take does not change by it."""
+    """Larger requests allocate larger windows; smaller requests keep using theirs."""
     mesh = init_device_mesh("cpu", (2,))
     transport, sizes = transport_of("cpu"), []
     for n in (12, 50000, 30000, 12, 200000, 50000):
@@ -464,7 +466,7 @@ def growing(rank: int) -> list[int]:
     return sizes
 
 
-def test_a_groups_windows_only_grow() -> None:
+def test_windows_of_group_only_grow() -> None:
     assert run_ranks(growing, 2) == [[[1], [1, 2], [1, 2], [1, 2], [1, 2, 8], [1, 2, 8]]] * 2
 
 
@@ -487,7 +489,7 @@ def chosen(rank: int) -> str:
     return os.environ["SHARDWEAVE_TRANSPORT"]
 
 
-def test_explain_says_which_way_and_why() -> None:
+def test_explain_shows_direction_and_reason() -> None:
     run_ranks(chosen, 4, environment={"SHARDWEAVE_TRANSPORT": "symmetric_memory"})
 
 
@@ -503,12 +505,12 @@ def late(rank: int, direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_late_rank_is_waited_for(direction: str) -> None:
+def test_late_rank_is_awaited(direction: str) -> None:
     run_ranks(late, 3, direction)
 
 
 def stays_away(rank: int, direction: str) -> list[str]:
-    """Rank 1 comes no more after some calls; what the others are told, twice, and what became of their outputs."""
+    """Rank 1 stops making calls; returns the errors of the others, raised twice, and whether outputs are poisoned."""
     mesh = init_device_mesh("cpu", (3,))
     transport = transport_of("cpu")
     transport.windows.direction = direction  # type: ignore[assignment]
@@ -530,20 +532,20 @@ def stays_away(rank: int, direction: str) -> list[str]:
     transport.empty = recorded  # type: ignore[method-assign]
     texts = []
     for y in (x, whole):
-        with pytest.raises(shardweave.TransportError) as told:
+        with pytest.raises(shardweave.TransportError) as errors:
             shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
-        texts.append(f"{told.type.__name__}: {told.value}")
+        texts.append(f"{errors.type.__name__}: {errors.value}")
     assert len(outputs) == 1 and outputs[0].isnan().all()
     return texts
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_rank_that_never_comes_is_named_and_the_transport_is_dead(direction: str) -> None:
+def test_missing_rank_is_named_and_invalidates_transport(direction: str) -> None:
     ends = run_ranks(stays_away, 3, direction, environment={"SHARDWEAVE_TIMEOUT": "1"})
     for rank in (0, 2):
         first, second = ends[rank]
         assert first == second and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
-        # Rank 2 may hear of it from rank 0 before it has waited as long itself, or the other way round.
+        # Rank 2 may be notified by rank 0 before its own wait times out, or vice versa.
         assert "MeetingTimeoutError: rank 1 did not come within 1 s" in first or "PeerError: rank" in first
     assert any(text.startswith("MeetingTimeoutError: rank 1") for text in (ends[0][0], ends[2][0]))
 
@@ -563,10 +565,10 @@ def needs_another_window(rank: int) -> None:
 
 
 @pytest.mark.parametrize("function", [asks_for_more, needs_another_window])
-def test_ranks_that_ask_for_different_things_are_told(function: Callable) -> None:
+def test_different_requests_raise(function: Callable) -> None:
     ends = end_ranks(function, 3, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
-    told = [end for end in ends if end.error == "DisagreementError"]
-    assert told and any("rank 2" in end.message and "asked for different things" in end.message for end in told)
+    errors = [end for end in ends if end.error == "DisagreementError"]
+    assert errors and any("rank 2" in end.message and "asked for different things" in end.message for end in errors)
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
 
@@ -579,7 +581,7 @@ def dies(rank: int) -> None:
         shardweave.redistribute(x, [Replicate()], transport="symmetric_memory")
 
 
-def test_a_rank_that_fails_tells_its_peers_at_once() -> None:
+def test_failure_raises_on_peers_at_once() -> None:
     # The timeout is longer than the test waits.
     ends = end_ranks(dies, 3, environment={"SHARDWEAVE_TIMEOUT": "300"}, timeout=60)
     assert ends[1].error == "TypeError"
@@ -598,7 +600,7 @@ def misfit(rank: int) -> None:
             shardweave.redistribute(bad, [Replicate()], transport="symmetric_memory")
 
 
-def test_ranks_that_refuse_alike_go_on() -> None:
+def test_transport_valid_after_all_ranks_refuse() -> None:
     run_ranks(misfit, 3)
 
 
@@ -609,7 +611,7 @@ def no_windows_on_meta(rank: int) -> None:
         current_transports().choose((0, 1), torch.device("meta"), "symmetric_memory")
 
 
-def test_devices_without_symmetric_memory_are_refused() -> None:
+def test_unsupported_device_raises() -> None:
     run_ranks(no_windows_on_meta, 2)
 
 
@@ -623,7 +625,7 @@ def in_the_interpreter(rank: int, direction: str, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
-def test_the_kernels_themselves_in_the_interpreter(size: int) -> None:
+def test_kernels_in_interpreter(size: int) -> None:
     runs = f"t.run_ranks(t.in_the_interpreter, {size}, d, {size}) for d in t.DIRECTIONS"
     assert interpreted("test_symmetric", f"*[{runs}]") == " ".join([str([12] * size)] * 2)
 
@@ -648,7 +650,7 @@ def test_random_pairs_of_processes_on_one_gpu(gpu: None, size: int, direction: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_two_hundred_rounds_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
+def test_two_hundred_calls_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
     run_ranks(many_rounds, size, "cuda", direction, 200, environment=OVERLAPPING, timeout=300)
 
 
@@ -714,7 +716,7 @@ def calls_while_the_device_is_busy(mesh: DeviceMesh) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_first_calls_are_captured_and_no_call_waits_for_the_device(gpu: None, size: int, direction: str) -> None:
+def test_captured_first_calls_do_not_sync(gpu: None, size: int, direction: str) -> None:
     run_ranks(replayed, size, direction, environment=OVERLAPPING, timeout=300)
 
 
@@ -734,14 +736,14 @@ def never_comes_to_the_gpu(rank: int) -> str:
     out = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local()
     torch.cuda.synchronize()
     assert out.isnan().all()
-    with pytest.raises(shardweave.MeetingTimeoutError) as told:
+    with pytest.raises(shardweave.MeetingTimeoutError) as errors:
         shardweave.redistribute(y, [Replicate()], transport="symmetric_memory")
     store.set("rank 0 was told", "")
-    return str(told.value)
+    return str(errors.value)
 
 
 @pytest.mark.gpu
-def test_a_rank_that_never_comes_to_the_gpu_is_named(gpu: None) -> None:
+def test_missing_rank_on_gpu_is_named(gpu: None) -> None:
     environment = {**OVERLAPPING, "SHARDWEAVE_TIMEOUT": "30"}
     first, _ = run_ranks(never_comes_to_the_gpu, 2, environment=environment, timeout=120)
     assert "rank 1 did not come within 30 s; rank 0 was waiting for it" in first
@@ -749,7 +751,7 @@ def test_a_rank_that_never_comes_to_the_gpu_is_named(gpu: None) -> None:
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_gpu_for_each_rank(direction: str) -> None:
+def test_one_gpu_per_rank(direction: str) -> None:
     size = min(torch.cuda.device_count(), 4)
     if size < 2:
         pytest.skip(f"{size} GPUs; 2 are needed")

@@ -1,4 +1,4 @@
-"""Ranks that meet on the device inside a node and send across nodes: pretended nodes of real processes."""
+"""Ranks that synchronise on the device inside nodes and send across nodes: real processes on pretended nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYMMETRIC = {**PRETENDED, "SHARDWEAVE_TRANSPORT": "symmetric_memory"}
 
 
 def directed(rank: int, direction: str, function: Any, *args: Any) -> Any:
-    """In a transport whose ranks of one node push, or pull."""
+    """Runs `function` with ranks of a node that push, or pull."""
     transport, _ = current_transports().choose((0, 1), torch.device("cpu"), "symmetric_memory")
     assert isinstance(transport, SymmetricMemoryTransport)
     transport.windows.direction = direction  # type: ignore[assignment]
@@ -46,9 +46,9 @@ def directed(rank: int, direction: str, function: Any, *args: Any) -> Any:
     ],
 )
 def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count: int, direction: str) -> None:
-    asked = ranks, "symmetric_memory", 100 * ranks, count
-    found = run_ranks(directed, ranks, direction, digests, *asked, environment=SYMMETRIC)
-    assert found == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
+    arguments = ranks, "symmetric_memory", 100 * ranks, count
+    results = run_ranks(directed, ranks, direction, digests, *arguments, environment=SYMMETRIC)
+    assert results == run_ranks(digests, ranks, ranks, "shared_memory", 100 * ranks, count)
 
 
 def test_other_meshes_topologies_and_batches() -> None:
@@ -70,7 +70,7 @@ def crossing(rank: int) -> None:
             times = 2 if a.is_partial() else 1
             wanted = made(times * whole, mesh, [c, Shard(0)], {}, "cpu")
             assert y.to_local().equal(wanted.to_local()), (a, b, c)
-        # What stays inside a node does not pass through torch (`Counted` looks at the ranks).
+        # Bytes inside a node bypass torch (`Counted` checks the ranks).
         assert counted.received > 0
     text = shardweave.explain(made(whole, mesh, [Shard(0), Shard(1)], {}, "cpu"), [Shard(1), Shard(0)])
     assert (
@@ -80,11 +80,11 @@ def crossing(rank: int) -> None:
     assert shardweave.stats().transports[0, 1, 2, 3] == "hierarchical symmetric_memory: asked for"
 
 
-def test_bytes_inside_a_node_do_not_pass_through_torch() -> None:
+def test_bytes_inside_node_bypass_torch() -> None:
     run_ranks(crossing, 4, environment=SYMMETRIC)
 
 
-def test_the_drop_in_mixes() -> None:
+def test_drop_in_on_hierarchical_transport() -> None:
     run_ranks(installed_symmetric, 4, environment=SYMMETRIC)
 
 
@@ -105,12 +105,12 @@ def chosen(rank: int) -> None:
             assert isinstance(current_transports().choose(ranks, torch.device("cpu"), "symmetric_memory")[0], kind)
 
 
-def test_the_transport_follows_from_the_nodes() -> None:
+def test_transport_selected_by_nodes() -> None:
     run_ranks(chosen, 4, environment=PRETENDED)
 
 
 def prepared(rank: int, transport: str | None) -> None:
-    """After `prepare` and `bind` a first call makes nothing but tensors, and meets nobody but to exchange."""
+    """After `prepare` and `bind`, a first call allocates only tensors and communicates only to exchange."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(63.0).view(7, 9)
     pairs = [
@@ -141,7 +141,7 @@ def prepared(rank: int, transport: str | None) -> None:
 
 @pytest.mark.parametrize("transport", [None, "process_group", "symmetric_memory"])
 @pytest.mark.parametrize("nodes", [{}, PRETENDED])
-def test_what_is_prepared_and_bound_is_not_made_in_the_first_call(nodes: dict[str, str], transport: str | None) -> None:
+def test_first_call_after_prepare_and_bind_allocates_nothing(nodes: dict[str, str], transport: str | None) -> None:
     run_ranks(prepared, 4, transport, environment=nodes)
 
 
@@ -160,11 +160,11 @@ def begun_and_waited_for(rank: int) -> None:
             assert y.to_local().equal(made(whole, where, placements, {}, "cpu").to_local())
 
 
-def test_what_is_begun_is_waited_for_when_it_is_used() -> None:
+def test_async_result_waits_on_first_use() -> None:
     run_ranks(begun_and_waited_for, 4, environment=SYMMETRIC)
 
 
-def test_a_dead_rank_is_named() -> None:
+def test_dead_rank_is_named() -> None:
     environment = {**SYMMETRIC, "SHARDWEAVE_TIMEOUT": "3"}
     ends = end_ranks(die_or_wait, 4, "killed", "symmetric_memory", environment=environment, timeout=50)
     others = [end for r, end in enumerate(ends) if r != 1]
@@ -172,7 +172,7 @@ def test_a_dead_rank_is_named() -> None:
     assert any("rank 1" in end.message for end in others)
 
 
-def test_ranks_that_ask_for_different_things_are_told() -> None:
+def test_different_requests_raise() -> None:
     ends = end_ranks(disagree, 4, "symmetric_memory", environment={**SOON, **SYMMETRIC}, timeout=60)
     assert "DisagreementError" in {end.error for end in ends}, ends
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError", "MeetingTimeoutError"}, ends
@@ -185,10 +185,10 @@ def rounds_on_the_gpu(rank: int, direction: str) -> None:
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason=f"{torch.cuda.device_count()} GPUs; 4 are needed")
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_gpu_for_each_rank_of_two_nodes(direction: str) -> None:
+def test_one_gpu_per_rank_of_two_nodes(direction: str) -> None:
     run_ranks(rounds_on_the_gpu, 4, direction, environment={**SYMMETRIC, **OVERLAPPING}, timeout=300)
 
 
-def test_nodes_are_pretended() -> None:
-    """What all of the above rests on."""
+def test_pretended_nodes() -> None:
+    """Checks the assumption of all tests above."""
     assert SYMMETRIC["SHARDWEAVE_NODE_SIZE"] == "2" and "SHARDWEAVE_NODE_SIZE" not in os.environ

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 
-from shardweave.runtime.transports.symmetric_memory.memory import TorchSymmetricMemory, _OwnNumbers
+from shardweave.runtime.transports.symmetric_memory.memory import TorchSymmetricMemory, _RenumberedStore
 
 pytestmark = pytest.mark.plan
 
@@ -35,19 +35,19 @@ def test_rendezvous_with_different_counters() -> None:
     exchanges = [Counting(had) for had in (0, 3, 40)]
 
     def rendezvous(rank: int) -> list[list[str]]:
-        # As torch's C++ calls it.
-        own = _OwnNumbers(dist.PrefixStore("one", memory))
+        # As torch's C++ code calls it.
+        own = _RenumberedStore(dist.PrefixStore("one", memory))
         store = dist.PrefixStore("torch", own)
         return [exchanges[rank].all_gather(store, rank, 3, f"{rank} says {what}") for what in ("a", "b")]
 
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(rendezvous, range(3)))
-    assert found == [[[f"{r} says {what}" for r in range(3)] for what in ("a", "b")]] * 3
+        results = list(pool.map(rendezvous, range(3)))
+    assert results == [[[f"{r} says {what}" for r in range(3)] for what in ("a", "b")]] * 3
 
 
 def test_other_keys_are_unchanged() -> None:
     inner = dist.HashStore()
-    store = _OwnNumbers(inner)
+    store = _RenumberedStore(inner)
     for key in ("plain", "two/parts", "a/b/c"):
         store.set(key, "1")
         assert inner.get(key) == store.get(key) == b"1" and store.check([key])
@@ -56,7 +56,7 @@ def test_other_keys_are_unchanged() -> None:
 
 
 def test_group_is_registered_for_both_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[Any, ...]] = []
+    stored: list[tuple[Any, ...]] = []
     own = torch.zeros(16, dtype=torch.uint8)
 
     class Handle:
@@ -65,13 +65,13 @@ def test_group_is_registered_for_both_lookups(monkeypatch: pytest.MonkeyPatch) -
 
     def rendezvous(memory: torch.Tensor, name: str) -> Handle:
         group = _resolve_process_group(name)
-        told.append((group.rank(), group.size(), name))
+        stored.append((group.rank(), group.size(), name))
         return Handle()
 
     fake = SimpleNamespace(set_group_info=_SymmetricMemory.set_group_info, rendezvous=rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
     provider = TorchSymmetricMemory(dist.HashStore(), 5, torch.device("cuda", 0))
     for name in ("one", "two"):
-        found = provider.join(own, {2: "", 5: "", 6: ""}, name)
-        assert list(found) == [2, 5, 6] and found[5] is own and found[6] == (2, (16,))
-    assert told == [(1, 3, "shardweave/one"), (1, 3, "shardweave/two")]
+        results = provider.join(own, {2: "", 5: "", 6: ""}, name)
+        assert list(results) == [2, 5, 6] and results[5] is own and results[6] == (2, (16,))
+    assert stored == [(1, 3, "shardweave/one"), (1, 3, "shardweave/two")]
