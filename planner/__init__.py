@@ -2,13 +2,12 @@
 
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
-from .cross_mesh_exchange import position_of
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import FILL, Row, TransferTable, layout_change
+from .exchange import layout_change
 from .index_sets import held_sizes, held_spans, parts_of
 from .layout import Layout, Orders
 from .local_slice import LocalSlice
-from .mesh import MOST_RANKS, Mesh, whole_numbers
+from .mesh import MOST_RANKS, Mesh, position_of, whole_numbers
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Program
@@ -20,6 +19,7 @@ from .request import Request
 from .steps import Exchange, Local, Reduce, Step
 from .token_splits import SPLITS, price_splits
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
+from .transfer_table import FILL, Row, TransferTable
 
 __all__ = [
     "FILL",

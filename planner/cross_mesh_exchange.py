@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 
 from .cost import StepPrice, step_price
 from .dtypes import ITEMSIZE
-from .exchange import TransferTable, grid, layout_change, round_robin_index
+from .exchange import grid, layout_change, round_robin_index
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes
 from .intersection import intersect
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, union_mesh
 from .placements import Shard
 from .priced_ranks import PRICED_WHOLE, SAMPLED
 from .topology import Topology
+from .transfer_table import TransferTable
 
 _MAX_PAIRS_AT_ONCE = 1 << 18  # pairs of receiver and holder that are intersected together
-
-
-def union_mesh(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
-    """The ranks of both meshes: the source mesh if both are the same, otherwise one mesh dim of the ranks of the source
-    mesh in their order, then those that are in the target mesh only."""
-    if source_mesh.same_ranks(target_mesh):
-        return source_mesh
-    source_ranks = source_mesh.rank_array
-    target_only = target_mesh.rank_array[~np.isin(target_mesh.rank_array, source_ranks)]
-    size = len(source_ranks) + len(target_only)
-    return Mesh((size,), ("ranks",), np.concatenate([source_ranks, target_only]).tolist())
-
-
-@lru_cache(maxsize=1024)
-def position_of(rank: int, source_mesh: Mesh, target_mesh: Mesh) -> int:
-    """The position of a rank in the union of two meshes; -1 if it is in neither."""
-    return int(union_mesh(source_mesh, target_mesh).positions_of(np.array([rank]))[0])
 
 
 class CrossMeshExchange:
