@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from typing import TypeVar
 
 _CONTEXT = 60  # characters of a layout's text that are shown on either side of an error
 
@@ -65,10 +64,7 @@ class MeetingTimeoutError(TransportError, TimeoutError):
     """A peer did not arrive within the timeout; the message names it."""
 
 
-AnyError = TypeVar("AnyError", bound=ShardweaveError)
-
-
-def with_prefix(error: AnyError, prefix: str) -> AnyError:
+def with_prefix(error: ShardweaveError, prefix: str) -> ShardweaveError:
     """An error of the same class with `prefix` and a colon in front of its message."""
     if isinstance(error, LayoutSyntaxError):
         return type(error)(error.text, error.position, f"{prefix}: {error.reason}")

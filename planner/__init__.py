@@ -1,14 +1,25 @@
-"""Plans redistributions: meshes, layouts, index sets, exchanges, programs. Standard library and numpy only."""
+"""Plans redistributions. Standard library and numpy only.
+
+- Data: `mesh`, `placements`, `layout` (text form in `layout_text`), `topology`, `dtypes`.
+- Index sets: `index_sets` (what a rank holds), `intersection` (what two ranks have in common).
+- Steps: `exchange` (on one mesh) and `cross_mesh_exchange` (between two) make a `transfer_table`; `build_steps` makes
+  the records of `steps`.
+- Cost: `cost` and `cross_mesh_cost`, on the ranks of `priced_ranks`; `byte_bound` is the lower bound on bytes.
+- Plans: `plan` checks a `request` (`arguments`), splits mesh dims (`mesh_split`), and finds a `path` by `search` over
+  `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
+  tensors, `local_slice` for requests that need no program.
+- Programs: `program_base` holds the data, `render` the text, SVG and JSON forms, `program` both.
+- `token_splits` compares the two kinds of split sizes of token exchanges.
+"""
 
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
-from .cross_mesh_exchange import position_of
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import FILL, Row, TransferTable, layout_change
+from .exchange import layout_change
 from .index_sets import held_sizes, held_spans, parts_of
 from .layout import Layout, Orders
 from .local_slice import LocalSlice
-from .mesh import MOST_RANKS, Mesh, whole_numbers
+from .mesh import MOST_RANKS, Mesh, position_of, whole_numbers
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Program
@@ -20,6 +31,7 @@ from .request import Request
 from .steps import Exchange, Local, Reduce, Step
 from .token_splits import SPLITS, price_splits
 from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
+from .transfer_table import FILL, Row, TransferTable
 
 __all__ = [
     "FILL",

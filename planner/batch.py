@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError, with_prefix
-from .cross_mesh_exchange import position_of
-from .mesh import MOST_RANKS, whole_numbers
+from .mesh import MOST_RANKS, position_of, whole_numbers
 from .plan import plan
 from .program import Program
 from .program_base import format_bytes

@@ -9,10 +9,11 @@ import numpy as np
 
 from .cross_mesh_exchange import CrossMeshExchange
 from .dtypes import check_computed, identity
-from .exchange import FILL, LayoutChange
+from .exchange import LayoutChange
 from .mesh import Mesh
 from .placements import Partial
 from .steps import Exchange, Local, Reduce, Step
+from .transfer_table import FILL
 
 
 @lru_cache(maxsize=4096)

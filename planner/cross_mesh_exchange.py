@@ -1,42 +1,21 @@
-"""The exchange between two meshes, which may share all, some or no ranks, and its price."""
+"""The exchange between two meshes, which may share all, some or no ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 
-from .cost import StepPrice, step_price
-from .dtypes import ITEMSIZE
-from .exchange import TransferTable, grid, layout_change, round_robin_index
+from .exchange import grid, round_robin_index
 from .index_sets import cells_meeting, elements_in_common, held_box, held_sizes
 from .intersection import intersect
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, union_mesh
 from .placements import Shard
-from .priced_ranks import PRICED_WHOLE, SAMPLED
-from .topology import Topology
+from .transfer_table import TransferTable
 
 _MAX_PAIRS_AT_ONCE = 1 << 18  # pairs of receiver and holder that are intersected together
-
-
-def union_mesh(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
-    """The ranks of both meshes: the source mesh if both are the same, otherwise one mesh dim of the ranks of the source
-    mesh in their order, then those that are in the target mesh only."""
-    if source_mesh.same_ranks(target_mesh):
-        return source_mesh
-    source_ranks = source_mesh.rank_array
-    target_only = target_mesh.rank_array[~np.isin(target_mesh.rank_array, source_ranks)]
-    size = len(source_ranks) + len(target_only)
-    return Mesh((size,), ("ranks",), np.concatenate([source_ranks, target_only]).tolist())
-
-
-@lru_cache(maxsize=1024)
-def position_of(rank: int, source_mesh: Mesh, target_mesh: Mesh) -> int:
-    """The position of a rank in the union of two meshes; -1 if it is in neither."""
-    return int(union_mesh(source_mesh, target_mesh).positions_of(np.array([rank]))[0])
 
 
 class CrossMeshExchange:
@@ -165,60 +144,6 @@ class CrossMeshExchange:
         coordinates = np.stack(np.unravel_index(np.maximum(itself, 0), mesh.shape), axis=1)
         own = (itself >= 0) & (coordinates[:, cut] == holders[:, cut]).all(axis=1)
         return np.where(own, itself, senders)
-
-
-def step_price_between(
-    source_mesh: Mesh,
-    source: Layout,
-    target_mesh: Mesh,
-    target: Layout,
-    shape: tuple[int, ...],
-    dtype: str,
-    topology: Topology,
-) -> StepPrice:
-    """The price of one step, on one mesh or between two."""
-    if source_mesh == target_mesh:
-        return step_price(layout_change(source_mesh, dtype, source, target, topology.node_size), shape, topology)
-    return _cross_mesh_price(
-        CrossMeshExchange(shape, source_mesh, source, target_mesh, target, topology.node_size), dtype, topology
-    )
-
-
-def _cross_mesh_price(exchange: CrossMeshExchange, dtype: str, topology: Topology) -> StepPrice:
-    """The price of an exchange between meshes, by the rules of `cost.step_price`.
-
-    Counted box by box: on every rank up to `PRICED_WHOLE` ranks, above on `SAMPLED` ranks spread over them.
-    """
-    union, size, us, peak = exchange.union, ITEMSIZE[dtype], 0.0, 0
-    whole = exchange.boxes() if union.size <= PRICED_WHOLE else None
-    sampled = (
-        range(union.size) if whole else np.unique(np.linspace(0, union.size - 1, SAMPLED).astype(np.int64)).tolist()
-    )
-    nodes = union.rank_array // (topology.node_size or union.rank_array.max() + 1)
-    node, network = topology.node, topology.network
-    for rank in sampled:
-        boxes = whole or exchange.boxes(rank)
-        nbytes, sender = boxes.elements * size, boxes.sender[:, 0]
-        own = int(nbytes[(boxes.receiver == rank) & (sender == rank)].sum())
-        moved = {}
-        for direction, mine, other in (("in", boxes.receiver, sender), ("out", sender, boxes.receiver)):
-            rows = (mine == rank) & (other != rank)
-            near = rows & (nodes[other] == nodes[rank])
-            for reach, selected in (("near", near), ("far", rows & ~near)):
-                moved[reach, direction] = int(nbytes[selected].sum()), len(np.unique(other[selected]))
-        over = [
-            link.us(max(moved[reach, "in"][0], moved[reach, "out"][0]), moved[reach, "in"][1])
-            for link, reach in ((node, "near"), (network, "far"))
-        ]
-        packed = sum(
-            0 if link.one_sided else moved[reach, "in"][0] + moved[reach, "out"][0]
-            for link, reach in ((node, "near"), (network, "far"))
-        )
-        us = max(us, float(max(over) + topology.copy_us(own + packed)))
-        held = exchange.elements(exchange.source_mesh, exchange.source, rank)
-        wanted = exchange.elements(exchange.target_mesh, exchange.target, rank)
-        peak = max(peak, (held + wanted) * size + packed)
-    return StepPrice(us, 0.0, peak)
 
 
 def _by_receiver(boxes: TransferTable) -> TransferTable:

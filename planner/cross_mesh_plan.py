@@ -9,12 +9,13 @@ from itertools import pairwise
 from ..errors import ArgumentError
 from .bounded_fan_in import bound_fan_in
 from .build_steps import build_cross_mesh_step, build_step_on_one_mesh
-from .cross_mesh_exchange import CrossMeshExchange, step_price_between, union_mesh
+from .cross_mesh_cost import step_price_between
+from .cross_mesh_exchange import CrossMeshExchange
 from .dtypes import ITEMSIZE
 from .exchange import layout_change
 from .index_sets import held_sizes
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, union_mesh
 from .path import Path
 from .placements import Partial, Replicate, Shard
 from .priced_ranks import PRICED_WHOLE, priced_ranks

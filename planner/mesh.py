@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -433,6 +433,23 @@ class Mesh:
 
     def __str__(self) -> str:
         return "×".join(map(str, self.shape)) + (f" ({', '.join(self.names)})" if self.names else "")
+
+
+def union_mesh(source_mesh: Mesh, target_mesh: Mesh) -> Mesh:
+    """The ranks of both meshes: the source mesh if both are the same, otherwise one mesh dim of the ranks of the source
+    mesh in their order, then those that are in the target mesh only."""
+    if source_mesh.same_ranks(target_mesh):
+        return source_mesh
+    source_ranks = source_mesh.rank_array
+    target_only = target_mesh.rank_array[~np.isin(target_mesh.rank_array, source_ranks)]
+    size = len(source_ranks) + len(target_only)
+    return Mesh((size,), ("ranks",), np.concatenate([source_ranks, target_only]).tolist())
+
+
+@lru_cache(maxsize=1024)
+def position_of(rank: int, source_mesh: Mesh, target_mesh: Mesh) -> int:
+    """The position of a rank in the union of two meshes; -1 if it is in neither."""
+    return int(union_mesh(source_mesh, target_mesh).positions_of(np.array([rank]))[0])
 
 
 def _coalesced(pairs: Iterable[Pair]) -> tuple[Pair, ...]:

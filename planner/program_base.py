@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from .byte_bound import bytes_bound
-from .cross_mesh_exchange import step_price_between
+from .cross_mesh_cost import step_price_between
 from .dtypes import ITEMSIZE
 from .index_sets import held_sizes
 from .layout import Layout

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .arguments import check_shape, resolve_layout
-from .cross_mesh_exchange import union_mesh
 from .dtypes import check_dtype
 from .layout import Layout
-from .mesh import Mesh, whole_numbers
+from .mesh import Mesh, union_mesh, whole_numbers
 from .topology import Topology
 
 

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .exchange import FILL, TransferTable
 from .layout import Layout, receivers_contribute
 from .mesh import Mesh
+from .transfer_table import FILL, TransferTable
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dtypes import ITEMSIZE
-from ..exchange import FILL
 from ..mesh import Mesh
 from ..program_base import ProgramBase, format_bytes
 from ..steps import Exchange, Step
+from ..transfer_table import FILL
 
 
 def explain(program: ProgramBase, algorithms: Sequence[object] = ()) -> str:

@@ -17,12 +17,12 @@ import numpy as np
 from ...errors import ArgumentError, ShardweaveError, shown
 from ..arguments import check_layout, check_shape, check_target
 from ..build_steps import build_cross_mesh_step, build_step, build_step_on_one_mesh
-from ..cross_mesh_exchange import CrossMeshExchange, union_mesh
+from ..cross_mesh_exchange import CrossMeshExchange
 from ..dtypes import check_dtype
 from ..exchange import LayoutChange
 from ..index_sets import held_box
 from ..layout import Layout, pairs_of
-from ..mesh import Mesh
+from ..mesh import Mesh, union_mesh
 from ..path import Path
 from ..placements import Shard
 from ..program_base import ProgramBase

@@ -12,7 +12,8 @@ from box_checks import BOX_COLUMNS, rows_of_rank
 
 from shardweave.planner import Layout, Mesh, Program, plan
 from shardweave.planner import exchange as exchange_module
-from shardweave.planner.exchange import LayoutChange, TransferTable
+from shardweave.planner.exchange import LayoutChange
+from shardweave.planner.transfer_table import TransferTable
 
 pytestmark = pytest.mark.plan
 
