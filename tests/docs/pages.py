@@ -5,6 +5,7 @@ The fence says how a block is meant:
 - `python`: run in the page's one namespace; `python ranks=4`: on each of 4 ranks, as torchrun would start them, in a
   namespace that the page's blocks of as many ranks share; `python file=train.py`: written to that file, for commands
   of the page.
+- `mermaid`: a diagram, not run.
 - `bash`: its commands are run, but for those of `NOT_RUN`.
 - `text`: what the block just before it prints; … stands for anything, on a line of its own for any lines. Before the
   first other block of a page it may be anything. `text figures`: numbers, and the blanks and rules around them, may
@@ -19,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def page_id(path: Path) -> str:
+    """The page's name in test ids."""
+    return path.relative_to(ROOT).with_suffix("").as_posix()
+
 
 # Commands that tests of the documentation do not run, and what covers them instead. Targets of make have to be there.
 NOT_RUN = {
@@ -36,7 +43,7 @@ NOT_RUN = {
 }
 
 _FENCE = re.compile(r"^(\s*)```(.*)$")
-_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|text( figures)?")
+_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|mermaid|text( figures)?")
 _NUMBER = re.compile(r"(\.py:\d+)|\d+(?:[.,]\d+)*")  # lines of a file are no figures
 
 

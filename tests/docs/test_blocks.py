@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from page_runs import run_commands, run_page
-from pages import NOT_RUN, PAGES, ROOT, commands, parse_page, read_page
+from pages import NOT_RUN, PAGES, ROOT, commands, page_id, parse_page, read_page
 
 # Its commands record, replay, calibrate, measure and project, one after the other: all have tests of their own.
 LONG = {"benchmarking"}
@@ -17,7 +17,7 @@ LONG = {"benchmarking"}
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.long if path.stem in LONG else ()) for path in PAGES],
-    ids=lambda path: path.stem,
+    ids=page_id,
 )
 def test_blocks_of_a_page(path: Path, tmp_path: Path) -> None:
     faults = run_page(read_page(path), tmp_path)
@@ -26,7 +26,7 @@ def test_blocks_of_a_page(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multi
 @pytest.mark.long
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_commands_of_a_page_in_a_shell(path: Path, tmp_path: Path) -> None:
     faults = run_page(read_page(path), tmp_path, in_a_shell=True)
     assert not faults, "\n\n".join(faults)

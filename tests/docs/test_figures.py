@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from pages import ROOT, parse_page
 
+import shardweave
+from shardweave import Mesh
+from shardweave.bench.baselines.stock_plans import count_stock, stock
 from shardweave.bench.planning.validation import BOUNDS, errors
 
 pytestmark = pytest.mark.plan
@@ -26,6 +29,10 @@ def text(name: str) -> str:
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def hold(page: str, sentence: str, source: str, want: Sequence[float]) -> None:
     """The page has one sentence of this pattern, whose groups are the figures of a results file."""
     found = re.findall(sentence, text(page))
@@ -38,15 +45,41 @@ def rounded(given: Mapping[str, Any]) -> list[float]:
     return [round(given["median_ratio"], 1), round(given["min_ratio"], 1)]
 
 
-def test_of_the_demo() -> None:
+def test_demo_table_in_the_readme() -> None:
     found = data("demo.json")
-    counted = [found["counted"], *rounded(found), *rounded(found["process_group"])]
-    said = r"out ([\d]+) redistributions.* Over the (\d+) in which .* of ([\d.]+) times .* gloo, ([\d.]+) at least, .* "
-    said += r"both sides ([\d.]+), and ([\d.]+) at least\."
-    hold("README.md", said, "demo.json", [len(found["cases"]), *counted])
-    said = r"ratio of ([\d.]+) and a least one of ([\d.]+) over (\d+) cases .* and ([\d.]+) and ([\d.]+) with gloo"
-    cases, *ratios = counted
-    hold("docs/benchmarking.md", said, "demo.json", [*ratios[:2], cases, *ratios[2:]])
+    number = r"([\d.]+)"
+    sides = " ".join([rf"\| {number} → {number} \| \*\*{number}×\*\*"] * 2)
+    rows = re.findall(rf"^\| [^|]+ \| `(.+) → (.+)` \| ([\d×]+), (\w+) {sides} \|$", readme(), re.M)
+    assert len(rows) == 7
+    shown: list[list[float]] = []
+    for source, target, shape, dtype, *figures in rows:
+        request = source, target, [int(n) for n in shape.split("×")], dtype
+        want = []
+        for cases in (found["collective_cases"], found["cases"]):
+            (case,) = (c for c in cases if (c["source"], c["target"], c["shape"], c["dtype"]) == request)
+            want += [f"{case['torch_ms']:.2f}", f"{case['shardweave_ms']:.2f}", f"{case['ratio']:.1f}"]
+        assert figures == want, f"README.md, {request}: {figures}; demo.json: {want}"
+        shown.append([float(figure) for figure in figures])
+    said = r"all (\d+) cases .*?\*\*([\d.]+)×, ([\d.]+)×\*\* .*?\*\*([\d.]+)×, ([\d.]+)×\*\*"
+    hold("README.md", said, "demo.json", [found["counted"], *rounded(found["process_group"]), *rounded(found)])
+    least = [min(row[side] for row in shown) for side in (2, 5)]
+    assert least == [rounded(found["process_group"])[1], rounded(found)[1]], "the table has the least ratios"
+
+
+def test_demo_figures_in_benchmarking() -> None:
+    found = data("demo.json")
+    said = r"median ratio of ([\d.]+) and a least of ([\d.]+) over (\d+) cases .* and ([\d.]+) and ([\d.]+) with gloo"
+    counted = [*rounded(found), found["counted"], *rounded(found["process_group"])]
+    hold("docs/benchmarking.md", said, "demo.json", counted)
+
+
+def test_bytes_of_both_plans_in_the_readme() -> None:
+    mesh, shape = Mesh((2, 2)), (8, 6)
+    program = shardweave.plan(mesh, shape, "float32", "S0 S1", "S1 S0")
+    stops = stock(mesh.shape, False).stops(shape, program.src, program.dst)
+    nccl, gloo = (count_stock(mesh, shape, stops, gloo=gloo).received for gloo in (False, True))
+    said = r"DTensor receives (\d+) bytes a rank \((\d+) on CPUs.* shardweave receives at most (\d+),"
+    hold("README.md", said, "(none)", [nccl, gloo, max(program.bytes_received)])
 
 
 def test_of_the_replay() -> None:
