@@ -75,7 +75,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recording)}
 """Types of results that are not exported by name."""
 
-_OF_THE_ROOMS = {
+_INTERNAL = {
     "TokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
     "VirtualTokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
     "Layout": ("unchecked", "cuts"),
@@ -135,14 +135,14 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
     elif callable(thing):
         yield from _function(name, thing)
     else:
-        yield f"A `{type(thing).__name__}`. {_said_of_constant(name, thing)}\n"
+        yield f"A `{type(thing).__name__}`. {_constant_docstring(name, thing)}\n"
 
 
 def _class(name: str, kind: type) -> Iterator[str]:
     bases = [base.__name__ for base in kind.__bases__ if base is not object and not base.__name__.startswith("_")]
     if issubclass(kind, Exception):
         yield f"An exception: {', '.join(f'`{base}`' for base in bases)}.\n"
-    # A constructor that torch wrote differs between its versions.
+    # A constructor of torch differs between versions.
     owner = next(k for k in kind.__mro__ if "__init__" in vars(k))
     if _is_ours(owner):
         yield _signature(name, kind) + "\n"
@@ -162,13 +162,13 @@ def _class(name: str, kind: type) -> Iterator[str]:
 
 
 def _members(kind: type) -> dict[str, tuple[str, Any]]:
-    """Those that shardweave defines, in their order: but for ones that torch calls, and that the rooms keep."""
+    """The public members that shardweave defines, in order; without overrides of torch's and those in `_INTERNAL`."""
     theirs = {name for base in kind.__mro__ if not _is_ours(base) for name in vars(base)}
     found: dict[str, tuple[str, Any]] = {}
     for base in reversed([base for base in kind.__mro__ if _is_ours(base)]):
         for name, value in vars(base).items():
             hidden = name.startswith("_") or name in theirs
-            if (hidden and name != "__call__") or name in _OF_THE_ROOMS.get(kind.__name__, ()):
+            if (hidden and name != "__call__") or name in _INTERNAL.get(kind.__name__, ()):
                 continue
             if isinstance(value, property):
                 found[name] = "attribute", value.fget
@@ -195,7 +195,7 @@ def _function(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _signature(name: str, function: Callable[..., Any], without_self: bool = True) -> str:
-    """As an indented block; on one line where there is room."""
+    """The signature as an indented block, on one line if it fits."""
     signature = inspect.signature(function)
     parts, star = [], False
     for parameter in signature.parameters.values():
@@ -231,29 +231,29 @@ def _code(annotation: object) -> str:
     return f"`{str(annotation).strip(chr(39))}`"
 
 
-def _said_of_constant(name: str, value: Any) -> str:
-    """The string after its assignment, in the module of its class."""
+def _constant_docstring(name: str, value: Any) -> str:
+    """The docstring after the constant's assignment, in the module of its class."""
     module = inspect.getmodule(type(value))
     assert module is not None
     body = ast.parse(inspect.getsource(module)).body
     for at, node in enumerate(body[:-1]):
-        said = body[at + 1]
+        docstring = body[at + 1]
         if (
             isinstance(node, ast.Assign)
             and [ast.unparse(target) for target in node.targets] == [name]
-            and isinstance(said, ast.Expr)
-            and isinstance(said.value, ast.Constant)
+            and isinstance(docstring, ast.Expr)
+            and isinstance(docstring.value, ast.Constant)
         ):
-            return str(said.value.value)
+            return str(docstring.value.value)
     raise ValueError(f"{name} has no docstring")
 
 
 def _text(name: str, thing: Any) -> str:
-    """A docstring as Markdown: its sections as lists."""
-    said = inspect.getdoc(thing) if "__doc__" in dir(thing) else None
-    if not said or (inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")):
+    """The docstring as Markdown, its sections as lists."""
+    docstring = inspect.getdoc(thing) if "__doc__" in dir(thing) else None
+    if not docstring or (inspect.isclass(thing) and docstring.startswith(f"{thing.__name__}(")):
         raise ValueError(f"{name} has no docstring")
-    lines, out = said.split("\n"), []
+    lines, out = docstring.split("\n"), []
     at = 0
     while at < len(lines):
         heading = _SECTION.match(lines[at])
@@ -269,7 +269,7 @@ def _text(name: str, thing: Any) -> str:
 
 
 def _items(lines: list[str]) -> list[str]:
-    """A section's lines: one item for each name, or a paragraph where there are none."""
+    """A section's lines as one list item for each name, or as a paragraph without names."""
     found: list[str] = []
     for line in textwrap.dedent("\n".join(lines)).strip().split("\n"):
         named = re.match(r"([A-Za-z_][\w, .]*): (.*)", line)

@@ -67,8 +67,8 @@ def test_variables_and_exceptions_are_documented() -> None:
     rooms = (ROOT / room for room in ("planner", "kernels", "runtime"))
     package = [*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]
     read = set(re.findall(r"SHARDWEAVE_[A-Z_]+", "".join(file.read_text(encoding="utf-8") for file in package)))
-    said = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
-    assert read == set(re.findall(r"^\| `(SHARDWEAVE_[A-Z_]+)` \|", said, re.M))
+    documented = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"^\| `(SHARDWEAVE_[A-Z_]+)` \|", documented, re.M))
     kinds = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and name[0] != "_"}
-    told = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert kinds == set(re.findall(r"^\| `(\w+)` \|", told, re.M))
+    errors_page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    assert kinds == set(re.findall(r"^\| `(\w+)` \|", errors_page, re.M))
