@@ -156,8 +156,8 @@ class Panels:
         rank, coordinate = self.rank(position), self.coordinate(stage, position)
         held = sum(r.elements for r in regions)
         share = f"{self.size(held)}, of {math.prod(self.program.shape)}"
-        at = f"at {coordinate}" if coordinate else "not in the mesh"
-        title = f"rank {rank} {at} under {stage.layout}: {share}"
+        where = f"at {coordinate}" if coordinate else "not in the mesh"
+        title = f"rank {rank} {where} under {stage.layout}: {share}"
         sheet.open(title, class_="rank", data_rank=rank, data_column=column)
         chip = text_width(rank, 10) + 6
         sheet.add("rect", x=place.x, y=place.y - 15, width=chip, height=12.0, rx=3, fill=colour(position))
