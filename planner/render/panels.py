@@ -77,25 +77,25 @@ class Panels:
 
     def how_to_read(self) -> str:
         if not self.program.shape:
-            how = "Each panel is the one value of the tensor."
+            text = "Each panel is the one value of the tensor."
         elif not self.down.dims:
-            how = f"Each panel is the whole tensor, {self.across} from left to right."
+            text = f"Each panel is the whole tensor, {self.across} from left to right."
         else:
-            how = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
+            text = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
         for axis in (self.down, self.across):
             if len(axis.dims) > 1:
                 outer, *inner = (f"dim {d}" for d in axis.dims)
-                how += f" Dotted lines divide {outer}; each part holds all of {' and '.join(inner)}."
+                text += f" Dotted lines divide {outer}; each part holds all of {' and '.join(inner)}."
         if self._left_out:
-            how += " The dims left out are whole everywhere."
+            text += " The dims left out are whole everywhere."
         if self.down.dims and self.drawn_proportion != self.proportion:
             p = self.proportion
             ratio = f"{p:.3g} to 1" if p > 1 else f"1 to {1 / p:.3g}"
-            how += f" Height and width are not to scale ({ratio}); areas inside a panel are."
-        how += " Colours and numbers say which rank a part came from."
+            text += f" Height and width are not to scale ({ratio}); areas inside a panel are."
+        text += " Colours and numbers show which rank sent a part."
         if self.mesh.size > COLOURS:
-            how += f" Colours repeat every {COLOURS} ranks: point at a part for its rank."
-        return how
+            text += f" Colours repeat every {COLOURS} ranks: point at a part for its rank."
+        return text
 
     @property
     def proportion(self) -> float:

@@ -43,7 +43,7 @@ _UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def colour(position: int) -> str:
-    """The colour of a rank; colours repeat after `COLOURS` ranks, and the numbers tell ranks apart."""
+    """The colour of a rank. Colours repeat after 16 ranks, which their numbers then tell apart."""
     return _PALETTE[position % len(_PALETTE)]
 
 
