@@ -56,7 +56,7 @@ check: $(READY)
 	    MYPYPATH="$$links" "$(BIN)/mypy" -p shardweave
 	"$(BIN)/lint-imports"
 
-# docs/api.md from the docstrings, and docs/pictures: the tests hold that they are up to date.
+# docs/api from the docstrings, and docs/pictures: the tests check that they are up to date.
 docs: $(READY)
 	"$(BIN)/python" docs/api_reference.py
 	"$(BIN)/python" docs/pictures.py

@@ -1,4 +1,4 @@
-"""`python docs/api_reference.py` writes `docs/api.md`: everything public, from its docstrings."""
+"""`python docs/api_reference.py` writes `docs/api/*.md`: everything public, from its docstrings."""
 
 from __future__ import annotations
 
@@ -15,67 +15,117 @@ import shardweave
 from shardweave.runtime.statistics import Redistribution, Statistics
 from shardweave.runtime.tracing.recording import Recording
 
-FILE = Path(__file__).with_name("api.md")
+FOLDER = Path(__file__).with_name("api")
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Plans": ("plan", "plan_batch", "redistribute_cost", "Program", "Batch", "draw", "simulate"),
-    "Meshes and layouts": ("Mesh", "Layout", "Replicate", "Shard", "StridedShard", "Partial"),
-    "Topologies": ("Topology", "Link", "NVLINK_NODE", "NVLINK_INFINIBAND"),
-    "DTensors": (
-        "redistribute", "redistribute_batch", "redistribute_local_tensor", "ordered_redistribute_local_tensor",
-        "explain", "prepare", "bind",
+PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "redistribution": (
+        "Redistribution",
+        {
+            "DTensors": (
+                "redistribute", "redistribute_batch", "redistribute_local_tensor", "ordered_redistribute_local_tensor",
+                "explain", "prepare", "bind",
+            ),
+            "Shared memory": ("empty_cache", "pool_memory", "PoolMemory", "set_pool_limit"),
+        },
     ),
-    "Under DTensor, FSDP2 and checkpoints": (
-        "install", "installed", "uninstall", "is_installed", "adapt_fsdp", "restore_fsdp", "FSDPAllGather",
-        "FSDPReduceScatter", "SavePlanner", "LoadPlanner",
+    "dtensor": (
+        "DTensor, FSDP2, checkpoints",
+        {
+            "Drop-in": ("install", "installed", "uninstall", "is_installed"),
+            "FSDP2": ("adapt_fsdp", "restore_fsdp", "FSDPAllGather", "FSDPReduceScatter"),
+            "Checkpoints": ("SavePlanner", "LoadPlanner"),
+        },
     ),
-    "Token dispatch": (
-        "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "ExpertParallel", "share_of_tokens",
-        "whole_of_shares", "VirtualTokenDispatcher", "TorchtitanDispatcher", "generate_permute_indices",
+    "planner": (
+        "Planner",
+        {
+            "Plans": ("plan", "plan_batch", "redistribute_cost", "Program", "Batch", "draw", "simulate"),
+            "Meshes and layouts": ("Mesh", "Layout", "Replicate", "Shard", "StridedShard", "Partial"),
+            "Topologies": ("Topology", "Link", "NVLINK_NODE", "NVLINK_INFINIBAND"),
+        },
     ),
-    "Memory": ("empty_cache", "pool_memory", "PoolMemory", "set_pool_limit"),
-    "Measuring": ("stats", "Statistics", "Redistribution", "record", "Recording"),
-    "Errors": (
-        "ShardweaveError", "ArgumentError", "LayoutSyntaxError", "UnsupportedError", "CapacityError", "TransportError",
-        "DisagreementError", "PeerError", "MeetingTimeoutError",
+    "token_dispatch": (
+        "Token dispatch",
+        {
+            "Dispatch and combine": (
+                "TokenDispatcher", "RoutedTokens", "TokenLoad", "silu_and_mul", "VirtualTokenDispatcher",
+            ),
+            "In models": ("ExpertParallel", "share_of_tokens", "whole_of_shares"),
+            "Other libraries": ("TorchtitanDispatcher", "generate_permute_indices"),
+        },
+    ),
+    "tracing": (
+        "Statistics and traces",
+        {
+            "Statistics": ("stats", "Statistics", "Redistribution"),
+            "Traces": ("record", "Recording"),
+        },
+    ),
+    "errors": (
+        "Errors",
+        {
+            "Exceptions": (
+                "ShardweaveError", "ArgumentError", "LayoutSyntaxError", "UnsupportedError", "CapacityError",
+                "TransportError", "DisagreementError", "PeerError", "MeetingTimeoutError",
+            ),
+        },
     ),
 }  # fmt: skip
+"""File name to title and sections."""
 RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recording)}
-"""What functions return, which is asked for by no name."""
+"""Types of results that are not exported by name."""
 
-_OF_THE_ROOMS = {
+_INTERNAL = {
     "TokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
     "VirtualTokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
     "Layout": ("unchecked", "cuts"),
     "Recording": ("begin", "end", "note", "note_entry", "trace"),
     "Statistics": ("kind",),
 }
-"""Public between the rooms of the package, and no promise to anyone else."""
+"""Used between the packages; not part of the public interface."""
 _WIDTH = 100
+_LONGEST = 120  # characters of a line of a list
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises)\b(.*):$")
 
 
-def reference() -> str:
-    """The page.
+def reference() -> dict[str, str]:
+    """File name to text: the index and its pages.
 
     Raises:
-        ValueError: something public is in no group or in two, or says nothing of itself.
+        ValueError: a public name is in no section or in two, or has no docstring.
     """
-    listed = [name for names in GROUPS.values() for name in names]
+    listed = [name for _, sections in PAGES.values() for names in sections.values() for name in names]
     if sorted(listed) != sorted({*shardweave.__all__, *RESULTS}):
         raise ValueError(f"listed once, or to be: {sorted(set(listed) ^ {*shardweave.__all__, *RESULTS})}, {listed}")
+    found = {"index.md": _index()}
+    for page, (title, sections) in PAGES.items():
+        parts = [f"# {title}\n", "From the docstrings. [All pages of the reference](index.md).\n"]
+        for section, names in sections.items():
+            parts.append(f"## {section}\n")
+            parts.append(_wrapped(" · ".join(f"[`{name}`](#{name.lower()})" for name in names)) + "\n")
+            for name in names:
+                parts += _entry(name, RESULTS.get(name) or getattr(shardweave, name))
+        found[f"{page}.md"] = re.sub("\n{3,}", "\n\n", "\n".join(parts))
+    return found
+
+
+def _index() -> str:
     parts = [
         "# API reference\n",
-        "Made from the docstrings by `python docs/api_reference.py`. Every name is one of the package's, "
-        "`shardweave.plan` and so on; those of [Measuring](#measuring) that begin with a capital are what functions "
-        "return. What a page of the documentation says at length, its docstring says in short.\n",
+        "`make docs` writes these pages from the docstrings. All names are attributes of the package, as in\n"
+        f"`shardweave.plan`; {', '.join(f'`{name}`' for name in RESULTS)} are types of results and not exported.\n",
     ]
-    for title, names in GROUPS.items():
-        parts.append(f"## {title}\n")
-        parts.append(" · ".join(f"[`{name}`](#{name.lower()})" for name in names) + "\n")
-        for name in names:
-            parts += _entry(name, RESULTS.get(name) or getattr(shardweave, name))
-    return re.sub("\n{3,}", "\n\n", "\n".join(parts))
+    for page, (title, sections) in PAGES.items():
+        parts.append(f"## [{title}]({page}.md)\n")
+        for section, names in sections.items():
+            links = " · ".join(f"[`{name}`]({page}.md#{name.lower()})" for name in names)
+            parts.append(_wrapped(f"- {section}: {links}", "  "))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, _LONGEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _entry(name: str, thing: Any) -> Iterator[str]:
@@ -85,14 +135,14 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
     elif callable(thing):
         yield from _function(name, thing)
     else:
-        yield f"A `{type(thing).__name__}`. {_said_of_constant(name, thing)}\n"
+        yield f"A `{type(thing).__name__}`. {_constant_docstring(name, thing)}\n"
 
 
 def _class(name: str, kind: type) -> Iterator[str]:
     bases = [base.__name__ for base in kind.__bases__ if base is not object and not base.__name__.startswith("_")]
     if issubclass(kind, Exception):
         yield f"An exception: {', '.join(f'`{base}`' for base in bases)}.\n"
-    # A constructor that torch wrote differs between its versions.
+    # A constructor of torch differs between versions.
     owner = next(k for k in kind.__mro__ if "__init__" in vars(k))
     if _is_ours(owner):
         yield _signature(name, kind) + "\n"
@@ -112,13 +162,13 @@ def _class(name: str, kind: type) -> Iterator[str]:
 
 
 def _members(kind: type) -> dict[str, tuple[str, Any]]:
-    """Those that shardweave defines, in their order: but for ones that torch calls, and that the rooms keep."""
+    """The public members that shardweave defines, in order; without overrides of torch's and those in `_INTERNAL`."""
     theirs = {name for base in kind.__mro__ if not _is_ours(base) for name in vars(base)}
     found: dict[str, tuple[str, Any]] = {}
     for base in reversed([base for base in kind.__mro__ if _is_ours(base)]):
         for name, value in vars(base).items():
             hidden = name.startswith("_") or name in theirs
-            if (hidden and name != "__call__") or name in _OF_THE_ROOMS.get(kind.__name__, ()):
+            if (hidden and name != "__call__") or name in _INTERNAL.get(kind.__name__, ()):
                 continue
             if isinstance(value, property):
                 found[name] = "attribute", value.fget
@@ -145,7 +195,7 @@ def _function(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _signature(name: str, function: Callable[..., Any], without_self: bool = True) -> str:
-    """As an indented block; on one line where there is room."""
+    """The signature as an indented block, on one line if it fits."""
     signature = inspect.signature(function)
     parts, star = [], False
     for parameter in signature.parameters.values():
@@ -181,29 +231,29 @@ def _code(annotation: object) -> str:
     return f"`{str(annotation).strip(chr(39))}`"
 
 
-def _said_of_constant(name: str, value: Any) -> str:
-    """The string after its assignment, in the module of its class."""
+def _constant_docstring(name: str, value: Any) -> str:
+    """The docstring after the constant's assignment, in the module of its class."""
     module = inspect.getmodule(type(value))
     assert module is not None
     body = ast.parse(inspect.getsource(module)).body
     for at, node in enumerate(body[:-1]):
-        said = body[at + 1]
+        docstring = body[at + 1]
         if (
             isinstance(node, ast.Assign)
             and [ast.unparse(target) for target in node.targets] == [name]
-            and isinstance(said, ast.Expr)
-            and isinstance(said.value, ast.Constant)
+            and isinstance(docstring, ast.Expr)
+            and isinstance(docstring.value, ast.Constant)
         ):
-            return str(said.value.value)
-    raise ValueError(f"{name} says nothing of itself")
+            return str(docstring.value.value)
+    raise ValueError(f"{name} has no docstring")
 
 
 def _text(name: str, thing: Any) -> str:
-    """A docstring as Markdown: its sections as lists."""
-    said = inspect.getdoc(thing) if "__doc__" in dir(thing) else None
-    if not said or (inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")):
-        raise ValueError(f"{name} says nothing of itself")
-    lines, out = said.split("\n"), []
+    """The docstring as Markdown, its sections as lists."""
+    docstring = inspect.getdoc(thing) if "__doc__" in dir(thing) else None
+    if not docstring or (inspect.isclass(thing) and docstring.startswith(f"{thing.__name__}(")):
+        raise ValueError(f"{name} has no docstring")
+    lines, out = docstring.split("\n"), []
     at = 0
     while at < len(lines):
         heading = _SECTION.match(lines[at])
@@ -219,7 +269,7 @@ def _text(name: str, thing: Any) -> str:
 
 
 def _items(lines: list[str]) -> list[str]:
-    """A section's lines: one item for each name, or a paragraph where there are none."""
+    """A section's lines as one list item for each name, or as a paragraph without names."""
     found: list[str] = []
     for line in textwrap.dedent("\n".join(lines)).strip().split("\n"):
         named = re.match(r"([A-Za-z_][\w, .]*): (.*)", line)
@@ -230,8 +280,10 @@ def _items(lines: list[str]) -> list[str]:
             found[-1] += f" {line.strip()}" if line.strip() else ""
         else:
             found.append(line)
-    return found
+    return [_wrapped(item, "  " if item.startswith("- ") else "") for item in found]
 
 
 if __name__ == "__main__":
-    FILE.write_text(reference(), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in reference().items():
+        (FOLDER / file).write_text(text, encoding="utf-8")

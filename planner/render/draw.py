@@ -109,12 +109,11 @@ class _Drawing:
     def _choose_sizes(self) -> None:
         """Set the size of panels, the same for all and as large as the sheet allows, and the places of columns."""
         grid, columns = self.grid, len(self.stages)
-        down, across = self.panels.down, self.panels.across
         label = max(self.panels.label_width(p) for p in range(self.mesh.size))
         share = (_WIDTH - 2 * _MARGIN - _GAP * (columns - 1)) / columns / grid.columns - _APART
-        width = max(min(share, 120.0), label, 44.0)
-        tall, wide = (max(math.prod(axis.sizes), 1) for axis in (down, across))
-        height = width * min(max(tall / wide, 0.7), 1.3) if down.dims else 30.0
+        nested = len(self.panels.across.dims) > 1  # dims inside each other want room
+        width = max(min(share, 200.0 if nested else 120.0), label, 44.0)
+        height = width * self.panels.drawn_proportion if self.panels.down.dims else 30.0
         self.panel_size = width, height
         gaps = list(zip([None, *self.arrows], [*self.arrows, None], strict=True))
         lanes = max(depth(row, *gap) for gap in gaps for row in range(grid.rows))

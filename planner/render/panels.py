@@ -10,7 +10,7 @@ from ...errors import ArgumentError
 from ..dtypes import ITEMSIZE
 from ..program_base import ProgramBase, format_bytes
 from .regions import Region, Runs, Stage
-from .svg import Place, Sheet, colour, text_on, text_width
+from .svg import COLOURS, Place, Sheet, colour, text_on, text_width, wrapped
 
 _MAX_PIECES = 20_000
 _KEPT = 0.3  # opacity of regions that did not move
@@ -84,18 +84,43 @@ class Panels:
             text = f"Each panel is the whole tensor, {self.across} from left to right."
         else:
             text = f"Each panel is the whole tensor, {self.down} downwards and {self.across} from left to right."
+        for axis in (self.down, self.across):
+            if len(axis.dims) > 1:
+                outer, *inner = (f"dim {d}" for d in axis.dims)
+                text += f" Dotted lines divide {outer}; each part holds all of {' and '.join(inner)}."
         if self._left_out:
             text += " The dims left out are whole everywhere."
-        return text + " Colours and numbers say which rank a part came from."
+        if self.down.dims and self.drawn_proportion != self.proportion:
+            p = self.proportion
+            ratio = f"{p:.3g} to 1" if p > 1 else f"1 to {1 / p:.3g}"
+            text += f" Height and width are not to scale ({ratio}); areas inside a panel are."
+        text += " Colours and numbers show which rank sent a part."
+        if self.mesh.size > COLOURS:
+            text += f" Colours repeat every {COLOURS} ranks: point at a part for its rank."
+        return text
+
+    @property
+    def proportion(self) -> float:
+        """Height divided by width, in elements."""
+        tall, wide = (max(math.prod(axis.sizes), 1) for axis in (self.down, self.across))
+        return tall / wide
+
+    @property
+    def drawn_proportion(self) -> float:
+        """Height divided by width, as drawn."""
+        return min(max(self.proportion, 0.6), 1.4)
 
     def rank(self, position: int) -> str:
         return str(self.mesh.rank_at(position))
 
-    def coordinate(self, position: int) -> str:
-        return f"({','.join(map(str, self.mesh.coordinate(position)))})"
+    def coordinate(self, stage: Stage, position: int) -> str | None:
+        """Of a rank in the mesh of a column; None where the rank is not in it."""
+        at = self.program.coordinate_in(stage.mesh, position)
+        return None if at is None else f"({','.join(map(str, at))})"
 
     def label_width(self, position: int) -> float:
-        return text_width(self.rank(position), 10) + text_width(self.coordinate(position), 9) + 14
+        widest = max(text_width(self.coordinate(stage, position) or "", 9) for stage in self.stages)
+        return text_width(self.rank(position), 10) + widest + 14
 
     def size(self, elements: int) -> str:
         nbytes = format_bytes(elements * ITEMSIZE[self.program.dtype])
@@ -114,8 +139,14 @@ class Panels:
             yield "filled", [{"class_": "filled"}]
         if any(map(self._partial, self.stages)):
             yield "partial: still to be reduced", [{"class_": "panel"}, {"fill": self.sheet.hatch()}]
-        if any(not held for stage in self.stages for held in stage.regions):
-            yield "empty", [{"class_": "panel without"}]
+        without = {
+            "empty" if self.coordinate(stage, position) else "not in this mesh"
+            for stage in self.stages
+            for position, held in enumerate(stage.regions)
+            if not held
+        }
+        if without:
+            yield " or ".join(sorted(without)), [{"class_": "panel without"}]
 
     def _partial(self, stage: Stage) -> bool:
         return stage.layout.without_size_one(stage.mesh.shape).has_partial
@@ -124,15 +155,17 @@ class Panels:
         """Draw the panel of one rank in one column, under its number and coordinate."""
         sheet, stage = self.sheet, self.stages[column]
         regions = stage.regions[position]
-        rank, coordinate = self.rank(position), self.coordinate(position)
+        rank, coordinate = self.rank(position), self.coordinate(stage, position)
         held = sum(r.elements for r in regions)
         share = f"{self.size(held)}, of {math.prod(self.program.shape)}"
-        title = f"rank {rank} at {coordinate} under {stage.layout}: {share}"
+        where = f"at {coordinate}" if coordinate else "not in the mesh"
+        title = f"rank {rank} {where} under {stage.layout}: {share}"
         sheet.open(title, class_="rank", data_rank=rank, data_column=column)
         chip = text_width(rank, 10) + 6
         sheet.add("rect", x=place.x, y=place.y - 15, width=chip, height=12.0, rx=3, fill=colour(position))
         sheet.text(place.x + 3, place.y - 5.5, rank, 10, text_on(colour(position)), font_weight="bold")
-        sheet.text(place.x + chip + 4, place.y - 5.5, coordinate, 9, "muted")
+        if coordinate:
+            sheet.text(place.x + chip + 4, place.y - 5.5, coordinate, 9, "muted")
         box = dict(zip(("x", "y", "width", "height"), place, strict=True))
         sheet.add("rect", class_="panel" if regions else "panel without", **box)
         for region in regions:
@@ -144,8 +177,10 @@ class Panels:
             x = place.x + at * place.width
             sheet.add("path", class_="seam", d=f"M{x:.1f},{place.y:.1f} V{place.bottom:.1f}")
         if not regions:
-            x, y = place.x + place.width / 2, place.y + place.height / 2
-            sheet.text(x, y + 3.5, "empty", 10, "muted", text_anchor="middle")
+            lines = ["empty"] if coordinate else wrapped("not in mesh", place.width, 10)
+            x, y = place.x + place.width / 2, place.y + place.height / 2 - 6 * (len(lines) - 1)
+            for i, line in enumerate(lines):
+                sheet.text(x, y + 3.5 + 12 * i, line, 10, "muted", text_anchor="middle")
         sheet.close()
 
     def _region(self, stage: Stage, region: Region, panel: Place) -> None:

@@ -15,6 +15,7 @@ _PALETTE = (
     "#0072b2 #e69f00 #009e73 #cc79a7 #6a570d #dada8f #4cc9f0 #8f326a "
     "#a2dab4 #a28f45 #8fa2ff #a21f45 #dab457 #c75757 #b46a0d #a2b47d"
 ).split()
+COLOURS = len(_PALETTE)
 
 _LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "line": "#8c959f", "faint": "#eff2f5"}
 _DARK = {"paper": "#0d1117", "ink": "#f0f6fc", "muted": "#9198a1", "line": "#656c76", "faint": "#1c2128"}

@@ -1,4 +1,4 @@
-"""Blocks of a page, run: in processes forked from one that has torch, ranks as torchrun would start them."""
+"""Runs the blocks of a page in processes forked from one that has imported torch; ranks as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ import torch.distributed as dist
 from pages import NOT_RUN, ROOT, Block, Command, Page, commands, not_run
 from rank_preload import rank_context
 
-_LIMIT = 120.0  # seconds that the ranks of a page may take
-FOUND_OFF = 1  # doctor's status where something of this machine is off
+_LIMIT = 120.0  # seconds for the ranks of a page
+FOUND_OFF = 1  # doctor's status if it finds a fault of this machine
 
 
 def run_page(page: Page, folder: Path, in_a_shell: bool = False) -> list[str]:
-    """Run all blocks, with `folder` as the current one; what is wrong, as text.
+    """Run all blocks in `folder` and return their faults as text.
 
     Args:
-        in_a_shell: commands are run by a shell; otherwise in processes that have torch already.
+        in_a_shell: run commands by a shell, not in forked processes.
     """
     faults = list(page.faults)
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -58,7 +58,7 @@ def _run_blocks(name: str, blocks: list[Block], ranks: int, folder: Path) -> lis
 
 
 def _execute(name: str, blocks: list[tuple[int, str]]) -> list[str]:
-    """What each block prints."""
+    """Run blocks in one namespace; return the output of each."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     for line, text in blocks:
@@ -69,7 +69,7 @@ def _execute(name: str, blocks: list[tuple[int, str]]) -> list[str]:
 
 
 def run_commands(block: Block, folder: Path) -> list[str]:
-    """Run the commands of a shell block, in processes that have torch already."""
+    """Run the commands of a shell block in forked processes; return faults."""
     printed = ""
     for command in commands(block):
         if not_run(command):
@@ -82,7 +82,7 @@ def run_commands(block: Block, folder: Path) -> list[str]:
             continue
         ranks, argv = _torchrun(words) if words[0] == "torchrun" else (0, words[1:] if words[0] == "python" else [])
         if not argv:
-            return [f"line {command.line}: {' '.join(words)}: nobody checks such a command"]
+            return [f"line {command.line}: {' '.join(words)}: no test runs such a command"]
         out, error = started(_main, ranks, folder, argv, dict(command.environment))
         if error:
             return [f"line {command.line}: {' '.join(words)}:\n{error}"]
@@ -92,9 +92,11 @@ def run_commands(block: Block, folder: Path) -> list[str]:
 
 
 def _main(argv: list[str], environment: dict[str, str]) -> str:
-    """`python …`; what it prints."""
+    """Run `python …` and return its output."""
     os.environ.update(environment)
-    for name in [name for name in os.environ if name.startswith("PYTEST_")]:  # a reader's command is no part of a test
+    for name in [
+        name for name in os.environ if name.startswith("PYTEST_")
+    ]:  # a reader's command does not run under pytest
         del os.environ[name]
     if argv[:3] == ["-m", "shardweave", "replay"]:
         _do_not_time()
@@ -114,8 +116,9 @@ def _main(argv: list[str], environment: dict[str, str]) -> str:
 
 
 def _do_not_time() -> None:
-    """No figure of a page is held against what is printed, and what comes first must not hang on a busy machine: each
-    case costs a tenth of the one before it, which moves more bytes. Both sides are run and checked all the same."""
+    """Replace times by made-up ones: pages ignore figures, and the order of cases must not depend on how
+    busy the machine is. Each case costs a tenth of the one before it, which moves more bytes. Both sides are still run
+    and checked."""
     from shardweave.cli import replay, replay_ranks
 
     made_up = (10.0**-place for place in itertools.count())
@@ -129,14 +132,14 @@ def _do_not_time() -> None:
 
 
 def _not_there(command: Command) -> str | None:
-    """What is wrong with a command that is not run."""
+    """The fault of a command that is not run, if any."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     first, target, *_ = command.words
     return f"no target {target}" if first == "make" and target not in targets else None
 
 
 def _run_in_a_shell(block: Block, folder: Path) -> list[str]:
-    """All commands of a block but for those of `NOT_RUN`."""
+    """Run all commands of a block except those of `NOT_RUN`."""
     lines = [line for line in block.text.split("\n") if not line.startswith(tuple(NOT_RUN))]
     if not any(map(str.strip, lines)):
         return []
@@ -155,20 +158,20 @@ def _expanded(word: str, folder: Path) -> Iterable[str]:
 
 
 def _torchrun(words: list[str]) -> tuple[int, list[str]]:
-    """The ranks of a torchrun command, and what it runs."""
+    """The number of ranks of a torchrun command, and the arguments after it."""
     at = words.index("--nproc-per-node")
     ranks, rest = int(words[at + 1]), [w for w in words[1:at] + words[at + 2 :] if w != "--standalone"]
     return ranks, rest
 
 
 def started(body: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> tuple[Any, str | None]:
-    """`body(*args)` on ranks as torchrun starts them, or with 0 of them in one plain process; in `folder`.
+    """Call `body(*args)` in `folder` on ranks as torchrun starts them; with 0 ranks in one plain process.
 
     Returns:
-        What the first of them returned, and what went wrong, if anything did.
+        The result of the first rank, and the errors of all, or None.
     """
     context = rank_context()
-    # The store lives here, as torchrun's does in its agent.
+    # The store is in this process, as torchrun's is in its agent.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(max(ranks, 1)):
@@ -186,11 +189,11 @@ def started(body: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> t
             try:
                 value, error = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                value, error = None, "ended without a word"
+                value, error = None, "ended without a report"
             first = value if rank == 0 else first
             if error:
                 errors.append(f"rank {rank}: {error}")
-                # The others may wait for it; some have a word to say of why they do not any more.
+                # Other ranks may wait for it; give them time to report their own error.
                 deadline = min(deadline, time.monotonic() + 5.0)
     errors += [f"rank {rank}: no end within {_LIMIT:g} s" for rank in waiting.values() if not errors]
     for process in processes:
@@ -213,7 +216,7 @@ def _become(pipe: Any, folder: str, rank: int, ranks: int, port: int, body: Call
     try:
         value = body(*args)
         if dist.is_initialized():
-            dist.barrier()  # who ends first must not end while others still wait for it
+            dist.barrier()  # the store must outlive the other ranks' waits
             dist.destroy_process_group()
         pipe.send((value, None))
     except BaseException:

@@ -1,13 +1,14 @@
-"""Pages of documentation, read: their code blocks, what each is said to print, and the commands of shell blocks.
+"""Parses pages of documentation: code blocks, their expected output, and the commands of shell blocks.
 
-The fence says how a block is meant:
+The fence says how a block is run:
 
 - `python`: run in the page's one namespace; `python ranks=4`: on each of 4 ranks, as torchrun would start them, in a
   namespace that the page's blocks of as many ranks share; `python file=train.py`: written to that file, for commands
   of the page.
-- `bash`: its commands are run, but for those of `NOT_RUN`.
-- `text`: what the block just before it prints; … stands for anything, on a line of its own for any lines. Before the
-  first other block of a page it may be anything. `text figures`: numbers, and the blanks and rules around them, may
+- `mermaid`: a diagram, not run.
+- `bash`: its commands are run, except those of `NOT_RUN`.
+- `text`: the output of the block just before it; … stands for anything, on a line of its own for any lines. Before the
+  first other block of a page it is not checked. `text figures`: numbers, and the blanks and rules around them, may
   differ.
 """
 
@@ -19,9 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Commands that tests of the documentation do not run, and what covers them instead. Targets of make have to be there.
+
+def page_id(path: Path) -> str:
+    """The page's name in test ids."""
+    return path.relative_to(ROOT).with_suffix("").as_posix()
+
+
+# Commands that these tests do not run, and what covers them instead. Targets of make must exist.
 NOT_RUN = {
     "pip install": "makes an environment; CI begins with it",
     "make demo": "makes an environment; test_demo.py runs what it runs there",
@@ -36,8 +43,8 @@ NOT_RUN = {
 }
 
 _FENCE = re.compile(r"^(\s*)```(.*)$")
-_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|text( figures)?")
-_NUMBER = re.compile(r"(\.py:\d+)|\d+(?:[.,]\d+)*")  # lines of a file are no figures
+_INFO = re.compile(r"python( (ranks=(?P<ranks>\d+)|file=(?P<file>[\w./-]+)))?|bash|mermaid|text( figures)?")
+_NUMBER = re.compile(r"(\.py:\d+)|\d+(?:[.,]\d+)*")  # line numbers of a file are not figures
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,8 @@ class Block:
     """One fenced block.
 
     Attributes:
-        line: of its first line of text, from 1.
-        shown: the text block that follows, if one does; `figures`: numbers in it may differ.
+        line: number of its first line of text, from 1.
+        shown: the text block that follows, or None; `figures`: numbers in it may differ.
     """
 
     line: int
@@ -61,7 +68,7 @@ class Block:
 
     @property
     def ranks(self) -> int:
-        """0: the block is not one for ranks."""
+        """The number of ranks; 0 for a plain process."""
         match = _INFO.fullmatch(self.info)
         return int(match["ranks"] or 0) if match else 0
 
@@ -71,7 +78,7 @@ class Block:
         return match["file"] if match else None
 
     def fault_of_output(self, printed: str) -> str | None:
-        """What is wrong with what the block printed, if the page shows what it should."""
+        """The difference between the output and the page, or None."""
         if self.shown is None:
             return None
         lines = "".join(line + "\n" for line in _plain(printed, self.figures))
@@ -85,7 +92,7 @@ class Page:
     name: str
     blocks: tuple[Block, ...]
     faults: tuple[str, ...]
-    """Fences that say nothing known."""
+    """Fences that are not understood."""
 
 
 def read_page(path: Path) -> Page:
@@ -94,7 +101,7 @@ def read_page(path: Path) -> Page:
 
 def parse_page(name: str, text: str) -> Page:
     lines, blocks, faults = text.split("\n"), [], []
-    at, just_before = 0, False  # whether only blank lines lie between here and the last block
+    at, just_before = 0, False  # whether only blank lines follow the last block
     while at < len(lines):
         fence = _FENCE.match(lines[at])
         if fence is None:
@@ -113,7 +120,7 @@ def parse_page(name: str, text: str) -> Page:
                 last = blocks.pop()
                 blocks.append(Block(last.line, last.info, last.text, block.text, "figures" in block.info))
             elif blocks:
-                faults.append(f"{name}, line {at + 1}: shows what nothing just before it prints")
+                faults.append(f"{name}, line {at + 1}: a text block with no block before it")
             just_before = block.language != "text"
         at = end + 1
     return Page(name, tuple(blocks), tuple(faults))
@@ -129,7 +136,7 @@ class Command:
 
 
 def commands(block: Block) -> list[Command]:
-    """Those of a shell block; a backslash goes on on the next line."""
+    """The commands of a shell block; a backslash continues a line."""
     found, text, first = [], "", None
     for number, line in enumerate(block.text.split("\n"), block.line):
         first = first or number
@@ -146,7 +153,7 @@ def commands(block: Block) -> list[Command]:
 
 
 def not_run(command: Command) -> str | None:
-    """Why, where it is one of `NOT_RUN`."""
+    """The reason if the command is in `NOT_RUN`, else None."""
     return NOT_RUN.get(" ".join(command.words[:2]))
 
 
@@ -154,7 +161,7 @@ def _plain(text: str, figures: bool) -> list[str]:
     lines = [line.rstrip() for line in text.strip("\n").split("\n")]
     if not figures:
         return lines
-    # Columns are as wide as their numbers.
+    # The width of columns depends on their numbers.
     bare = (re.sub(r"[\s━─┃│╇╪]+", " ", _NUMBER.sub(lambda found: found[1] or "0", line)).strip() for line in lines)
     return [line for line in bare if line]
 

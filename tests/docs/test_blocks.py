@@ -1,4 +1,4 @@
-"""Every code block of the documentation is run, and prints what the page says it does."""
+"""Runs every code block of the documentation and compares its output with the page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from page_runs import run_commands, run_page
-from pages import NOT_RUN, PAGES, ROOT, commands, parse_page, read_page
+from pages import NOT_RUN, PAGES, ROOT, commands, page_id, parse_page, read_page
 
-# Its commands record, replay, calibrate, measure and project, one after the other: all have tests of their own.
+# Its commands record, replay, calibrate, measure and project; each has tests of its own.
 LONG = {"benchmarking"}
 
 
@@ -17,7 +17,7 @@ LONG = {"benchmarking"}
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.long if path.stem in LONG else ()) for path in PAGES],
-    ids=lambda path: path.stem,
+    ids=page_id,
 )
 def test_blocks_of_a_page(path: Path, tmp_path: Path) -> None:
     faults = run_page(read_page(path), tmp_path)
@@ -26,7 +26,7 @@ def test_blocks_of_a_page(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multi
 @pytest.mark.long
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_commands_of_a_page_in_a_shell(path: Path, tmp_path: Path) -> None:
     faults = run_page(read_page(path), tmp_path, in_a_shell=True)
     assert not faults, "\n\n".join(faults)
@@ -58,7 +58,7 @@ print(mine)
 
 
 @pytest.mark.multi
-def test_what_is_wrong_with_a_page_is_told(tmp_path: Path) -> None:
+def test_faults_of_a_page_are_reported(tmp_path: Path) -> None:
     def faults(name: str, **parts: str) -> str:
         given = {"shown": "1 … exchange", "ranks": "[0, 1]", "command": "FOO=1 make test"} | parts
         (tmp_path / name).mkdir()
@@ -70,24 +70,24 @@ def test_what_is_wrong_with_a_page_is_told(tmp_path: Path) -> None:
     assert "line 10: printed\n[0, 1]" in found
     assert "NameError: name 'unknown'" in faults("raises", shown="1 exchange\n```\n```python ranks=2\nunknown")
     assert "status 2" in faults("command", shown="1 exchange", command="python -m shardweave plan --mesh 2")
-    assert "nobody checks" in faults("other", shown="1 exchange", command="rm -rf /nowhere")
+    assert "no test runs" in faults("other", shown="1 exchange", command="rm -rf /nowhere")
     assert "a fence '```ruby'" in faults("fence", shown="1 exchange\n```\n```ruby")
-    assert "what nothing just before it prints" in faults("prose", shown="1 exchange\n```\nSo:\n```text\n2")
+    assert "a text block with no block before it" in faults("prose", shown="1 exchange\n```\nSo:\n```text\n2")
 
 
 @pytest.mark.plan
-def test_what_is_not_run_is_on_a_page_and_is_there(tmp_path: Path) -> None:
+def test_commands_not_run_are_covered_elsewhere(tmp_path: Path) -> None:
     found = {" ".join(c.words[:2]) for path in PAGES for b in read_page(path).blocks if b.language == "bash"
              for c in commands(b)}  # fmt: skip
     assert found >= NOT_RUN.keys()
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert tests >= {name for why in NOT_RUN.values() for name in re.findall(r"test_\w+\.py", why)}
     (block,) = parse_page("page.md", "```bash\nmake demo\nmake tset\n```").blocks
-    assert run_commands(block, tmp_path) == ["line 3: make tset: nobody checks such a command"]
+    assert run_commands(block, tmp_path) == ["line 3: make tset: no test runs such a command"]
 
 
 @pytest.mark.plan
-def test_figures_may_differ() -> None:
+def test_text_figures_ignores_numbers() -> None:
     text = "```bash\nx\n```\n\n```text figures\nin  12.5 ms │  3\n…\nend\n```"
     (block,) = parse_page("page.md", text).blocks
     assert block.fault_of_output("in 3 ms │ 1,004\nmore\n  and more\nend\n") is None

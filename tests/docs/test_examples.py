@@ -1,4 +1,4 @@
-"""Every example runs, on the ranks that its first lines say, and prints something."""
+"""Runs every example on the number of ranks that its docstring names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMAND = re.compile(r"^    torchrun --standalone --nproc-per-node (\d+) exampl
 
 
 def command(path: Path) -> int:
-    """The ranks that the example says it is for."""
+    """The number of ranks in the example's docstring."""
     (found,) = _COMMAND.findall(path.read_text(encoding="utf-8"))
     assert found[1] == path.name
     return int(found[0])

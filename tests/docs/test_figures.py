@@ -1,4 +1,4 @@
-"""Figures that pages quote are those of the committed results."""
+"""Figures on pages equal those of the committed results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from pages import ROOT, parse_page
 
+import shardweave
+from shardweave import Mesh
+from shardweave.bench.baselines.stock_plans import count_stock, stock
 from shardweave.bench.planning.validation import BOUNDS, errors
 
 pytestmark = pytest.mark.plan
@@ -22,35 +25,67 @@ def data(name: str) -> Any:
 
 
 def text(name: str) -> str:
-    """Without line breaks."""
+    """The file without line breaks."""
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def hold(page: str, sentence: str, source: str, want: Sequence[float]) -> None:
-    """The page has one sentence of this pattern, whose groups are the figures of a results file."""
+    """Assert that the page has one sentence of this pattern, and that its groups are the figures of a results file."""
     found = re.findall(sentence, text(page))
     assert len(found) == 1, f"{page} has {len(found)} sentences like {sentence!r}; if it was reworded, adapt this test"
-    said = [float(one.replace(",", "")) for one in found[0]]
-    assert said == list(want), f"{page} says {said}, bench/results/{source} has {list(want)}: change the page"
+    figures = [float(one.replace(",", "")) for one in found[0]]
+    assert figures == list(want), f"{page} says {figures}, bench/results/{source} has {list(want)}: change the page"
 
 
 def rounded(given: Mapping[str, Any]) -> list[float]:
     return [round(given["median_ratio"], 1), round(given["min_ratio"], 1)]
 
 
-def test_of_the_demo() -> None:
+def test_demo_table_in_the_readme() -> None:
     found = data("demo.json")
-    counted = [found["counted"], *rounded(found), *rounded(found["process_group"])]
-    said = r"out ([\d]+) redistributions.* Over the (\d+) in which .* of ([\d.]+) times .* gloo, ([\d.]+) at least, .* "
-    said += r"both sides ([\d.]+), and ([\d.]+) at least\."
-    hold("README.md", said, "demo.json", [len(found["cases"]), *counted])
-    said = r"ratio of ([\d.]+) and a least one of ([\d.]+) over (\d+) cases .* and ([\d.]+) and ([\d.]+) with gloo"
-    cases, *ratios = counted
-    hold("docs/benchmarking.md", said, "demo.json", [*ratios[:2], cases, *ratios[2:]])
+    number = r"([\d.]+)"
+    sides = " ".join([rf"\| {number} → {number} \| \*\*{number}×\*\*"] * 2)
+    rows = re.findall(rf"^\| [^|]+ \| `(.+) → (.+)` \| ([\d×]+), (\w+) {sides} \|$", readme(), re.M)
+    assert len(rows) == 7
+    shown: list[list[float]] = []
+    for source, target, shape, dtype, *figures in rows:
+        request = source, target, [int(n) for n in shape.split("×")], dtype
+        want = []
+        for cases in (found["collective_cases"], found["cases"]):
+            (case,) = (c for c in cases if (c["source"], c["target"], c["shape"], c["dtype"]) == request)
+            want += [f"{case['torch_ms']:.2f}", f"{case['shardweave_ms']:.2f}", f"{case['ratio']:.1f}"]
+        assert figures == want, f"README.md, {request}: {figures}; demo.json: {want}"
+        shown.append([float(figure) for figure in figures])
+    pattern = r"all (\d+) cases .*?\*\*([\d.]+)×, ([\d.]+)×\*\* .*?\*\*([\d.]+)×, ([\d.]+)×\*\*"
+    hold("README.md", pattern, "demo.json", [found["counted"], *rounded(found["process_group"]), *rounded(found)])
+    least = [min(row[side] for row in shown) for side in (2, 5)]
+    assert least == [rounded(found["process_group"])[1], rounded(found)[1]], "the table has the least ratios"
 
 
-def test_of_the_replay() -> None:
-    """The page shows what the page of results ends with."""
+def test_demo_figures_in_benchmarking() -> None:
+    found = data("demo.json")
+    pattern = (
+        r"median ratio of ([\d.]+) and a least of ([\d.]+) over (\d+) cases .* and ([\d.]+) and ([\d.]+) with gloo"
+    )
+    counted = [*rounded(found), found["counted"], *rounded(found["process_group"])]
+    hold("docs/benchmarking.md", pattern, "demo.json", counted)
+
+
+def test_bytes_of_both_plans_in_the_readme() -> None:
+    mesh, shape = Mesh((2, 2)), (8, 6)
+    program = shardweave.plan(mesh, shape, "float32", "S0 S1", "S1 S0")
+    stops = stock(mesh.shape, False).stops(shape, program.src, program.dst)
+    nccl, gloo = (count_stock(mesh, shape, stops, gloo=gloo).received for gloo in (False, True))
+    pattern = r"DTensor receives (\d+) bytes a rank \((\d+) on CPUs.* shardweave receives at most (\d+),"
+    hold("README.md", pattern, "(none)", [nccl, gloo, max(program.bytes_received)])
+
+
+def test_replay_figures_in_getting_started() -> None:
+    """The page shows the end of the results page."""
     page = parse_page("", (ROOT / "docs/getting-started.md").read_text(encoding="utf-8"))
     (shown,) = [block.shown for block in page.blocks if block.shown and "most expensive" in block.shown]
     assert shown.removeprefix("…\n") in (RESULTS / "replay.md").read_text(encoding="utf-8")
@@ -58,56 +93,56 @@ def test_of_the_replay() -> None:
         ([one["calls"] * one[f"{side}_s"] * 1e3 for side in ("torch", "shardweave")]
          for one in data("replay.json")["redistributions"]), reverse=True,
     )  # fmt: skip
-    said = re.findall(r": torch ([\d.]+) ms, shardweave ([\d.]+) ms", shown)
-    assert said == [(f"{theirs:.2f}", f"{ours:.2f}") for theirs, ours in each[:3]]
+    figures = re.findall(r": torch ([\d.]+) ms, shardweave ([\d.]+) ms", shown)
+    assert figures == [(f"{theirs:.2f}", f"{ours:.2f}") for theirs, ours in each[:3]]
 
 
-def test_of_the_projection() -> None:
+def test_projection_figures() -> None:
     rows = data("projection/projection.json")["rows"]
     cheaper = [row for row in rows if row["stock_us"] is not None and row["stock_us"] < row["ours_us"]]
     assert not cheaper, f"docs/benchmarking.md says that none is cheaper, but {cheaper}"
     llama = [row["ours_us"] == row["stock_us"] for row in rows if row["workload"].startswith("llama")]
-    said = (
+    pattern = (
         r"So they do in (\d+) of Llama's (\d+) rows; the other (\d+) .* In none of the ([\d,]+) rows are torch's steps"
     )
     want = [sum(llama), len(llama), len(llama) - sum(llama), len(rows)]
-    hold("docs/benchmarking.md", said, "projection/projection.json", want)
+    hold("docs/benchmarking.md", pattern, "projection/projection.json", want)
 
 
-def test_of_the_validation() -> None:
+def test_validation_figures() -> None:
     cases = [case for run in data("projection/validation.json")["runs"] for case in run["cases"]]
     every = errors(cases)
     of_each = (errors([case for case in cases if case["bound"] == bound]) for bound in BOUNDS)
-    said = r"all (\d+) cases the median is (\d+)%: (\d+)% where nothing moves .*, (\d+)% where latency .*, "
-    said += r"(\d+)% where bytes are; the worst is (\d+)%"
+    pattern = r"all (\d+) cases the median is (\d+)%: (\d+)% where nothing moves .*, (\d+)% where latency .*, "
+    pattern += r"(\d+)% where bytes are; the worst is (\d+)%"
     want = [len(cases), *(round(median(found) * 100) for found in (every, *of_each)), round(every[-1] * 100)]
-    hold("docs/benchmarking.md", said, "projection/validation.json", want)
+    hold("docs/benchmarking.md", pattern, "projection/validation.json", want)
 
 
-def test_of_training() -> None:
+def test_training_figures() -> None:
     (theirs,), (ours,) = (re.findall(rf" {side} +(\d+) ms", text("bench/results/training.md"))
                           for side in ("torch", "shardweave"))  # fmt: skip
     assert "are equal to the bit" in text("bench/results/training.md")
     assert f"losses equal to the bit, a step in {ours} ms where stock takes {theirs} ms" in text("docs/benchmarking.md")
 
 
-def test_of_the_host() -> None:
+def test_host_cost_figures() -> None:
     page = (RESULTS / "host_cost.md").read_text(encoding="utf-8")
     first = page.partition("The loop inside it")[0]
     found = dict(re.findall(r"^\| ([^|]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", first, re.M))
     nothing = found.pop("nothing to do")
     least, most = min(found.values(), key=float), max(found.values(), key=float)
-    said = f"{least} to {most} of stock, {nothing} where nothing is to be done"
-    assert said in text("docs/dtensor.md")
+    sentence = f"{least} to {most} of stock, {nothing} where nothing is to be done"
+    assert sentence in text("docs/dtensor.md")
 
 
-def test_of_kernels_compiled_ahead() -> None:
-    """The limits say that none spills."""
+def test_kernels_compile_without_spills() -> None:
+    """The limits page says that no kernel spills."""
     found = re.findall(r"^Compiled (\d+) of (\d+); spilled bytes in all (\d+);", (RESULTS / "aot.md").read_text(), re.M)
     assert found and all(compiled == asked and spilled == "0" for compiled, asked, spilled in found)
 
 
-def test_of_plans() -> None:
+def test_plan_figures() -> None:
     page = (RESULTS / "plans.md").read_text(encoding="utf-8")
     number = r"([\d.]+)"
     counted = {
@@ -124,9 +159,13 @@ def test_of_plans() -> None:
         r"^\| [^|]+ \| torch \w+ \| (\d+) \|.*\| (\d+) \|$", page.partition("## Prices")[2], re.M)]  # fmt: skip
     assert priced and all(cheaper == 0 for _, cheaper in priced)
     (all_pairs, with_partial), pairs = sorted({n for n, _ in priced}), sum(row[0] for row in ours)
-    said = r"over ([\d,]+) pairs of layouts on four .* receives ([\d.]+) times the bound on average and up to ([\d.]+) "
-    said += r"times, its graph planner ([\d.]+) times on even shapes and ([\d.]+) times on .* any of ([\d,]+) others "
-    said += r".* any of the ([\d,]+) with a partial"
+    pattern = (
+        r"over ([\d,]+) pairs of layouts on four .* receives ([\d.]+) times the bound on average and up to ([\d.]+) "
+    )
+    pattern += (
+        r"times, its graph planner ([\d.]+) times on even shapes and ([\d.]+) times on .* any of ([\d,]+) others "
+    )
+    pattern += r".* any of the ([\d,]+) with a partial"
     (mean,) = {round(row[2], 1) for row in greedy}  # of even shapes and of uneven ones
     want = [pairs, mean, max(row[4] for row in greedy), *(round(row[2], 1) for row in graph)]
-    hold("docs/benchmarking.md", said, "plans.md", [*want, all_pairs - pairs, with_partial])
+    hold("docs/benchmarking.md", pattern, "plans.md", [*want, all_pairs - pairs, with_partial])

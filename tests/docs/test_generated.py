@@ -1,4 +1,4 @@
-"""What scripts make for the documentation is as they would make it now."""
+"""Generated pages and pictures are up to date."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from pages import ROOT
 
 import shardweave
+from shardweave.bench.baselines.stock_plans import stock
 
 pytestmark = pytest.mark.plan
 
@@ -22,27 +23,36 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_reference_is_up_to_date() -> None:
+def test_api_reference_is_up_to_date() -> None:
     module = script("api_reference")
-    said = module.reference()
-    assert module.FILE.read_text(encoding="utf-8") == said, "to be made again: make docs"
+    pages = module.reference()
+    assert {file.name for file in module.FOLDER.iterdir()} == set(pages)
+    old = [name for name, text in pages.items() if (module.FOLDER / name).read_text(encoding="utf-8") != text]
+    assert not old, f"run make docs; these pages differ: {old}"
     for name in shardweave.__all__:
-        assert f"\n### `{name}`\n" in said
+        assert sum(f"\n### `{name}`\n" in text for text in pages.values()) == 1
 
 
-def test_what_says_nothing_of_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_reference_refuses_missing_docstrings_and_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("api_reference")
     monkeypatch.setattr(shardweave, "plan", lambda: None)
-    with pytest.raises(ValueError, match="plan says nothing of itself"):
+    with pytest.raises(ValueError, match="plan has no docstring"):
         module.reference()
     monkeypatch.setattr(shardweave, "__all__", [*shardweave.__all__, "stowaway"])
     with pytest.raises(ValueError, match="stowaway"):
         module.reference()
 
 
-def test_the_pictures_are_up_to_date() -> None:
+def test_pictures_are_up_to_date() -> None:
     module = script("pictures")
     drawn = module.pictures()
     assert {file.name for file in module.FOLDER.iterdir()} == set(drawn)
     old = [name for name, text in drawn.items() if (module.FOLDER / name).read_text(encoding="utf-8") != text]
-    assert not old, f"to be made again: make docs; differ: {old}"
+    assert not old, f"run make docs; these pictures differ: {old}"
+
+
+def test_picture_of_both_plans_has_the_layouts_of_dtensor() -> None:
+    module = script("pictures")
+    source, target = (shardweave.Layout.parse(module.DTENSOR_PATH[at]) for at in (0, -1))
+    stops = stock(module.MESH, False).stops(module.SHAPE, source, target)
+    assert tuple(map(str, stops)) == module.DTENSOR_PATH

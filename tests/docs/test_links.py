@@ -1,4 +1,4 @@
-"""What the documentation names is there: linked files and headings, paths, modules, variables, exceptions."""
+"""Names in the documentation exist: linked files and headings, paths, modules, variables, exceptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT
+from pages import PAGES, ROOT, page_id
 
 import shardweave
 from shardweave import errors
@@ -29,8 +29,8 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)
-def test_what_a_page_names_is_there(path: Path) -> None:
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=page_id)
+def test_names_and_links_of_a_page_exist(path: Path) -> None:
     text, dead = prose(path), []
     for link in _LINK.findall(text):
         if re.match(r"https?:", link):
@@ -44,21 +44,31 @@ def test_what_a_page_names_is_there(path: Path) -> None:
     dead += [name for name in modules if importlib.util.find_spec(name) is None]
     names = set(re.findall(r"`shardweave\.(\w+)", text)) - {"bench"}
     dead += [f"shardweave.{name}" for name in names if not hasattr(shardweave, name)]
-    assert not dead, f"{path.name} names what is not there: {dead}"
+    assert not dead, f"{path.name} names what does not exist: {dead}"
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_readme_links_every_page() -> None:
     linked = set(_LINK.findall(prose(ROOT / "README.md")))
-    pages = {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"}
+    pages = {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} | {"docs/api/index.md"}
     assert pages <= {link.partition("#")[0] for link in linked}
 
 
-def test_every_variable_and_exception_has_its_line() -> None:
+def test_files_in_architecture_exist() -> None:
+    """Diagrams and tables name files without the folder that their heading says."""
+    names = set(re.findall(r"[\w/]+\.py\b", (ROOT / "docs/architecture.md").read_text(encoding="utf-8")))
+    rooms = ("planner", "kernels", "runtime", "cli", "bench", "docs", "tests")
+    files = [*ROOT.glob("*.py"), *(file for room in rooms for file in (ROOT / room).rglob("*.py"))]
+    tree = {file.relative_to(ROOT).as_posix() for file in files}
+    missing = [name for name in names if not any(f"/{file}".endswith(f"/{name}") for file in tree)]
+    assert names and not missing, f"docs/architecture.md names files that do not exist: {sorted(missing)}"
+
+
+def test_variables_and_exceptions_are_documented() -> None:
     rooms = (ROOT / room for room in ("planner", "kernels", "runtime"))
     package = [*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]
     read = set(re.findall(r"SHARDWEAVE_[A-Z_]+", "".join(file.read_text(encoding="utf-8") for file in package)))
-    said = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
-    assert read == set(re.findall(r"^\| `(SHARDWEAVE_[A-Z_]+)` \|", said, re.M))
+    documented = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"^\| `(SHARDWEAVE_[A-Z_]+)` \|", documented, re.M))
     kinds = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and name[0] != "_"}
-    told = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert kinds == set(re.findall(r"^\| `(\w+)` \|", told, re.M))
+    errors_page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    assert kinds == set(re.findall(r"^\| `(\w+)` \|", errors_page, re.M))
