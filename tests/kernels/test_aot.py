@@ -248,7 +248,7 @@ def test_what_programs_launch_compiles_in_whole_vectors():
     sample = [*used[::8], *(s for s in used if s.constants["TRANSPOSED"] or s.kernel == "reduce_boxes")]
     found = [(s, {target: aot.compiled_for(target, s) for target in ("sm_90", "gfx942")}) for s in sample]
     assert_sound(found)
-    text = aot.report(found, ("sm_90", "gfx942"))
+    text = aot.report(found)
     assert text.count("\n| ") == len(sample) + 2 and "spilled bytes in all 0" in text
 
 
