@@ -55,7 +55,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", HOW)
 def test_no_window_is_written_before_it_was_read(how: str, size: int) -> None:
     check_how(how)
