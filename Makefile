@@ -1,4 +1,5 @@
-# make demo | bench | test | test-long | test-nightly | test-torch | check | docs | gpu: each sets up what it needs.
+# make demo | bench | test | test-long | test-nightly | nightly | test-torch | check | docs | gpu: each sets up what it
+# needs.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -15,7 +16,7 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo bench test test-long test-nightly test-torch check docs gpu
+.PHONY: demo bench test test-long test-nightly nightly test-torch check docs gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -37,6 +38,9 @@ test-nightly: $(READY)
 
 test-long: $(READY)
 	"$(BIN)/pytest" -m long $(ARGS)
+
+# Every test that this machine can run.
+nightly: test test-nightly
 
 # The drop-in replaces names of torch's own, which differ between its versions: the runtime's tests on another one, in an
 # environment of its own. Builds for GPUs are gigabytes. The interpreter of triton 3.6, which comes with torch 2.11, fails

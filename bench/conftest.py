@@ -8,9 +8,7 @@ as they were measured: its timer is one that goes on by what the ranks measured,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--scale", choices=SCALES, default="full", help="of the suites (default: %(default)s)")
     group.addoption("--quick", action="store_const", const="quick", dest="scale", help="the same as --scale quick")
     group.addoption("--match", default="", metavar="TEXT", help="only the cases with this in their name")
-    group.addoption("--cases", type=Path, metavar="FILE", help="only these: JSON, the names of cases of each suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,8 +44,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if name is None or "record" not in metafunc.fixturenames:
         return
     config = metafunc.config
-    path = config.getoption("cases")
-    wanted = None if path is None else json.loads(path.read_text(encoding="utf-8")).get(name, [])
     metafunc.parametrize(
         ("case", "contender"),
         [
@@ -57,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 marks=pytest.mark.benchmark(timer=measured_time, group=f"{name}: {case}"),
             )
             for case, contenders in suite(name).cases(config.getoption("scale")).items()
-            if config.getoption("match") in case and (wanted is None or case in wanted)
+            if config.getoption("match") in case
             for contender in contenders
         ],
     )  # fmt: skip
@@ -89,8 +84,6 @@ def record(request: pytest.FixtureRequest, found: Found, case: str, contender: s
         if key in found.absent:
             pytest.skip(found.absent[key])
         if key not in found.rows:
-            if found.failed is None:
-                found.faults.setdefault(key, "nothing was measured")
             pytest.fail(found.faults.get(key) or found.failed or "", pytrace=False)
         left = iter(found.rows[key].seconds)
         benchmark = request.getfixturevalue("benchmark")  # which warns where it is not used
@@ -113,7 +106,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
     del benchmarks
     of_suites, option = config.stash[_FOUND], config.getoption
     absent = (Missing(s, *key, why) for s, found in of_suites.items() for key, why in found.absent.items())
-    faults = (Missing(s, *key, why) for s, found in of_suites.items() for key, why in found.gone_wrong().items())
+    faults = (Missing(s, *key, why) for s, found in of_suites.items() for key, why in found.all_faults().items())
     command = " ".join(["pytest", *map(str, config.invocation_params.args)])
     match = option("match") or option("keyword")
     output_json |= Results(now(), command, option("scale"), machine(), (), (*absent,), (*faults,), match).head()

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,10 +75,8 @@ class Column:
             self.texts[test] = text
 
 
-def run(
-    file: Path, folder: Path, installed: bool, only: str | None, timeout: float, tests: Collection[str] = ()
-) -> Column:
-    """A file's tests in processes of their own, with shardweave installed in all of them or in none; by default all."""
+def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: float) -> Column:
+    """Runs a file's tests in processes of their own, with shardweave installed in all of them or in none."""
     column = Column()
     with tempfile.TemporaryDirectory(prefix="shardweave-torch-tests-") as name:
         work = Path(name)
@@ -100,8 +98,7 @@ def run(
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "shardweave_outcomes", "-p", "no:cacheprovider"]
         command += ["-c", str(settings), "--rootdir", str(folder), "--confcutdir", str(folder)]
-        command += [str(folder / test) for test in sorted(tests)] or [str(file)]
-        command += ["-k", only] if only else []
+        command += [str(file), *(["-k", only] if only else [])]
         start = time.monotonic()
         with open(work / "log", "wb") as log:
             process = subprocess.Popen(
@@ -130,7 +127,6 @@ def compare(
     only: str | None = None,
     jobs: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
-    quick: bool = False,
     out: Path | None = None,
 ) -> int:
     """Run a folder's tests both ways and print both columns; 1 where a test is lost, or nothing was proven.
@@ -140,7 +136,6 @@ def compare(
         only: pytest's `-k`.
         jobs: files at once.
         timeout: seconds that a file may take each way.
-        quick: without shardweave only what does not pass with it.
         out: the page that is printed, Markdown, is also written there.
 
     Raises:
@@ -156,11 +151,7 @@ def compare(
 
     def both(file: Path) -> tuple[Column, Column]:
         ours = run(file, folder, True, only, timeout)
-        failed = ours.outcomes.keys() - ours.passed
-        if quick and not failed and not ours.timed_out:
-            stock = Column()
-        else:  # what a file that ran out of time did not come to is not known by name
-            stock = run(file, folder, False, only, timeout, failed if quick and not ours.timed_out else ())
+        stock = run(file, folder, False, only, timeout)
         print(f"{file.relative_to(folder)}: {stock.seconds:.0f} s, {ours.seconds:.0f} s", file=sys.stderr)
         return stock, ours
 
@@ -168,7 +159,7 @@ def compare(
         columns = list(pool.map(both, files))
     lost = [(test, ours) for stock, ours in columns for test in sorted(stock.passed - ours.passed)]
     lines = ["# torch's own tests, with shardweave installed", "", *provenance_lines(provenance()), ""]
-    lines += _passed([str(file.relative_to(folder)) for file in files], columns, quick)
+    lines += _passed([str(file.relative_to(folder)) for file in files], columns)
     for test, ours in lost:
         lines += ["", f"lost: {test}: {ours.how(test)}", *ours.texts.get(test, "").splitlines()[-_LINES:]]
     proven, said = _account([ours for _, ours in columns])
@@ -179,10 +170,9 @@ def compare(
     return int(bool(lost) or not proven)
 
 
-def _passed(files: Sequence[str], columns: Sequence[tuple[Column, Column]], quick: bool) -> list[str]:
+def _passed(files: Sequence[str], columns: Sequence[tuple[Column, Column]]) -> list[str]:
     """The table of files."""
-    stock_of = "of the rest, without" if quick else "without"
-    heads = ["file", "tests", "with", stock_of, "lost", "with, s", f"{stock_of}, s"]
+    heads = ["file", "tests", "with", "without", "lost", "with, s", "without, s"]
     rows: list[tuple[float, ...]] = [
         (
             len(stock.outcomes.keys() | ours.outcomes.keys()), len(ours.passed), len(stock.passed),
@@ -192,7 +182,6 @@ def _passed(files: Sequence[str], columns: Sequence[tuple[Column, Column]], quic
     ]  # fmt: skip
     rows.append(tuple(map(sum, zip(*rows, strict=True))))
     lines = ["Tests that pass with shardweave and without it, and how long they take. *Lost* pass without it alone."]
-    lines += ["Without it only the rest was run, which does not pass with it."] * quick
     lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for name, row in zip([*files, "all"], rows, strict=True):
         lines.append(f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |")
@@ -219,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", dest="only", metavar="TEXT", help="only tests that pytest's -k selects")
     parser.add_argument("--jobs", type=int, default=1, help="files at once")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds that a file may take each way")
-    parser.add_argument("--quick", action="store_true", help="without shardweave only what does not pass with it")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the page there")
     try:
         return compare(**vars(parser.parse_args(arguments)))

@@ -8,6 +8,7 @@ fails where one does not compile, spills, or accesses memory in narrower pieces 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -161,9 +162,9 @@ def _row_faults(s: TokenSpecialisation, threads: int, found: Compiled) -> list[s
     return wrong
 
 
-def _compile_all(specialisation: Specialisation, targets: Sequence[str]) -> dict[str, Compiled | str]:
+def _compile_all(specialisation: Specialisation) -> dict[str, Compiled | str]:
     found: dict[str, Compiled | str] = {}
-    for target in targets:
+    for target in TARGETS:
         try:
             found[target] = compiled_for(target, specialisation)
         except Exception as error:  # a compiler raises what it likes
@@ -171,17 +172,16 @@ def _compile_all(specialisation: Specialisation, targets: Sequence[str]) -> dict
     return found
 
 
-def measure(
-    asked: Sequence[Specialisation], targets: Sequence[str], workers: int
-) -> list[tuple[Specialisation, dict[str, Compiled | str]]]:
-    """Each with what was found on each target, or why it did not compile."""
+def measure(requested: Sequence[Specialisation]) -> list[tuple[Specialisation, dict[str, Compiled | str]]]:
+    """Compiles each for every target: the result, or why it did not compile."""
     # The compiler is not to be forked after torch has started threads.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(zip(asked, pool.map(_compile_all, asked, [targets] * len(asked)), strict=True))
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        return list(zip(requested, pool.map(_compile_all, requested), strict=True))
 
 
-def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]], targets: Sequence[str]) -> str:
+def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]]) -> str:
     """One table for each kernel, in Markdown."""
+    targets = list(found[0][1])
     lines = [
         "# Kernels, compiled ahead of time",
         "",
@@ -240,13 +240,9 @@ def _list(widths: dict[int, int]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.codegen.aot", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there (default: print it)")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="default: %(default)s")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth specialisation, for a look")
-    parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    targets = arguments.targets.split(",")
-    found = measure([*specialisations(), *token_specialisations()][:: arguments.every], targets, arguments.workers)
-    text = report(found, targets)
+    found = measure([*specialisations(), *token_specialisations()])
+    text = report(found)
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")
     else:
@@ -257,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for fault in [c] if isinstance(c, str) else faults(s, target, c):
                 wrong += 1
                 print(f"{s.kernel} {s} ({s.example}) on {target}: {fault}", file=sys.stderr)
-    print(f"{len(found)} specialisations on {len(targets)} targets: {wrong} faults", file=sys.stderr)
+    print(f"{len(found)} specialisations on {len(TARGETS)} targets: {wrong} faults", file=sys.stderr)
     return int(wrong > 0)
 
 

@@ -91,7 +91,14 @@ class Found:
                 found.faults[tuple(said["fault"])] = said["why"]  # type: ignore[index]
         return found
 
-    def gone_wrong(self) -> dict[Key, str]:
+    def note_unmeasured(self, cases: Mapping[str, Sequence[str]]) -> None:
+        """Add a fault for each contender of these cases that has neither a row nor a reason for having none."""
+        for key in ((case, contender) for case, contenders in cases.items() for contender in contenders):
+            if not any(key in known for known in (self.rows, self.absent, self.faults)):
+                self.faults[key] = "nothing was measured"
+
+    def all_faults(self) -> dict[Key, str]:
+        """`faults`, and `failed` under a key with no case and no contender."""
         return self.faults | ({("", ""): self.failed} if self.failed else {})
 
 
@@ -106,7 +113,11 @@ def measured(name: str, cases: Sequence[str], scale: str) -> Found:
         done = subprocess.run(command, input=json.dumps(list(cases)), text=True, env={**os.environ, "PYTHONPATH": path})
         found = Found.of(out.read_text(encoding="utf-8").splitlines())
     if done.returncode:
-        found.failed = f"the process that measured ended with {done.returncode}; what it said is above"
+        found.failed = f"the process that measured ended with {done.returncode}; its output is above"
+    else:
+        found.note_unmeasured(
+            {case: contenders for case, contenders in suite(name).cases(scale).items() if case in cases}
+        )
     return found
 
 

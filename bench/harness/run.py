@@ -1,22 +1,18 @@
-"""`python -m shardweave bench SUITE …`: the suites under pytest-benchmark, a table, and the committed ones beside."""
+"""`python -m shardweave bench SUITE …`: measures suites, prints a table, and compares it with committed results."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import ArgumentError
 from ..suites import SUITES
 from .compare import THRESHOLD, compare, named, show
-from .machine import kind
+from .machine import kind, machine, now
 from .markdown import as_markdown
-from .measure import suite
-from .result_file import Results, read
+from .measure import measured, suite
+from .result_file import Missing, Results, Row, read
 from .writable import check_writable
 
 HERE = Path(__file__).resolve().parents[1]
@@ -47,8 +43,6 @@ def run(
         if name not in SUITES:
             raise ArgumentError(f"suite: {name!r}; allowed: {', '.join(SUITES)}, or none for all of them")
     chosen = list(dict.fromkeys(names)) or list(SUITES)
-    if importlib.util.find_spec("pytest_benchmark") is None:
-        raise ArgumentError("bench: pytest-benchmark is not installed; allowed: pip install 'shardweave[bench]'")
     check_writable("--json", json_path)
     if out is not None:
         try:
@@ -60,42 +54,32 @@ def run(
         raise ArgumentError(f"--match: {match!r} is in no case's name of {', '.join(chosen)}; allowed: part of one")
     options = ["--quick"] * (scale == "quick") + [f"--match {match!r}"] * bool(match)
     command = " ".join(["python -m shardweave bench", *chosen, *options])
-    results, status, text = _measured(cases, scale, command, match)
-    if results is None:
-        return 1
+    results = _measured(cases, scale, command, match)
     print(as_markdown(results))
     about = kind(results.machine)
-    written = {} if json_path is None else {json_path: text}
+    written = {} if json_path is None else {json_path: results.to_json()}
     if out is not None:
         (out / about).mkdir(exist_ok=True)
-        written |= {out / about / f"{scale}.json": text, out / about / f"{scale}.md": as_markdown(results)}
+        written |= {out / about / f"{scale}.json": results.to_json(), out / about / f"{scale}.md": as_markdown(results)}
     for path, content in written.items():
         path.write_text(content, encoding="utf-8")
         print(f"written: {path}", file=sys.stderr)
-    return max(status, _checked(results, committed / about / f"{scale}.json") if check else 0)
+    slower = check and _checked(results, committed / about / f"{scale}.json")
+    return int(bool(slower or results.faults or not results.rows))
 
 
-def _measured(
-    cases: Mapping[str, Sequence[str]], scale: str, command: str = "", match: str = ""
-) -> tuple[Results | None, int, str]:
-    """By pytest, in this process; the suites' own processes do the measuring. Results, status, and the JSON."""
-    import pytest
-
-    with tempfile.TemporaryDirectory() as folder:
-        path, wanted = Path(folder, "results.json"), Path(folder, "cases.json")
-        wanted.write_text(json.dumps(cases), encoding="utf-8")
-        options = ["--scale", scale, "--cases", str(wanted), "--benchmark-json", str(path)]
-        # Of the caller's own pytest settings none holds here. Tables are this command's.
-        options += ["-c", os.devnull, "--rootdir", str(HERE.parent), "-p", "no:cacheprovider", "-q", "--no-header"]
-        options += ["--benchmark-quiet", "--tb=line", "-W", "ignore::pytest.PytestConfigWarning"]
-        files = [str(HERE / "suites" / f"suite_{name}.py") for name, of in cases.items() if of]
-        status = pytest.main(["--confcutdir", str(HERE), *options, *files], plugins=[])
-        if not path.exists() or not path.stat().st_size:  # nothing has a row; why is above
-            return None, 1, ""
-        given = {**json.loads(path.read_text(encoding="utf-8")), "command": command, "match": match}
-        text = json.dumps(given, indent=1, ensure_ascii=False) + "\n"
-        path.write_text(text, encoding="utf-8")
-        return read(path, "results"), int(status != 0), text
+def _measured(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", match: str = "") -> Results:
+    """Measures each suite in a process of its own."""
+    rows: list[Row] = []
+    absent: list[Missing] = []
+    faults: list[Missing] = []
+    for name, selected in cases.items():
+        if selected:
+            found = measured(name, selected, scale)
+            rows += found.rows.values()
+            absent += (Missing(name, *key, why) for key, why in found.absent.items())
+            faults += (Missing(name, *key, why) for key, why in found.all_faults().items())
+    return Results(now(), command, scale, machine(), tuple(rows), tuple(absent), tuple(faults), match)
 
 
 def _checked(results: Results, baseline: Path) -> int:
@@ -117,9 +101,7 @@ def _checked(results: Results, baseline: Path) -> int:
     for one in found.regressions:
         cases.setdefault(one.row.suite, []).append(one.row.case)
     print("\nOnce more, the cases of these:\n", flush=True)
-    again, *_ = _measured(cases, results.scale)
-    if again is None:
-        return 1
+    again = _measured(cases, results.scale)
     second = {one.row.key: one for one in compare(before, again, THRESHOLD, subset=True).rows}
     lasting = [one for one in found.regressions if one.row.key not in second or second[one.row.key].verdict == "slower"]
     for one in lasting:

@@ -147,7 +147,6 @@ def recorded(program: Callable[[DeviceMesh], None], sizes: Mapping[str, int]) ->
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKLOADS)} (default: all)")
-    parser.add_argument("--mesh", metavar="DIM=N,…", help="other sizes of mesh dims, such as dp=2,tp=2")
     parser.add_argument("--out", type=Path, default=RECORDED, metavar="DIR", help="(default: %(default)s)")
     arguments = parser.parse_args(argv)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -156,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name not in WORKLOADS:
                 raise ArgumentError(f"NAME: {name!r}; allowed: {', '.join(WORKLOADS)}")
             workload = WORKLOADS[name]
-            trace = recorded(workload.program, mesh_sizes(workload.mesh, arguments.mesh))
+            trace = recorded(workload.program, workload.mesh)
             path = arguments.out / f"{name}.json"
             path.write_text(trace.to_json(), encoding="utf-8")
             calls = sum(cost.calls for cost in trace.redistributions.values())
@@ -165,21 +164,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def mesh_sizes(sizes: Mapping[str, int], given: str | None) -> dict[str, int]:
-    """
-    Raises:
-        ArgumentError: a mesh dim that there is not, or a size that is none.
-    """
-    found = dict(sizes)
-    for part in given.split(",") if given else ():
-        name, _, size = part.partition("=")
-        if name not in found or not size.isdecimal() or int(size) < 1:
-            allowed = ", ".join(f"{name}=N" for name in sizes)
-            raise ArgumentError(f"--mesh: {part!r}; allowed: {allowed}")
-        found[name] = int(size)
-    return found
 
 
 if __name__ == "__main__":

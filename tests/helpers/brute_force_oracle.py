@@ -13,6 +13,7 @@ from itertools import permutations, product
 from random import Random
 
 import numpy as np
+import pytest
 import torch
 
 Sizes = tuple[int, ...]
@@ -237,3 +238,11 @@ SAMPLED = [
     Case((6,), (13, 5), ("R", "P", "S0", "S1")),
     Case((1,), (3, 2), ("R", "P", "S0", "S1")),
 ]
+# The larger mesh repeats on these shapes what the smaller one shows: for `make test-long`.
+_REPEATED: tuple[Sizes, ...] = ((16,), (3,), (0,), (1, 3), (0, 4), (8, 4, 2), (2, 1, 3), (3, 0, 2))
+PARAMETERS = [
+    pytest.param(
+        case, marks=pytest.mark.long if case.mesh_shape == (2, 4) and case.shape in _REPEATED else (), id=str(case)
+    )
+    for case in EXHAUSTIVE
+] + [pytest.param(case, id=str(case)) for case in SAMPLED]

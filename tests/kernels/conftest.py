@@ -31,7 +31,8 @@ def outcomes_in_the_interpreter(selected: list[str], config: pytest.Config) -> d
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         done = run_python(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected],
-            cwd=config.rootpath, env={**kept, "TRITON_INTERPRET": "1", REPORT: str(report)}, timeout=3600,
+            cwd=config.rootpath, timeout=3600,
+            env={**kept, "TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", REPORT: str(report)},
         )  # fmt: skip
         lines = report.read_text().splitlines() if report.exists() else []
     results = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}

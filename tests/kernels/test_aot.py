@@ -248,7 +248,7 @@ def test_common_specialisations_of_programs_are_vectorised():
     sample = [*used[::8], *(s for s in used if s.constants["TRANSPOSED"] or s.kernel == "reduce_boxes")]
     results = [(s, {target: aot.compiled_for(target, s) for target in ("sm_90", "gfx942")}) for s in sample]
     assert_sound(results)
-    text = aot.report(results, ("sm_90", "gfx942"))
+    text = aot.report(results)
     assert text.count("\n| ") == len(sample) + 2 and "spilled bytes in all 0" in text
 
 

@@ -57,7 +57,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", HOW)
 def test_credit_protects_window_until_read(how: str, size: int) -> None:
     check_how(how)

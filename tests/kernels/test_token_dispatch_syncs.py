@@ -68,7 +68,7 @@ def layer(d: VirtualTokenDispatcher, given: list, weighted: bool, redispatched: 
 
 
 def leaves(device: str, seed: int) -> list:
-    tokens = [tokens_of(r, n, K, E, H, torch.float32, "holes", seed) for r, n in enumerate((4, 0, 3))]
+    tokens = [tokens_of(r, n, K, E, H, torch.float32, "holes", seed) for r, n in enumerate((3, 0, 1))]
     moved = [
         [v.to(device) for v in vs] for vs in zip(*[(t.x, t.ids, t.weights, t.gradient) for t in tokens], strict=True)
     ]

@@ -34,7 +34,7 @@ from shardweave.planner import (
 pytestmark = pytest.mark.plan
 
 
-@pytest.fixture(scope="module", params=oracle.EXHAUSTIVE + oracle.SAMPLED, ids=str)
+@pytest.fixture(scope="module", params=oracle.PARAMETERS)
 def case(request: pytest.FixtureRequest) -> oracle.Case:
     """Module scope, so that tests run case by case and every program is planned once."""
     return request.param

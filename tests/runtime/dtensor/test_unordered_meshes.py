@@ -136,7 +136,7 @@ def check_in_one_dim(transport: str, every: int) -> None:
             assert (left > 0) == (done > 0 and table != sorted(table))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.long), "process_group"])
 def test_one_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_one_dim(transport, 11)
 
@@ -171,7 +171,7 @@ def check_in_two_dims(transport: str, every: int) -> None:
         assert [bool(c) for c in counts] == [bool(odd) for odd in TWO_DIMS.values()]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("process_group", marks=pytest.mark.long)])
 def test_two_dim_mesh_matches_torch_bitwise(transport: str) -> None:
     check_in_two_dims(transport, 37)
 

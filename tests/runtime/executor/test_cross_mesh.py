@@ -87,7 +87,7 @@ def test_cross_mesh_without_partial_meets_bound(meshes: str, shape: tuple[int, .
 
 
 @pytest.mark.parametrize("topology", NODES, ids=["bytes", "nodes of 2", "slow nodes of 4"])
-@pytest.mark.parametrize("shape", [(12, 8), (7, 5), (16,), ()], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((12, 8), marks=pytest.mark.long), (7, 5), (16,), ()], ids=str)
 @pytest.mark.parametrize("meshes", list(MESHES))
 def test_cross_mesh_partial_and_nodes(meshes: str, shape: tuple[int, ...], topology: Topology | None) -> None:
     a, b = MESHES[meshes]

@@ -72,10 +72,16 @@ def same(got, want) -> bool:
     [
         (True, True, {}, "aot_eager"),
         pytest.param(False, True, {}, "aot_eager", marks=pytest.mark.long),
-        pytest.param(False, True, {"chunk_capacity": 3, "overflow": "drop"}, "aot_eager", marks=pytest.mark.long),
+        (False, True, {"chunk_capacity": 3, "overflow": "drop"}, "aot_eager"),
         (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}, "aot_eager"),
         pytest.param(True, True, {}, "inductor", marks=[needs_a_compiler, pytest.mark.long]),
-        pytest.param(False, True, {"chunk_capacity": 3, "overflow": "drop"}, "inductor", marks=needs_a_compiler),
+        pytest.param(
+            False,
+            True,
+            {"chunk_capacity": 3, "overflow": "drop"},
+            "inductor",
+            marks=[needs_a_compiler, pytest.mark.long],
+        ),
     ],
     ids=str,
 )
