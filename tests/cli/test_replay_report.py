@@ -17,8 +17,8 @@ GRID = Mesh((2, 2), ("dp", "tp"))
 def case(where: str, shape: tuple[int, ...], calls: int, nbytes: int = 100, fsdp: bool = False) -> Case:
     layouts = ("P S0", "R S0") if fsdp else ("S0 S1", "S1 S0")
     entry = Entry(GRID, None, shape, "float32", *layouts, where, fsdp=fsdp)
-    (cases,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(calls, nbytes)}))
-    return cases
+    (one,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(calls, nbytes)}))
+    return one
 
 
 def replayed(of: Case, stock: float | None, ours: float, *notes: str) -> Replayed:
@@ -73,9 +73,9 @@ def test_scaled_and_left_out_cases_are_stated() -> None:
     trace, whole = Trace("2.13.0", 4, (0,), {}), case("a.py:1 f", (800, 48), 3, 38400)
     # Ranks off the diagonal receive everything: a half of 100 rows, of the 48 columns that remain.
     scaled = replayed(whole.scaled(), 2e-3, 1e-3, "a note")
-    cases = scaled.to_dict()
-    assert (cases["shape"], cases["bytes_received"]) == ((800, 48), 38400)
-    assert (cases["replayed_shape"], cases["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
+    entry = scaled.to_dict()
+    assert (entry["shape"], entry["bytes_received"]) == ((800, 48), 38400)
+    assert (entry["replayed_shape"], entry["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
     text = report([scaled], trace, True, ", 3 left out by --only '[tp]'")
     of = " (sizes an eighth), of 1 replayed, 3 left out by --only '[tp]'"
     assert text.startswith("1 redistribution (sizes an eighth), 3 left out by --only '[tp]'")
