@@ -17,8 +17,8 @@ GRID = Mesh((2, 2), ("dp", "tp"))
 def case(where: str, shape: tuple[int, ...], calls: int, nbytes: int = 100, fsdp: bool = False) -> Case:
     layouts = ("P S0", "R S0") if fsdp else ("S0 S1", "S1 S0")
     entry = Entry(GRID, None, shape, "float32", *layouts, where, fsdp=fsdp)
-    (cases,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(calls, nbytes)}))
-    return cases
+    (one,) = distinct(Trace("2.13.0", 4, (0,), {entry: Cost(calls, nbytes)}))
+    return one
 
 
 def replayed(of: Case, stock: float | None, ours: float, *notes: str) -> Replayed:
@@ -54,10 +54,10 @@ def test_times_are_shown_with_their_spread() -> None:
     trace = Trace("2.13.0", 4, (0, 2, 3), {}, ended="rank 1: ValueError: [no]")
     rounds = (3e-3, 1e-3, 2e-3, 5e-3, 4e-3)
     one = Replayed.of(case("[v2].py:1 f[/b]", (8, 130), 2), rounds, (1e-3,), (), (), False)
-    cases = one.to_dict()
-    assert (cases["torch_s"], cases["torch_quartiles_s"]) == (3e-3, [2e-3, 4e-3])
-    assert (cases["shardweave_s"], cases["shardweave_quartiles_s"]) == (1e-3, [1e-3, 1e-3])
-    assert (cases["cold"], cases["torch_is"]) == (False, "DTensor") and quartiles(()) is None
+    entry = one.to_dict()
+    assert (entry["torch_s"], entry["torch_quartiles_s"]) == (3e-3, [2e-3, 4e-3])
+    assert (entry["shardweave_s"], entry["shardweave_quartiles_s"]) == (1e-3, [1e-3, 1e-3])
+    assert (entry["cold"], entry["torch_is"]) == (False, "DTensor") and quartiles(()) is None
     text = report([one], trace)
     assert "3.000 ± 33% │" in text and "1.000 ±  0% │" in text and "│  warm" in text and "[v2].py:1 f[/b]" in text
     assert "Recorded by ranks 0, 2-3 of 4: redistributions of rank 1 alone are missing" in text and "FSDP2" not in text
@@ -65,7 +65,7 @@ def test_times_are_shown_with_their_spread() -> None:
     fsdp = replayed(case("FSDP sums x", (64,), 1, fsdp=True), None, 1e-3)
     assert fsdp.to_dict()["torch_is"] == "torch.distributed's all_reduce"
     text = report([fsdp], Trace("2.13.0", 4, (0, 1, 2, 3), {}))
-    assert "│  cold" in text and "as FSDP2 does it: by torch.distributed's all_gather" in text
+    assert "│  cold" in text and "as FSDP2 issues them: all_gather" in text
     assert "Recorded" not in text and "incomplete" not in text
 
 
@@ -73,9 +73,9 @@ def test_scaled_and_left_out_cases_are_stated() -> None:
     trace, whole = Trace("2.13.0", 4, (0,), {}), case("a.py:1 f", (800, 48), 3, 38400)
     # Ranks off the diagonal receive everything: a half of 100 rows, of the 48 columns that remain.
     scaled = replayed(whole.scaled(), 2e-3, 1e-3, "a note")
-    cases = scaled.to_dict()
-    assert (cases["shape"], cases["bytes_received"]) == ((800, 48), 38400)
-    assert (cases["replayed_shape"], cases["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
+    entry = scaled.to_dict()
+    assert (entry["shape"], entry["bytes_received"]) == ((800, 48), 38400)
+    assert (entry["replayed_shape"], entry["replayed_bytes_received"]) == ([100, 48], 50 * 24 * 4)
     text = report([scaled], trace, True, ", 3 left out by --only '[tp]'")
     of = " (sizes an eighth), of 1 replayed, 3 left out by --only '[tp]'"
     assert text.startswith("1 redistribution (sizes an eighth), 3 left out by --only '[tp]'")
