@@ -169,7 +169,7 @@ def test_different_pooled_buffers_raise() -> None:
 MAP = [[0, 1, 2], [3], [4, 0]]
 ODD: dict[str, dict] = {
     "batched": {"layout": "batched", "expert_capacity": 6, "overflow": "drop"},
-    "few slots": {
+    "few experts": {
         "layout": "batched",
         "expert_capacity": 5,
         "overflow": "drop",

@@ -227,8 +227,8 @@ def test_zero_rows_by_default() -> None:
         assert of(ranks, zero_rows=True) is of(ranks, zero_rows=True, capacity=4.0) is True
         assert of(ranks, zero_rows=False, capacity=1.0) is False
         assert of(ranks, layout="batched") is of(ranks, layout="batched", zero_rows=False) is None
-    layouts = [DispatchConfig(2, num_experts=4, top_k=1, hidden=8, max_tokens=4, zero_rows=z) for z in (True, False)]
-    assert layouts[0].token(0) != layouts[1].token(0)
+    configs = [DispatchConfig(2, num_experts=4, top_k=1, hidden=8, max_tokens=4, zero_rows=z) for z in (True, False)]
+    assert configs[0].fingerprint(0) != configs[1].fingerprint(0)
     for wrong in (1, "yes", 0.0):
         with pytest.raises(ArgumentError, match=f"zero_rows: {wrong!r}; allowed: True, False, None"):
             of(2, zero_rows=wrong)
