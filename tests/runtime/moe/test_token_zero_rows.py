@@ -1,5 +1,5 @@
-"""Experts that work by all rows of a buffer: with `zero_rows` their weights' gradients are those of a dense model,
-whatever was in the memory that rows came to; without, SHARDWEAVE_POISON_ROWS shows who reads rows of no token."""
+"""Experts that process all rows of a buffer: with `zero_rows` their weights' gradients are those of a dense model,
+whatever the receive buffers held; without, SHARDWEAVE_POISON_ROWS finds code that reads unused rows."""
 
 from __future__ import annotations
 
