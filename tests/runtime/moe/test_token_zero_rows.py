@@ -16,10 +16,10 @@ from test_token_processes import poisoned
 from torch import nn
 
 from shardweave.errors import ArgumentError
-from shardweave.runtime.moe import ops
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.engine import TokenEngine
 from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
@@ -252,8 +252,12 @@ def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
     def sevens_like(x: torch.Tensor) -> torch.Tensor:
         return torch.full(x.shape, 7, dtype=x.dtype, device=x.device)
 
-    received = ops.new_received
-    monkeypatch.setattr(ops, "new_received", lambda *given: [tuple(map(sevens_like, of)) for of in received(*given)])
+    new_received = TokenEngine._new_received
+
+    def new_sevens(*given: Any) -> list:
+        return [tuple(map(sevens_like, pair)) for pair in new_received(*given)]
+
+    monkeypatch.setattr(TokenEngine, "_new_received", new_sevens)
     monkeypatch.setattr(
         InProcessTransport, "empty", lambda self, shape, dtype, device: torch.full(tuple(shape), 7, dtype=dtype)
     )
