@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/expert_parallel.py
 
-On a mesh of 2 dp × 2 tp ranks the projection is cut by tp, so both ranks of a tp pair hold the same tokens. The experts
-are over all four ranks: of a pair's tokens each rank dispatches a half (`replicated_over`), and both get all results.
+On a mesh of 2 dp × 2 tp ranks the projection is sharded over tp, so both ranks of a tp pair hold the same tokens. The
+experts are sharded over all four ranks: each rank dispatches half of a pair's tokens (`replicated_over`), and both get
+all results.
 """
 
 from __future__ import annotations

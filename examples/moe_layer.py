@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/moe_layer.py
 
-Every rank has 3 of 12 experts and tokens of its own, a different number on each. The result and the gradients are held
-against the same layer with all experts in one place.
+Each rank has 3 of 12 experts and a different number of tokens. The result and the gradients are compared with the same
+layer with all experts on one rank.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class VirtualRank:
         def right() -> bool:
             physical_experts = torch.arange(self.shape.experts, device=self.device)
             counts = (ids.view(-1, 1) == physical_experts).sum(0)
-            # Within its physical_expert an pair's place is how many came before it.
+            # Each pair's place is the number of earlier pairs of its physical expert.
             order = torch.argsort(ids.view(-1), stable=True)
             place = torch.arange(ids.numel(), device=self.device) - (counts.cumsum(0) - counts)[ids.view(-1)[order]]
             (one,) = found

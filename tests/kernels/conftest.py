@@ -1,8 +1,8 @@
-"""Runs the `interp` tests where the Triton interpreter is, and the others where it is not.
+"""Runs `interp` tests with the Triton interpreter and the other tests without it.
 
-Triton chooses when a kernel is decorated, so one process has one of the two. In a process without TRITON_INTERPRET=1
-the selected interp tests of a file run in one child process that has it, which the first of them starts, and each
-reports here what it did there.
+Triton selects the interpreter when a kernel is decorated, so a process has one of the two. Without TRITON_INTERPRET=1
+the selected interp tests of a file run in one child process with it, started by the first of them; each test reports
+its outcome in the child.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _selected = pytest.StashKey[dict[Path, list[str]]]()
 
 
 def outcomes_in_the_interpreter(selected: list[str], config: pytest.Config) -> dict[str, tuple[str, str]]:
-    """Outcome and text of every one of these tests, by node id."""
+    """Return the outcome and text of each of these tests, by node id."""
     with tempfile.TemporaryDirectory(prefix="shardweave-interp-") as folder:
         report = Path(folder) / "report.jsonl"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
@@ -86,7 +86,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where kernels run: the CPU by the interpreter, or a GPU."""
+    """The device of kernels: the CPU with the interpreter, or a GPU."""
     import torch
 
     if request.param == "cuda" and not torch.cuda.is_available():

@@ -21,7 +21,7 @@ class Rank:
 
     Attributes:
         windows: [size, size, words], int64; `windows[r, p]` is in rank r's memory and written by p.
-        words: [size, 2], int64, for what a test itself has to say.
+        words: [size, 2], int64, for a test's own use.
     """
 
     def __init__(self, rank: int, size: int, memory: dict[str, torch.Tensor], start: int) -> None:
@@ -50,7 +50,7 @@ def _main(pipe: Any, function: Callable, rank: int, size: int, memory: dict, sta
 def run_pads(
     function: Callable, size: int, *args: Any, words: int = 64, start: int = 0, timeout: float = 120
 ) -> list[Any]:
-    """Run `function(Rank, *args)` on `size` processes whose counts begin at `start`; what each returned."""
+    """Run `function(Rank, *args)` on `size` processes whose counts start at `start`; return their results."""
     context = rank_context()
     memory = {
         "pads": torch.zeros(2, size, size - 1, SLOT, dtype=torch.int64),

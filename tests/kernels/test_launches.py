@@ -1,7 +1,6 @@
 """A prepared launch passes the same arguments to the compiled kernel as Triton's own launch.
 
-No GPU is needed: a recording driver stands in for one, and the kernel is compiled
-for sm_90 on the way.
+Needs no GPU: a recording driver replaces it, and the kernel is compiled for sm_90.
 """
 
 from __future__ import annotations

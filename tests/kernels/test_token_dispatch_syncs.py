@@ -1,6 +1,6 @@
 """Dispatch, activation, combine and their backward do not synchronise: virtual ranks under a guard that refuses it.
 
-In the interpreter, where the kernels run that a GPU runs, and on a GPU, where torch itself refuses to synchronise.
+In the interpreter, which runs the same kernels as a GPU, and on a GPU with torch's sync debug mode.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_rows_of_any_length_compile(target, hidden):
         assert results["load", width] and results["store", width]
 
 
-# Small, but with everything: both ways to route, tables, weights, sums, padding, odd addresses.
+# Small layers that cover both routing kernels, tables, weights, sums, padding and unaligned addresses.
 LAYERS = (
     Layer("large", 7168, 8, 256, 2, 300, align=8, zero_rows=True),
     Layer("decode", 4096, 2, 8, 2, 4, dtype=torch.float32, ids=torch.int32),
@@ -214,9 +214,9 @@ def test_all_token_kernels_are_launched(launched: list[TokenSpecialisation]) -> 
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
     assert of("group_rows", "BATCHED") == of("route_few", "HAS_TABLE") == {True, False}
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
-    # A window waits with credit, meets, leaves and spoils with poison of every size, is refused, and says it failed.
+    # A window's signals: wait with credit, barrier, leave and spoil with poison of every size, refusal, and failure.
     assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2
-    # Nothing is written down any more, and addresses are those of memory again.
+    # Recording has ended, and addresses are those of memory again.
     assert JITFunction.run.__module__ == "triton.runtime.jit" and torch.empty(2).data_ptr() % 64 == 0
 
 

@@ -189,7 +189,7 @@ def test_operators_pass_opcheck():
     [
         (lambda g, u, r: (g, u, None), "routed: NoneType; allowed: the result of a dispatch"),
         (lambda g, u, r: (g[1:], u, r), r"gate: torch.float32 of shape \(\d+, 8\)"),
-        (lambda g, u, r: (g, u[:, :4], r), r"up: torch.float32 of shape \(\d+, 4\); .* F alike"),
+        (lambda g, u, r: (g, u[:, :4], r), r"up: torch.float32 of shape \(\d+, 4\); .* F equal"),
         (lambda g, u, r: (g.double(), u.double(), r), "gate: torch.float64"),
         (lambda g, u, r: (g, u.half(), r), "up: torch.float16; allowed: torch.float32"),
         (lambda g, u, r: (g, u.to("meta"), r), "up: on meta; allowed: cpu"),

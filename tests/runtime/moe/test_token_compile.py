@@ -236,7 +236,7 @@ def test_operator_of_destroyed_dispatcher_raises():
     del d, ys
     gc.collect()
     with pytest.raises(ArgumentError, match=f"token dispatcher {handle}: destroyed"):
-        ops.dispatch_op(state, [], handle, xs, ids, weights)
+        ops._dispatch_op(state, [], handle, xs, ids, weights)
 
 
 def as_one_rank(rank: int, backend: str | None) -> list:

@@ -1,5 +1,5 @@
-"""Token dispatch among ranks that meet on the device, through windows: by the references, by the kernels in the
-interpreter, and on a GPU that several processes share. What it has in common with other transports is tested with them.
+"""Token dispatch with device-side synchronisation, through windows and buffer pools: by the CPU paths, by the kernels
+in the interpreter, and on a GPU that several processes share. What all transports share is tested with them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def in_the_interpreter(rank: int) -> str:
 
 
 def layer_under_the_guard(rank: int) -> None:
-    """A layer and its backward, which read no value on the host; but for what ranks meet by, which a GPU's kernels
-    read."""
+    """A layer and its backward under the sync guard; only signals, which kernels process on a GPU, are exempt."""
     d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
     t = given(rank, 1)
     x, weights = leaf(t.x), leaf(t.weights)
@@ -169,7 +168,7 @@ def test_different_pooled_buffers_raise() -> None:
 MAP = [[0, 1, 2], [3], [4, 0]]
 ODD: dict[str, dict] = {
     "batched": {"layout": "batched", "expert_capacity": 6, "overflow": "drop"},
-    "few slots": {
+    "few experts": {
         "layout": "batched",
         "expert_capacity": 5,
         "overflow": "drop",
@@ -188,8 +187,7 @@ def odd_tokens(settings: dict, rank: int, i: int):
 
 
 def trained(d, settings: dict, tokens: list) -> list[list[bytes]]:
-    """A layer of tokens added to its own input, its gradients and its counts, of the ranks of a dispatcher; `d` takes
-    lists."""
+    """Return the output of a residual layer, its gradients and its counts, of each rank of a dispatcher with lists."""
     xs, weights = [leaf(t.x) for t in tokens], [leaf(t.weights) for t in tokens]
     routed = d.dispatch(xs, [t.ids for t in tokens], weights)
     outputs = []

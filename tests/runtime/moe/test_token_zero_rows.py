@@ -1,5 +1,5 @@
-"""Experts that work by all rows of a buffer: with `zero_rows` their weights' gradients are those of a dense model,
-whatever was in the memory that rows came to; without, SHARDWEAVE_POISON_ROWS shows who reads rows of no token."""
+"""Experts that process all rows of a buffer: with `zero_rows` their weights' gradients are those of a dense model,
+whatever the receive buffers held; without, SHARDWEAVE_POISON_ROWS finds code that reads unused rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from test_token_processes import poisoned
 from torch import nn
 
 from shardweave.errors import ArgumentError
-from shardweave.runtime.moe import ops
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
+from shardweave.runtime.moe.engine import TokenEngine
 from shardweave.runtime.moe.parallel_style import ExpertParallel
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
@@ -227,8 +227,8 @@ def test_zero_rows_by_default() -> None:
         assert of(ranks, zero_rows=True) is of(ranks, zero_rows=True, capacity=4.0) is True
         assert of(ranks, zero_rows=False, capacity=1.0) is False
         assert of(ranks, layout="batched") is of(ranks, layout="batched", zero_rows=False) is None
-    layouts = [DispatchConfig(2, num_experts=4, top_k=1, hidden=8, max_tokens=4, zero_rows=z) for z in (True, False)]
-    assert layouts[0].token(0) != layouts[1].token(0)
+    configs = [DispatchConfig(2, num_experts=4, top_k=1, hidden=8, max_tokens=4, zero_rows=z) for z in (True, False)]
+    assert configs[0].fingerprint(0) != configs[1].fingerprint(0)
     for wrong in (1, "yes", 0.0):
         with pytest.raises(ArgumentError, match=f"zero_rows: {wrong!r}; allowed: True, False, None"):
             of(2, zero_rows=wrong)
@@ -252,8 +252,12 @@ def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
     def sevens_like(x: torch.Tensor) -> torch.Tensor:
         return torch.full(x.shape, 7, dtype=x.dtype, device=x.device)
 
-    received = ops.new_received
-    monkeypatch.setattr(ops, "new_received", lambda *given: [tuple(map(sevens_like, of)) for of in received(*given)])
+    new_received = TokenEngine._new_received
+
+    def new_sevens(*given: Any) -> list:
+        return [tuple(map(sevens_like, pair)) for pair in new_received(*given)]
+
+    monkeypatch.setattr(TokenEngine, "_new_received", new_sevens)
     monkeypatch.setattr(
         InProcessTransport, "empty", lambda self, shape, dtype, device: torch.full(tuple(shape), 7, dtype=dtype)
     )
