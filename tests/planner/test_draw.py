@@ -347,30 +347,6 @@ def test_draw_cross_mesh() -> None:
     assert [len(scalar.panels[1, rank]) for rank in (0, 1, 5)] == [0, 0, 1]
 
 
-def shown_text(picture: Picture) -> str:
-    return " ".join(e.text or "" for e in picture.root.iter() if tag(e) == "text")
-
-
-def test_ranks_outside_a_mesh_are_labelled() -> None:
-    program = plan((2, 3), (8, 6), "float32", "S0 S1", "S1", target_mesh=Mesh((3,), ranks=(6, 7, 8)))
-    picture = Picture(program)
-    assert shown_text(picture).count("not in mesh") == 9 and "empty" not in shown_text(picture)
-    panels = {(e.get("data-column"), e.get("data-rank")): title(e) for e in picture.root.iter() if e.get("data-rank")}
-    assert panels["0", "4"].startswith("rank 4 at (1,1) under") and panels["1", "7"].startswith("rank 7 at (1) under")
-    assert panels["1", "4"].startswith("rank 4 not in the mesh under")
-    empty = Picture(plan((4,), (3,), "float32", "S0", "R"))
-    assert "empty" in shown_text(empty) and "mesh" not in shown_text(empty)
-
-
-def test_key_states_distortion_nested_dims_and_repeated_colours() -> None:
-    assert "not to scale (31.3 to 1)" in shown_text(Picture(planned("long_shapes")))
-    assert "not to scale" not in shown_text(Picture(planned("swap")))
-    nested = shown_text(Picture(plan((2, 2), (4, 6, 8), "float32", "S0 S1", "S1 S2")))
-    assert "Dotted lines divide dim 1; each part holds all of dim 2." in nested
-    assert "Colours repeat" in shown_text(Picture(plan((17,), (17, 4), "float32", "S0", "R")))
-    assert "Colours repeat" not in shown_text(Picture(planned("sixteen_in_a_row")))
-
-
 def test_draw_spacing_of_outer_mesh_dims() -> None:
     root = Picture(planned("three_mesh_dims")).root
     first = [p for p in root.iter() if p.get("class") == "rank" and p.get("data-column") == "0"]
