@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shardweave
 
-from ..bench.planning.projection import received, sampled, stock_received, stock_stops, stock_us
+from ..bench.planning.projection import received, sampled, stock_layouts, stock_received, stock_us
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
 from ..planner.cross_mesh_exchange import union
@@ -53,7 +53,7 @@ def _stock(entry: Entry, topology: Topology) -> tuple[float, int] | None:
     source, target = Layout.parse(entry.source, mesh.shape), Layout.parse(entry.target, other.shape)
     if mesh != other:
         return None
-    stops = stock_stops(mesh, entry.shape, source, target)
+    stops = stock_layouts(mesh, entry.shape, source, target)
     if stops is None or any(isinstance(placed, StridedShard) for stop in stops for placed in stop.placements):
         return None
     asked = mesh, entry.shape, entry.dtype, source, target
