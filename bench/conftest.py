@@ -1,9 +1,9 @@
 """`pytest bench/`: the suites, as pytest-benchmark's benchmarks.
 
-What is timed is timed where it runs: by every rank, in turns with the others' ways, of which a round is the slowest
-rank's. From here, through a pipe to the ranks, a call of 20 µs could not be seen. pytest-benchmark is given the rounds
-as they were measured: its timer is one that goes on by what the ranks measured, and all that it does with times
-(tables, storage, `--benchmark-compare`) is of those. Its JSON gets the machine, and what was not measured.
+Calls are timed where they run: by every rank, in turns with the other contenders; a round is the slowest rank's.
+Through a pipe from this process to the ranks, a call of 20 µs could not be timed. pytest-benchmark gets the rounds as
+they were measured: its timer is a clock that advances by them, and its tables, storage and `--benchmark-compare` work
+as usual. The machine, and what was not measured, are added to its JSON.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Counted:
     received: int
     collectives: int
     peak: float
-    stops: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
 
 
 class Stock:
@@ -45,19 +45,19 @@ class Stock:
         self.mesh = DeviceMesh("cpu", table, _init_backend=False, _rank=0)
 
     @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
-    def stops(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
+    def layouts(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
         """The layouts that its collectives lead through. Where an order is not the default one torch plans by its
         graph, whatever it was asked for."""
-        found = [source]
+        layouts = [source]
         for step in self.planning(shape, source, target)():
             m, (_, placed) = step.mesh_dim, step.src_dst_placements
-            placements = list(found[-1].placements)
-            orders = {d: tuple(x for x in order if x != m) for d, order in found[-1].orders}
+            placements = list(layouts[-1].placements)
+            orders = {d: tuple(x for x in order if x != m) for d, order in layouts[-1].orders}
             placements[m] = _placement(placed)
             if isinstance(placed, Shard):
                 orders[placed.dim] = (*orders.get(placed.dim, ()), m)
-            found.append(Layout(placements, {d: order for d, order in orders.items() if order}))
-        return found
+            layouts.append(Layout(placements, {d: order for d, order in orders.items() if order}))
+        return layouts
 
     def planning(self, shape: tuple[int, ...], source: Layout, target: Layout) -> Callable[[], list[Any]]:
         """torch's planner alone, to be called: the specs that it reads are made here."""
@@ -104,14 +104,14 @@ def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: i
     return (n - 1) * math.prod(local)
 
 
-def count_stock(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], gloo: bool = False) -> Counted:
-    came = [[issued(mesh, shape, a, b, r, gloo) for a, b in pairwise(stops)] for r in range(mesh.size)]
-    sizes = [[math.prod(lengths(mesh, shape, stop, r)) for stop in stops] for r in range(mesh.size)]
+def count_stock(mesh: Mesh, shape: tuple[int, ...], layouts: Sequence[Layout], gloo: bool = False) -> Counted:
+    received_by_rank = [[issued(mesh, shape, a, b, r, gloo) for a, b in pairwise(layouts)] for r in range(mesh.size)]
+    sizes = [[math.prod(lengths(mesh, shape, layout, r)) for layout in layouts] for r in range(mesh.size)]
     peaks = [
         own[0] + (own[i] if i else 0) + max(own[i + 1], steps[i])
-        for own, steps in zip(sizes, came, strict=True)
+        for own, steps in zip(sizes, received_by_rank, strict=True)
         for i in range(len(steps))
     ]
     most = max(max(own[0], own[-1]) for own in sizes)
-    collectives = sum(any(steps) for steps in zip(*came, strict=True))
-    return Counted(max(map(sum, came)) * 4, collectives, max(peaks) / most, tuple(stops))
+    collectives = sum(any(steps) for steps in zip(*received_by_rank, strict=True))
+    return Counted(max(map(sum, received_by_rank)) * 4, collectives, max(peaks) / most, tuple(layouts))

@@ -70,7 +70,7 @@ TRANSPORTS = (
 )
 
 
-class Asked(NamedTuple):
+class LaunchRequest(NamedTuple):
     """A program as one rank runs it, on an input with such strides.
 
     Attributes:
@@ -116,20 +116,20 @@ class Specialisation:
 
     def __str__(self) -> str:
         c, (source, target) = self.constants, self.words
-        said = [f"{c['ROWS']}×{c['COLS']}{' transposed' if c['TRANSPOSED'] else ''}"]
-        said.append(f"{source}×{c['VS']}→{target}×{c['VD']} B")
+        parts = [f"{c['ROWS']}×{c['COLS']}{' transposed' if c['TRANSPOSED'] else ''}"]
+        parts.append(f"{source}×{c['VS']}→{target}×{c['VD']} B")
         if self.kernel == "reduce_boxes":
-            said.append(f"{c['K']} {c['OP']} {c['FROM']}→{c['TO']}{' ÷' if c['DIVIDE'] else ''}")
+            parts.append(f"{c['K']} {c['OP']} {c['FROM']}→{c['TO']}{' ÷' if c['DIVIDE'] else ''}")
         aligned = (c["ALIGN_S"], c["ALIGN_D"])
-        said += [f"from {aligned[0]} B, to {aligned[1]} B"] if aligned != (16, 16) else []
-        said += [f"{c['SOURCES']}:{c['TARGETS']} buffers"] + (["fill"] if c["HAS_FILL"] else [])
-        return ", ".join(said)
+        parts += [f"from {aligned[0]} B, to {aligned[1]} B"] if aligned != (16, 16) else []
+        parts += [f"{c['SOURCES']}:{c['TARGETS']} buffers"] + (["fill"] if c["HAS_FILL"] else [])
+        return ", ".join(parts)
 
 
-def specialisations(asked: Iterable[Asked] | None = None) -> list[Specialisation]:
+def specialisations(requested: Iterable[LaunchRequest] | None = None) -> list[Specialisation]:
     """All that some programs use, by default `every_kind()`; the most launched first."""
     found: dict[tuple[Any, ...], Specialisation] = {}
-    for request in asked or every_kind():
+    for request in requested or every_kind():
         program = request.program
         for transport in TRANSPORTS:
             for table, aligned in tables(request, transport):
@@ -141,7 +141,7 @@ def specialisations(asked: Iterable[Asked] | None = None) -> list[Specialisation
     return sorted(found.values(), key=lambda s: (s.kernel, -s.launches, str(s)))
 
 
-def every_kind() -> Iterator[Asked]:
+def every_kind() -> Iterator[LaunchRequest]:
     """Real models at their full size; pairs of layouts, even and uneven, in all dtypes; inputs that are transposed, and
     that begin at an odd element. Of the first rank and of the last, which has what is left over."""
     for w in load_workloads():
@@ -161,19 +161,19 @@ def every_kind() -> Iterator[Asked]:
 
 def of_ranks(
     mesh: Sequence[int], shape: Sequence[int], dtype: str, *layouts: str, odd: bool = False, transposed: bool = False
-) -> Iterator[Asked]:
+) -> Iterator[LaunchRequest]:
     program = plan(mesh, shape, dtype, *layouts)
     for position in (0, program.mesh.size - 1):
         held = program.source_shape(position)
         strides = contiguous_strides(held[::-1])[::-1] if transposed else contiguous_strides(held)
-        yield Asked(program, position, strides, getattr(torch, dtype).itemsize if odd else 16)
+        yield LaunchRequest(program, position, strides, getattr(torch, dtype).itemsize if odd else 16)
 
 
-def tables(asked: Asked, transport: InProcessTransport) -> Iterator[tuple[CopyTable | ReduceTable, int]]:
+def tables(requested: LaunchRequest, transport: InProcessTransport) -> Iterator[tuple[CopyTable | ReduceTable, int]]:
     """What a rank launches by, and the bytes that all its sources are multiples of."""
-    dtype = getattr(torch, asked.program.dtype)
-    bound = BoundProgram(asked.program, asked.position, asked.strides, transport, dtype, NOWHERE)
+    dtype = getattr(torch, requested.program.dtype)
+    bound = BoundProgram(requested.program, requested.position, requested.strides, transport, dtype, NOWHERE)
     for number, step in enumerate(bound.steps):
         for kept in step.launches:
             assert kept.table is not None
-            yield kept.table, asked.aligned if number == 0 else 16
+            yield kept.table, requested.aligned if number == 0 else 16

@@ -64,11 +64,11 @@ class Layer:
     zero_rows: bool = False
 
     def __str__(self) -> str:
-        said = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
-        said += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
-        said += ["chunks of fixed size"] * (self.chunk_capacity is not None)
-        said += [f"save {self.save}"] * (self.save != "buffer") + ["zero rows"] * self.zero_rows
-        return ", ".join(said + ["replicated experts"] * self.experts_twice)
+        parts = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
+        parts += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
+        parts += ["chunks of fixed size"] * (self.chunk_capacity is not None)
+        parts += [f"save {self.save}"] * (self.save != "buffer") + ["zero rows"] * self.zero_rows
+        return ", ".join(parts + ["replicated experts"] * self.experts_twice)
 
 
 def layers() -> Iterator[Layer]:
@@ -134,18 +134,18 @@ class TokenSpecialisation(Specialisation):
         return self.constants["ALIGN"], self.constants["ALIGN"]
 
     def __str__(self) -> str:
-        unsaid = (*_OPTIONS, "SLOT_WORDS", "SOFT", "VEC")
-        said = []
+        omitted = (*_OPTIONS, "SLOT_WORDS", "SOFT", "VEC")
+        parts = []
         for name, value in self.constants.items():
             if isinstance(value, bool):
-                said += [name.removeprefix("HAS_").lower()] * (value and name not in unsaid)
-            elif name not in unsaid:
-                said.append(f"{name} {value}")
-        said += [f"{name} {kind}" for name, kind in self.signature.items() if name == "ids"]
-        return ", ".join([*said, f"warps {self.constants['num_warps']}"])
+                parts += [name.removeprefix("HAS_").lower()] * (value and name not in omitted)
+            elif name not in omitted:
+                parts.append(f"{name} {value}")
+        parts += [f"{name} {kind}" for name, kind in self.signature.items() if name == "ids"]
+        return ", ".join([*parts, f"warps {self.constants['num_warps']}"])
 
 
-def token_specialisations(asked: Iterable[Layer] | None = None) -> list[TokenSpecialisation]:
+def token_specialisations(requested: Iterable[Layer] | None = None) -> list[TokenSpecialisation]:
     """All that windows and some layers use, by default `layers()`; the most launched of a kernel first.
 
     Raises:
@@ -153,7 +153,9 @@ def token_specialisations(asked: Iterable[Layer] | None = None) -> list[TokenSpe
     """
     if not all(isinstance(kernel, JITFunction) for kernel in KERNELS.values()):
         raise RuntimeError("TRITON_INTERPRET=1: kernels are not compiled in this process")
-    runs: list[tuple[str, Callable[[], None]]] = [(str(layer), partial(_train, layer)) for layer in asked or layers()]
+    runs: list[tuple[str, Callable[[], None]]] = [
+        (str(layer), partial(_train, layer)) for layer in requested or layers()
+    ]
     runs.append(("a window of 8 ranks", _signals))
     found: dict[tuple[Any, ...], TokenSpecialisation] = {}
     for example, run in runs:

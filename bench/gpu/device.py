@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..harness.machine import machine, said
+from ..harness.machine import machine, output_of
 
 _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 
@@ -23,12 +23,12 @@ def gpu_machine(device: torch.device) -> dict[str, Any]:
             "l2_mib": round(getattr(found, "L2_cache_size", 0) / 2**20, 1),
         }
     at = ["-i", str(device.index)] if device.index is not None else []
-    about["driver"] = said("nvidia-smi", *at, "--query-gpu=driver_version", "--format=csv,noheader")
+    about["driver"] = output_of("nvidia-smi", *at, "--query-gpu=driver_version", "--format=csv,noheader")
     return {**about, "clocks": clocks(device), **machine()}
 
 
 def clocks(device: torch.device) -> dict[str, str]:
     """As they are now."""
     at = ["-i", str(device.index)] if device.index is not None else []
-    told = said("nvidia-smi", *at, f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
-    return dict(zip(_CLOCKS, map(str.strip, told.split(",")), strict=False))
+    output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
+    return dict(zip(_CLOCKS, map(str.strip, output.split(",")), strict=False))

@@ -1,4 +1,4 @@
-"""Ranks of this machine that run something, and what they said about it, put together."""
+"""Runs a function on ranks of this machine and gathers their messages."""
 
 from __future__ import annotations
 

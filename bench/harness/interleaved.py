@@ -1,4 +1,4 @@
-"""Several ways to do one thing, timed in turns by every rank: nobody has a quieter machine than the others.
+"""Times several contenders in turns on every rank, so that a noisy machine favours none of them.
 
 Buffers rotate so that what a call reads is in no cache any more, as far as `MOST_SETS` of them go: with those of all
 ranks they are more than the last-level cache.

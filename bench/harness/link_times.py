@@ -44,8 +44,8 @@ def sizes_up_to(largest: int) -> list[int]:
     return sizes if sizes[-1] == largest else [*sizes, largest]
 
 
-def node_size_of(machines: Sequence[str], asked: int | None) -> int:
-    """Ranks of a node: consecutive ones that share a machine, or as many as are asked for, on one machine.
+def node_size_of(machines: Sequence[str], requested: int | None) -> int:
+    """Ranks of a node: consecutive ones that share a machine, or as many as are requested, on one machine.
 
     Raises:
         ArgumentError: machines with different numbers of ranks, or whose ranks are not consecutive; nodes that are
@@ -57,16 +57,16 @@ def node_size_of(machines: Sequence[str], asked: int | None) -> int:
             f"ranks: in the order of ranks, {', '.join(map(str, runs))} of them share a machine; allowed: nodes of "
             f"equally many consecutive ranks"
         )
-    if asked is None or asked == runs[0]:
+    if requested is None or requested == runs[0]:
         return runs[0]
     if len(runs) > 1:
         raise ArgumentError(
-            f"--node-size: {asked}, and the ranks are on {len(runs)} machines with {runs[0]} each; allowed: {runs[0]}, "
-            f"or nodes pretended on one machine"
+            f"--node-size: {requested}, and the ranks are on {len(runs)} machines with {runs[0]} each; "
+            f"allowed: {runs[0]}, or nodes pretended on one machine"
         )
-    if asked < 1 or runs[0] % asked:
-        raise ArgumentError(f"--node-size: {asked}; allowed: a divisor of {runs[0]}, the number of ranks")
-    return asked
+    if requested < 1 or runs[0] % requested:
+        raise ArgumentError(f"--node-size: {requested}; allowed: a divisor of {runs[0]}, the number of ranks")
+    return requested
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:

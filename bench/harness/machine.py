@@ -109,14 +109,14 @@ def commit() -> dict[str, str]:
     """Of the clone that this is a part of; "unknown" where it is installed."""
     root = str(Path(__file__).resolve().parents[2])
     # What a command measures goes to the folder of results, and does not change what the next one measures.
-    changes = said("git", "-C", root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
+    changes = output_of("git", "-C", root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
     return {
-        "commit": said("git", "-C", root, "rev-parse", "HEAD"),
+        "commit": output_of("git", "-C", root, "rev-parse", "HEAD"),
         "uncommitted_changes": changes or "none",
     }
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """The first line that a command prints, or "unknown"."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=20)

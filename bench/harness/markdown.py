@@ -73,8 +73,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines += [f"| {' | '.join(cells)} |" for _, cells in body]
     lines += ["", f"Times {UNIT}."] if any(row.unit != "×" for row in rows) else []
     lines += [f"{line}." for line in bytes_are(rows)]
-    said = notes(rows)
-    return [*lines, "", *(f"- {line}" for line in said)] if said else lines
+    remarks = notes(rows)
+    return [*lines, "", *(f"- {line}" for line in remarks)] if remarks else lines
 
 
 def bytes_are(rows: Sequence[Row]) -> list[str]:

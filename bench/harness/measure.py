@@ -1,7 +1,7 @@
 """A suite measured in a process of its own: `python -m shardweave.bench.harness.measure SUITE SCALE --out FILE`.
 
-The cases come on standard input, as JSON. What is found goes to the file at once, a JSON object a line, so that what
-was measured before something went wrong is there; what is being measured goes to standard error.
+The cases come on standard input, as JSON. Each result is written to the file at once, as one JSON object a line, so
+that a failure loses none of the earlier ones. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Sink:
-    """Where a suite puts what it finds."""
+    """Receives the results of a suite."""
 
     def __init__(self, suite: str, out: TextIO, progress: TextIO | None = None) -> None:
         self.suite, self._out, self._progress = suite, out, progress
@@ -42,11 +42,11 @@ class Sink:
         self._put({"row": asdict(Row(self.suite, case, contender, unit, tuple(samples), **rest))})
 
     def absent(self, case: str, contender: str, why: str) -> None:
-        """It is not here, or refuses the case."""
+        """Record that the contender is not installed, or refuses the case."""
         self._put({"absent": [case, contender], "why": why})
 
     def fault(self, case: str, contender: str, text: str) -> None:
-        """Its result is not what it has to be, so it is not timed."""
+        """Record a wrong result, which is not timed."""
         self._put({"fault": [case, contender], "why": text})
 
     def _put(self, found: dict[str, Any]) -> None:
@@ -79,16 +79,16 @@ class Found:
         found = cls()
         for line in lines:
             try:
-                said = json.loads(line)
+                message = json.loads(line)
             except ValueError:
                 continue  # the last one, of a process that was ended
-            if "row" in said:
-                row = Row(**{**said["row"], "samples": tuple(said["row"]["samples"])})
+            if "row" in message:
+                row = Row(**{**message["row"], "samples": tuple(message["row"]["samples"])})
                 found.rows[row.case, row.contender] = row
-            elif "absent" in said:
-                found.absent[tuple(said["absent"])] = said["why"]  # type: ignore[index]
+            elif "absent" in message:
+                found.absent[tuple(message["absent"])] = message["why"]  # type: ignore[index]
             else:
-                found.faults[tuple(said["fault"])] = said["why"]  # type: ignore[index]
+                found.faults[tuple(message["fault"])] = message["why"]  # type: ignore[index]
         return found
 
     def note_unmeasured(self, cases: Mapping[str, Sequence[str]]) -> None:

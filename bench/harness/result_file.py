@@ -25,7 +25,7 @@ class Row:
     """One contender on one case.
 
     Attributes:
-        contender: "ours", or "ours, …" in one of several ways; anyone else beside it, measured in the same run.
+        contender: "ours", "ours, …" for a variant of it, or another library measured in the same run.
         unit: of the samples, one of `UNITS`; "×" is a ratio, of something counted.
         samples: one or more, of which `median` and `quartiles` are.
         bytes: by formula, what the rank moves that moves most; `detail["bytes are"]` says which. None: not known.

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before anything is measured."""
+"""Checks that a file can be written, before anything is measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ...errors import ArgumentError, shown
 
 
 def check_writable(argument: str, path: Path | None) -> None:
-    """
+    """Raise where the file cannot be written; it is not touched.
+
     Args:
         argument: the one that named the file.
         path: None is no file, which is fine.
 
     Raises:
-        ArgumentError: it is a folder, or cannot be written; it is not touched.
+        ArgumentError: it is a folder, or cannot be written.
     """
     if path is None:
         return

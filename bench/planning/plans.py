@@ -59,9 +59,9 @@ def count_ours(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layou
     program = plan(mesh, shape, "float32", source, target, topology=shardweave.NVLINK_NODE)
     assert program.bytes_received == program.bytes_bound
     most = max(program.local_bytes(layout, r) for layout in (source, target) for r in range(mesh.size))
-    stops = (source, *(step.target for step in program.steps))
+    route = (source, *(step.target for step in program.steps))
     peak = max(program.peak_bytes) / most
-    return Counted(max(program.bytes_received), program.exchanges, peak, stops), max(program.bytes_bound)
+    return Counted(max(program.bytes_received), program.exchanges, peak, route), max(program.bytes_bound)
 
 
 def spread(shape: tuple[int, ...]) -> Mesh:
@@ -70,10 +70,10 @@ def spread(shape: tuple[int, ...]) -> Mesh:
     return Mesh(shape, ranks=(*range(half), *range(8, 8 + half)))
 
 
-def us_with_sums(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], topology: Topology) -> float:
+def us_with_sums(mesh: Mesh, shape: tuple[int, ...], route: Sequence[Layout], topology: Topology) -> float:
     """The price of a route of torch's with reductions: a collective that reduces is as cheap as it can be made."""
     total = 0.0
-    for a, b in pairwise(stops):
+    for a, b in pairwise(route):
         reduces = any(isinstance(p, shardweave.Partial) and p != b.placements[m] for m, p in enumerate(a.placements))
         if reduces:
             total += shardweave.redistribute_cost(mesh, shape, "float32", a, b, topology)
@@ -83,10 +83,10 @@ def us_with_sums(mesh: Mesh, shape: tuple[int, ...], stops: Sequence[Layout], to
 
 
 def us(mesh: Mesh, shape: tuple[int, ...], routes: Sequence[Sequence[Layout]], topology: Topology) -> list[float]:
-    """The price of exchanges from stop to stop, of some routes; torch's collectives between these move no less."""
-    steps = [layout_change(mesh, "float32", a, b, topology.node_size) for stops in routes for a, b in pairwise(stops)]
+    """The price of exchanges from layout to layout, of some routes; torch's collectives between these move no less."""
+    steps = [layout_change(mesh, "float32", a, b, topology.node_size) for route in routes for a, b in pairwise(route)]
     left = iter(step_prices(steps, shape, topology, unbounded=len(steps)))
-    return [sum(next(left).us for _ in pairwise(stops)) for stops in routes]
+    return [sum(next(left).us for _ in pairwise(route)) for route in routes]
 
 
 def percentiles(values: Sequence[float]) -> str:
@@ -110,8 +110,8 @@ def compare(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
                     continue
                 ours, bound = count_ours(mesh, shape, source, target)
                 counted = {
-                    "torch greedy": count_stock(mesh, shape, greedy.stops(shape, source, target)),
-                    "torch graph": count_stock(mesh, shape, graph.stops(shape, source, target)),
+                    "torch greedy": count_stock(mesh, shape, greedy.layouts(shape, source, target)),
+                    "torch graph": count_stock(mesh, shape, graph.layouts(shape, source, target)),
                     "shardweave": ours,
                 }
                 with_zero += not bound
@@ -140,7 +140,7 @@ def compare_prices(topology: Topology, shapes: Sequence[tuple[int, ...]], partia
                 ours = shardweave.redistribute_cost(mesh, shape, "float32", source, target, topology)
                 if ours <= _ROUNDING:
                     continue
-                routes = [planner.stops(shape, source, target) for planner in planners]
+                routes = [planner.layouts(shape, source, target) for planner in planners]
                 if partial:
                     prices_of = [us_with_sums(mesh, shape, route, topology) for route in routes]
                 else:
@@ -175,8 +175,8 @@ def wasteful() -> Iterator[str]:
         program = plan(mesh, shape, "float32", *pair)
         stock_mib = ["-", "-"]  # torch's placements do not say an order
         if "@" not in target:
-            routes = [stock(mesh_shape, graph).stops(shape, *pair) for graph in (False, True)]
-            stock_mib = [str(count_stock(mesh, shape, stops).received >> 20) for stops in routes]
+            routes = [stock(mesh_shape, graph).layouts(shape, *pair) for graph in (False, True)]
+            stock_mib = [str(count_stock(mesh, shape, route).received >> 20) for route in routes]
         bound = "-" if program.bytes_bound is None else str(max(program.bytes_bound) >> 20)
         ours = f"{max(program.bytes_received) >> 20} in {program.exchanges}"
         yield f"| {'×'.join(map(str, mesh_shape))} | {source} → {target} | {' | '.join(stock_mib)} | {ours} | {bound} |"

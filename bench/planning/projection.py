@@ -69,22 +69,22 @@ def load(name: str) -> Trace:
 
 
 def _row(name: str, recorded: Entry, entry: Entry, calls: int, ranks: int, topology: Topology) -> Iterator[Row]:
-    asked = entry.mesh, entry.shape, entry.dtype, Layout.parse(entry.source), Layout.parse(entry.target)
-    ours = shardweave.redistribute_cost(*asked, topology)
-    theirs = stock_us(*asked, topology)
+    request = entry.mesh, entry.shape, entry.dtype, Layout.parse(entry.source), Layout.parse(entry.target)
+    ours = shardweave.redistribute_cost(*request, topology)
+    theirs = stock_us(*request, topology)
     if ours or theirs:
         case = f"{recorded.source} → {recorded.target}, {recorded.dtype}{list(recorded.shape)}"
         us = round(ours, 3), None if theirs is None else round(theirs, 3)
-        nbytes = received(entry, topology), None if theirs is None else stock_received(*asked)
+        nbytes = received(entry, topology), None if theirs is None else stock_received(*request)
         yield Row(name, case, topology.name, ranks, str(entry.mesh), calls, *us, *nbytes)
 
 
-def stock_stops(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
+def stock_layouts(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
     """The layouts that torch's collectives lead through; None where its planner has no way."""
     # Mesh dims of one rank are none to torch, which would issue collectives for them.
     source, target = (layout.without_size_one(mesh.shape) for layout in (source, target))
     try:
-        return stock(mesh.shape, False).stops(shape, source, target)
+        return stock(mesh.shape, False).layouts(shape, source, target)
     except (RuntimeError, ValueError, AssertionError, IndexError):
         return None
 
@@ -94,11 +94,11 @@ def stock_us(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> float | None:
     """The price of torch's plan, step by step, in one call."""
-    stops = stock_stops(mesh, shape, source, target)
-    if stops is None:
+    layouts = stock_layouts(mesh, shape, source, target)
+    if layouts is None:
         return None
     steps = replace(topology, call_us=0.0)
-    us = sum(shardweave.redistribute_cost(mesh, shape, dtype, a, b, steps) for a, b in pairwise(stops))
+    us = sum(shardweave.redistribute_cost(mesh, shape, dtype, a, b, steps) for a, b in pairwise(layouts))
     return us + topology.call_us if us else 0.0
 
 
@@ -109,16 +109,16 @@ def sampled(mesh: Mesh) -> list[int]:
 
 def received(entry: Entry, topology: Topology) -> int:
     """The most bytes that one of a few ranks receives by its own program."""
-    asked = entry.mesh, entry.shape, entry.dtype, entry.source, entry.target
-    return max(plan(*asked, rank=r, topology=topology).bytes_received[0] for r in sampled(entry.mesh))
+    request = entry.mesh, entry.shape, entry.dtype, entry.source, entry.target
+    return max(plan(*request, rank=r, topology=topology).bytes_received[0] for r in sampled(entry.mesh))
 
 
 def stock_received(mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout) -> int:
     """The same by torch's collectives, padded as it pads them."""
-    stops = stock_stops(mesh, shape, source, target)
-    assert stops is not None
-    came = [sum(issued(mesh, shape, a, b, r) for a, b in pairwise(stops)) for r in sampled(mesh)]
-    return max(came) * ITEMSIZE[dtype]
+    layouts = stock_layouts(mesh, shape, source, target)
+    assert layouts is not None
+    received_bytes = [sum(issued(mesh, shape, a, b, r) for a, b in pairwise(layouts)) for r in sampled(mesh)]
+    return max(received_bytes) * ITEMSIZE[dtype]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -136,6 +136,6 @@ def _row(ranks: int | str, transport: str, bound: str, cases: Sequence[dict[str,
         return []
     found = errors(cases)
     worst = max(cases, key=lambda case: errors([case]))
-    said = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
+    text = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
     figures = f"{len(found)} | {statistics.median(found):.0%} | {found[-1]:.0%}"
-    return [f"| {ranks} | {transport} | {bound} | {figures} | {said} |"]
+    return [f"| {ranks} | {transport} | {bound} | {figures} | {text} |"]

@@ -49,8 +49,8 @@ class Tokens:
     backward: bool
 
     def __str__(self) -> str:
-        way = "forward and backward" if self.backward else "forward"
-        return f"T {self.tokens}, H {self.hidden}, K {TOP_K}, E {EXPERTS}, float32, {way}"
+        passes = "forward and backward" if self.backward else "forward"
+        return f"T {self.tokens}, H {self.hidden}, K {TOP_K}, E {EXPERTS}, float32, {passes}"
 
 
 def shapes(scale: str) -> list[Tokens]:

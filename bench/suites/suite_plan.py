@@ -123,7 +123,7 @@ def _count(case: str, shapes: Sequence[tuple[int, ...]], pairs: int, sink: Sink)
             continue
         found["ours"].append(ours.received / bound)
         for side, graph in (("stock, greedy", False), ("stock, graph", True)):
-            counted = count_stock(mesh, shape, stock(mesh.shape, graph).stops(shape, source, target))
+            counted = count_stock(mesh, shape, stock(mesh.shape, graph).layouts(shape, source, target))
             found[side].append(counted.received / bound)
     detail = {"pairs": pairs, "of": len(every), "meshes": list(map(list, MESHES)), "shapes": list(map(list, shapes))}
     for side, samples in found.items():

@@ -124,9 +124,9 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     run_ranks(rank_main, RANKS, {"workloads": wanted, "new_lengths": changing, "scale": scale}, together)
 
 
-def memory_of(one: Workload, ways: int) -> int:
+def memory_of(one: Workload, contenders: int) -> int:
     """About as many bytes as all ranks hold at once of a case: sources that rotate, what a bare copy reads, outputs
-    that are kept by each way, and what results are checked with."""
+    that are kept by each contender, and what results are checked with."""
     sizes = (RANKS,) if len(one.mesh) == 1 else mesh_for(RANKS)
     item = getattr(torch, one.dtype).itemsize
     local, out = (
@@ -135,7 +135,7 @@ def memory_of(one: Workload, ways: int) -> int:
     )
     rotating = (Rotation.of(size, RANKS).sets * size for size in (local, out))
     checked = one.numel * (item + 8 * one.partial) + 2 * out
-    return RANKS * (sum(rotating) + ways * (KEPT + 1) * out + checked)
+    return RANKS * (sum(rotating) + contenders * (KEPT + 1) * out + checked)
 
 
 def put(case: str, by_rank: list[dict[str, Any]], sink: Sink) -> None:
@@ -189,7 +189,7 @@ def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[
         for side in in_order(seconds, number):
             length += 1
             case = Case(replace(first, shape=(length, columns), full_shape=(length, columns)), mesh)
-            call = three_ways(case)[side]
+            call = redistribute_calls(case)[side]
             dist.barrier()
             began = time.perf_counter()
             found = call(case.source)
@@ -207,10 +207,10 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     program = shardweave.plan(
         mesh, case.shape, str(case.dtype).removeprefix("torch."), case.source_text, case.target_text
     )
-    ways = ways_of(case, mesh, program)
+    calls = calls_of(case, mesh, program)
     faults, digests = {}, {}
-    for contender, way in ways.items():
-        found = way(case.source)
+    for contender, call in calls.items():
+        found = call(case.source)
         local = found.to_local() if isinstance(found, DTensor) else found
         fault = case.fault(local, pairwise=contender in ("stock", PLAIN))
         if fault:
@@ -220,7 +220,7 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
         del found, local
     received = max(program.bytes_received)
     sets, rotation = rotated(case.source, 1 if scale == "dry" else None)
-    sides = {contender: rotating(way, sets) for contender, way in ways.items()}
+    sides = {contender: rotating(call, sets) for contender, call in calls.items()}
     sides["copy"] = copies(received, Rotation.of(received, mesh.size(), 1 if scale == "dry" else None))
     return {
         "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
@@ -245,7 +245,7 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     }
 
 
-def three_ways(case: Case) -> dict[str, Callable[[DTensor], Any]]:
+def redistribute_calls(case: Case) -> dict[str, Callable[[DTensor], Any]]:
     return {
         "ours": lambda x: shardweave.redistribute(x, case.placements),
         "ours, on gloo": lambda x: shardweave.redistribute(x, case.placements, transport="process_group"),
@@ -253,25 +253,25 @@ def three_ways(case: Case) -> dict[str, Callable[[DTensor], Any]]:
     }
 
 
-def ways_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[str, Callable[[DTensor], Any]]:
-    """Each contender's way, from the source on this rank to a DTensor, or to this rank's part of it."""
-    ways = three_ways(case)
+def calls_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[str, Callable[[DTensor], Any]]:
+    """Each contender's call, from the source on this rank to a DTensor, or to this rank's part of it."""
+    calls = redistribute_calls(case)
     if "P" not in case.source_text + case.target_text:
-        ways[PACKED] = partial(_of_local, _packed(case, program.mesh))
+        calls[PACKED] = partial(_of_local, _packed(case, program.mesh))
     plain = _plain(case, mesh)
     if plain is not None:
-        ways[PLAIN] = partial(_of_local, plain)
-    return ways
+        calls[PLAIN] = partial(_of_local, plain)
+    return calls
 
 
 def bytes_of(case: Case, planner: Stock, program: shardweave.Program) -> dict[str, int]:
-    """What the rank receives that receives most, by each way. Of stock where its layouts say all: shard orders they do
+    """What the rank receives that receives most, by contender. Of stock where its layouts say all: shard orders they do
     not."""
     received = max(program.bytes_received)
     found = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), received)
     if "/" not in case.source_text + case.target_text:
         layouts = shardweave.Layout.parse(case.source_text), shardweave.Layout.parse(case.target_text)
-        counted = count_stock(program.mesh, case.shape, planner.stops(case.shape, *layouts), gloo=True)
+        counted = count_stock(program.mesh, case.shape, planner.layouts(case.shape, *layouts), gloo=True)
         found["stock"] = counted.received // 4 * case.dtype.itemsize
     if case.source_text == "P":  # reduced whole by gloo for stock and for the plain call alike
         found[PLAIN] = found["stock"]

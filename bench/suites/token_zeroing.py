@@ -41,8 +41,8 @@ def main() -> None:
 def put(case: str, by_rank: list[dict[str, Any]]) -> None:
     seconds = [found["seconds"] for found in by_rank]
     ratios = []
-    for way in ("forward", "both"):
-        zeroed, plain = (median(slowest(seconds, f"{way}, {zero}")) for zero in (True, False))
+    for passes in ("forward", "both"):
+        zeroed, plain = (median(slowest(seconds, f"{passes}, {zero}")) for zero in (True, False))
         ratios.append(f"{zeroed / plain:.2f} ({plain * 1e3:.1f} ms)")
     print(f"| {case} | {' | '.join(ratios)} |", flush=True)
 
@@ -69,8 +69,8 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
                     mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=tokens, dtype=torch.float32,
                     capacity=capacity, overflow="drop", zero_rows=zero, transport=transport,
                 )  # fmt: skip
-                for way in ("forward", "both"):
-                    sides[f"{way}, {zero}"] = partial(layer, dispatcher, way == "both")
+                for passes in ("forward", "both"):
+                    sides[f"{passes}, {zero}"] = partial(layer, dispatcher, passes == "both")
             worst = f"worst case ({float(size)})" if capacity is None else str(capacity)
             send({"case": f"{transport} | {worst}", "seconds": time_sides(sides, ROUNDS)})
 

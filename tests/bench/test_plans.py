@@ -39,7 +39,7 @@ def test_bytes_of_wasteful_plans(
 ) -> None:
     shape, layouts = (8192, 8192), (Layout.parse(source), Layout.parse(target))
     for uses_graph, mebibytes in ((False, greedy), (True, graph)):
-        found = count_stock(Mesh(mesh), shape, Stock(mesh, uses_graph).stops(shape, *layouts))
+        found = count_stock(Mesh(mesh), shape, Stock(mesh, uses_graph).layouts(shape, *layouts))
         assert found.received == mebibytes << 20
     ours, least = count_ours(Mesh(mesh), shape, *layouts)
     assert ours.received == least == bound << 20 and ours.collectives == 1

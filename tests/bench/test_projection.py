@@ -142,11 +142,11 @@ def test_torchs_plans_need_no_process_group(shape: tuple[int, ...]) -> None:
             real = _gen_transform_infos_non_cached(
                 spec_of_layout(source, mesh, meta), spec_of_layout(target, mesh, meta), use_graph_based_transform=graph
             )
-            stops = Stock(shape, graph).stops((64, 32), source, target)
-            assert stops[0] == source and stops[-1] == target and len(stops) == len(real) + 1
+            layouts = Stock(shape, graph).layouts((64, 32), source, target)
+            assert layouts[0] == source and layouts[-1] == target and len(layouts) == len(real) + 1
             changed = [
                 [m for m in range(len(shape)) if x.placements[m] != y.placements[m]]
-                for x, y in zip(stops, stops[1:], strict=False)
+                for x, y in zip(layouts, layouts[1:], strict=False)
             ]
             assert changed == [[step.mesh_dim] for step in real]
     finally:
@@ -229,10 +229,10 @@ def test_what_a_price_is_mostly(source: str, target: str, rows: int, bound: str)
 
 
 def test_torchs_steps_are_one_call() -> None:
-    asked = Mesh((4, 2)), (1024, 64), "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0")
-    stops = projection.stock_stops(asked[0], asked[1], *asked[3:])
-    assert stops is not None and len(stops) > 2
-    free, dear = (projection.stock_us(*asked, replace(shardweave.NVLINK_NODE, call_us=us)) for us in (0.0, 500.0))
+    request = Mesh((4, 2)), (1024, 64), "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0")
+    layouts = projection.stock_layouts(request[0], request[1], *request[3:])
+    assert layouts is not None and len(layouts) > 2
+    free, dear = (projection.stock_us(*request, replace(shardweave.NVLINK_NODE, call_us=us)) for us in (0.0, 500.0))
     assert free is not None and dear == pytest.approx(free + 500)
 
 

@@ -76,7 +76,9 @@ def test_machines_are_described_and_of_one_kind(tmp_path: Path) -> None:
     assert machine.kind({**ABOUT, "gpus": ["NVIDIA H100"] * 8}) == "nvidia-h100-x8"
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A CPU\nmodel name\t: A CPU\n")
     assert machine.cpu_model(tmp_path / "cpuinfo") == "A CPU" and machine.cpu_model(tmp_path / "none")
-    assert machine.said("no-such-command-anywhere") == machine.said(sys.executable, "-c", "exit(1)") == "unknown"
+    assert (
+        machine.output_of("no-such-command-anywhere") == machine.output_of(sys.executable, "-c", "exit(1)") == "unknown"
+    )
 
 
 def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
