@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shardweave
 
-from ..bench.planning.projection import received, sampled, stock_received, stock_stops, stock_us
+from ..bench.planning.projection import received, sampled, stock_received, stock_layouts, stock_us
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
 from ..planner.mesh import union_mesh
@@ -54,7 +54,7 @@ def _stock(entry: Entry, topology: Topology) -> tuple[float, int] | None:
     source, target = Layout.parse(entry.source, mesh.shape), Layout.parse(entry.target, other.shape)
     if mesh != other:
         return None
-    layouts = stock_stops(mesh, entry.shape, source, target)
+    layouts = stock_layouts(mesh, entry.shape, source, target)
     if layouts is None or any(isinstance(p, StridedShard) for layout in layouts for p in layout.placements):
         return None
     request = mesh, entry.shape, entry.dtype, source, target

@@ -201,11 +201,11 @@ class ProcessGroupTransport:
         """Before a collective on gloo, which has no tags, send a message with this call's tag to the next rank of the
         group, and receive one from the previous rank. If all neighbours agree, all ranks do."""
         group = request.group
-        at, empty = group.index(self.rank), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        at, message = group.index(self.rank), torch.zeros(1, dtype=torch.uint8, device="cpu")
         next_rank, previous_rank = group[(at + 1) % len(group)], group[at - 1]
         if len(group) > 1:
             received = torch.empty(1, dtype=torch.uint8, device="cpu")
-            self.begin(Transfer(((next_rank, empty),), ((previous_rank, received),), request.fingerprint))()
+            self.begin(Transfer(((next_rank, message),), ((previous_rank, received),), request.fingerprint))()
 
     def _collective(self, request: Collective) -> Callable[[], None]:
         assert isinstance(request.group, GroupRanks)

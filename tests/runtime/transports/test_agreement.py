@@ -246,7 +246,7 @@ def refuse_unplanned_and_go_on(rank: int, transport: str, refusing: Sequence[int
     "variant, transport", ["placements", "dtype", "order", "batch", "not a DTensor"], TRANSPORTS,
     gate=lambda variant, transport: variant in ("placements", "batch") or transport == TWO_SIDED,
 )  # fmt: skip
-def test_refusal_before_planning_by_one_rank_that_goes_on(transport: str, variant: str) -> None:
+def test_refusal_before_planning_by_one_rank(transport: str, variant: str) -> None:
     by_rank = run_ranks(refuse_unplanned_and_go_on, 3, transport, [0], variant, environment=environment_of(transport))
     for rank, outcomes in enumerate(by_rank):
         steps = [outcomes[i] for i in range(len(outcomes)) if rank == 2 or i % 2 == 0]
