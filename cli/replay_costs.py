@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shardweave
 
-from ..bench.planning.projection import received, sampled, stock_received, stock_layouts, stock_us
+from ..bench.planning.projection import received, sampled, stock_layouts, stock_received, stock_us
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
 from ..planner.mesh import union_mesh
