@@ -26,7 +26,7 @@ from .program import Program
 from .program_base import format_bytes
 from .render.draw import draw
 from .render.explain import title
-from .render.serialise import mesh_to_dict
+from .render.program_to_json import mesh_to_dict
 from .request import Request
 from .steps import Exchange, Local, Reduce, Step
 from .token_splits import SPLITS, price_splits

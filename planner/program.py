@@ -11,8 +11,8 @@ from ..errors import ArgumentError
 from .program_base import ProgramBase
 from .render.draw import draw
 from .render.explain import explain
-from .render.parse import parse_program
-from .render.serialise import to_dict
+from .render.program_from_json import parse_program
+from .render.program_to_json import to_dict
 
 
 @dataclass(frozen=True, eq=False)

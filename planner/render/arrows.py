@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .svg import Place, Sheet, colour
+from .svg_primitives import Place, Sheet, colour
 
 MAX_ARROWS = 24  # above, arrows cannot be told apart
 LANE = 5.0

@@ -15,7 +15,7 @@ from .arrows import MAX_ARROWS, Arrows, depth
 from .explain import mesh_dims_of_step, notes, title, totals
 from .panels import Panels
 from .regions import stages
-from .svg import Place, Sheet, text_width, wrapped
+from .svg_primitives import Place, Sheet, text_width, wrapped
 
 _MAX_RANKS = 64
 _WIDTH = 1380.0  # preferred width of the sheet: a laptop screen

@@ -10,7 +10,7 @@ from ...errors import ArgumentError
 from ..dtypes import ITEMSIZE
 from ..program_base import ProgramBase, format_bytes
 from .regions import Region, Runs, Stage
-from .svg import COLOURS, Place, Sheet, colour, text_on, text_width, wrapped
+from .svg_primitives import COLOURS, Place, Sheet, colour, text_on, text_width, wrapped
 
 _MAX_PIECES = 20_000
 _KEPT = 0.3  # opacity of regions that did not move

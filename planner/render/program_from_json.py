@@ -28,7 +28,7 @@ from ..placements import Shard
 from ..program_base import ProgramBase
 from ..steps import Step
 from ..topology import Topology
-from .serialise import TOTALS, step_to_dict
+from .program_to_json import TOTALS, step_to_dict
 
 _MAX_SPANS = 1 << 22  # common spans of all pairs of shards along a strided tensor dim
 _MAX_NUMBER = 1 << 100  # microseconds or bytes of a path, above any sum over its steps
