@@ -76,8 +76,8 @@ RESULTS = {kind.__name__: kind for kind in (Statistics, Redistribution, Recordin
 """Types of results that are not exported by name."""
 
 _INTERNAL = {
-    "TokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
-    "VirtualTokenDispatcher": ("run", "before_dispatch", "after_dispatch"),
+    "TokenDispatcher": ("run",),
+    "VirtualTokenDispatcher": ("run",),
     "Layout": ("unchecked", "cuts"),
     "Recording": ("begin", "end", "note", "note_entry", "trace"),
     "Statistics": ("kind",),
