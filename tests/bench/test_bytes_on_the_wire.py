@@ -28,7 +28,7 @@ from shardweave.bench.harness.collect import run_ranks
 from shardweave.bench.harness.ranks import Send
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.suites.suite_dispatch import bytes_of as bytes_of_tokens
-from shardweave.bench.suites.suite_redistribute import bytes_of, ways_of
+from shardweave.bench.suites.suite_redistribute import bytes_of, calls_of
 from shardweave.bench.workloads import Workload
 
 RANKS, SIDE = 4, 1024
@@ -77,7 +77,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         case = Case(Workload(name, "", sizes, names, source, target, "float32", shape, shape), mesh)
         program = shardweave.plan(mesh, shape, "float32", source, target)
         said = bytes_of(case, Stock(sizes, graph=False), program)
-        ways = {w: (said[w], came(partial(way, case.source), size)) for w, way in ways_of(case, mesh, program).items()}
+        ways = {w: (said[w], came(partial(way, case.source), size)) for w, way in calls_of(case, mesh, program).items()}
         send({"case": name, "ways": ways})
     send({"case": "dispatch", "ways": dispatched(rank, size)})
 

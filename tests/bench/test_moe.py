@@ -40,7 +40,7 @@ def test_ranks_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
     # So few steps carry nothing on yet: what is left are the float32 roundings of a step.
     assert ours == pytest.approx(alone, rel=2e-6)
     assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.95 * ours[0]
-    assert "shared_memory: 8 experts in" in shown
+    assert "shared_memory: 8 experts as" in shown
 
 
 @pytest.mark.multi

@@ -54,5 +54,5 @@ def test_pictures_are_up_to_date() -> None:
 def test_picture_of_both_plans_has_the_layouts_of_dtensor() -> None:
     module = script("pictures")
     source, target = (shardweave.Layout.parse(module.DTENSOR_PATH[at]) for at in (0, -1))
-    stops = stock(module.MESH, False).stops(module.SHAPE, source, target)
-    assert tuple(map(str, stops)) == module.DTENSOR_PATH
+    layouts = stock(module.MESH, False).layouts(module.SHAPE, source, target)
+    assert tuple(map(str, layouts)) == module.DTENSOR_PATH

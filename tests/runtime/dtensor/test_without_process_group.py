@@ -23,7 +23,7 @@ X = torch.ones(4, 2)
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda mesh: shardweave.TokenDispatcher(**SETTINGS), "call init_process_group first, or take a VirtualToken"),
+        (lambda mesh: shardweave.TokenDispatcher(**SETTINGS), "call init_process_group first, or use VirtualToken"),
         (
             lambda mesh: shardweave.TokenDispatcher(mesh, **SETTINGS),
             "TokenDispatcher: .* call init_process_group first",
