@@ -278,7 +278,7 @@ def _show(
         report = {
             **machine, "ranks": ranks, "mesh": mesh_for(ranks), "rounds": ROUNDS, "kept_calls": KEPT,
             "timeout_s": timeout_seconds(), **summary(shared), "transport": transport, "cases": shared,
-            "process_group": summary(collective), "collective_cases": collective, "skipped": skipped,
+            "process_group": summary(collective), "process_group_cases": collective, "skipped": skipped,
         }  # fmt: skip
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(failed)

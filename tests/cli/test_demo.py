@@ -80,12 +80,12 @@ def test_demo_results_are_correct(ranks: int, tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["command"].startswith("python -m shardweave demo --ranks") and found["machine"]["cpu"] in done.stdout
     assert f"`{found['command']}`, {found['date']}.\n" in done.stdout
-    for case in found["cases"] + found["collective_cases"]:
+    for case in found["cases"] + found["process_group_cases"]:
         assert case["equal"]
         partial = "P" in case["source"] + case["target"]
         assert case["bytes_bound"] == (None if partial else case["bytes_received"])
         assert case["torch_ms"] > 0 and case["shardweave_ms"] > 0
-    assert len(found["cases"]) == len(found["collective_cases"]) == 2
+    assert len(found["cases"]) == len(found["process_group_cases"]) == 2
 
 
 def _children(pid: int) -> list[int]:

@@ -55,7 +55,7 @@ def test_demo_table_in_the_readme() -> None:
     for source, target, shape, dtype, *figures in rows:
         request = source, target, [int(n) for n in shape.split("×")], dtype
         want = []
-        for cases in (found["collective_cases"], found["cases"]):
+        for cases in (found["process_group_cases"], found["cases"]):
             (case,) = (c for c in cases if (c["source"], c["target"], c["shape"], c["dtype"]) == request)
             want += [f"{case['torch_ms']:.2f}", f"{case['shardweave_ms']:.2f}", f"{case['ratio']:.1f}"]
         assert figures == want, f"README.md, {request}: {figures}; demo.json: {want}"
