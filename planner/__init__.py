@@ -2,8 +2,8 @@
 
 - Data: `mesh`, `placements`, `layout` (text form in `layout_text`), `topology`, `dtypes`.
 - Index sets: `index_sets` (what a rank holds), `intersection` (what two ranks have in common).
-- Steps: `exchange` (on one mesh) and `cross_mesh_exchange` (between two) make a `transfer_table`; `build_steps` makes
-  the records of `steps`.
+- Steps: `layout_change` is what changes, on one mesh or between two; `exchange` makes its `transfer_table`;
+  `build_steps` makes the records of `steps`.
 - Cost: `cost` and `cross_mesh_cost`, on the ranks of `priced_ranks`; `byte_bound` is the lower bound on bytes.
 - Plans: `plan` checks a `request` (`arguments`), splits mesh dims (`mesh_split`), and finds a `path` by `search` over
   `intermediate_layouts`, with reductions of `bounded_fan_in`; `cross_mesh_plan` for two meshes, `batch` for several
@@ -15,9 +15,10 @@
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import layout_change
+from .exchange import communicates
 from .index_sets import held_sizes, held_spans, parts_of
 from .layout import Layout, Orders
+from .layout_change import layout_change
 from .local_slice import LocalSlice
 from .mesh import MOST_RANKS, Mesh, position_of, whole_numbers
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
@@ -61,15 +62,16 @@ __all__ = [
     "Step",
     "StridedShard",
     "Topology",
-    "layout_change",
     "check_dtype",
     "check_layout",
     "check_local_shape",
     "check_shape",
+    "communicates",
     "draw",
     "format_bytes",
     "held_sizes",
     "held_spans",
+    "layout_change",
     "mesh_to_dict",
     "parts_of",
     "plan",

@@ -1,19 +1,14 @@
-"""Builds steps from layout changes on one mesh, and from exchanges between two meshes."""
+"""Builds the steps of programs from layout changes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-
-from .cross_mesh_exchange import CrossMeshExchange
 from .dtypes import check_computed, identity
-from .exchange import LayoutChange
-from .mesh import Mesh
+from .exchange import communicates, transfer_table
+from .layout_change import LayoutChange
 from .placements import Partial
 from .steps import Exchange, Local, Reduce, Step
-from .transfer_table import FILL
 
 
 @lru_cache(maxsize=4096)
@@ -28,29 +23,8 @@ def _reduction_and_fill(change: LayoutChange) -> tuple[Reduce | None, float | in
 
 
 def build_step(change: LayoutChange, shape: tuple[int, ...], rank: int | None) -> Step:
-    """The step that performs a layout change on a tensor of `shape`: of all ranks, or of mesh position `rank`."""
+    """The step that performs a layout change on a tensor of `shape`: of all ranks, or of position `rank`."""
     reduce, fill = _reduction_and_fill(change)
-    fields = (change.mesh, change.source, change.mesh, change.target, change.boxes(shape, rank), reduce, fill)
-    return Exchange(*fields, change.closure) if change.communicates(shape) else Local(*fields)
-
-
-def build_step_on_one_mesh(union: Mesh, change: LayoutChange, shape: tuple[int, ...], rank: int | None) -> Step:
-    """A step on one of the two meshes of a program, with positions in `union`, the mesh of the ranks of both."""
-    mesh = change.mesh
-    if rank is not None:
-        (rank,) = mesh.positions_of(np.array([union.rank_at(rank)])).tolist()
-    if rank == -1:
-        step = build_step(change, shape, 0)
-        return replace(step, boxes=step.boxes.select(np.zeros(len(step.boxes), dtype=bool)))
-    step = build_step(change, shape, rank)
-    positions = union.positions_of(mesh.rank_array)
-    sender = np.where(step.boxes.sender == FILL, FILL, positions[step.boxes.sender])
-    boxes = replace(step.boxes, receiver=positions[step.boxes.receiver], sender=sender)
-    return replace(step, boxes=boxes.select(np.argsort(boxes.receiver, kind="stable")))
-
-
-def build_cross_mesh_step(exchange: CrossMeshExchange, rank: int | None) -> Step:
-    """The step from one mesh to another, with positions in the mesh of the ranks of both."""
-    meshes_and_layouts = exchange.source_mesh, exchange.source, exchange.target_mesh, exchange.target
-    fields = *meshes_and_layouts, exchange.boxes(rank), None, 0
-    return Exchange(*fields, None) if exchange.communicates() else Local(*fields)
+    table = transfer_table(change, shape, rank)
+    fields = (change.source_mesh, change.source, change.target_mesh, change.target, table, reduce, fill)
+    return Exchange(*fields, change.closure) if communicates(change, shape) else Local(*fields)

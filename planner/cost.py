@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from .dtypes import ITEMSIZE
-from .exchange import LayoutChange
 from .layout import Layout, receivers_contribute
+from .layout_change import LayoutChange
 from .priced_ranks import PricedRanks, common_lengths, held_lengths, priced_ranks, send_shares
 from .topology import Topology
 
@@ -54,7 +54,7 @@ def step_prices(
     """
     if not changes:
         return []
-    at = priced_ranks(changes[0].mesh, topology)
+    at = priced_ranks(changes[0].source_mesh, topology)
     at_once = max(1, _MAX_AT_ONCE // at.near.size)
     prices: list[StepPrice] = []
     for first in range(0, len(changes), at_once):
@@ -128,7 +128,7 @@ def _prices(
             far_peers = ((common > 0) * far_shares).sum(axis=2)
     if not at.whole:
         # Only the receivers' nodes are known; everything that these do not hold comes from other nodes.
-        owned = np.array([[math.prod(c.mesh.shape[m] for m in c.shards_split)] for c in changes])
+        owned = np.array([[math.prod(c.source_mesh.shape[m] for m in c.shards_split)] for c in changes])
         keeps = np.concatenate([x.keeps for x in shares])
         missing = np.maximum(after * contributors / owned - own - near_in, 0) * keeps
         if at.one_node:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .cost import StepPrice, step_price
-from .cross_mesh_exchange import CrossMeshExchange
 from .dtypes import ITEMSIZE
-from .exchange import layout_change
+from .exchange import transfer_table
+from .index_sets import held_sizes
 from .layout import Layout
+from .layout_change import LayoutChange, layout_change
 from .mesh import Mesh
 from .priced_ranks import PRICED_WHOLE, SAMPLED
+from .steps import Traffic
 from .topology import Topology
 
 
@@ -24,45 +28,39 @@ def step_price_between(
     topology: Topology,
 ) -> StepPrice:
     """The price of one step, on one mesh or between two."""
-    if source_mesh == target_mesh:
-        return step_price(layout_change(source_mesh, dtype, source, target, topology.node_size), shape, topology)
-    return _cross_mesh_price(
-        CrossMeshExchange(shape, source_mesh, source, target_mesh, target, topology.node_size), dtype, topology
-    )
+    change = layout_change(source_mesh, dtype, source, target, topology.node_size, target_mesh)
+    return _cross_mesh_price(change, shape, topology) if change.is_cross_mesh else step_price(change, shape, topology)
 
 
-def _cross_mesh_price(exchange: CrossMeshExchange, dtype: str, topology: Topology) -> StepPrice:
-    """The price of an exchange between meshes, by the rules of `cost.step_price`.
+def _cross_mesh_price(change: LayoutChange, shape: tuple[int, ...], topology: Topology) -> StepPrice:
+    """The price of a change between meshes, by the rules of `cost.step_price`.
 
     Counted box by box: on every rank up to `PRICED_WHOLE` ranks, above on `SAMPLED` ranks spread over them.
     """
-    union, size, us, peak = exchange.union, ITEMSIZE[dtype], 0.0, 0
-    whole = exchange.boxes() if union.size <= PRICED_WHOLE else None
+    union, size, us, peak = change.positions, ITEMSIZE[change.dtype], 0.0, 0
+    whole = transfer_table(change, shape) if union.size <= PRICED_WHOLE else None
     sampled = (
         range(union.size) if whole else np.unique(np.linspace(0, union.size - 1, SAMPLED).astype(np.int64)).tolist()
     )
-    nodes = union.rank_array // (topology.node_size or union.rank_array.max() + 1)
+    nodes = None if topology.node_size is None else union.rank_array // topology.node_size
     node, network = topology.node, topology.network
     for rank in sampled:
-        boxes = whole or exchange.boxes(rank)
-        nbytes, sender = boxes.elements * size, boxes.sender[:, 0]
-        own = int(nbytes[(boxes.receiver == rank) & (sender == rank)].sum())
-        moved = {}
-        for direction, mine, other in (("in", boxes.receiver, sender), ("out", sender, boxes.receiver)):
-            rows = (mine == rank) & (other != rank)
-            near = rows & (nodes[other] == nodes[rank])
-            for reach, selected in (("near", near), ("far", rows & ~near)):
-                moved[reach, direction] = int(nbytes[selected].sum()), len(np.unique(other[selected]))
-        over = [
-            link.us(max(moved[reach, "in"][0], moved[reach, "out"][0]), moved[reach, "in"][1])
-            for link, reach in ((node, "near"), (network, "far"))
+        table = whole or transfer_table(change, shape, rank)
+        traffic, sender = Traffic.of(table, rank, nodes), table.sender[:, 0]
+        own = int(table.elements[(table.receiver == rank) & (sender == rank)].sum()) * size
+        senders = np.unique(sender[(table.receiver == rank) & (sender != rank)])
+        far_senders = 0 if nodes is None else int((nodes[senders] != nodes[rank]).sum())
+        near_in, near_out = traffic.received_near * size, traffic.sent_near * size
+        far_in, far_out = traffic.received_far * size, traffic.sent_far * size
+        over_node = node.us(max(near_in, near_out), len(senders) - far_senders)
+        over_network = network.us(max(far_in, far_out), far_senders)
+        packed = (0 if node.one_sided else near_in + near_out) + (0 if network.one_sided else far_in + far_out)
+        us = max(us, float(max(over_node, over_network) + topology.copy_us(own + packed)))
+        ends = (change.source_mesh, change.source), (change.target_mesh, change.target)
+        shards = [
+            math.prod(held_sizes(shape, layout, mesh.shape, at))
+            for mesh, layout in ends
+            if (at := mesh.coordinate_of(rank, union)) is not None
         ]
-        packed = sum(
-            0 if link.one_sided else moved[reach, "in"][0] + moved[reach, "out"][0]
-            for link, reach in ((node, "near"), (network, "far"))
-        )
-        us = max(us, float(max(over) + topology.copy_us(own + packed)))
-        held = exchange.elements(exchange.source_mesh, exchange.source, rank)
-        wanted = exchange.elements(exchange.target_mesh, exchange.target, rank)
-        peak = max(peak, (held + wanted) * size + packed)
+        peak = max(peak, sum(shards) * size + packed)
     return StepPrice(us, 0.0, peak)

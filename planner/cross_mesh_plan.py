@@ -8,13 +8,12 @@ from itertools import pairwise
 
 from ..errors import ArgumentError
 from .bounded_fan_in import bound_fan_in
-from .build_steps import build_cross_mesh_step, build_step_on_one_mesh
+from .build_steps import build_step
 from .cross_mesh_cost import step_price_between
-from .cross_mesh_exchange import CrossMeshExchange
 from .dtypes import ITEMSIZE
-from .exchange import layout_change
 from .index_sets import held_sizes
 from .layout import Layout
+from .layout_change import layout_change
 from .mesh import Mesh, union_mesh
 from .path import Path
 from .placements import Partial, Replicate, Shard
@@ -80,12 +79,9 @@ def _program(request: Request, legs: list[Leg], others: tuple[Path, ...], rank: 
     union, node_size = union_mesh(source_mesh, target_mesh), None if topology is None else topology.node_size
     steps: list[Step] = []
     for mesh, a, other, b in legs:
-        if mesh == other:
-            layouts = bound_fan_in(mesh, (a, b))
-            changes = [layout_change(mesh, dtype, x, y, node_size) for x, y in pairwise(layouts)]
-            steps += [build_step_on_one_mesh(union, change, shape, rank) for change in changes]
-        else:
-            steps.append(build_cross_mesh_step(CrossMeshExchange(shape, mesh, a, other, b, node_size), rank))
+        layouts = bound_fan_in(mesh, (a, b))  # between two meshes no value is reduced
+        changes = [layout_change(mesh, dtype, x, y, node_size, other, union) for x, y in pairwise(layouts)]
+        steps += [build_step(change, shape, rank) for change in changes]
     return Program(union, shape, dtype, src, dst, tuple(steps), rank, topology, others, source_mesh, target_mesh)
 
 
@@ -117,7 +113,7 @@ def _path(legs: list[Leg], shape: tuple[int, ...], dtype: str, topology: Topolog
         return Path(layouts, sum(round(p.us, 3) for p in prices), peak)
     received = 0
     for mesh, a, other, b in legs:
-        contributors = layout_change(mesh, dtype, a, b).contributors if mesh == other else 1
+        contributors = layout_change(mesh, dtype, a, b, None, other).contributors
         received += _largest_shard(shape, b, other) * contributors
     return Path(layouts, received * ITEMSIZE[dtype], 0)
 

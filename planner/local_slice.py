@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .exchange import LayoutChange
 from .index_sets import cut, held_span, parts_of
+from .layout_change import LayoutChange
 
 
 class LocalSlice:
     """The slice of the source shard of one rank that is its target shard, for tensors of any shape."""
 
     def __init__(self, change: LayoutChange, rank: int) -> None:
-        mesh, source, target = change.mesh, change.source, change.target
+        mesh, source, target = change.source_mesh, change.source, change.target
         at, self._dims = mesh.coordinate(rank), []
         for d, cuts in target.all_cuts:
             parts = parts_of(cuts, mesh.shape, at)

@@ -395,6 +395,13 @@ class Mesh:
             return np.where(ranks < self.size, ranks, -1)
         return np.where(ranks < len(self._positions), self._positions[np.minimum(ranks, len(self._positions) - 1)], -1)
 
+    def coordinate_of(self, position: int, mesh: Mesh) -> Coordinate | None:
+        """The coordinate in this mesh of the rank at `position` of another; None if the rank is not in this mesh."""
+        if mesh is self:
+            return self.coordinate(position)
+        (own,) = self.positions_of(np.array([mesh.rank_at(position)])).tolist()
+        return None if own < 0 else self.coordinate(own)
+
     @cached_property
     def _by_rank(self) -> tuple[np.ndarray, np.ndarray]:
         """[size] the ranks in ascending order, and the position of each."""

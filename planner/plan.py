@@ -15,9 +15,9 @@ from .bounded_fan_in import bound_fan_in
 from .build_steps import build_step
 from .cross_mesh_plan import plan_cross_mesh
 from .dtypes import ITEMSIZE, check_dtype
-from .exchange import LayoutChange, layout_change
 from .index_sets import held_sizes
 from .layout import Layout
+from .layout_change import LayoutChange, layout_change
 from .local_slice import LocalSlice
 from .mesh import Mesh, whole_numbers
 from .mesh_split import split_by_fan_in, split_by_nodes
@@ -287,7 +287,7 @@ class _ScatterPath(NamedTuple):
 @lru_cache(maxsize=1024)
 def _scatter_paths(change: LayoutChange, ndim: int) -> list[_ScatterPath]:
     """The direct path, and all paths through a reduce-scatter of a tensor of `ndim` dims."""
-    mesh, source, target = change.mesh, change.source, change.target
+    mesh, source, target = change.source_mesh, change.source, change.target
     dims: dict[tuple[Layout, ...], int | None] = {(source, target): None}
     for base in (source, target) if set(change.split) <= set(change.reduced) else (source,):
         for dim in range(ndim):

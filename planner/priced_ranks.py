@@ -9,9 +9,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from .exchange import LayoutChange
 from .index_sets import overlaps
 from .layout import Cuts, Layout
+from .layout_change import LayoutChange
 from .mesh import Mesh
 from .topology import Topology
 

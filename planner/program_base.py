@@ -105,9 +105,7 @@ class ProgramBase:
 
     def coordinate_in(self, mesh: Mesh, position: int) -> tuple[int, ...] | None:
         """The coordinate of `position` in `mesh`, the program's or another; None if it is not in the mesh."""
-        if mesh is not self.mesh and mesh != self.mesh:
-            (position,) = mesh.positions_of(np.array([self.mesh.rank_at(position)])).tolist()
-        return None if position < 0 else mesh.coordinate(position)
+        return mesh.coordinate_of(position, self.mesh)
 
     def local_shape(self, layout: Layout, position: int, mesh: Mesh | None = None) -> tuple[int, ...]:
         """The shape of the shard of `position` under `layout` on `mesh` (default: the program's).

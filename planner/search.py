@@ -12,9 +12,9 @@ from ..errors import ArgumentError
 from .bounded_fan_in import MAX_FAN_IN, bound_fan_in, exceeds_fan_in
 from .cost import StepPrice, shard_elements, step_prices
 from .dtypes import ITEMSIZE
-from .exchange import layout_change
 from .intermediate_layouts import IntermediateLayouts
 from .layout import Layout
+from .layout_change import layout_change
 from .mesh import Mesh
 from .path import Path
 from .placements import Partial

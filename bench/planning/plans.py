@@ -26,7 +26,7 @@ import shardweave
 from shardweave import Layout, Link, Mesh, Topology
 from shardweave.planner import Placement, plan
 from shardweave.planner.cost import step_prices
-from shardweave.planner.exchange import layout_change
+from shardweave.planner.layout_change import layout_change
 
 from ...errors import ArgumentError
 from ..baselines.stock_plans import Counted, count_stock, stock

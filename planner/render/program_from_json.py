@@ -16,12 +16,11 @@ import numpy as np
 
 from ...errors import ArgumentError, ShardweaveError, shown
 from ..arguments import check_layout, check_shape, check_target
-from ..build_steps import build_cross_mesh_step, build_step, build_step_on_one_mesh
-from ..cross_mesh_exchange import CrossMeshExchange
+from ..build_steps import build_step
 from ..dtypes import check_dtype
-from ..exchange import LayoutChange
 from ..index_sets import held_box
 from ..layout import Layout, pairs_of
+from ..layout_change import LayoutChange
 from ..mesh import Mesh, union_mesh
 from ..path import Path
 from ..placements import Shard
@@ -113,12 +112,10 @@ def _step(place: str, entry: Any, program: ProgramBase, before: _LayoutOnMesh) -
 
 def _build(program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> Step:
     node_size = None if program.topology is None else program.topology.node_size
-    if source.mesh != target.mesh:
-        return build_cross_mesh_step(CrossMeshExchange(program.shape, *source, *target, node_size), program.rank)
-    change, shape = LayoutChange(source.mesh, program.dtype, source.layout, target.layout, node_size), program.shape
-    if program.is_cross_mesh:
-        return build_step_on_one_mesh(program.mesh, change, shape, program.rank)
-    return build_step(change, shape, program.rank)
+    change = LayoutChange(
+        source.mesh, program.dtype, source.layout, target.layout, node_size, target.mesh, program.mesh
+    )
+    return build_step(change, program.shape, program.rank)
 
 
 def _check_rows(place: str, boxes: Any, program: ProgramBase, source: _LayoutOnMesh, target: _LayoutOnMesh) -> None:

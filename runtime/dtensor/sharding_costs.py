@@ -80,7 +80,7 @@ def _compute_cost(current: DTensorSpec, target: DTensorSpec) -> float:
     change = planner.layout_change(
         mesh, dtype, source.without_size_one(mesh.shape), destination.without_size_one(mesh.shape)
     )
-    return cost if change.communicates(shape) else 0.0
+    return cost if planner.communicates(change, shape) else 0.0
 
 
 def set_cost_topology(topology: planner.Topology | None) -> None:

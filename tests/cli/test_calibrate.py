@@ -17,7 +17,7 @@ from shardweave.bench.harness.link_fit import Local, Sample, fit_line, fit_link,
 from shardweave.bench.harness.link_times import node_size_of, sizes_up_to
 from shardweave.cli.calibrate import predicted_us
 from shardweave.planner.cost import step_price
-from shardweave.planner.exchange import LayoutChange
+from shardweave.planner.layout_change import LayoutChange
 
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 SIZES = sizes_up_to(1 << 20)

@@ -7,7 +7,7 @@ import pytest
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh
 from shardweave.planner import priced_ranks
 from shardweave.planner.cost import step_price
-from shardweave.planner.exchange import LayoutChange
+from shardweave.planner.layout_change import LayoutChange
 
 pytestmark = pytest.mark.plan
 

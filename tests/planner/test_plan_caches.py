@@ -12,7 +12,8 @@ from box_checks import BOX_COLUMNS, rows_of_rank
 
 from shardweave.planner import Layout, Mesh, Program, plan
 from shardweave.planner import exchange as exchange_module
-from shardweave.planner.exchange import LayoutChange
+from shardweave.planner.exchange import transfer_table
+from shardweave.planner.layout_change import LayoutChange
 from shardweave.planner.transfer_table import TransferTable
 
 pytestmark = pytest.mark.plan
@@ -55,17 +56,17 @@ def test_boxes_of_one_rank_same_on_all_code_paths(
         with monkeypatch.context() as patched:
             patched.setattr(exchange_module, "_MAX_SCALAR_PAIRS", 0)
             for rank in range(mesh.size):
-                as_arrays.boxes((0, 0), rank)  # fills the cache of the change while patched
+                transfer_table(as_arrays, (0, 0), rank)  # fills the cache of the change while patched
         for shape in ((length, 6), (6, length)):
-            whole = change.boxes(shape)
+            whole = transfer_table(change, shape)
             for rank in range(mesh.size):
                 context = source, target, shape, rank
-                cached = change.boxes(shape, rank)
+                cached = transfer_table(change, shape, rank)
                 with monkeypatch.context() as patched:
-                    patched.setattr(exchange_module, "_MAX_CACHED_CLOSURE", 0)
-                    assert_same_rows(change.boxes(shape, rank), cached, context)
+                    patched.setattr(exchange_module, "_MAX_CACHED_GROUP", 0)
+                    assert_same_rows(transfer_table(change, shape, rank), cached, context)
                 assert_same_rows(cached, rows_of_rank(whole, rank), context)
-                assert_same_rows(as_arrays.boxes(shape, rank), cached, context)
+                assert_same_rows(transfer_table(as_arrays, shape, rank), cached, context)
                 assert cached.rows() == rows_of_rank(whole, rank).rows(), context
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardweave.planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Link, Mesh, Topology, plan
 from shardweave.planner.cost import step_price
-from shardweave.planner.exchange import LayoutChange
+from shardweave.planner.layout_change import LayoutChange
 
 pytestmark = pytest.mark.plan
 

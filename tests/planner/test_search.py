@@ -29,8 +29,8 @@ from shardweave.planner import (
 )
 from shardweave.planner.build_steps import build_step
 from shardweave.planner.cost import step_price
-from shardweave.planner.exchange import LayoutChange
 from shardweave.planner.index_sets import held_box
+from shardweave.planner.layout_change import LayoutChange
 from shardweave.planner.mesh_split import split_by_nodes
 from shardweave.planner.search import Search
 
