@@ -27,4 +27,4 @@ def build_step(change: LayoutChange, shape: tuple[int, ...], rank: int | None) -
     reduce, fill = _reduction_and_fill(change)
     table = transfer_table(change, shape, rank)
     fields = (change.source_mesh, change.source, change.target_mesh, change.target, table, reduce, fill)
-    return Exchange(*fields, change.closure) if communicates(change, shape) else Local(*fields)
+    return Exchange(*fields, change.closure) if communicates(change, shape, table) else Local(*fields)

@@ -280,18 +280,24 @@ def _coordinates(mesh: Mesh, positions: np.ndarray) -> np.ndarray:
     return np.stack(np.unravel_index(np.maximum(positions, 0), mesh.shape), axis=-1)
 
 
-def communicates(change: LayoutChange, shape: tuple[int, ...]) -> bool:
-    """Whether any rank receives anything from another. Every rank computes the same answer."""
+def communicates(change: LayoutChange, shape: tuple[int, ...], table: TransferTable | None = None) -> bool:
+    """Whether any rank receives anything from another. Every rank computes the same answer.
+
+    Args:
+        table: the transfer table of all ranks or of one, if it is at hand; it usually decides.
+    """
     if 0 in shape or change.closure == ():
         return False
     if change.reduced:
         return True
     if change.is_local or change.closure == change.shards_split:
         return False
+    if table is not None and table.has_foreign_rows():
+        return True
     is_large = not change.is_cross_mesh and change.source_mesh.size > _MAX_EXACT_RANKS
     if change.shards_split:
         # An exact answer for a large mesh would take the boxes of all ranks.
-        return is_large or _has_foreign_rows(transfer_table(change, shape))
+        return is_large or transfer_table(change, shape).has_foreign_rows()
     if change.is_strided:
         return is_large or not all(_is_local_at(change, shape, p) for p in range(change.target_mesh.size))
     if not _is_local_at(change, shape, 0):
@@ -303,11 +309,6 @@ def communicates(change: LayoutChange, shape: tuple[int, ...]) -> bool:
     wanted = (wanted_from < wanted_to).all(axis=0)
     inside = ((held_from <= wanted_from) & (wanted_to <= held_to)).all(axis=0) & (itself >= 0)
     return bool((wanted & ~inside).any())
-
-
-def _has_foreign_rows(table: TransferTable) -> bool:
-    """Whether a rank receives anything from another in a table."""
-    return bool(((table.sender != table.receiver[:, None]) & (table.sender != FILL)).any())
 
 
 def _is_local_at(change: LayoutChange, shape: tuple[int, ...], position: int) -> bool:

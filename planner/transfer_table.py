@@ -98,6 +98,17 @@ class TransferTable:
             self.axes,
         )
 
+    def has_foreign_rows(self) -> bool:
+        """Whether a rank receives anything from another."""
+        rows = self.__dict__.get("_rows")
+        if rows is None:
+            return bool(((self.sender != self.receiver[:, None]) & (self.sender != FILL)).any())
+        for row in rows:
+            for sender in row.senders:
+                if sender != row.receiver and sender != FILL:
+                    return True
+        return False
+
     def elements_received(self, position: int) -> int:
         """The elements that `position` receives from other ranks."""
         mine = self.receiver == position
