@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from .addresses import AddressTables
 from .boxes import SourceRows, StridedBoxes, TargetRows, Where, source_views, target_views
-from .combine_rows import combine_rows
+from .channel import SLOT, UNLIMITED, Channel, Code, Failure, pack
+from .combine_rows import combine_rows, gather_values
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
-from .copy_rows import copy_rows
-from .fill_rows import fill_rows
-from .gather_values import gather_values
-from .group_rows import Groups, PhysicalExperts, group_rows
+from .copy_rows import copy_rows, fill_rows
+from .group_rows import Groups, PhysicalExperts, group_rows, share_counts
+from .launch import interpreted, on_device, uploaded
 from .locate_rows import MOST_K, locate_rows
 from .pairs_cpu import Pairs
-from .pointers import AddressTables, interpreted, on_device, uploaded
 from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_views import reduce_views
 from .route_tokens import MOST_PHYSICAL_EXPERTS, Routed, route_tokens
 from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
-from .share_counts import share_counts
-from .signal import SLOT, UNLIMITED, Channel, Code, Failure, build_signal, pack, polls_within, signal
+from .signal import build_signal, polls_within, signal
 from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
 from .weigh_rows import weigh_rows

@@ -1,7 +1,10 @@
-"""combine_rows: fetch each token's rows from their destinations and sum them in a fixed order.
+"""combine_rows and gather_values: fetch each token's rows, or one number per row, from their destinations.
 
-y[t] = sum over destinations ascending of round(sum over the token's pairs there, k ascending, of weight * row), plus
-`add`. Sums and products are float32, start at zero and are not fused. `round` is to the rows' dtype, as if the
+combine_rows sums the rows of a token in a fixed order:
+
+    y[t] = sum over destinations ascending of round(sum over the token's pairs there, k ascending, of weight * row)
+
+plus `add`. Sums and products are float32, start at zero and are not fused. `round` is to the rows' dtype, as if the
 destination had sent its sum. The result is rounded once. Pairs without a row contribute nothing.
 """
 
@@ -14,10 +17,11 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .codecs import decode, encode
-from .pointers import interpreted, on_device, runs_on
-from .reduce_boxes import ELEMENTS
+from .dtypes import ELEMENTS, decode, encode
+from .launch import interpreted, on_device, runs_on
 from .rows import CHUNK, PAYLOADS, Buffers, RowLaunch, TokenRows, cdiv, check_rows, row_constants
+
+PAIRS = tl.constexpr(256)  # values gathered by a program
 
 
 @triton.jit
@@ -185,3 +189,42 @@ def combine_rows_reference(
             total += partial.to(dtype).float()
         out[t] = (total if add is None else total + add[t].float()).to(dtype)
     return out
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def gather_values_kernel(key_in, row_in, buffers, out, pairs, K: tl.constexpr):
+    """Program i fetches the values of PAIRS pairs."""
+    i = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    key = tl.load(key_in + i, mask=i < pairs, other=0)
+    row = tl.load(row_in + i, mask=i < pairs, other=-1)
+    kept = row >= 0
+    source = tl.load(buffers + key // K, mask=kept, other=0).to(tl.pointer_type(tl.float32))
+    value = tl.load(source + row, mask=kept, other=0.0)
+    tl.store(out + i // K * K + key % K, value, mask=i < pairs)
+
+
+def gather_values(rows: TokenRows, buffers: Buffers) -> torch.Tensor:
+    """Return one number for each pair, such as the gradient of its weight, float32 [T, K]; 0 where there is no row.
+
+    Args:
+        rows: from locate_rows.
+        buffers: float32 [R] of each destination, a number for each row.
+    """
+    tokens, k = rows.key.shape
+    out = torch.zeros((tokens, k), dtype=torch.float32, device=rows.key.device)
+    if not runs_on(out.device):
+        gather_values_cpu(rows, buffers, out)
+    elif out.numel():
+        table, _ = buffers.table()
+        with on_device(out.device):
+            gather_values_kernel[(cdiv(out.numel(), PAIRS.value),)](
+                rows.key, rows.row, table, out, out.numel(), K=k, num_warps=4
+            )
+    return out
+
+
+def gather_values_cpu(rows: TokenRows, buffers: Buffers, out: torch.Tensor) -> None:
+    """gather_values in torch operations."""
+    pairs = rows.sorted_pairs(len(buffers))
+    places = zip(buffers.tensors, pairs.row.split(pairs.sizes), strict=True)
+    out[pairs.token, pairs.kth] = torch.cat([buffer.index_select(0, at) for buffer, at in places])

@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .pointers import on_device, prepared, runs_on
-from .signal import Failure
+from .channel import DISAGREES, Failure
+from .launch import on_device, prepared, runs_on
 
-_DISAGREES = 3  # of `signal.KINDS`
-_KIND = tl.constexpr(_DISAGREES << 60)
+_KIND = tl.constexpr(DISAGREES << 60)
 _BLOCK = tl.constexpr(1024)
 
 
@@ -57,7 +56,7 @@ class WordComparison:
     wait; it reads the outcome from `failure`.
 
     Args:
-        codes: int64 [n], `signal.pack` of rank, peer and channel; if several words differ the largest code is kept.
+        codes: int64 [n], `channel.pack` of rank, peer and channel; if several words differ the largest code is kept.
     """
 
     def __init__(self, codes: torch.Tensor, failure: Failure) -> None:
@@ -92,5 +91,5 @@ def compare_words_cpu(
         differ = (received != expected).nonzero().view(-1).tolist()
         if not differ:
             return
-        failure.error[0] = failure.host_error[0] = int(codes[differ].max()) + (_DISAGREES << 60)
+        failure.error[0] = failure.host_error[0] = int(codes[differ].max()) + (DISAGREES << 60)
     out.reshape(-1).view(torch.uint8).fill_(255)

@@ -10,23 +10,10 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
+from .addresses import MOST_BUFFERS, SOURCE_ARGUMENTS, TARGET_ARGUMENTS, BaseAddresses, source_address, target_address
 from .boxes import StridedBoxes, source_views, split_elements, target_views
-from .pointers import (
-    MOST_BUFFERS,
-    SOURCE_ARGUMENTS,
-    TARGET_ARGUMENTS,
-    WORDS,
-    Pointers,
-    PreparedLaunch,
-    on_device,
-    pattern,
-    pattern_word,
-    processors_of,
-    runs_on,
-    source_address,
-    target_address,
-    tile_constants,
-)
+from .dtypes import WORDS, pattern, pattern_word
+from .launch import PreparedLaunch, on_device, processors_of, runs_on, tile_constants
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 
@@ -107,8 +94,8 @@ class CopyTable:
                 raise ArgumentError(f"fill is {boxes.fill!r} and only the itemsize was given; a dtype is needed")
             self._fill = pattern(boxes.fill, dtype)
         self.boxes, self.dtype, self.itemsize, self.device, self.config = boxes, dtype, itemsize, device, config
-        self.sources = Pointers("sources", boxes.source, dtype, itemsize, device, SOURCE_ARGUMENTS)
-        self.targets = Pointers("targets", boxes.target, dtype, itemsize, device, TARGET_ARGUMENTS)
+        self.sources = BaseAddresses("sources", boxes.source, dtype, itemsize, device, SOURCE_ARGUMENTS)
+        self.targets = BaseAddresses("targets", boxes.target, dtype, itemsize, device, TARGET_ARGUMENTS)
         self.cpu_path = not runs_on(device)
         self.variants: dict[tuple[int, int], list[PreparedLaunch]] = {}
         if not self.cpu_path:

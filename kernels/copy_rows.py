@@ -1,14 +1,21 @@
-"""copy_rows: copy the rows below a device-side row count from one buffer to another."""
+"""copy_rows and fill_rows: copy the rows below a row count that is on the device; fill the rows from it on."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .pointers import on_device, runs_on
-from .rows import block_launch, check_buffer
+from .dtypes import WORDS, pattern
+from .launch import on_device, runs_on
+from .rows import alignment, cdiv, programs_of
+
+BLOCK = 4096  # bytes of a step: two 16-byte accesses for each of 128 threads
 
 
 @triton.jit(do_not_specialize=["source", "target", "programs"])
@@ -42,8 +49,8 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
     """
-    check_buffer("source", source, target.shape)
-    check_buffer("target", target)
+    _check_buffer("source", source, target.shape)
+    _check_buffer("target", target)
     if source.dtype is not target.dtype:
         raise ArgumentError(f"source: {source.dtype}; allowed: {target.dtype}, that of target")
     if not source.numel():
@@ -51,7 +58,7 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor
     if not runs_on(target.device):
         copy_rows_cpu(source, target, num_rows)
         return
-    programs, constants = block_launch(target, source)
+    programs, constants = _launch(target, source)
     with on_device(target.device):
         copy_rows_kernel[(programs,)](source.data_ptr(), target.data_ptr(), num_rows, programs, **constants)
 
@@ -60,3 +67,88 @@ def copy_rows_cpu(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Te
     """copy_rows in torch operations."""
     number = int(num_rows)
     target[:number].copy_(source[:number])
+
+
+@triton.jit(do_not_specialize=["target", "word", "rows", "programs"])
+def fill_rows_kernel(
+    target,  # address
+    word,  # the bits of the value
+    num_rows,  # int32 [1]
+    rows,
+    programs,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes
+):
+    """Program i fills blocks i, i + programs, ... of the elements of the rows from num_rows on."""
+    there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
+    first = tl.load(num_rows).to(tl.int64) * H + tl.program_id(0).to(tl.int64) * COLS
+    end = rows.to(tl.int64) * H
+    words = tl.full([COLS], 0, WORD) + word.to(WORD)
+    for start in range(first, end, programs.to(tl.int64) * COLS):
+        at = start + tl.arange(0, COLS)
+        tl.store(there + at, words, mask=at < end)
+
+
+def fill_rows(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> None:
+    """Fill the rows of `target` from `num_rows` on. The rows before are not written.
+
+    Args:
+        target: [R, ...], 16- or 32-bit floats, contiguous.
+        num_rows: int32 [1], at most R; read on the device.
+        value: a number, or NaN.
+
+    Raises:
+        ArgumentError: unsupported shape, dtype or stride.
+    """
+    _check_buffer("target", target, floats=True)
+    if not target.numel():
+        return
+    if not runs_on(target.device):
+        fill_rows_cpu(target, num_rows, value)
+        return
+    programs, constants = _launch(target)
+    word = _word(value, target.dtype)
+    with on_device(target.device):
+        fill_rows_kernel[(programs,)](target.data_ptr(), word, num_rows, len(target), programs, **constants)
+
+
+def fill_rows_cpu(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> None:
+    """fill_rows in torch operations."""
+    target[int(num_rows) :].fill_(value)
+
+
+@lru_cache
+def _word(value: float, dtype: torch.dtype) -> int:
+    return int.from_bytes(pattern(value, dtype), "little", signed=True)
+
+
+def _check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
+    """Check a contiguous tensor of 16- or 32-bit elements, the argument of copy_rows and fill_rows.
+
+    Raises:
+        ArgumentError: `x` is not one, or not of `shape`, or not of floats where `floats` is set.
+    """
+    fits = x.dim() >= 1 and x.itemsize in (2, 4) and (x.is_floating_point() or not floats) and x.is_contiguous()
+    if not fits or (shape is not None and x.shape != shape):
+        raise ArgumentError(
+            f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: "
+            f"{'floats of ' if floats else ''}16 or 32 bits, shape {'[R, ...]' if shape is None else tuple(shape)}, "
+            f"contiguous"
+        )
+
+
+def _launch(x: torch.Tensor, *others: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """The number of programs that walk over the elements of `x`, and the kernel's constants; `others` are of the same
+    shape and dtype."""
+    length, columns = x[0].numel(), BLOCK // x.itemsize
+    addresses = [tensor.data_ptr() for tensor in (x, *others)]
+    constants = {
+        "H": length,
+        "COLS": columns,
+        "WORD": WORDS[x.itemsize],
+        "ALIGN": alignment(length * x.itemsize, *addresses),
+        "num_warps": 4,
+    }
+    return programs_of(x.device, cdiv(x.numel(), columns)), constants

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups, PhysicalExperts
+from .launch import on_device, runs_on
 from .pairs_cpu import Pairs
-from .pointers import on_device, runs_on
 from .rows import TokenRows, cdiv, power_of_two
 
 MOST_K = 32

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..errors import ArgumentError
 from .group_rows import Groups
-from .pointers import on_device, runs_on
+from .launch import on_device, runs_on
 from .rows import CHUNK, Buffers, RowLaunch, TokenRows, cdiv, check_rows, power_of_two, row_constants
 
 MOST_PADDING = 64  # programs that zero the padding of one group

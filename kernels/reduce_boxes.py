@@ -16,44 +16,15 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
+from .addresses import MOST_BUFFERS, SOURCE_ARGUMENTS, TARGET_ARGUMENTS, BaseAddresses, source_address, target_address
 from .boxes import StridedBoxes, source_views, split_elements, target_views
-from .codecs import decode, encode
-from .pointers import (
-    MOST_BUFFERS,
-    SOURCE_ARGUMENTS,
-    TARGET_ARGUMENTS,
-    WORDS,
-    Pointers,
-    PreparedLaunch,
-    interpreted,
-    on_device,
-    pattern,
-    pattern_word,
-    processors_of,
-    runs_on,
-    source_address,
-    target_address,
-    tile_constants,
-)
-from .reduce_views import check_reduction, real_dtype, reduce_views
+from .dtypes import ELEMENTS, WORDS, decode, encode, pattern, pattern_word, real_dtype
+from .launch import PreparedLaunch, interpreted, on_device, processors_of, runs_on, tile_constants
+from .reduce_views import check_reduction, reduce_views
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 # Up to this many contributors are unrolled, with all loads in flight; a loop bounds registers and code beyond.
 UNROLLED = tl.constexpr(16)
-ELEMENTS = {
-    torch.bool: tl.int8,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.uint8: tl.uint8,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-}
 
 
 @triton.jit
@@ -227,8 +198,8 @@ class ReduceTable:
         self._fill = pattern(boxes.fill, out_dtype) if boxes.has_fill else b"\0" * out_dtype.itemsize
         self.boxes, self.dtype, self.out_dtype, self.device, self.config = boxes, dtype, out_dtype, device, config
         self.op, self.divisor = op, divisor
-        self.sources = Pointers("sources", boxes.source, dtype, dtype.itemsize, device, SOURCE_ARGUMENTS)
-        self.targets = Pointers("targets", boxes.target, out_dtype, out_dtype.itemsize, device, TARGET_ARGUMENTS)
+        self.sources = BaseAddresses("sources", boxes.source, dtype, dtype.itemsize, device, SOURCE_ARGUMENTS)
+        self.targets = BaseAddresses("targets", boxes.target, out_dtype, out_dtype.itemsize, device, TARGET_ARGUMENTS)
         self.cpu_path = not runs_on(device)
         self.divisor_bits = struct.unpack("q", struct.pack("d", divisor or 1.0))[0]
         self.soft = interpreted(reduce_boxes_kernel) or (dtype is torch.float8_e4m3fn and not _has_float8(device))

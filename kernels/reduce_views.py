@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from .dtypes import real_dtype
 
 OPS = ("sum", "max", "min", "prod")
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,14 +29,9 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the parts of a complex dtype, else the dtype itself."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float32 for 8- and 16-bit floats, else the dtype itself."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    return torch.float32 if _is_small_float(dtype) else dtype
 
 
 @functools.lru_cache(typed=True)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .pointers import on_device, runs_on
+from .launch import on_device, runs_on
 from .rows import cdiv, power_of_two
 
 BLOCK = tl.constexpr(256)  # ids ranked at a time

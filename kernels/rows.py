@@ -12,11 +12,11 @@ import torch
 import triton
 
 from ..errors import ArgumentError
+from .addresses import AddressTables
+from .dtypes import WORDS
 from .pairs_cpu import Pairs
-from .pointers import WORDS, AddressTables
 
 VECTOR = 16  # bytes of the widest access
-BLOCK = 4096  # bytes of a step of block_launch: two 16-byte accesses for each of 128 threads
 # Elements that a CPU path works on at a time: 1 MiB of float32 stays in the cache.
 CHUNK = 1 << 18
 PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -155,36 +155,6 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
             f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: {dtype} of shape {wanted}, "
             f"the elements of a row adjacent"
         )
-
-
-def check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
-    """Check a contiguous tensor of 16- or 32-bit elements, as copy_rows and fill_rows take.
-
-    Raises:
-        ArgumentError: `x` is not one, or not of `shape`, or not of floats where `floats` is set.
-    """
-    fits = x.dim() >= 1 and x.itemsize in (2, 4) and (x.is_floating_point() or not floats) and x.is_contiguous()
-    if not fits or (shape is not None and x.shape != shape):
-        raise ArgumentError(
-            f"{name}: {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}; allowed: "
-            f"{'floats of ' if floats else ''}16 or 32 bits, shape {'[R, ...]' if shape is None else tuple(shape)}, "
-            f"contiguous"
-        )
-
-
-def block_launch(x: torch.Tensor, *others: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """The number of programs of a kernel that walks over all elements of `x`, and the constants that it is compiled
-    with; `others` are of the same shape and dtype."""
-    length, columns = x[0].numel(), BLOCK // x.itemsize
-    addresses = [tensor.data_ptr() for tensor in (x, *others)]
-    constants = {
-        "H": length,
-        "COLS": columns,
-        "WORD": WORDS[x.itemsize],
-        "ALIGN": alignment(length * x.itemsize, *addresses),
-        "num_warps": 4,
-    }
-    return programs_of(x.device, cdiv(x.numel(), columns)), constants
 
 
 def programs_of(device: torch.device, most: int) -> int:

@@ -1,9 +1,7 @@
 """signal: the barrier between ranks, in parts. The only kernel that waits.
 
-A *channel* connects a rank with some peers. For each peer it holds, on this device, the number of signals sent and the
-number awaited, and in this rank's pad a word that only this peer writes. The counts are on the device, so that a
-replayed CUDA graph continues where the last replay ended. Patterns of use, on two channels `arrived` and `released`
-that all ranks of a group have for one window:
+A signal is sent to, or awaited from, all peers of a `Channel`. Patterns of use, on two channels `arrived` and
+`released` that all ranks of a group have for one window:
 
     signal(arrived, send=True, wait=True)     a barrier: peers' writes before their signal are visible to later kernels
     signal(released, send=True)               this rank no longer uses what peers wrote here, nor what it read of theirs
@@ -22,33 +20,22 @@ failed, and overwrite the output they are given. Nothing resets this state.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError
-from .pointers import WORDS, interpreted, on_device, pattern, pattern_word, prepared
-from .reduce_views import real_dtype
+from .channel import DISAGREES, FAILED, LATE, SLOT, UNLIMITED, Channel
+from .dtypes import WORDS, poison_word
+from .launch import interpreted, on_device, prepared
 
-SLOT = 4
-"""Words of a pad per peer: its count, its fingerprints of even and of odd counts, one unused."""
-KINDS = {1: "late", 2: "failed", 3: "disagrees"}
-"""Kinds of failure: the peer did not signal in time, signalled that it failed, or sent another fingerprint."""
-UNLIMITED = 1 << 40
-"""A credit with which a signal does not wait; peers' signals count as awaited whenever they arrive."""
-_FIELD, _MOST = 20, (1 << 20) - 1
 _FAILED = tl.constexpr(-1)  # in place of a count
-_LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in KINDS)
+_LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in (LATE, FAILED, DISAGREES))
 _BLOCK = tl.constexpr(1024)
 _UNLIMITED = tl.constexpr(UNLIMITED)
 _COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and their position in a fingerprint
@@ -140,104 +127,6 @@ def signal_kernel(
                 tl.store(target + at, filler.to(WORD), mask=at < words)
 
 
-@dataclass(frozen=True)
-class Code:
-    """The first failed wait of a rank; `kind` is one of the values of `KINDS`."""
-
-    kind: str
-    rank: int
-    peer: int
-    channel: int
-
-    @classmethod
-    def unpack(cls, code: int) -> Code:
-        """The inverse of `pack`, with the kind."""
-        channel, rank, peer = (code >> shift & _MOST for shift in (2 * _FIELD, _FIELD, 0))
-        return cls(KINDS[code >> 60], rank, peer, channel)
-
-
-def pack(rank: int, peer: int, channel: int) -> int:
-    """Encode rank, peer and channel as a code without a kind.
-
-    Raises:
-        ArgumentError: a number is negative or exceeds 20 bits.
-    """
-    for name, number in (("rank", rank), ("peer", peer), ("channel", channel)):
-        if not 0 <= number <= _MOST:
-            raise ArgumentError(f"{name}: {number}; allowed: 0..{_MOST}")
-    return channel << 2 * _FIELD | rank << _FIELD | peer
-
-
-class Failure:
-    """The first failed wait on any channel of a rank: a word on the device for kernels, and one in host memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.error = torch.zeros(1, dtype=torch.int64, device=device)
-        self.host_error = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        self._seen = ctypes.c_int64.from_address(self.host_error.data_ptr())
-
-    def read(self) -> Code | None:
-        """Return the failure reported so far, if any; does not wait."""
-        return Code.unpack(self._seen.value) if self._seen.value else None
-
-    def fail(self) -> None:
-        """Mark this rank as failed from here on in the stream."""
-        self.error.fill_(1)
-
-
-class Channel:
-    """A connection between a rank and its peers.
-
-    Args:
-        pad: int64 [peers, SLOT], zeros; peer j writes row j.
-        slots: addresses of the rows that this rank writes, one in each peer's pad.
-        codes: `pack` of rank, peer and channel, one per peer. Peers are in ascending order on all ranks.
-        failure: the rank's, shared by its channels.
-
-    Raises:
-        ArgumentError: the pad's shape or dtype does not match, or codes are not ascending.
-    """
-
-    def __init__(self, pad: torch.Tensor, slots: Sequence[int], codes: Sequence[int], failure: Failure) -> None:
-        if pad.dtype is not torch.int64 or pad.shape != (len(slots), SLOT) or not pad.is_contiguous():
-            raise ArgumentError(
-                f"pad: {pad.dtype} of shape {tuple(pad.shape)}; allowed: contiguous int64 of shape {(len(slots), SLOT)}"
-            )
-        if list(codes) != sorted(set(codes)) or len(codes) != len(slots):
-            raise ArgumentError(f"codes: {list(codes)}; allowed: one for each of {len(slots)} peers, ascending")
-        self.peers, self.pad, self.failure = len(slots), pad, failure
-        signed = [ctypes.c_int64(slot).value for slot in slots]
-        nothing = [0] * self.peers
-        self.table = torch.tensor([nothing, nothing, signed, list(codes)], dtype=torch.int64, device="cpu").to(
-            pad.device
-        )
-        self.cpu_path = (pad.device.type == "cpu") != interpreted(signal_kernel)
-        self.launches: dict[tuple[bool, bool, int, torch.dtype | None], PreparedSignal] = {}
-
-    def launch(self, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> PreparedSignal:
-        """Return the prepared launch of one use, built once; `dtype` of the output to overwrite, None: none."""
-        key = send, wait, credit, dtype
-        found = self.launches.get(key)
-        if found is None:
-            found = self.launches[key] = PreparedSignal(self, *key)
-        return found
-
-    @cached_property
-    def words(self) -> tuple[ctypes.Array[ctypes.c_int64], list[list[int]], list[ctypes.Array[ctypes.c_int64]]]:
-        """CPU memory as ctypes arrays: the own pad, the table, this rank's words in each peer's pad."""
-        pad = (ctypes.c_int64 * (SLOT * self.peers)).from_address(self.pad.data_ptr())
-        table = self.table.tolist()
-        return pad, table, [(ctypes.c_int64 * SLOT).from_address(slot & (1 << 64) - 1) for slot in table[2]]
-
-    def late(self, credit: int) -> list[int]:
-        """Return the peers that have not signalled as often as awaited, while a wait with `credit` is in progress.
-
-        Reads CPU memory; called from another thread.
-        """
-        pad, table = (self.words[0], self.words[1][1]) if self.cpu_path else (self.pad.view(-1), self.table[1])
-        return [peer for peer in range(self.peers) if int(pad[SLOT * peer]) < int(table[peer]) - credit]
-
-
 class PreparedSignal:
     """One use of a channel, compiled and loaded; a call supplies the arguments that change.
 
@@ -286,7 +175,7 @@ def signal(
         signal_cpu(channel, send, wait, credit, fingerprint, polls, poison)
         return
     dtype = None if poison is None else poison.dtype
-    launch = channel.launches.get((send, wait, credit, dtype)) or channel.launch(send, wait, credit, dtype)
+    launch = channel.launches.get((send, wait, credit, dtype)) or _prepare(channel, send, wait, credit, dtype)
     out, words = 0, 0
     if poison is not None:
         out, words = poison.data_ptr(), poison.numel() * poison.itemsize // launch.word
@@ -299,7 +188,16 @@ def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, cr
     """Compile and load the launch of `signal` with these arguments and an output of dtype `poison`, ahead of a CUDA
     graph capture, which cannot."""
     if not channel.cpu_path:
-        channel.launch(send, wait, credit, poison)
+        _prepare(channel, send, wait, credit, poison)
+
+
+def _prepare(channel: Channel, send: bool, wait: bool, credit: int, dtype: torch.dtype | None) -> PreparedSignal:
+    """Return the launch of one use of a channel, prepared once; `dtype` of the output to overwrite, None: none."""
+    key = send, wait, credit, dtype
+    launch = channel.launches.get(key)
+    if launch is None:
+        launch = channel.launches[key] = PreparedSignal(channel, *key)
+    return launch
 
 
 @functools.lru_cache
@@ -340,11 +238,11 @@ def signal_cpu(
                     os.sched_yield() if polls - left < _EAGER_POLLS else time.sleep(_NAP)
                     seen, left = pad[slot], left - 1
                 if seen < goal:
-                    kind = 1
+                    kind = LATE
                 elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(fingerprint, goal):
-                    kind = 3
+                    kind = DISAGREES
             if seen < 0:
-                kind = 2
+                kind = FAILED
             if kind:
                 failed = True
                 failure.error[0] = failure.host_error[0] = codes[peer] + (kind << 60)
@@ -360,19 +258,6 @@ def signal_cpu(
 def _mixed(fingerprint: int, count: int) -> int:
     """The fingerprint with the count mixed in, so that it differs from the previous one in its place."""
     return fingerprint ^ (count & _COUNTED.value) << _ABOVE.value
-
-
-@functools.lru_cache
-def poison_word(dtype: torch.dtype) -> tuple[int, int]:
-    """The fill value for outputs of failed ranks: 8 bytes as an integer, and the size of a word."""
-    part = real_dtype(dtype)
-    if part is torch.bool:
-        value: float | int | bool = True
-    else:
-        value = float("nan") if part.is_floating_point else torch.iinfo(part).max
-    word = pattern_word(pattern(value, part), part.itemsize)
-    assert word is not None
-    return word, part.itemsize
 
 
 def polls_within(seconds: float, device: torch.device) -> int:

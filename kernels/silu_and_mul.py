@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from ..errors import ArgumentError
-from .codecs import decode, encode
-from .pointers import interpreted, on_device, runs_on
-from .reduce_boxes import ELEMENTS
+from .dtypes import ELEMENTS, decode, encode
+from .launch import interpreted, on_device, runs_on
 from .rows import CHUNK, PAYLOADS, RowLaunch, check_rows, programs_of, row_constants
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import ArgumentError
-from .boxes import StridedBoxes, take
-from .coalescing import classify, coalesce
+from .boxes import StridedBoxes, classify, coalesce, take
 
 DESCRIPTOR = (
     "source",

@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .codecs import decode, encode
-from .pointers import interpreted, on_device, runs_on
-from .reduce_boxes import ELEMENTS
+from .dtypes import ELEMENTS, decode, encode
+from .launch import interpreted, on_device, runs_on
 from .rows import CHUNK, RowLaunch, check_rows, programs_of, row_constants
 
 

@@ -17,7 +17,7 @@ import torch
 import shardweave.kernels
 from shardweave.bench.workloads import load_workloads
 from shardweave.kernels import CopyTable, ReduceTable
-from shardweave.kernels.signal import Failure
+from shardweave.kernels.channel import Failure
 from shardweave.planner import Program, plan
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides

@@ -22,8 +22,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from shardweave.bench.codegen.specialisations import DTYPES, KERNELS, NOWHERE, Specialisation
+from shardweave.kernels.channel import Failure
 from shardweave.kernels.compare_words import WordComparison
-from shardweave.kernels.signal import Failure
 from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes

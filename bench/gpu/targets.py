@@ -29,7 +29,8 @@ from shardweave.bench.gpu.target_bench import Bench
 from shardweave.bench.gpu.target_rows import Row, as_markdown, as_results
 from shardweave.bench.gpu.token_rows import token_rows
 from shardweave.bench.harness.machine import slug
-from shardweave.kernels.signal import SHORTEST_POLL, SLOT, Channel, Failure, pack, signal
+from shardweave.kernels import SLOT, Channel, Failure, pack, signal
+from shardweave.kernels.signal import SHORTEST_POLL
 
 HOST_TARGET_US = 15.0
 

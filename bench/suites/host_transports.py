@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardweave.kernels.pointers import PreparedLaunch
-from shardweave.kernels.signal import SLOT, Channel, PreparedSignal
+from shardweave.kernels.channel import SLOT, Channel
+from shardweave.kernels.launch import PreparedLaunch
+from shardweave.kernels.signal import PreparedSignal
 from shardweave.runtime.executor import copies
 from shardweave.runtime.transports import process_group
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
@@ -108,7 +109,7 @@ def as_on_a_gpu(device: torch.device) -> Iterator[None]:
         for name, attribute, value in (
             ("copy_boxes", "runs_on", lambda device: True),
             ("reduce_boxes", "runs_on", lambda device: True),
-            ("pointers", "prepared", lambda *_: refuse),
+            ("launch", "prepared", lambda *_: refuse),
             ("signal", "prepared", lambda *_: refuse),
         ):
             module = import_module(f"shardweave.kernels.{name}")

@@ -10,7 +10,7 @@ import torch
 from interpreter import patch_triton_once
 from rank_preload import rank_context
 
-from shardweave.kernels.signal import SLOT, Channel, Failure, pack
+from shardweave.kernels.channel import SLOT, Channel, Failure, pack
 
 patch_triton_once()  # in ranks too
 ARRIVED, RELEASED = 0, 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardweave.kernels.channel import Code, Failure, pack
 from shardweave.kernels.compare_words import WordComparison
-from shardweave.kernels.signal import Code, Failure, pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.complex64)
 

@@ -16,20 +16,13 @@ from triton.backends.compiler import GPUTarget
 
 import shardweave
 from shardweave.kernels import StridedBoxes, copy_table, reduce_table
+from shardweave.kernels.addresses import BaseAddresses
+from shardweave.kernels.channel import SLOT, Channel, Failure, pack
 from shardweave.kernels.copy_boxes import copy_boxes_kernel
-from shardweave.kernels.pointers import Pointers, PreparedLaunch
+from shardweave.kernels.dtypes import poison_word
+from shardweave.kernels.launch import PreparedLaunch
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel
-from shardweave.kernels.signal import (
-    SLOT,
-    Channel,
-    Failure,
-    build_signal,
-    pack,
-    poison_word,
-    signal,
-    signal_constants,
-    signal_kernel,
-)
+from shardweave.kernels.signal import build_signal, signal, signal_constants, signal_kernel
 
 pytestmark = pytest.mark.aot
 
@@ -203,7 +196,7 @@ def test_fixed_buffers_resolve_as_given_ones(fixed: tuple[int, ...], arguments: 
     memory = torch.zeros(64, dtype=torch.int16)
     buffers = [memory[at:] for at in (0, 16, 32, 36)]  # the last at a multiple of 8 bytes only
     form = np.array([0, 3, 1, 2, 1]), torch.int16, 2, torch.device("cpu"), arguments
-    given, fixed_pointers = (Pointers("sources", *form) for _ in range(2))
+    given, fixed_pointers = (BaseAddresses("sources", *form) for _ in range(2))
     fixed_pointers.fix([b if i in fixed else None for i, b in enumerate(buffers)])
     for x in (buffers[0], torch.zeros(4, dtype=torch.int16), memory[1:]):
         now = [b if i in fixed else x if i == 0 else b for i, b in enumerate(buffers)]

@@ -10,18 +10,10 @@ import torch
 from pad_processes import Rank, run_pads
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.pointers import interpreted
-from shardweave.kernels.signal import (
-    SLOT,
-    Channel,
-    Code,
-    Failure,
-    pack,
-    poison_word,
-    polls_within,
-    signal,
-    signal_kernel,
-)
+from shardweave.kernels.channel import SLOT, Channel, Code, Failure, pack
+from shardweave.kernels.dtypes import poison_word
+from shardweave.kernels.launch import interpreted
+from shardweave.kernels.signal import polls_within, signal, signal_kernel
 
 pytestmark = pytest.mark.multi
 HOW = [pytest.param("reference"), pytest.param("kernel", marks=pytest.mark.interp)]

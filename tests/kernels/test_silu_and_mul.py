@@ -13,7 +13,7 @@ from token_cases import POISON
 from triton.runtime import interpreter
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.reduce_boxes import ELEMENTS
+from shardweave.kernels.dtypes import ELEMENTS
 from shardweave.kernels.silu_and_mul import (
     silu_and_mul,
     silu_and_mul_backward,

@@ -12,17 +12,14 @@ import torch
 from token_cases import POISON, Case, even_bounds, routing
 
 from shardweave.errors import ArgumentError
-from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference
-from shardweave.kernels.copy_rows import copy_rows
-from shardweave.kernels.fill_rows import fill_rows
-from shardweave.kernels.gather_values import gather_values
-from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows
+from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
+from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference, gather_values
+from shardweave.kernels.copy_rows import copy_rows, fill_rows
+from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows, share_counts
 from shardweave.kernels.locate_rows import locate_rows
-from shardweave.kernels.pointers import KEPT_TABLES, AddressTables
 from shardweave.kernels.push_rows import push_rows, push_rows_reference
 from shardweave.kernels.route_tokens import route_tokens
 from shardweave.kernels.rows import Buffers, ChosenBuffers, TokenRows
-from shardweave.kernels.share_counts import share_counts
 from shardweave.kernels.weigh_rows import weigh_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

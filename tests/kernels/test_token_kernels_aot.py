@@ -16,14 +16,12 @@ from triton.runtime.jit import JITFunction
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.specialisations import KERNELS
 from shardweave.bench.codegen.token_specialisations import Layer, TokenSpecialisation, token_specialisations
-from shardweave.kernels.combine_rows import combine_rows_kernel
-from shardweave.kernels.copy_rows import copy_rows_kernel
-from shardweave.kernels.fill_rows import fill_rows_kernel
-from shardweave.kernels.gather_values import gather_values_kernel
-from shardweave.kernels.group_rows import group_rows_kernel, rank_rows
+from shardweave.kernels.combine_rows import combine_rows_kernel, gather_values_kernel
+from shardweave.kernels.copy_rows import copy_rows_kernel, fill_rows_kernel
+from shardweave.kernels.dtypes import ELEMENTS
+from shardweave.kernels.group_rows import group_rows_kernel, rank_rows, share_counts_kernel
 from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.push_rows import push_rows_kernel
-from shardweave.kernels.reduce_boxes import ELEMENTS
 from shardweave.kernels.route_tokens import (
     MOST_PHYSICAL_EXPERTS,
     count_pairs_kernel,
@@ -33,7 +31,6 @@ from shardweave.kernels.route_tokens import (
     route_few_kernel,
 )
 from shardweave.kernels.rows import RowLaunch, row_constants
-from shardweave.kernels.share_counts import share_counts_kernel
 from shardweave.kernels.weigh_rows import weigh_rows_kernel
 
 pytestmark = pytest.mark.aot

@@ -20,7 +20,8 @@ from sync_guard import SyncGuard
 from test_simulate import integers, oracle
 
 import shardweave
-from shardweave.kernels.pointers import AddressTables, PreparedLaunch
+from shardweave.kernels.addresses import AddressTables
+from shardweave.kernels.launch import PreparedLaunch
 from shardweave.runtime.executor.copies import Copies
 from shardweave.runtime.executor.simulate import bind_in_process
 from shardweave.runtime.transports.in_process import InProcessTransport

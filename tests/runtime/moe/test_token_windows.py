@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import shardweave
-from shardweave.kernels import pointers
+from shardweave import kernels
 from shardweave.kernels.signal import signal_kernel
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.transfer_window import window_nbytes
@@ -37,7 +37,7 @@ def digest(parts: list[bytes]) -> str:
 
 
 def in_the_interpreter(rank: int) -> str:
-    assert pointers.interpreted(signal_kernel)
+    assert kernels.interpreted(signal_kernel)
     collected = digest(rounds_of(rank, "symmetric_memory", rounds=1))
     layer_under_the_guard(rank)
     return collected

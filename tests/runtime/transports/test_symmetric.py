@@ -618,10 +618,10 @@ def test_unsupported_device_raises() -> None:
 
 
 def in_the_interpreter(rank: int, direction: str, size: int) -> int:
-    from shardweave.kernels import pointers
+    from shardweave import kernels
     from shardweave.kernels.signal import signal_kernel
 
-    assert pointers.interpreted(signal_kernel)
+    assert kernels.interpreted(signal_kernel)
     many_rounds(rank, "cpu", direction, 6)
     return random_pairs(rank, "cpu", direction, size, 12, None)
 

@@ -1,19 +1,16 @@
-"""Common to the launchers: prepared launches, device tables of addresses, fill patterns, and the choice of path."""
+"""Addresses of buffers as kernels read them: as arguments, and from cached tables on the device."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..errors import ArgumentError, UnsupportedError
-from .tiling import PROCESSORS, Launch
+from ..errors import ArgumentError
 
 # Cached lists of addresses: enough for buffers that rotate.
 KEPT_TABLES = 16
@@ -22,48 +19,6 @@ SOURCE_ARGUMENTS, TARGET_ARGUMENTS = 4, 1
 NO_ADDRESSES = (0,) * (SOURCE_ARGUMENTS + TARGET_ARGUMENTS)
 # A kernel is the same for all larger numbers of sources and targets.
 MOST_BUFFERS = SOURCE_ARGUMENTS + 1, TARGET_ARGUMENTS + 1
-_HERE = nullcontext()
-WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-
-
-def interpreted(kernel: object) -> bool:
-    """Whether the kernel was decorated under TRITON_INTERPRET=1 and so runs on CPU tensors only."""
-    return not isinstance(kernel, triton.runtime.jit.JITFunction)
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on the device in this process; otherwise the CPU paths do."""
-    return device.type == ("cpu" if interpreted(target_address) else "cuda")
-
-
-def processors_of(device: torch.device) -> int:
-    """The SMs of a GPU; for other devices, of the GPU that tables are made for ahead of time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context with the device current, in which its kernels are compiled and launched."""
-    # As torch.cuda.current_device, without the CUDA initialisation that the device's tensors imply.
-    if device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(device)
-
-
-def tile_constants(launch: Launch, aligns: tuple[int, int], buffers: tuple[int, int]) -> dict[str, Any]:
-    """Return the constants common to copy_boxes_kernel and reduce_boxes_kernel; pairs are (sources, targets)."""
-    return {
-        "VS": launch.source_vector,
-        "VD": launch.target_vector,
-        "ROWS": launch.rows,
-        "COLS": launch.columns,
-        "TRANSPOSED": launch.kind == "transposed",
-        "ALIGN_S": aligns[0],
-        "ALIGN_D": aligns[1],
-        "SOURCES": min(buffers[0], MOST_BUFFERS[0]),
-        "TARGETS": min(buffers[1], MOST_BUFFERS[1]),
-        "HAS_FILL": launch.has_fill,
-        "num_warps": launch.num_warps,
-    }
 
 
 @triton.jit
@@ -88,59 +43,6 @@ def target_address(table, index, target0, TARGETS: tl.constexpr):
     if TARGETS > 1:
         address = tl.where(index > 0, tl.load(table + index, mask=index > 0, other=0), address)
     return address
-
-
-def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a device without synchronising.
-
-    Raises:
-        UnsupportedError: a CUDA graph is being captured: its replays would copy again from memory that was freed.
-    """
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host.to(device)
-    if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "a kernel's tables would be uploaded while a CUDA graph is captured; allowed: programs bound before (by "
-            "bind, or by a first call)"
-        )
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def prepared(
-    kernel: Any, grid: tuple[int, int, int], device: torch.device, arguments: Sequence[Any], num_warps: int
-) -> Callable[..., None]:
-    """Compile and load a kernel and return its launcher for a grid.
-
-    The launcher takes all parameters of the kernel in order, constants included, as `arguments` are. It bypasses
-    Triton's binder, which costs more than the launch itself.
-    """
-    if interpreted(kernel):
-        return kernel[grid]
-    with on_device(device):
-        return kernel.warmup(*arguments, grid=grid, num_warps=num_warps)[grid]
-
-
-class PreparedLaunch:
-    """A launch over boxes with its descriptors on the device and its kernel loaded; a call supplies addresses."""
-
-    def __init__(
-        self, kernel: Any, launch: Launch, device: torch.device, scalars: Sequence[int], constants: Mapping[str, Any]
-    ) -> None:
-        """`scalars`: the kernel's arguments between the addresses and its constants."""
-        self.descriptors = uploaded(launch.descriptors, device)
-        names = [name for name in kernel.arg_names if name in constants]
-        # In the order of the kernel's parameters, which compiled launchers take, constants included.
-        self._rest = (*scalars, *(constants[name] for name in names))
-        grid = (len(self.descriptors), 1, 1)
-        table = torch.empty(0, dtype=torch.int64, device=device)
-        arguments = (self.descriptors, table, table, *NO_ADDRESSES, *self._rest)
-        self._start = prepared(kernel, grid, device, arguments, constants["num_warps"])
-
-    def __call__(
-        self, source_table: torch.Tensor, target_table: torch.Tensor, sources: Sequence[int], targets: Sequence[int]
-    ) -> None:
-        self._start(self.descriptors, source_table, target_table, *sources, *targets, *self._rest)
 
 
 class AddressTables:
@@ -189,7 +91,7 @@ class AddressTables:
         return table
 
 
-class Pointers:
+class BaseAddresses:
     """The base addresses of the buffers that a table's descriptors refer to.
 
     The first addresses are kernel arguments, so that fresh buffers need no upload. The others come from a cached table
@@ -264,28 +166,3 @@ class Pointers:
             raise ArgumentError(
                 f"{self._name}[{i}] has elements of {buffer.element_size()} bytes; the table is for {self._itemsize}"
             )
-
-
-def pattern(fill: float | int | bool, dtype: torch.dtype) -> bytes:
-    """Return the bytes of an element of `dtype` with value `fill`.
-
-    Raises:
-        ArgumentError: the dtype cannot represent the value.
-    """
-    try:
-        element = (
-            torch.full((1,), fill, dtype=torch.float32, device="cpu")
-            if dtype.itemsize == 1 and dtype.is_floating_point
-            else None
-        )
-        element = torch.full((1,), fill, dtype=dtype, device="cpu") if element is None else element.to(dtype)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"fill is {fill!r}, which {dtype} cannot represent: {error}") from None
-    return element.view(torch.uint8).numpy().tobytes()
-
-
-def pattern_word(element: bytes, word: int) -> int | None:
-    """Return `element` repeated to 8 bytes as a signed integer; None if its words of `word` bytes differ."""
-    whole = (element * 8)[: max(8, len(element))]
-    words = {whole[i : i + word] for i in range(0, len(whole), word)}
-    return struct.unpack("q", whole[:8])[0] if len(words) == 1 else None

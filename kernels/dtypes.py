@@ -1,14 +1,79 @@
-"""Conversions between 8- and 16-bit floats and float32 with equal results on every target.
+"""Dtypes as kernels see them: words, Triton's types, the bytes of fill values, and conversions of small floats.
 
-The interpreter truncates where hardware rounds bfloat16 and misreads float8's special values (SOFT: use integers
-instead); float8 instructions are missing on some GPUs and saturate on others. Rounding is to nearest even.
-float8_e4m3fn has no infinity: values beyond 448 become 448, as in torch 2.13 and in hardware.
+`decode` and `encode` convert between 8- and 16-bit floats and float32 with equal results on every target. The
+interpreter truncates where hardware rounds bfloat16 and misreads float8's special values (SOFT: use integers instead);
+float8 instructions are missing on some GPUs and saturate on others. Rounding is to nearest even. float8_e4m3fn has no
+infinity: values beyond 448 become 448, as in torch 2.13 and in hardware.
 """
 
 from __future__ import annotations
 
+import functools
+import struct
+
+import torch
 import triton
 import triton.language as tl
+
+from ..errors import ArgumentError
+
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""The integer type of a word, by its size in bytes."""
+ELEMENTS = {
+    torch.bool: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+"""The Triton type of an element, by dtype."""
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the parts of a complex dtype, else the dtype itself."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def pattern(fill: float | int | bool, dtype: torch.dtype) -> bytes:
+    """Return the bytes of an element of `dtype` with value `fill`.
+
+    Raises:
+        ArgumentError: the dtype cannot represent the value.
+    """
+    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point
+    try:
+        # torch.full does not make float8.
+        element = torch.full((1,), fill, dtype=torch.float32 if is_float8 else dtype, device="cpu").to(dtype)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"fill is {fill!r}, which {dtype} cannot represent: {error}") from None
+    return element.view(torch.uint8).numpy().tobytes()
+
+
+def pattern_word(element: bytes, word: int) -> int | None:
+    """Return `element` repeated to 8 bytes as a signed integer; None if its words of `word` bytes differ."""
+    whole = (element * 8)[: max(8, len(element))]
+    words = {whole[i : i + word] for i in range(0, len(whole), word)}
+    return struct.unpack("q", whole[:8])[0] if len(words) == 1 else None
+
+
+@functools.lru_cache
+def poison_word(dtype: torch.dtype) -> tuple[int, int]:
+    """The fill value for outputs of failed ranks: 8 bytes as an integer, and the size of a word."""
+    part = real_dtype(dtype)
+    if part is torch.bool:
+        value: float | int | bool = True
+    else:
+        value = float("nan") if part.is_floating_point else torch.iinfo(part).max
+    word = pattern_word(pattern(value, part), part.itemsize)
+    assert word is not None
+    return word, part.itemsize
 
 
 @triton.jit
