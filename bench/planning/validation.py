@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardweave
 from shardweave import Program, Topology
 
+from ...cli import link_times
+from ...cli.link_fit import topology_of
+from ...cli.link_times import microseconds
 from ..baselines.stock_dtensor import Case, Unsuitable, mesh_for
-from ..harness import link_times
 from ..harness.collect import messages_of
 from ..harness.interleaved import rotated, rotating
-from ..harness.link_fit import topology_of
-from ..harness.link_times import microseconds
 from ..harness.ranks import Send
 from ..workloads import load_workloads
 

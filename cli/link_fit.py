@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...planner import Link, Topology
+from ..planner import Link, Topology
 
 _NEARLY_ZERO = 1e-12
 _LEAST_SCALE = 0.15  # so that no error under 70 % makes an outlier: a link is no straight line either

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
 
-from ...errors import ArgumentError
-from ...runtime.environment import pretended_node_size
-from ...runtime.transports.select import current_transports
-from ...runtime.transports.shared_memory.transport import machine_name
-from .interleaved import rotated, rotating
+from ..bench.harness.interleaved import rotated, rotating
+from ..bench.harness.ranks import Send
+from ..errors import ArgumentError
+from ..runtime.environment import pretended_node_size
+from ..runtime.transports.select import current_transports
+from ..runtime.transports.shared_memory.transport import machine_name
 from .link_fit import Sample
-from .ranks import Send
 
 ROUNDS = 7
 SMALLEST = 64
