@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +29,6 @@ from ...errors import ArgumentError
 from ...runtime.tracing.trace import Entry, Trace
 from ..baselines.stock_plans import issued, stock
 from ..harness.machine import provenance
-from ..harness.ranks import RanksFailed
 from ..harness.result_file import load as load_json
 from ..harness.theme import standalone
 from ..harness.writable import check_writable
@@ -143,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RanksFailed as failure:
-        print(f"error: the validation ends: {failure}", file=sys.stderr)
+    except subprocess.CalledProcessError as failure:
+        print(f"error: the validation failed: {failure}", file=sys.stderr)
         return 1
     from ..harness.charts import cost_against_ranks
 

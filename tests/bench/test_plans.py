@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardweave import Layout, Mesh
 from shardweave.bench.baselines.stock_plans import Stock, count_stock
 from shardweave.bench.planning import plan_times
-from shardweave.bench.planning.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, example, wasteful
+from shardweave.bench.planning.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, wasteful
 
 pytestmark = pytest.mark.plan
 
@@ -73,10 +73,6 @@ def test_the_wasteful_ones() -> None:
         ["384", "108", "64 in 1", "- |"],
         ["768", "480", "480 in 2", "- |"],
     ]
-
-
-def test_the_example_says_how_much_enters_a_node() -> None:
-    assert "Bytes that enter each node: 100663296, 100663296, 100663296, 100663296." in list(example())
 
 
 def test_timed_requests_are_of_every_kind() -> None:

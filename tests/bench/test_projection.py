@@ -236,20 +236,17 @@ def test_torchs_steps_are_one_call() -> None:
     assert free is not None and dear == pytest.approx(free + 500)
 
 
-@pytest.mark.multi
-def test_prices_are_held_against_ranks_of_this_machine() -> None:
-    """Outputs are checked there before they are timed."""
+@pytest.mark.long
+def test_validation_runs_calibrate_and_replay() -> None:
     runs = validation.measure([2], "llama/sequence", 1 << 14)
     assert [(run["ranks"], run["transport"]) for run in runs] == [(2, "shared_memory"), (2, "process_group")]
     for run in runs:
         assert {case["name"] for case in run["cases"]} >= {"llama/sequence gather", "llama/sequence to heads"}
         topology = shardweave.Topology.from_dict(run["topology"])
         assert topology.node.one_sided == (run["transport"] == "shared_memory")
-        assert topology.call_us > 0
         for case in run["cases"]:
-            assert case["predicted_us"] > topology.call_us and case["measured_us"] > 0
+            assert case["predicted_us"] > topology.call_us > 0 and case["measured_us"] > 0
             assert (case["bound"] == "nothing moves") == ("split" in case["name"])
-    assert validation.rows(runs)[-1].startswith(f"| all | all | all | {sum(len(run['cases']) for run in runs)} |")
 
 
 def test_traces_say_what_they_are_of() -> None:
