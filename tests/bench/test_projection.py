@@ -34,8 +34,8 @@ pytestmark = pytest.mark.plan
 GROWTH = Growth(
     "",
     ("replicas", "fsdp", "ep", "tp"),
-    {"tp": 2},
-    (("fsdp", 4), ("ep", 2), ("replicas", None)),
+    {"ep": 2, "tp": 2},
+    ("fsdp", 4),
     {"dp": ("fsdp", "ep")},
 )
 
@@ -43,8 +43,8 @@ GROWTH = Growth(
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [
-        (2, (1, 1, 1, 2)),
-        (8, (1, 4, 1, 2)),
+        (4, (1, 1, 2, 2)),
+        (8, (1, 2, 2, 2)),
         (16, (1, 4, 2, 2)),
         (48, (3, 4, 2, 2)),
         (1 << 17, (1 << 13, 4, 2, 2)),
@@ -53,12 +53,12 @@ GROWTH = Growth(
     ],
 )
 def test_meshes_grow(ranks: int, shape: tuple[int, ...] | None) -> None:
-    transport = GROWTH.transport(ranks)
-    assert (transport.shape if transport else None) == shape
-    if transport:
-        both = GROWTH.mesh(transport, ("replicas", "dp"))
+    full_mesh = GROWTH.full_mesh(ranks)
+    assert (full_mesh.shape if full_mesh else None) == shape
+    if full_mesh:
+        both = GROWTH.mesh(full_mesh, ("replicas", "dp"))
         assert both.shape == (shape[0], shape[1] * shape[2]) and both.rank_array[:3].tolist() == [0, 2, 4][: both.size]
-        assert GROWTH.mesh(transport, ("tp",)).rank_array.tolist() == [0, 1]
+        assert GROWTH.mesh(full_mesh, ("tp",)).rank_array.tolist() == [0, 1]
 
 
 def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: str, where: str = "a.py:1 f") -> Entry:
@@ -66,31 +66,31 @@ def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: s
 
 
 def test_what_becomes_of_a_redistribution() -> None:
-    transport = GROWTH.transport(48)
-    assert transport is not None
-    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), transport)
+    full_mesh = GROWTH.full_mesh(48)
+    assert full_mesh is not None
+    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), full_mesh)
     assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the ranks that there are"
-    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), transport).shape == (10,)
+    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), full_mesh).shape == (10,)
     solver = GROWTHS["solver"]
-    transport = solver.transport(2048)
-    assert transport is not None
-    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), transport)
+    full_mesh = solver.full_mesh(2048)
+    assert full_mesh is not None
+    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), full_mesh)
     assert weight.mesh.shape == (2, 128, 8) and (weight.source, weight.target) == ("P P S0", "R S0 S0 @ 0:2,1")
     for kept in (entry(("dp", "tp"), (1, 64, 8), "P S2", "S1 S2"), entry(("dp", "tp"), (64, 8), "S0 P", "S0 R")):
-        assert solver.grown(kept, transport).mesh.shape == (128, 8)
+        assert solver.grown(kept, full_mesh).mesh.shape == (128, 8)
     for wrong in (entry(("pp",), (4,), "S0", "R"), entry(("dp", "tp"), (12,), "S0/3 R", "R R")):
         with pytest.raises(ArgumentError, match="allowed"):
-            solver.grown(wrong, transport)
+            solver.grown(wrong, full_mesh)
 
 
 def test_every_workload_grows() -> None:
     for name, growth in GROWTHS.items():
         assert name in WORKLOADS
         for ranks in projection.RANKS[4:]:
-            transport = growth.transport(ranks)
-            assert transport is not None and transport.size == ranks
+            full_mesh = growth.full_mesh(ranks)
+            assert full_mesh is not None and full_mesh.size == ranks
             for found in projection.load(name).redistributions:
-                growth.grown(found, transport)
+                growth.grown(found, full_mesh)
 
 
 def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> set[tuple[int, ...]]:
