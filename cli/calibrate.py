@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.harness.collect import supervise
-from ..bench.harness.link_fit import Sample, samples_of, topology_of
-from ..bench.harness.link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 from ..bench.harness.ranks import RanksFailed, timeout_seconds
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology
 from ..runtime.transports.select import NAMES
+from .link_fit import Sample, samples_of, topology_of
+from .link_times import ROUNDS, SMALLEST, node_size_of, rank_main
 
 LARGEST = 32 << 20
 _MIN_LARGEST = 4096

@@ -1,4 +1,4 @@
-"""Libraries that are measured beside shardweave where they are installed: the versions that this is written for."""
+"""The versions of the libraries that are measured beside shardweave if they are installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ INSTALL = {"torchao": "pip install torchao==0.18.0", "torchtitan": "pip install 
 
 
 def why_absent(contender: str, error: Exception) -> str:
-    """Why a contender could not be made; of a library that is not here, how to install it."""
+    """The reason why a contender could not be made; for a library that is not installed, how to install it."""
     if isinstance(error, ImportError) and contender in INSTALL:
         return f"not installed ({error}); to measure it too: {INSTALL[contender]}"
     return (f"{type(error).__name__}: {error}".splitlines() or [""])[0]

@@ -1,8 +1,7 @@
-"""A redistribution in one shot by torch.distributed alone, as COSTA does it for matrices over MPI, and as a program
-without a library for it writes it by hand: what two ranks' boxes have in common goes from the one to the other, and all
-that a rank has for another rank is packed into one message of exactly that size.
+"""A redistribution as one all-to-all of packed messages, as COSTA does it over MPI and as one would write it by hand.
 
-Who sends what is found once, before the first call, and both buffers are kept between calls.
+Each rank packs the intersections of its box with a peer's target box into one message of exactly that size. The
+messages are computed once, and both buffers are kept between calls.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ Box = Sequence[slice]  # a part of a tensor, dim by dim
 
 
 class PackedAllToAll:
-    """From what each rank holds of a tensor to what it is to hold; not for partial sums.
+    """Redistribute from one box of each rank to another one; without partial sums.
 
     Args:
-        before, after: of the ranks of the default group, in rank order. Where several hold the same, receivers take
-            turns to ask them, and a rank that holds it itself asks nobody.
+        before, after: the boxes of the ranks of the default group, in rank order. Replicas take turns as senders, and a
+            rank that holds a piece itself receives it from nobody.
     """
 
     def __init__(self, before: Sequence[Box], after: Sequence[Box], dtype: torch.dtype) -> None:
@@ -32,20 +31,20 @@ class PackedAllToAll:
             pieces[rank][rank] = []
         to_send, to_receive = [pieces[receiver][me] for receiver in ranks], pieces[me]
         self._send_sizes, self._receive_sizes = (list(map(_elements, of)) for of in (to_send, to_receive))
-        self._sent, self._came = (torch.empty(sum(n), dtype=dtype) for n in (self._send_sizes, self._receive_sizes))
+        self._sent, self._received = (torch.empty(sum(n), dtype=dtype) for n in (self._send_sizes, self._receive_sizes))
         self._pack = _places(self._sent, before[me], to_send)
-        self._unpack = _places(self._came, after[me], to_receive)
+        self._unpack = _places(self._received, after[me], to_receive)
         self._own = [(_within(box, before[me]), _within(box, after[me])) for box in own]
         self._shape = _extent(after[me])
         self._anything_moves = any(_elements(boxes) for of in pieces for boxes in of)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a new tensor. All ranks call it together."""
+        """Return this rank's part as a new tensor; a collective."""
         out = x.new_empty(self._shape)
         for place, at in self._pack:
             place.copy_(x[at])
         if self._anything_moves:
-            dist.all_to_all_single(self._came, self._sent, self._receive_sizes, self._send_sizes)
+            dist.all_to_all_single(self._received, self._sent, self._receive_sizes, self._send_sizes)
         for source, target in self._own:
             out[target].copy_(x[source])
         for place, at in self._unpack:
@@ -54,16 +53,16 @@ class PackedAllToAll:
 
 
 def _pieces(before: Sequence[Box], wanted: Box, receiver: int) -> list[list[Box]]:
-    """What each rank sends a receiver. Any two ranks hold the same, or nothing in common."""
+    """The boxes that each rank sends to a receiver. Any two ranks hold equal or disjoint boxes."""
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank, box in enumerate(before):
         holders.setdefault(tuple((part.start, part.stop) for part in box), []).append(rank)
-    found: list[list[Box]] = [[] for _ in before]
+    pieces: list[list[Box]] = [[] for _ in before]
     for bounds, ranks in holders.items():
         common = [slice(max(a, p.start), min(b, p.stop)) for (a, b), p in zip(bounds, wanted, strict=True)]
         if all(part.start < part.stop for part in common):
-            found[receiver if receiver in ranks else ranks[receiver % len(ranks)]].append(common)
-    return found
+            pieces[receiver if receiver in ranks else ranks[receiver % len(ranks)]].append(common)
+    return pieces
 
 
 def _extent(box: Box) -> list[int]:

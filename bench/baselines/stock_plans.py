@@ -1,7 +1,7 @@
-"""torch's own plans: the layouts that its collectives lead through, and what each of them brings a rank.
+"""torch's own plans: the layouts after each collective, and the elements that each collective brings a rank.
 
-Collectives bring what rings and true all-to-alls bring, as NCCL's do, unless gloo is asked for: there DTensor gathers a
-tensor to cut it along another dim, and a reduce-scatter is an all-reduce of which a part is kept.
+Counts are those of rings and true all-to-alls, as in NCCL. With `gloo=True`, an all-to-all is an all-gather and a
+reduce-scatter is an all-reduce, as DTensor does on gloo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardweave.runtime.convert_specs import spec_of_layout
 
 @dataclass(frozen=True)
 class Counted:
-    """A plan of one side: most bytes that a rank receives, collectives, and the peak by the largest shard."""
+    """A plan: the bytes of the rank that receives most, collectives, and peak memory ÷ the largest shard."""
 
     received: int
     collectives: int
@@ -37,7 +37,7 @@ class Counted:
 
 
 class Stock:
-    """torch's planner on a mesh that has no process group, and so may be of any size: it asks for sizes alone."""
+    """torch's planner on a mesh of any size without a process group; it needs the sizes alone."""
 
     def __init__(self, shape: tuple[int, ...], graph: bool) -> None:
         self.graph = graph
@@ -46,8 +46,8 @@ class Stock:
 
     @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
     def layouts(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
-        """The layouts that its collectives lead through. Where an order is not the default one torch plans by its
-        graph, whatever it was asked for."""
+        """The layouts after each collective, the source first. For shard orders other than the default, torch always
+        uses its graph planner."""
         layouts = [source]
         for step in self.planning(shape, source, target)():
             m, (_, placed) = step.mesh_dim, step.src_dst_placements
@@ -60,7 +60,7 @@ class Stock:
         return layouts
 
     def planning(self, shape: tuple[int, ...], source: Layout, target: Layout) -> Callable[[], list[Any]]:
-        """torch's planner alone, to be called: the specs that it reads are made here."""
+        """A call of torch's planner alone, on specs that are made before."""
         meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
         before, after = (spec_of_layout(layout, self.mesh, meta) for layout in (source, target))
         return partial(_gen_transform_infos_non_cached, before, after, use_graph_based_transform=self.graph)
@@ -85,7 +85,7 @@ def lengths(mesh: Mesh, shape: tuple[int, ...], layout: Layout, position: int) -
 
 
 def issued(mesh: Mesh, shape: tuple[int, ...], a: Layout, b: Layout, position: int, gloo: bool = False) -> int:
-    """Elements that one of torch's collectives brings a rank: it changes one mesh dim."""
+    """The elements that a rank receives by one of torch's collectives, which changes one mesh dim."""
     (m,) = (m for m in range(mesh.ndim) if a.placements[m] != b.placements[m])
     n, before, after = mesh.shape[m], a.placements[m], b.placements[m]
     if isinstance(before, shardweave.Replicate):

@@ -1,4 +1,4 @@
-"""What a result file says of the GPU that it comes from, beside the machine."""
+"""The GPU that results were measured on."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.
 
 
 def gpu_machine(device: torch.device) -> dict[str, Any]:
-    """`machine()`, and of the device: its name, multiprocessors, memory, L2 cache, driver and clocks."""
+    """`machine()` with the name, multiprocessors, memory, L2 cache, driver and clocks of the device."""
     about: dict[str, Any] = {"device": "CPU, a dry run without figures"}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         about = {
-            "device": found.name,
-            "sms": found.multi_processor_count,
-            "device_memory_gib": round(found.total_memory / 2**30, 1),
-            "l2_mib": round(getattr(found, "L2_cache_size", 0) / 2**20, 1),
+            "device": properties.name,
+            "sms": properties.multi_processor_count,
+            "device_memory_gib": round(properties.total_memory / 2**30, 1),
+            "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
         }
     at = ["-i", str(device.index)] if device.index is not None else []
     about["driver"] = output_of("nvidia-smi", *at, "--query-gpu=driver_version", "--format=csv,noheader")
@@ -28,7 +28,7 @@ def gpu_machine(device: torch.device) -> dict[str, Any]:
 
 
 def clocks(device: torch.device) -> dict[str, str]:
-    """As they are now."""
+    """The current and maximum clocks, and the power limit."""
     at = ["-i", str(device.index)] if device.index is not None else []
     output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
     return dict(zip(_CLOCKS, map(str.strip, output.split(",")), strict=False))

@@ -16,8 +16,10 @@ from shardweave.bench.gpu.target_rows import COPY, Row, shown
 class Bench:
     """All measurements of one run on one device, in the order of the report."""
 
-    def __init__(self, device: torch.device, dry: bool, seconds: float) -> None:
-        self.device, self.dry = device, dry
+    def __init__(
+        self, device: torch.device, dry: bool, seconds: float, on_row: Callable[[], object] = lambda: None
+    ) -> None:
+        self.device, self.dry, self.on_row = device, dry, on_row
         self.timer: GraphTimer | HostTimer = HostTimer() if dry else GraphTimer()
         self.cache = 1 if dry else int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
         self.until = time.monotonic() + seconds
@@ -29,10 +31,11 @@ class Bench:
         return self.until - time.monotonic()
 
     def measure(self, row: Row, how: Callable[[Row], None]) -> None:
-        """Fill in a row; what goes wrong becomes its note, so that one case does not end the run."""
+        """Fill in a row and report it by `on_row`; an error becomes its note and does not end the run."""
         self.rows.append(row)
         if self.left() < 0:
             row.note = "not measured: no time was left"
+            self.on_row()
             return
         try:
             how(row)
@@ -41,6 +44,7 @@ class Bench:
         if not self.dry:
             torch.cuda.empty_cache()
         print(f"{row.name}: {shown(row, self.dry)}", file=sys.stderr, flush=True)
+        self.on_row()
 
     def kernel(self, case: Case, row: Row) -> None:
         """The share of the ceiling that a kernel reaches."""

@@ -1,7 +1,8 @@
-"""What has to be reached on a GPU, and what is: kernels beside a copy in the same run, whole programs, host work.
+"""Targets on a GPU and the figures reached: kernels beside a copy in the same run, whole programs, host work.
 
 `make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out bench/results` writes a JSON file, in
-the form that compare and report read, and a page of the targets, into a folder named after the device. The suite
+the form that compare and report read, and a page of the targets, into a folder named after the device, again after each
+row. The suite
 `python -m shardweave bench kernels` measures the same kernels without targets or a limit of time, on CPUs too. The
 ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
 buffers that rotate past the L2 cache. Every result is verified before it is timed. With `--dry` every line runs without
@@ -29,6 +30,7 @@ from shardweave.bench.gpu.target_bench import Bench
 from shardweave.bench.gpu.target_rows import Row, as_markdown, as_results
 from shardweave.bench.gpu.token_rows import token_rows
 from shardweave.bench.harness.machine import slug
+from shardweave.bench.harness.result_file import Results
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal
 from shardweave.kernels.signal import SHORTEST_POLL
 
@@ -36,7 +38,7 @@ HOST_TARGET_US = 15.0
 
 
 def host_rows(bench: Bench) -> None:
-    """What a cached call costs the host, in a process of its own: it puts transports in place that move nothing."""
+    """Host time of a cached call, in a process of its own, which replaces transports by some that move nothing."""
     rows = {
         "windows": Row(
             "host work of a cached call through windows, launches excluded, worst kind", "µs", HOST_TARGET_US, False
@@ -68,7 +70,7 @@ def _host_cost(bench: Bench) -> list[list[dict[str, Any]]]:
 
 
 def poll_row(bench: Bench) -> None:
-    """A wait is bounded by a number of polls, which is right as long as none is shorter than it is taken to be."""
+    """A wait ends after a number of polls, computed from a lower bound of the time of a poll: this row checks it."""
     row = Row("the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns",
               SHORTEST_POLL * 1e9, True)  # fmt: skip
 
@@ -104,16 +106,15 @@ def program_rows(bench: Bench) -> None:
     bench.measure(row, lambda row: whole_program(row, side, bench.device, bench.timer, bench.dry))
 
 
-def run(device: torch.device, dry: bool, seconds: float) -> Bench:
-    bench = Bench(device, dry, seconds)
+def run(bench: Bench) -> None:
+    """Measure all rows of the page."""
     program_rows(bench)
     host_rows(bench)
     poll_row(bench)
-    for case in cases(device, dry):
+    for case in cases(bench.device, bench.dry):
         row = Row(case.name, "of the ceiling", case.share or None, True)
         bench.measure(row, partial(bench.kernel, case))
     token_rows(bench, Row)
-    return bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,16 +130,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cpu") if arguments.dry else torch.device("cuda", torch.cuda.current_device())
     about = gpu_machine(device)
-    bench = run(device, arguments.dry, arguments.seconds)
-    about["clocks_after"] = clocks(device)
     if arguments.tests is not None:
         about["tests"] = json.loads(arguments.tests.read_text(encoding="utf-8"))
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
     command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
-    results = as_results(bench.rows, about, arguments.dry, command)
-    (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
-    (folder / "gpu_targets.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
+
+    def write() -> Results:
+        """Write both files, after every row, so that a run that is killed keeps the rows before."""
+        results = as_results(bench.rows, about, arguments.dry, command)
+        (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
+        (folder / "gpu_targets.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
+        return results
+
+    bench = Bench(device, arguments.dry, arguments.seconds, write)
+    run(bench)
+    about["clocks_after"] = clocks(device)
+    results = write()
     print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
     return int(bool(results.faults))
 

@@ -41,33 +41,15 @@ def _layout(random: Random, sums: bool) -> str:
     return " ".join(tokens) + (" @ " + " ".join(orders) if orders else "")
 
 
-class _Pauses:
-    """Seconds that Python's garbage collector has taken: it goes through every object that torch has made."""
-
-    def __init__(self) -> None:
-        self.seconds = self._start = 0.0
-
-    def __call__(self, phase: str, _: object) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._start = now
-        else:
-            self.seconds += now - self._start
-
-    def __enter__(self) -> _Pauses:
-        gc.callbacks.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self)
-
-
 def milliseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Of each call, without the pauses of the garbage collector."""
-    found = []
-    with _Pauses() as pauses:
+    """The time of each call. The garbage collector is off: it would traverse every object that torch has created."""
+    times = []
+    gc.disable()
+    try:
         for call in calls:
-            before, start = pauses.seconds, time.perf_counter()
+            start = time.perf_counter()
             call()
-            found.append((time.perf_counter() - start - pauses.seconds + before) * 1e3)
-    return found
+            times.append((time.perf_counter() - start) * 1e3)
+    finally:
+        gc.enable()
+    return times

@@ -1,9 +1,13 @@
-"""torch's planners and shardweave's over all pairs of layouts, side by side: bytes, collectives, peak and price.
+"""torch's plans and shardweave's plans over pairs of layouts: bytes, collectives, peak memory and cost.
 
-`python -m shardweave.bench.planning.plans --out FILE` plans and counts; nothing is timed (`bench plan` does) or
-communicated. torch's plans are read from its own planner on a fake process group, and its collectives are counted as
-they are issued: shards padded to the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as
-a true one.
+`python -m shardweave.bench.planning.plans --out FILE` makes and counts plans; nothing is timed (`bench plan` does that)
+or communicated. torch's plans come from its own planner on a fake process group, and its collectives are counted as
+issued: shards padded to the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true
+one.
+
+torch's graph planner takes tens of milliseconds for a pair of layouts of a 3-D tensor on a 3-D mesh, so that all pairs
+take most of an hour of CPU time. By default a seeded sample, one in `EVERY` pairs of each mesh and shape, is counted;
+`--every 1` counts all pairs.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch.distributed as dist
@@ -42,16 +47,24 @@ TOPOLOGIES = (
     replace(shardweave.NVLINK_INFINIBAND, name="2 nodes × 8"),
     replace(shardweave.NVLINK_INFINIBAND, name="2 nodes × 8, slow network", network=Link(50.0, 1.0, False, 10.0)),
 )
-_ROUNDING = 0.005  # µs: prices are whole nanoseconds a step
+EVERY = 20
+_ROUNDING = 0.005  # µs: costs are whole nanoseconds per step
 
 
 def layouts(mesh_dims: int, tensor_dims: int, partial: bool = False) -> list[Layout]:
-    """Every layout in the default order, what torch's placements say: those without partial, or those with."""
+    """All layouts in the default shard order, which torch's placements can express: without partial, or with."""
     options: list[Placement] = [shardweave.Replicate(), *map(shardweave.Shard, range(tensor_dims))]
     if partial:
         options.append(shardweave.Partial())
-    found = [Layout(chosen) for chosen in product(options, repeat=mesh_dims)]
-    return [layout for layout in found if layout.has_partial == partial]
+    every = [Layout(placements) for placements in product(options, repeat=mesh_dims)]
+    return [layout for layout in every if layout.has_partial == partial]
+
+
+def sampled_pairs(mesh: Mesh, shape: tuple[int, ...], every: int, partial: bool = False) -> list[tuple[Layout, Layout]]:
+    """A seeded sample, one in `every`, of the pairs of layouts; `partial`: sources with partial placements."""
+    sources, targets = layouts(mesh.ndim, len(shape), partial), layouts(mesh.ndim, len(shape))
+    pairs = list(product(sources, targets))
+    return Random(7).sample(pairs, -(-len(pairs) // every))
 
 
 def count_ours(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Counted, int]:
@@ -97,15 +110,15 @@ def percentiles(values: Sequence[float]) -> str:
     )
 
 
-def compare(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Rows of the first table: bytes, collectives, peak."""
-    found: dict[str, list[tuple[Counted, int]]] = {"torch greedy": [], "torch graph": [], "shardweave": []}
-    moving = dict.fromkeys(found, 0)
+def compare(shapes: Sequence[tuple[int, ...]], every: int = 1) -> Iterator[str]:
+    """The rows of the first table: bytes, collectives, peak."""
+    counted_plans: dict[str, list[tuple[Counted, int]]] = {"torch greedy": [], "torch graph": [], "shardweave": []}
+    moving = dict.fromkeys(counted_plans, 0)
     with_zero = 0
     for mesh_shape in MESHES:
         mesh, greedy, graph = Mesh(mesh_shape), stock(mesh_shape, False), stock(mesh_shape, True)
         for shape in shapes:
-            for source, target in product(layouts(mesh.ndim, len(shape)), repeat=2):
+            for source, target in sampled_pairs(mesh, shape, every):
                 if source == target:
                     continue
                 ours, bound = count_ours(mesh, shape, source, target)
@@ -117,10 +130,10 @@ def compare(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
                 with_zero += not bound
                 for name, count in counted.items():
                     if bound:
-                        found[name].append((count, bound))
+                        counted_plans[name].append((count, bound))
                     else:
                         moving[name] += count.received > 0
-    for name, plans in found.items():
+    for name, plans in counted_plans.items():
         steps = [min(count.collectives, 4) for count, _ in plans]
         shares = " / ".join(f"{steps.count(k) / len(steps):.0%}" for k in (1, 2, 3, 4))
         peaks = [count.peak for count, _ in plans]
@@ -130,13 +143,15 @@ def compare(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
         )
 
 
-def compare_prices(topology: Topology, shapes: Sequence[tuple[int, ...]], partial: bool = False) -> Iterator[str]:
-    """Rows of the tables of prices: torch's steps priced as exchanges, by shardweave's plan for the same topology."""
+def compare_prices(
+    topology: Topology, shapes: Sequence[tuple[int, ...]], partial: bool = False, every: int = 1
+) -> Iterator[str]:
+    """The rows of the tables of costs: torch's steps as exchanges ÷ shardweave's plan for the same topology."""
     ratios: dict[str, list[float]] = {"torch greedy": [], "torch graph": []}
     for mesh_shape in MESHES:
         mesh, planners = spread(mesh_shape), [stock(mesh_shape, "graph" in name) for name in ratios]
         for shape in shapes:
-            for source, target in product(layouts(mesh.ndim, len(shape), partial), layouts(mesh.ndim, len(shape))):
+            for source, target in sampled_pairs(mesh, shape, every, partial):
                 ours = shardweave.redistribute_cost(mesh, shape, "float32", source, target, topology)
                 if ours <= _ROUNDING:
                     continue
@@ -145,8 +160,8 @@ def compare_prices(topology: Topology, shapes: Sequence[tuple[int, ...]], partia
                     prices_of = [us_with_sums(mesh, shape, route, topology) for route in routes]
                 else:
                     prices_of = us(mesh, shape, routes, topology)
-                for found, theirs in zip(ratios.values(), prices_of, strict=True):
-                    found.append(1.0 if abs(theirs - ours) <= _ROUNDING else theirs / ours)
+                for values, theirs in zip(ratios.values(), prices_of, strict=True):
+                    values.append(1.0 if abs(theirs - ours) <= _ROUNDING else theirs / ours)
     for name, values in ratios.items():
         ranked = sorted(values)
         yield (
@@ -182,21 +197,11 @@ def wasteful() -> Iterator[str]:
         yield f"| {'×'.join(map(str, mesh_shape))} | {source} → {target} | {' | '.join(stock_mib)} | {ours} | {bound} |"
 
 
-def example() -> Iterator[str]:
-    """A gather over nodes."""
-    program = plan((4, 8), (8192, 8192), "bfloat16", "S0 S0", "R R", topology=shardweave.NVLINK_INFINIBAND)
-    entering = [sum(program.bytes_over_network[first : first + 8]) for first in range(0, 32, 8)]
-    whole = math.prod(program.shape) * 2
-    yield from ("## A gather over 4 nodes of 8", "", "```", program.explain(), "```", "")
-    yield f"Bytes that enter each node: {', '.join(map(str, entering))}."
-    yield f"The tensor has {whole}, and each node holds {whole // 4} of them."
-
-
-def _section(which: tuple[str, Any]) -> list[str]:
-    kind, argument = which
+def _section(section: tuple[str, Any, int]) -> list[str]:
+    kind, argument, every = section
     if kind == "bytes":
-        return list(compare(argument))
-    return list(compare_prices(argument, EVEN + UNEVEN, kind == "sums"))
+        return list(compare(argument, every))
+    return list(compare_prices(argument, EVEN + UNEVEN, kind == "sums", every))
 
 
 def join() -> None:
@@ -206,13 +211,14 @@ def join() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(map(math.prod, MESHES)))
 
 
-def report() -> str:
+def report(every: int) -> str:
     sections = [
-        ("bytes", EVEN),
-        ("bytes", UNEVEN),
-        *(("prices", t) for t in TOPOLOGIES),
-        *(("sums", t) for t in TOPOLOGIES),
+        ("bytes", EVEN, every),
+        ("bytes", UNEVEN, every),
+        *(("prices", topology, every) for topology in TOPOLOGIES),
+        *(("sums", topology, every) for topology in TOPOLOGIES),
     ]
+    pairs = "All pairs" if every == 1 else f"A seeded sample, 1 in {every}, of all pairs"
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=join) as pool:
         even, uneven, *priced = pool.map(_section, sections)
     without, sums = priced[: len(TOPOLOGIES)], priced[len(TOPOLOGIES) :]
@@ -222,7 +228,7 @@ def report() -> str:
         "",
         *provenance_lines(provenance()),
         "",
-        "All pairs of layouts without partial, in the default order, on meshes",
+        f"{pairs} of layouts without partial, in the default order, on meshes",
         f"{', '.join('×'.join(map(str, m)) for m in MESHES)};",
         "the rank that receives most, divided by the bound of the rank that must receive most. Counted, not timed.",
         "shardweave's plans are those for one NVLink domain; every rank of every one of them receives its own bound.",
@@ -244,7 +250,7 @@ def report() -> str:
         "",
         "## Prices",
         "",
-        "All these pairs again, even and uneven, and of those with a bound of 0 the ones that cost something, because",
+        "The same pairs, even and uneven, and of those with a bound of 0 the ones that cost something, because",
         "ranks copy a part of what they hold. torch's plans priced step by step as exchanges (which move no more than",
         "its collectives), divided by the price of shardweave's plan for the topology: on one node, and with half of",
         "each mesh on either of two nodes of 8 (2×2 on ranks 0, 1, 8, 9).",
@@ -253,14 +259,12 @@ def report() -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
         *(row for rows in without for row in rows),
         "",
-        "All pairs of the same meshes and shapes with a partial source and a target without (torch makes nothing",
+        f"{pairs} of the same meshes and shapes with a partial source and a target without (torch makes nothing",
         "partial). A collective of torch's that reduces is priced as the cheapest program that does it.",
         "",
         head,
         "|---|---|---|---|---|---|---|---|---|---|",
         *(row for rows in sums for row in rows),
-        "",
-        *example(),
     ]
     return "\n".join(lines) + "\n"
 
@@ -268,13 +272,18 @@ def report() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the report there instead of printing it")
+    parser.add_argument(
+        "--every", type=int, default=EVERY, metavar="N", help="count one in N pairs of layouts (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     try:
+        if arguments.every < 1:
+            raise ArgumentError(f"--every: {arguments.every}; allowed: 1 or more")
         check_writable("--out", arguments.out)
     except ArgumentError as error:
         parser.error(str(error))
     join()
-    text = report()
+    text = report(arguments.every)
     if arguments.out is None:
         print(text)
     else:

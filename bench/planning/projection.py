@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +29,6 @@ from ...errors import ArgumentError
 from ...runtime.tracing.trace import Entry, Trace
 from ..baselines.stock_plans import issued, stock
 from ..harness.machine import provenance
-from ..harness.ranks import RanksFailed
 from ..harness.result_file import load as load_json
 from ..harness.theme import standalone
 from ..harness.writable import check_writable
@@ -51,16 +51,16 @@ TOPOLOGIES = (
 
 
 def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:
-    """Every redistribution of some workloads, with what costs nothing left out."""
+    """All redistributions of some workloads that cost anything."""
     for name in names:
         growth = GROWTHS[name]
         entries = [(case.entries[0], case.cost.calls) for case in distinct(load(name))]
-        for transport in filter(None, map(growth.transport, sizes)):
+        for full_mesh in filter(None, map(growth.full_mesh, sizes)):
             for topology in topologies:
-                if topology.node_size is not None or transport.size <= LARGEST_DOMAIN:
+                if topology.node_size is not None or full_mesh.size <= LARGEST_DOMAIN:
                     for recorded, calls in entries:
                         yield from _row(
-                            name, recorded, growth.grown(recorded, transport), calls, transport.size, topology
+                            name, recorded, growth.grown(recorded, full_mesh), calls, full_mesh.size, topology
                         )
 
 
@@ -80,8 +80,8 @@ def _row(name: str, recorded: Entry, entry: Entry, calls: int, ranks: int, topol
 
 
 def stock_layouts(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
-    """The layouts that torch's collectives lead through; None where its planner has no way."""
-    # Mesh dims of one rank are none to torch, which would issue collectives for them.
+    """The layouts after each of torch's collectives, the source first; None if its planner has no plan."""
+    # torch would issue collectives along mesh dims of one rank.
     source, target = (layout.without_size_one(mesh.shape) for layout in (source, target))
     try:
         return stock(mesh.shape, False).layouts(shape, source, target)
@@ -93,7 +93,7 @@ def stock_layouts(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: La
 def stock_us(
     mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, topology: Topology
 ) -> float | None:
-    """The price of torch's plan, step by step, in one call."""
+    """The microseconds of torch's plan: the sum over its steps, in one call."""
     layouts = stock_layouts(mesh, shape, source, target)
     if layouts is None:
         return None
@@ -103,18 +103,18 @@ def stock_us(
 
 
 def sampled(mesh: Mesh) -> list[int]:
-    """The positions whose own programs are made: of other coordinates along every mesh dim."""
+    """Up to five mesh positions, different along every mesh dim, whose programs are made."""
     return sorted({0, min(1, mesh.size - 1), mesh.size // 3, mesh.size // 2, mesh.size - 1})
 
 
 def received(entry: Entry, topology: Topology) -> int:
-    """The most bytes that one of a few ranks receives by its own program."""
+    """The bytes received by the sampled rank that receives most, by shardweave's plan."""
     request = entry.mesh, entry.shape, entry.dtype, entry.source, entry.target
     return max(plan(*request, rank=r, topology=topology).bytes_received[0] for r in sampled(entry.mesh))
 
 
 def stock_received(mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout) -> int:
-    """The same by torch's collectives, padded as it pads them."""
+    """The bytes received by the sampled rank that receives most, by torch's collectives with their padding."""
     layouts = stock_layouts(mesh, shape, source, target)
     assert layouts is not None
     received_bytes = [sum(issued(mesh, shape, a, b, r) for a, b in pairwise(layouts)) for r in sampled(mesh)]
@@ -143,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RanksFailed as failure:
-        print(f"error: the validation ends: {failure}", file=sys.stderr)
+    except subprocess.CalledProcessError as failure:
+        print(f"error: the validation failed: {failure}", file=sys.stderr)
         return 1
     from ..harness.charts import cost_against_ranks
 

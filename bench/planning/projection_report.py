@@ -1,4 +1,4 @@
-"""What a projection says: a table, a picture, and where plans differ."""
+"""The page of a projection: the table and picture of costs, its assumptions, and the error of the costs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from . import validation
 from .growth import GROWTHS
 from .projection_rows import Row, totals
 
-_MATTERS_US, _ROUNDING_US = 5.0, 0.01
-
 
 def report(
     about: dict[str, Any], rows: Sequence[Row], measured: dict[str, Any] | None, topologies: Sequence[Topology]
 ) -> str:
-    """Markdown. `about`: what `machine.provenance()` has; `measured`: that, and the runs of a validation."""
-    found = totals(rows)
-    sizes = sorted({ranks for _, _, ranks in found})
+    """The page as Markdown.
+
+    Args:
+        about: the provenance of the rows (`machine.provenance()`).
+        measured: the provenance and the "runs" of a validation; None: no validation.
+    """
+    by_case = totals(rows)
+    sizes = sorted({ranks for _, _, ranks in by_case})
     lines = [
         "# Cost at scale, projected",
         "",
@@ -36,9 +39,9 @@ def report(
         f"| workload | topology | {' | '.join(f'{n:,}' for n in sizes)} |",
         f"|---|---|{'---|' * len(sizes)}",
     ]
-    for workload, topology in dict.fromkeys((workload, topology) for workload, topology, _ in found):
+    for workload, topology in dict.fromkeys((workload, topology) for workload, topology, _ in by_case):
         cells = [
-            "{:.1f} / {:.1f}".format(*found[workload, topology, n]) if (workload, topology, n) in found else "-"
+            "{:.1f} / {:.1f}".format(*by_case[workload, topology, n]) if (workload, topology, n) in by_case else "-"
             for n in sizes
         ]
         lines.append(f"| {workload} | {topology} | {' | '.join(cells)} |")
@@ -58,8 +61,6 @@ def report(
     lines += ["", "Meshes grow so:", ""]
     names = dict.fromkeys(row.workload for row in rows)
     lines += [f"- {name} ({WORKLOADS[name].about}): {GROWTHS[name].about}." for name in names]
-    lines += ["", "## Where plans differ", ""]
-    lines += [*_differences(rows, topologies[0]), "", _cheaper(rows)]
     if measured is not None:
         lines += [
             "",
@@ -79,7 +80,7 @@ def report(
 
 
 def _links(topologies: Sequence[Topology]) -> list[str]:
-    """Rows of a table: the links of each topology over which anything goes."""
+    """A table of the links that each topology uses."""
     lines = [
         "| topology | link | latency µs | GB/s of a rank, each way | beside, a peer | memory, GB/s |",
         "|---|---|---|---|---|---|",
@@ -93,44 +94,4 @@ def _links(topologies: Sequence[Topology]) -> list[str]:
                 f"{link.latency_us:g} | {link.gigabytes_per_s:g} | {message} | {topology.memory_gigabytes_per_s:g}"
             )
             lines.append(f"| {topology.name} | {where}, assumed, not measured | {figures} |")
-    return lines
-
-
-def _cheaper(rows: Sequence[Row]) -> str:
-    """What is said of rows in which torch's steps cost less."""
-    known = [(row, row.stock_us) for row in rows if row.stock_us is not None]
-    ratios = [row.ours_us / us for row, us in known if us < row.ours_us - _ROUNDING_US]
-    if not ratios:
-        return f"In none of {len(known)} rows of projection.json is torch's plan cheaper."
-    return (
-        f"In {len(ratios)} of {len(known)} rows of projection.json torch's steps, each done as well as can be, cost "
-        f"less than the plan that was found, at most by a factor of {max(ratios):.2f}: the search is not exhaustive."
-    )
-
-
-def _differences(rows: Sequence[Row], topology: Topology) -> list[str]:
-    """Rows of a table, at each workload's largest size: where torch's plan costs more, most first."""
-    first = [row for row in rows if row.topology == topology.name]
-    lines = [
-        f"On {topology.name}, at each workload's largest size, where torch's plan costs over 5% and",
-        f"{_MATTERS_US:.0f} µs more, in µs and bytes of a call.",
-        "",
-        "| workload | ranks | redistribution | shardweave µs | torch µs | ratio | shardweave bytes | torch bytes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(row.workload for row in first):
-        largest = max(row.ranks for row in first if row.workload == name)
-        of = [row for row in first if row.workload == name and row.ranks == largest]
-        worse = [(us / max(row.ours_us, 0.001), us, row) for row in of if (us := row.stock_us) is not None]
-        for ratio, us, row in sorted(worse, key=lambda found: -found[0]):
-            if ratio > 1.05 and us > row.ours_us + _MATTERS_US:
-                lines.append(
-                    f"| {name} | {row.ranks:,} | {row.case} | {row.ours_us:,.0f} | {us:,.0f} | {ratio:.1f} | "
-                    f"{row.ours_bytes:,} | {row.stock_bytes:,} |"
-                )
-        lines += [
-            f"| {name} | {row.ranks:,} | {row.case} | {row.ours_us:,.0f} | no plan | - | {row.ours_bytes:,} | - |"
-            for row in of
-            if row.stock_us is None
-        ]
     return lines

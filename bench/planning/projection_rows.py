@@ -8,8 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One redistribution on one topology at one size; microseconds and bytes of a call on the rank that has most of
-    them, of bytes among those ranks whose programs are made. None: torch has no plan."""
+    """The cost of one redistribution on one topology and number of ranks.
+
+    Attributes:
+        calls: the calls in a step.
+        ours_us, stock_us: microseconds of a call on the slowest rank; None: torch has no plan.
+        ours_bytes, stock_bytes: bytes received in a call by the sampled rank that receives most.
+    """
 
     workload: str
     case: str
@@ -24,12 +29,12 @@ class Row:
 
 
 def totals(rows: Sequence[Row]) -> dict[tuple[str, str, int], tuple[float, float]]:
-    """Milliseconds of all calls of a step, ours and torch's, by workload, topology and ranks; without what torch has no
-    plan for."""
-    found: dict[tuple[str, str, int], tuple[float, float]] = {}
+    """Milliseconds of a step, (shardweave, torch), by workload, topology and ranks, without rows that torch has no plan
+    for."""
+    sums: dict[tuple[str, str, int], tuple[float, float]] = {}
     for row in rows:
         if row.stock_us is not None:
-            ours, theirs = found.get((row.workload, row.topology, row.ranks), (0.0, 0.0))
+            ours, theirs = sums.get((row.workload, row.topology, row.ranks), (0.0, 0.0))
             added = row.calls * row.ours_us / 1e3, row.calls * row.stock_us / 1e3
-            found[row.workload, row.topology, row.ranks] = ours + added[0], theirs + added[1]
-    return found
+            sums[row.workload, row.topology, row.ranks] = ours + added[0], theirs + added[1]
+    return sums

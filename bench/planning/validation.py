@@ -1,94 +1,94 @@
-"""Predicted against measured: the planner's prices, on a topology fitted in the same run, of redistributions timed in
-the same ranks of this machine."""
+"""The planner's costs compared with times measured on this machine, by the commands `calibrate` and `replay`."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardweave
 from shardweave import Program, Topology
 
-from ..baselines.stock_dtensor import Case, Unsuitable, mesh_for
-from ..harness import link_times
-from ..harness.collect import messages_of
-from ..harness.interleaved import rotated, rotating
-from ..harness.link_fit import topology_of
-from ..harness.link_times import microseconds
-from ..harness.ranks import Send
+from ...planner import Mesh
+from ...runtime.tracing.trace import Cost, Entry, Trace
+from ..baselines.stock_dtensor import Unsuitable, mesh_for, respell
 from ..workloads import load_workloads
 
 BOUNDS = ("nothing moves", "latency", "bandwidth")
-"""What a price is mostly: the call itself and copies inside a rank; what a step costs however little moves; bytes."""
-_CPU = torch.device("cpu")
-_LARGEST = 8 << 20  # bytes that a rank sends in an exchange that is fitted to: no workload moves more to one
+"""What most of a cost is: the call and copies inside a rank; the fixed costs of steps and peers; bytes."""
+TRANSPORTS = ("shared_memory", "process_group")
+_LARGEST = 8 << 20  # bytes that a rank sends in the largest calibrated exchange; no workload sends more to one peer
 _NO_TIME = 1e15  # GB/s: so fast that bytes cost nothing
 
 
-def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    """Fit the links of these ranks, then time each case in each transport; rank 0 sends."""
-    found: list[dict[str, Any]] = []
-    link_times.rank_main(rank, size, config, found.append)
-    made = [topologies(found) if rank == 0 else None]
-    dist.broadcast_object_list(made)
-    meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    for transport, topology in (made[0] or {}).items():
-        cases = []
-        for workload in load_workloads():
-            if config["only"] not in workload.name:
-                continue
-            if workload.mesh_names not in meshes:
-                meshes[workload.mesh_names] = init_device_mesh(
-                    "cpu", mesh_for(size), mesh_dim_names=workload.mesh_names
-                )
-            try:
-                case = Case(workload, meshes[workload.mesh_names])
-            except Unsuitable:
-                continue
-            cases.append(_measured(case, meshes[workload.mesh_names], transport, topology))
-        if rank == 0:
-            kept = [case for case in cases if case is not None]
-            send({"ranks": size, "transport": transport, "topology": topology.to_dict(), "cases": kept})
+def measure(sizes: Sequence[int], only: str = "", largest: int = _LARGEST) -> list[dict[str, Any]]:
+    """One run for each number of ranks and each transport: the fitted topology, and the cases with both figures.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed, or a result was wrong.
+    """
+    runs = []
+    with TemporaryDirectory() as folder:
+        trace, report = Path(folder, "trace.json"), Path(folder, "report.json")
+        for size in sizes:
+            trace.write_text(trace_of(size, only).to_json(), encoding="utf-8")
+            calibrate = ["calibrate", "--ranks", str(size), "--largest", str(largest), "--transport", TRANSPORTS[0]]
+            fitted = Topology.from_dict(json.loads(_command(*calibrate)))
+            for transport in TRANSPORTS:
+                link = fitted.node if transport == TRANSPORTS[0] else fitted.network
+                topology = replace(fitted, name=f"measured, {transport}", node=link)
+                print(_command("replay", str(trace), "--transport", transport, "--json", str(report)), file=sys.stderr)
+                replayed = json.loads(report.read_text(encoding="utf-8"))["redistributions"]
+                cases = [case_of(one, topology) for one in replayed]
+                runs.append({"ranks": size, "transport": transport, "topology": topology.to_dict(), "cases": cases})
+    return runs
 
 
-def topologies(found: Sequence[dict[str, Any]]) -> dict[str, Topology]:
-    """Of one node, by the transport that its ranks meet in: what rank 0 measured of each."""
-    topology, _ = topology_of(found, None)
-    inside = next(measured["transport"] for measured in found if measured["kind"] == "node")
-    by_transport = {inside: replace(topology, name=f"measured, {inside}")}
-    by_transport["process_group"] = replace(topology, name="measured, collective", node=topology.network)
-    return by_transport
+def _command(*arguments: str) -> str:
+    """The standard output of a command of shardweave."""
+    command = [sys.executable, "-m", "shardweave", *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def _measured(case: Case, mesh: DeviceMesh, transport: str, topology: Topology) -> dict[str, Any] | None:
-    """Checked first, then timed, on sources that take turns and are in no cache, as what links were fitted to. The
-    program is the one that is priced: planned for the topology. None where it has nothing to do."""
-    dtype = str(case.dtype).removeprefix("torch.")
-    program = shardweave.plan(mesh, case.shape, dtype, case.source_text, case.target_text, topology=topology)
-    if program.is_identity:
-        return None
-    call = partial(shardweave.redistribute, placements=case.placements, transport=transport, topology=topology)
-    fault = case.fault(call(case.source).to_local(), pairwise=False)
-    assert fault is None, f"{case.name} on {transport}: {fault}"
-    sources, _ = rotated(case.source)
-    measured = microseconds(rotating(call, sources), _CPU)
+def trace_of(size: int, only: str) -> Trace:
+    """The workloads that a mesh of `size` ranks can run, at their scaled shapes, as the trace of a program."""
+    redistributions: dict[Entry, Cost] = {}
+    for workload in load_workloads():
+        mesh = Mesh(mesh_for(size), workload.mesh_names)
+        try:
+            layouts = [respell(text, workload.mesh, mesh.shape) for text in (workload.source, workload.target)]
+        except Unsuitable:
+            continue
+        program = shardweave.plan(mesh, workload.shape, workload.dtype, *layouts)
+        if only in workload.name and not program.is_identity:
+            source, target = str(program.src), str(program.dst)
+            entry = Entry(mesh, None, workload.shape, workload.dtype, source, target, workload.name)
+            redistributions[entry] = Cost(1, max(program.bytes_received))
+    return Trace(torch.__version__, size, (0,), redistributions)
+
+
+def case_of(replayed: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
+    """A redistribution of replay's report with its cost: that of the program that was run, on the fitted topology."""
+    request = replayed["shape"], replayed["dtype"], replayed["source"], replayed["target"]
+    program = replace(shardweave.plan(Mesh(**replayed["mesh"]), *request), topology=topology)
     return {
-        "name": case.name,
+        "name": ", ".join(replayed["where"]),
         "bound": bound_of(program),
         "predicted_us": round(program.cost_us or 0.0, 3),
-        "measured_us": round(measured, 3),
+        "measured_us": round(replayed["shardweave_s"] * 1e6, 3),
     }
 
 
 def bound_of(program: Program) -> str:
-    """Which of `BOUNDS` the price of a program is; that of a topology."""
+    """Which of `BOUNDS` makes most of the cost of a program, which has a topology."""
     topology, cost = program.topology, program.cost_us
     assert topology is not None and cost is not None
     if not max(program.bytes_received):
@@ -99,24 +99,14 @@ def bound_of(program: Program) -> str:
     return "latency" if fixed >= cost / 2 else "bandwidth"
 
 
-def measure(sizes: Sequence[int], only: str = "", largest: int = _LARGEST) -> list[dict[str, Any]]:
-    """A run for each number of ranks and each transport: topology, and the cases with both figures.
-
-    Raises:
-        RanksFailed: a rank died, or an output was wrong.
-    """
-    config = {"device": "cpu", "transport": None, "node_size": None, "largest": largest, "only": only}
-    return [run for size in sizes for of_rank in messages_of(rank_main, size, config) for run in of_rank]
-
-
 def errors(cases: Sequence[dict[str, Any]]) -> list[float]:
-    """Of each case, how many times too high or too low the prediction is, less 1; ascending."""
+    """The error of each case, ascending: the larger of predicted ÷ measured and its inverse, minus 1."""
     ratios = [case["predicted_us"] / case["measured_us"] for case in cases]
     return sorted(max(ratio, 1 / ratio) - 1 for ratio in ratios)
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Of a Markdown table: the error of each run, split by what a price is mostly, then of all."""
+    """A Markdown table: the errors of each run and of all runs, by what most of the cost is."""
     lines = [
         "| ranks | transport | bound by | cases | median error | worst | worst case |",
         "|---|---|---|---|---|---|---|",
@@ -134,8 +124,8 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
 def _row(ranks: int | str, transport: str, bound: str, cases: Sequence[dict[str, Any]]) -> list[str]:
     if not cases:
         return []
-    found = errors(cases)
+    ratios = errors(cases)
     worst = max(cases, key=lambda case: errors([case]))
     text = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
-    figures = f"{len(found)} | {statistics.median(found):.0%} | {found[-1]:.0%}"
+    figures = f"{len(ratios)} | {statistics.median(ratios):.0%} | {ratios[-1]:.0%}"
     return [f"| {ranks} | {transport} | {bound} | {figures} | {text} |"]

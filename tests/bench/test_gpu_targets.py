@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.interp
-def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
+def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     report = tmp_path / "tests.json"
     report.write_text('{"tests": 3, "failed": ["a.b"]}')
     command = [
@@ -61,14 +61,14 @@ def test_every_line_runs_without_a_gpu(tmp_path: Path) -> None:
     assert main(["compare", str(folder / "gpu_targets.json"), str(folder / "gpu_targets.json")]) == 0
 
 
-def test_without_a_gpu_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_without_gpu_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert targets.main(["--out", str(tmp_path)]) == 2
     assert "error: no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_wrong_results_are_never_timed() -> None:
+def test_wrong_results_are_not_timed() -> None:
     bench = Bench(CPU, True, 100.0)
     case = cases(CPU, True)[0]
     call, right = case.make()
@@ -79,9 +79,10 @@ def test_wrong_results_are_never_timed() -> None:
     row = Row(case.name, "of the ceiling", 0.9, True)
     bench.measure(row, lambda row: bench.kernel(wrong, row))
     assert row.value is None and row.note == "not measured: AssertionError: the result is wrong" and row.met is None
-    late = Bench(CPU, True, -1.0)
+    notes: list[str] = []
+    late = Bench(CPU, True, -1.0, lambda: notes.append(row.note))
     late.measure(row, lambda row: pytest.fail("begun too late"))
-    assert row.note == "not measured: no time was left"
+    assert notes == ["not measured: no time was left"]
 
 
 def test_every_case_counts_the_bytes_that_it_moves() -> None:
@@ -171,7 +172,7 @@ def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
     assert len(order) > 10  # a round is as long as it has to be
 
 
-def test_a_report_says_what_is_met() -> None:
+def test_markdown_shows_met_targets() -> None:
     detail = {"microseconds": 123.4, "gigabytes_per_s": 4000.0, "ceiling_gigabytes_per_s": 4300.0}
     kind = {
         "kind": "S0 → R",
@@ -241,7 +242,7 @@ def test_gpu_tests_run_in_parts_and_failures_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_run_that_times_out_is_killed_with_its_children(tmp_path: Path) -> None:
     stays = "import subprocess, time; child = subprocess.Popen(['sleep', '300'])"
     stays += f"; open('{tmp_path}/child', 'w').write(str(child.pid)); time.sleep(300)"
     folder_of_tests(tmp_path, {"runtime/test_b": ("pass", stays)})
@@ -254,7 +255,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pat
     assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_outcomes_of_a_run_that_was_killed_as_it_wrote(tmp_path: Path) -> None:
+def test_summary_of_truncated_outcomes(tmp_path: Path) -> None:
     lines = [["a", "started"], ["a", "passed"], ["a", "error"], ["a", "finished"], ["b", "started"], ["c.py", "error"]]
     file = tmp_path / "outcomes"
     file.write_text("\n".join(json.dumps([*line, ""]) for line in lines) + '\n["b", "pas')

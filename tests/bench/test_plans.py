@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardweave import Layout, Mesh
 from shardweave.bench.baselines.stock_plans import Stock, count_stock
 from shardweave.bench.planning import plan_times
-from shardweave.bench.planning.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, example, wasteful
+from shardweave.bench.planning.plans import EVEN, TOPOLOGIES, compare, compare_prices, count_ours, wasteful
 
 pytestmark = pytest.mark.plan
 
@@ -34,7 +34,7 @@ def nobody_else() -> Iterator[None]:
         ((4, 4), "S0 S0", "R S0", 240, 108, 64),
     ],
 )
-def test_bytes_of_wasteful_plans(
+def test_count_stock_on_multi_step_plans(
     mesh: tuple[int, ...], source: str, target: str, greedy: int, graph: int, bound: int
 ) -> None:
     shape, layouts = (8192, 8192), (Layout.parse(source), Layout.parse(target))
@@ -54,14 +54,14 @@ def test_a_row_for_each_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row.split("|")[2].strip() == "66" and row.endswith("| 0 of 18 |") for row in rows)
 
 
-def test_no_plan_of_torch_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_prices_has_no_cheaper_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardweave.bench.planning.plans.MESHES", ((2, 2),))
     for topology, partial in product(TOPOLOGIES, (False, True)):
         rows = list(compare_prices(topology, EVEN[:2], partial))
         assert len(rows) == 2 and all(row.endswith("| 0 |") for row in rows), rows
 
 
-def test_the_wasteful_ones() -> None:
+def test_wasteful_rows() -> None:
     rows = [row.split(" | ") for row in wasteful()]
     assert [row[2:] for row in rows] == [
         ["96", "96", "16 in 1", "16 |"],
@@ -75,11 +75,7 @@ def test_the_wasteful_ones() -> None:
     ]
 
 
-def test_the_example_says_how_much_enters_a_node() -> None:
-    assert "Bytes that enter each node: 100663296, 100663296, 100663296, 100663296." in list(example())
-
-
-def test_timed_requests_are_of_every_kind() -> None:
+def test_timed_requests_cover_all_kinds() -> None:
     pairs = plan_times.requests(200)
     assert pairs == plan_times.requests(200) and {shape for shape, _, _ in pairs} == set(plan_times.SHAPES)
     for sign in ("P", "@", "R", "S3"):

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.plan
 GROWTH = Growth(
     "",
     ("replicas", "fsdp", "ep", "tp"),
-    {"tp": 2},
-    (("fsdp", 4), ("ep", 2), ("replicas", None)),
+    {"ep": 2, "tp": 2},
+    ("fsdp", 4),
     {"dp": ("fsdp", "ep")},
 )
 
@@ -43,8 +43,8 @@ GROWTH = Growth(
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [
-        (2, (1, 1, 1, 2)),
-        (8, (1, 4, 1, 2)),
+        (4, (1, 1, 2, 2)),
+        (8, (1, 2, 2, 2)),
         (16, (1, 4, 2, 2)),
         (48, (3, 4, 2, 2)),
         (1 << 17, (1 << 13, 4, 2, 2)),
@@ -52,45 +52,45 @@ GROWTH = Growth(
         (9, None),
     ],
 )
-def test_meshes_grow(ranks: int, shape: tuple[int, ...] | None) -> None:
-    transport = GROWTH.transport(ranks)
-    assert (transport.shape if transport else None) == shape
-    if transport:
-        both = GROWTH.mesh(transport, ("replicas", "dp"))
+def test_full_mesh_sizes(ranks: int, shape: tuple[int, ...] | None) -> None:
+    full_mesh = GROWTH.full_mesh(ranks)
+    assert (full_mesh.shape if full_mesh else None) == shape
+    if full_mesh:
+        both = GROWTH.mesh(full_mesh, ("replicas", "dp"))
         assert both.shape == (shape[0], shape[1] * shape[2]) and both.rank_array[:3].tolist() == [0, 2, 4][: both.size]
-        assert GROWTH.mesh(transport, ("tp",)).rank_array.tolist() == [0, 1]
+        assert GROWTH.mesh(full_mesh, ("tp",)).rank_array.tolist() == [0, 1]
 
 
 def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: str, where: str = "a.py:1 f") -> Entry:
     return Entry(Mesh((2,) * len(names), names), None, shape, "float32", source, target, where)
 
 
-def test_what_becomes_of_a_redistribution() -> None:
-    transport = GROWTH.transport(48)
-    assert transport is not None
-    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), transport)
+def test_grown_entry() -> None:
+    full_mesh = GROWTH.full_mesh(48)
+    assert full_mesh is not None
+    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), full_mesh)
     assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the ranks that there are"
-    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), transport).shape == (10,)
+    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), full_mesh).shape == (10,)
     solver = GROWTHS["solver"]
-    transport = solver.transport(2048)
-    assert transport is not None
-    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), transport)
+    full_mesh = solver.full_mesh(2048)
+    assert full_mesh is not None
+    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), full_mesh)
     assert weight.mesh.shape == (2, 128, 8) and (weight.source, weight.target) == ("P P S0", "R S0 S0 @ 0:2,1")
     for kept in (entry(("dp", "tp"), (1, 64, 8), "P S2", "S1 S2"), entry(("dp", "tp"), (64, 8), "S0 P", "S0 R")):
-        assert solver.grown(kept, transport).mesh.shape == (128, 8)
+        assert solver.grown(kept, full_mesh).mesh.shape == (128, 8)
     for wrong in (entry(("pp",), (4,), "S0", "R"), entry(("dp", "tp"), (12,), "S0/3 R", "R R")):
         with pytest.raises(ArgumentError, match="allowed"):
-            solver.grown(wrong, transport)
+            solver.grown(wrong, full_mesh)
 
 
-def test_every_workload_grows() -> None:
+def test_grown_recorded_workloads() -> None:
     for name, growth in GROWTHS.items():
         assert name in WORKLOADS
         for ranks in projection.RANKS[4:]:
-            transport = growth.transport(ranks)
-            assert transport is not None and transport.size == ranks
+            full_mesh = growth.full_mesh(ranks)
+            assert full_mesh is not None and full_mesh.size == ranks
             for found in projection.load(name).redistributions:
-                growth.grown(found, transport)
+                growth.grown(found, full_mesh)
 
 
 def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> set[tuple[int, ...]]:
@@ -102,7 +102,7 @@ def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> s
     "layouts", [("S0 S1", "S1 S0"), ("S0 S0", "R S0"), ("R S0", "S0 S0"), ("S0 S0", "S0 S0 @ 0:1,0")]
 )
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.name)
-def test_bytes_are_those_of_a_brute_count(layouts: tuple[str, str], topology: shardweave.Topology) -> None:
+def test_received_equals_brute_force(layouts: tuple[str, str], topology: shardweave.Topology) -> None:
     """The ranks at both ends and in the middle: what each lacks, at each step, of what it ends with."""
     mesh, shape = Mesh((4, 2), ("dp", "tp")), (22, 6)
     program = shardweave.plan(mesh, shape, "float32", *layouts, topology=topology)
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_a_brute_count(layouts: tuple[str, str], topology: sh
     assert received(Entry(mesh, None, shape, "float32", *layouts, ""), topology) == 4 * max(lacking)
 
 
-def test_bytes_of_torch() -> None:
+def test_stock_received() -> None:
     """By what its collectives bring: (n - 1) parts, padded, of each."""
     mesh, shape = Mesh((4, 2)), (16, 6)
     gather = stock_received(mesh, shape, "bfloat16", Layout.parse("S0 S1"), Layout.parse("R S1"))
@@ -126,7 +126,7 @@ def test_bytes_of_torch() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 2)], ids=str)
-def test_torchs_plans_need_no_process_group(shape: tuple[int, ...]) -> None:
+def test_stock_layouts_without_process_group(shape: tuple[int, ...]) -> None:
     """On a mesh without one they are those of a real mesh, in any order of shards."""
     texts = ["S0 S0", "R S0", "S0 R", "P S0", "S0 S1", "S1 S0", "S0 S0 @ 0:1,0", "P R"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -186,7 +186,9 @@ def test_files_of_a_projection(tmp_path: Path) -> None:
     assert {row["ranks"] for row in json.loads((tmp_path / "projection.json").read_text())["rows"]} == {8}
 
 
-def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_exit_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(projection, "find_spec", lambda name: None)
     assert projection.main(["--out", str(tmp_path)]) == 2 and "matplotlib is not here" in capsys.readouterr().err
     monkeypatch.setattr(projection, "find_spec", lambda name: True)
@@ -202,7 +204,7 @@ def case(name: str, predicted: float, bound: str = "bandwidth") -> dict[str, Any
     return {"name": name, "bound": bound, "predicted_us": predicted, "measured_us": 4.0}
 
 
-def test_errors_are_factors_and_split_by_what_a_price_is_mostly() -> None:
+def test_validation_errors_by_bound() -> None:
     cases = [case("a", 2.0, "nothing moves"), case("b", 4.0, "nothing moves"), case("c", 12.0)]
     assert validation.errors(cases) == [0.0, 1.0, 2.0]
     rows = validation.rows(
@@ -223,12 +225,12 @@ def test_errors_are_factors_and_split_by_what_a_price_is_mostly() -> None:
     ("source", "target", "rows", "bound"),
     [("R", "S0", 1 << 20, "nothing moves"), ("S0", "R", 8, "latency"), ("S0", "R", 1 << 20, "bandwidth")],
 )
-def test_what_a_price_is_mostly(source: str, target: str, rows: int, bound: str) -> None:
+def test_bound_of_a_cost(source: str, target: str, rows: int, bound: str) -> None:
     topology = replace(shardweave.NVLINK_NODE, call_us=30.0)
     assert validation.bound_of(shardweave.plan((4,), (rows, 64), "float32", source, target, topology=topology)) == bound
 
 
-def test_torchs_steps_are_one_call() -> None:
+def test_stock_us_counts_one_call() -> None:
     request = Mesh((4, 2)), (1024, 64), "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0")
     layouts = projection.stock_layouts(request[0], request[1], *request[3:])
     assert layouts is not None and len(layouts) > 2
@@ -236,23 +238,20 @@ def test_torchs_steps_are_one_call() -> None:
     assert free is not None and dear == pytest.approx(free + 500)
 
 
-@pytest.mark.multi
-def test_prices_are_held_against_ranks_of_this_machine() -> None:
-    """Outputs are checked there before they are timed."""
+@pytest.mark.long
+def test_validation_runs_calibrate_and_replay() -> None:
     runs = validation.measure([2], "llama/sequence", 1 << 14)
     assert [(run["ranks"], run["transport"]) for run in runs] == [(2, "shared_memory"), (2, "process_group")]
     for run in runs:
         assert {case["name"] for case in run["cases"]} >= {"llama/sequence gather", "llama/sequence to heads"}
         topology = shardweave.Topology.from_dict(run["topology"])
         assert topology.node.one_sided == (run["transport"] == "shared_memory")
-        assert topology.call_us > 0
         for case in run["cases"]:
-            assert case["predicted_us"] > topology.call_us and case["measured_us"] > 0
+            assert case["predicted_us"] > topology.call_us > 0 and case["measured_us"] > 0
             assert (case["bound"] == "nothing moves") == ("split" in case["name"])
-    assert validation.rows(runs)[-1].startswith(f"| all | all | all | {sum(len(run['cases']) for run in runs)} |")
 
 
-def test_traces_say_what_they_are_of() -> None:
+def test_recorded_traces_have_their_world_size() -> None:
     for name, workload in WORKLOADS.items():
         trace: Trace = projection.load(name)
         assert trace.world_size == len(Mesh(tuple(workload.mesh.values())).rank_array)

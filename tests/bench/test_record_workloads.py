@@ -48,7 +48,7 @@ def kinds(trace: Trace) -> set[tuple]:
 
 
 @pytest.mark.parametrize("name", _SMALL)
-def test_a_small_model_redistributes_alike(name: str) -> None:
+def test_small_models_record_equal_kinds(name: str) -> None:
     small = recorded(*_SMALL[name])
     assert kinds(small) == kinds(TRACES[name]) and not small.left_out
 

@@ -30,7 +30,7 @@ def test_bytes_are_those_of_rows() -> None:
     assert Shape(4096, 7168, 8, 256, 8).moved == 9 * 4096 * 7168 * 2
 
 
-def test_a_rank_knows_where_its_rows_belong(rank: VirtualRank) -> None:
+def test_rows_of_a_virtual_rank(rank: VirtualRank) -> None:
     """Of every slot the rows of lower ranks come first, then its own by token and k."""
     matrix = rank.matrices.tensors[rank.me]
     assert (matrix >= 0).all() and matrix[:, -1].sum() == 0
@@ -101,7 +101,7 @@ def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("of", [token_kernels.permuting, token_kernels.combining, token_kernels.routing_and_permuting])
-def test_others_do_the_same_or_are_not_installed(rank: VirtualRank, of: Callable[..., list[Rival]]) -> None:
+def test_rivals_compute_equal_results(rank: VirtualRank, of: Callable[..., list[Rival]]) -> None:
     names = []
     for rival in of(rank, dry=True):
         if rival.name in ("torchao", "torchtitan"):
@@ -124,7 +124,7 @@ def rival(name: str, seconds: float, right: bool = True, wanted: float = 0.0) ->
     return Rival(name, lambda: (lambda: seconds, lambda: right), wanted)
 
 
-def test_the_best_of_others_counts_and_who_is_absent_is_named() -> None:
+def test_beside_reports_fastest_and_absent_rivals() -> None:
     def absent() -> token_cases.Made:
         raise ModuleNotFoundError("No module named 'nothing'")
 

@@ -103,13 +103,13 @@ def test_both_columns(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
-def test_what_has_not_called_shardweave_proves_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_without_calls_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "-k", "skipped"]) == 1
     assert "nothing is proven" in capfd.readouterr().out
 
 
 @pytest.mark.long
-def test_time_is_up(tmp_path: Path) -> None:
+def test_timeout_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "test_sleepy.py"
     file.write_text(SLEEPY)
     column = run(file, tmp_path, installed=False, only=None, timeout=15)

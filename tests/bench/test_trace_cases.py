@@ -56,7 +56,7 @@ def test_calls_are_of_one_rank() -> None:
 
 
 @pytest.mark.plan
-def test_what_is_too_large_is_refused_before_ranks_start(
+def test_check_memory_fails_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     from shardweave.__main__ import main

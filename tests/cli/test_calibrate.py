@@ -13,9 +13,9 @@ from warm_python import run_python
 import shardweave
 from shardweave import ArgumentError, Layout, Link, Mesh, Topology
 from shardweave.__main__ import main
-from shardweave.bench.harness.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
-from shardweave.bench.harness.link_times import node_size_of, sizes_up_to
 from shardweave.cli.calibrate import predicted_us
+from shardweave.cli.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
+from shardweave.cli.link_times import node_size_of, sizes_up_to
 from shardweave.planner.cost import step_price
 from shardweave.planner.layout_change import LayoutChange
 

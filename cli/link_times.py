@@ -1,4 +1,4 @@
-"""A rank's side of `calibrate`: exchanges between ranks of a node and of several, timed as `redistribute` runs them."""
+"""A rank of `calibrate`: times exchanges inside a node and between nodes, as `redistribute` runs them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardweave
 
-from ...errors import ArgumentError
-from ...runtime.environment import pretended_node_size
-from ...runtime.transports.select import current_transports
-from ...runtime.transports.shared_memory.transport import machine_name
-from .interleaved import rotated, rotating
+from ..bench.harness.interleaved import rotated, rotating
+from ..bench.harness.ranks import Send
+from ..errors import ArgumentError
+from ..runtime.environment import pretended_node_size
+from ..runtime.transports.select import current_transports
+from ..runtime.transports.shared_memory.transport import machine_name
 from .link_fit import Sample
-from .ranks import Send
 
 ROUNDS = 7
 SMALLEST = 64
@@ -38,7 +38,7 @@ _MOST_GROUPS = 3
 
 
 def sizes_up_to(largest: int) -> list[int]:
-    """Bytes that a rank sends, from a few to `largest`."""
+    """The sizes that are measured: bytes that a rank sends, up to `largest`."""
     count = int(math.log(largest / SMALLEST, _GROWTH) + 1e-9)
     sizes = [SMALLEST * _GROWTH**i for i in range(count + 1)]
     return sizes if sizes[-1] == largest else [*sizes, largest]
@@ -84,19 +84,19 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     node_size = node_size_of(machines, config["node_size"])
     nodes, sizes = size // node_size, sizes_up_to(config["largest"])
 
-    def found(kind: str, samples: Sequence[Sample], **more: Any) -> None:
+    def report(kind: str, samples: Sequence[Sample], **more: Any) -> None:
         if rank == 0:
             shape = {"nodes": nodes, "node_size": node_size}
             send({"kind": kind, "samples": [asdict(sample) for sample in samples], **shape, **more})
 
-    found("local", _locals(device, (nodes, node_size), config["transport"], sizes))
+    report("local", _locals(device, (nodes, node_size), config["transport"], sizes))
     inside = None
     if node_size > 1:
         inside, samples = _link(device, (nodes, node_size), False, config["transport"], sizes)
-        found("node", samples, transport=inside)
+        report("node", samples, transport=inside)
     if nodes > 1 or inside != "process_group":
         _, samples = _link(device, (nodes, node_size), nodes > 1, "process_group", sizes)
-        found("network", samples, transport="process_group")
+        report("network", samples, transport="process_group")
 
 
 def _link(
@@ -154,15 +154,15 @@ class _Swap:
         return shardweave.redistribute(source, [Shard(2)], transport=self.transport)
 
     def rotating(self) -> Callable[[], DTensor]:
-        """The exchange of one source after another, of which the next is in no cache."""
+        """The exchange on rotating sources, none of which is in a cache."""
         return rotating(self, rotated(self.source)[0])
 
 
 def _check(swap: _Swap) -> None:
-    """Before anything is timed."""
+    """Check the result of an exchange before anything is timed."""
     whole = torch.arange(math.prod(swap.shape), dtype=torch.float32).reshape(swap.shape)
-    wanted = whole.chunk(swap.mesh.size(), 2)[swap.mesh.get_local_rank()]
-    assert torch.equal(swap(swap.source).to_local().cpu(), wanted), f"a wrong exchange on {swap.transport}"
+    expected = whole.chunk(swap.mesh.size(), 2)[swap.mesh.get_local_rank()]
+    assert torch.equal(swap(swap.source).to_local().cpu(), expected), f"a wrong exchange on {swap.transport}"
 
 
 def _locals(device: torch.device, nodes: tuple[int, int], transport: str | None, sizes: Sequence[int]) -> list[Sample]:
@@ -179,14 +179,14 @@ def _locals(device: torch.device, nodes: tuple[int, int], transport: str | None,
         k = max(1, round(nbytes / (8 * n)))
         whole = torch.arange(2 * n * k, dtype=torch.float32, device=device).reshape(2, n * k)
         source = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-        wanted = whole.chunk(n, 1)[mesh.get_local_rank()]
-        assert torch.equal(call(source).to_local(), wanted), f"a wrong part on {transport}"
+        expected = whole.chunk(n, 1)[mesh.get_local_rank()]
+        assert torch.equal(call(source).to_local(), expected), f"a wrong part on {transport}"
         samples.append(Sample(0, 0, 8 * k, microseconds(rotating(call, rotated(source)[0]), device)))
     return samples
 
 
 def microseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of a call: the median over rounds of the slowest rank."""
+    """The microseconds of a call: the median over rounds of the slowest rank."""
     kept: deque[Any] = deque(maxlen=_KEPT)
 
     def turn(calls: int) -> float:
@@ -206,10 +206,10 @@ def microseconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
-    """Each round's longest time over all ranks."""
-    found = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
+    """The seconds of the slowest rank, by round."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
 
 
 def _finish(device: torch.device) -> None:

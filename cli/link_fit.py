@@ -1,4 +1,4 @@
-"""From times of exchanges to the figures of a link: a line through them that outliers do not bend."""
+"""Fit the latency and bandwidth of links to the times of exchanges, robustly against outliers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...planner import Link, Topology
+from ..planner import Link, Topology
 
 _NEARLY_ZERO = 1e-12
-_LEAST_SCALE = 0.15  # so that no error under 70 % makes an outlier: a link is no straight line either
-_TUKEY = 4.685  # Tukey's bisquare constant: 95 % as sure as least squares where errors are normal
+_LEAST_SCALE = 0.15  # so that no error below 70 % is an outlier: links are not exactly linear
+_TUKEY = 4.685  # Tukey's bisquare constant: 95 % efficiency for normal errors
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One size of exchange between the ranks of a link, or of a copy inside a rank.
+    """The time of one size of exchange over a link, or of a copy inside a rank.
 
     Attributes:
-        peers: to how many ranks each rank sends.
+        peers: the number of ranks that each rank sends to.
         nbytes: bytes that a rank sends; it receives as many.
         copied: bytes that the price of a step counts as copied inside a rank.
-        us: microseconds a call: the median over rounds of the slowest rank.
+        us: microseconds of a call: the median over rounds of the slowest rank.
     """
 
     peers: int
@@ -35,14 +35,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """A link, and what could not be told of it."""
+    """A fitted link, and notes about figures that could not be determined."""
 
     link: Link
     notes: tuple[str, ...] = ()
 
 
 class Local(NamedTuple):
-    """What a rank does by itself: `Topology`'s figures of the same names, and what could not be told of them."""
+    """The costs inside a rank: `Topology`'s figures of the same names, and notes about what could not be determined."""
 
     call_us: float
     memory_gigabytes_per_s: float
@@ -54,7 +54,7 @@ class Local(NamedTuple):
 
 
 def fit_local(samples: Sequence[Sample]) -> Local:
-    """From calls that copy inside a rank, of different sizes; bytes read and bytes written count together."""
+    """Fit calls that copy inside a rank, of different sizes. Bytes read and bytes written both count."""
     times = [s.us for s in samples]
     call, per_byte = fit_line([[1.0, s.copied] for s in samples], times, times)
     per_byte, notes = _per_byte(per_byte, samples)
@@ -62,10 +62,10 @@ def fit_local(samples: Sequence[Sample]) -> Local:
 
 
 def fit_link(samples: Sequence[Sample], one_sided: bool, local: Local) -> Fit:
-    """Latency, bandwidth and the cost of a peer, as a `Link` defines them.
+    """Fit latency, bandwidth and the cost of a peer, as a `Link` defines them.
 
-    What a rank does by itself is taken off first. Without two numbers of peers a peer cannot be told from the step, and
-    costs 0; where time does not grow with bytes, the bandwidth is the least that it can be. Both are noted.
+    The costs inside a rank are subtracted first. With one number of peers only, the cost of a peer is 0 and part of the
+    latency; if time does not grow with bytes, the bandwidth is a lower bound. Notes say so.
     """
     several = len({s.peers for s in samples}) > 1
     notes = () if several else ("one number of peers: what a peer costs is part of the latency",)
@@ -80,7 +80,7 @@ def fit_link(samples: Sequence[Sample], one_sided: bool, local: Local) -> Fit:
 
 
 def _per_byte(fitted: float, samples: Sequence[Sample]) -> tuple[float, tuple[str, ...]]:
-    """Microseconds a byte: as fitted, or what the largest sample took where that is 0, and a note."""
+    """Microseconds per byte: as fitted; if that is 0, those of the largest sample, and a note."""
     if fitted > 0:
         return fitted, ()
     most, us = max((s.nbytes or s.copied, s.us) for s in samples)
@@ -88,33 +88,33 @@ def _per_byte(fitted: float, samples: Sequence[Sample]) -> tuple[float, tuple[st
 
 
 def _rounded(figure: float) -> float:
-    """Four digits: more were not measured."""
+    """Round to four significant digits."""
     return float(f"{figure:.4g}")
 
 
 def fit_line(rows: Sequence[Sequence[float]], values: Sequence[float], scales: Sequence[float]) -> list[float]:
-    """The coefficients >= 0, one per column of `rows`, that come nearest to `values`, errors counted in `scales`.
+    """The coefficients >= 0, one per column of `rows`, that fit `values` best; errors are relative to `scales`.
 
-    Least squares, repeated with Tukey's weights from the least absolute errors on, so that a few outliers of any size
-    have no say.
+    Iteratively reweighted least squares with Tukey's weights, started from the least absolute errors, so that a few
+    outliers of any size have no influence.
     """
     scale = np.asarray(scales, dtype=np.float64)
     x = np.asarray(rows, dtype=np.float64) / scale[:, None]
     y = np.asarray(values, dtype=np.float64) / scale
     weights = np.ones(len(y))
     for _ in range(60):
-        found = _least_squares(x, y, weights)
-        weights = 1 / np.maximum(np.abs(y - x @ found), _NEARLY_ZERO)
+        coefficients = _least_squares(x, y, weights)
+        weights = 1 / np.maximum(np.abs(y - x @ coefficients), _NEARLY_ZERO)
     for _ in range(30):
-        error = np.abs(y - x @ found)
+        error = np.abs(y - x @ coefficients)
         spread = max(1.4826 * float(np.median(error)), _LEAST_SCALE)
         weights = np.maximum(1 - (error / (_TUKEY * spread)) ** 2, 0) ** 2
-        found = _least_squares(x, y, weights)
-    return found.tolist()
+        coefficients = _least_squares(x, y, weights)
+    return coefficients.tolist()
 
 
 def _least_squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The best coefficients that are all >= 0: of a few columns, every choice of those that may be above 0 is tried."""
+    """The best coefficients >= 0; every subset of the few columns is tried."""
     root = np.sqrt(weights)
     best, least = np.zeros(x.shape[1]), float((weights * y**2).sum())
     for count in range(1, x.shape[1] + 1):
@@ -125,17 +125,17 @@ def _least_squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndar
             solved = np.linalg.lstsq(part / size, y * root, rcond=None)[0] / size
             if (solved < 0).any():
                 continue
-            found = np.zeros(x.shape[1])
-            found[columns] = solved
-            error = float((weights * (y - x @ found) ** 2).sum())
+            candidate = np.zeros(x.shape[1])
+            candidate[columns] = solved
+            error = float((weights * (y - x @ candidate) ** 2).sum())
             if error < least:
-                best, least = found, error
+                best, least = candidate, error
     return best
 
 
-def topology_of(found: Sequence[dict[str, Any]], name: str | None) -> tuple[Topology, list[str]]:
-    """The topology that rank 0's measurements make, and what has to be said of it."""
-    by_kind = {measured["kind"]: measured for measured in found}
+def topology_of(measurements: Sequence[dict[str, Any]], name: str | None) -> tuple[Topology, list[str]]:
+    """Fit a topology to rank 0's measurements; returns it and the notes of its report."""
+    by_kind = {measured["kind"]: measured for measured in measurements}
     nodes, node_size = by_kind["local"]["nodes"], by_kind["local"]["node_size"]
     local = fit_local(samples_of(by_kind["local"]))
     fits: dict[str, Fit] = {}
