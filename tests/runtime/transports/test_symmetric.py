@@ -233,10 +233,10 @@ def test_batch_signals_once() -> None:
 def fails_in_a_batch(rank: int) -> int:
     mesh = init_device_mesh("cpu", (2,))
     given = [made(torch.arange(12.0), mesh, [Shard(0)], {}, "cpu") for _ in range(3)]
-    transport, outputs = transport_of("cpu"), []
+    transport, outputs, store = transport_of("cpu"), [], dist.distributed_c10d._get_default_store()
     shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
     if rank == 1:
-        time.sleep(3)
+        store.wait(["rank 0 has timed out"], timedelta(seconds=60))
         return 0
     empty = transport.empty
 
@@ -247,6 +247,7 @@ def fails_in_a_batch(rank: int) -> int:
     transport.empty = recorded  # type: ignore[method-assign]
     with pytest.raises(shardweave.MeetingTimeoutError):
         shardweave.redistribute_batch(given, [[Replicate()]] * 3, transport="symmetric_memory")
+    store.set("rank 0 has timed out", "")
     return sum(bool(out.isnan().all()) for out in outputs)
 
 
