@@ -161,4 +161,6 @@ def _send_shares(
 
 
 def send_shares(at: PricedRanks, change: LayoutChange) -> SendShares:
+    """The shares of a change between layouts on one mesh; cached."""
+    assert change.closure is not None
     return _send_shares(at, change.closure, change.replicas, change.shards_split, change.keepers)
