@@ -57,7 +57,7 @@ def dtensor_program() -> shardweave.Program:
         for before, after in zip(DTENSOR_PATH, DTENSOR_PATH[1:], strict=False)
     ]
     steps = tuple([step for part in parts for step in part.steps])
-    return shardweave.Program(shardweave.Mesh(MESH), SHAPE, DTYPE, parts[0].src, parts[-1].dst, steps)
+    return shardweave.Program(shardweave.Mesh(MESH), SHAPE, DTYPE, parts[0].source, parts[-1].target, steps)
 
 
 def stacked(drawings: dict[str, str]) -> str:

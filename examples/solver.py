@@ -46,7 +46,7 @@ def main() -> None:
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     source, target = (DTensorSpec(mesh, placements, meta) for placements in (ACCEPTED["S0 S0"], ACCEPTED[chosen]))
     # In the source, mesh dim 1 cuts first. The target has the order of its spec, the default one.
-    moved = shardweave.ordered_redistribute_local_tensor(mine, source, target, src_order=(1, 0), topology=NODES)
+    moved = shardweave.ordered_redistribute_local_tensor(mine, source, target, source_order=(1, 0), topology=NODES)
 
     expected = whole
     for at, placement in zip((dp, tp), ACCEPTED[chosen], strict=True):

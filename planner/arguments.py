@@ -53,18 +53,18 @@ def resolve_layout(argument: str, layout: Layout | str, mesh: Mesh) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def normalized_layouts(mesh: Mesh, ndim: int, dtype: str, src: Layout, dst: Layout) -> tuple[Layout, ...]:
+def normalized_layouts(mesh: Mesh, ndim: int, dtype: str, source: Layout, target: Layout) -> tuple[Layout, ...]:
     """Check the layouts of a tensor of `ndim` dims, and return them with mesh dims of size 1 replicated.
 
     Returns:
         (source, target), or (source,) if they are equal.
     """
     sizes = (1,) * ndim  # the checks do not depend on the sizes
-    check_layout("src", src, mesh, sizes, dtype)
-    check_layout("dst", dst, mesh, sizes, dtype)
-    check_target(dst, src.placements)
-    source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
-    return (source,) if source == target else (source, target)
+    check_layout("source", source, mesh, sizes, dtype)
+    check_layout("target", target, mesh, sizes, dtype)
+    check_target(target, source.placements)
+    before, after = source.without_size_one(mesh.shape), target.without_size_one(mesh.shape)
+    return (before,) if before == after else (before, after)
 
 
 def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> None:
@@ -90,11 +90,13 @@ def check_layout(name: str, layout: Layout, mesh: Mesh, shape: tuple[int, ...], 
                 raise with_prefix(error, f"{name}: mesh dim {mesh_dim}") from None
 
 
-def check_target(dst: Layout, src_placements: Sequence[Placement | None]) -> None:
+def check_target(target: Layout, source_placements: Sequence[Placement | None]) -> None:
     """Raise UnsupportedError if a mesh dim becomes a partial product."""
-    for mesh_dim, (before, after) in enumerate(zip(src_placements, dst.placements, strict=True)):
+    for mesh_dim, (before, after) in enumerate(zip(source_placements, target.placements, strict=True)):
         if after == Partial("prod") and before != after:
-            raise UnsupportedError(f"dst: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min")
+            raise UnsupportedError(
+                f"target: mesh dim {mesh_dim} becomes a partial product; allowed: sum, avg, max, min"
+            )
 
 
 def check_local_shape(
@@ -104,6 +106,6 @@ def check_local_shape(
     expected = program.source_shape(position)
     if tuple(local_shape) != expected:
         raise ArgumentError(
-            f"{name}: rank at mesh position {position} gave shape {tuple(local_shape)}; layout {program.src} of global "
-            f"shape {program.shape} on mesh {program.source_mesh.shape} allows only {expected}"
+            f"{name}: rank at mesh position {position} gave shape {tuple(local_shape)}; layout {program.source} of "
+            f"global shape {program.shape} on mesh {program.source_mesh.shape} allows only {expected}"
         )

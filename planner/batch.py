@@ -181,7 +181,8 @@ class Batch:
             steps = ", ".join(step.kind for step in program.steps) or "nothing to do"
             received = format_bytes(max(program.bytes_received))
             lines.append(
-                f"  {program.src} → {program.dst}   {program.dtype}{list(program.shape)}: {steps}, receives {received}"
+                f"  {program.source} → {program.target}   {program.dtype}{list(program.shape)}: {steps}, "
+                f"receives {received}"
             )
         return "\n".join(lines)
 
@@ -229,11 +230,11 @@ def _programs(
 ) -> tuple[Program, ...]:
     programs = []
     for index, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-        mesh, shape, dtype, src, dst, target_mesh = request.fields()
+        mesh, shape, dtype, source, target, target_mesh = request.fields()
         position = None if rank is None else max(position_of(rank, mesh, target_mesh), 0)
         try:
             program = plan(
-                mesh, shape, dtype, src, dst,
+                mesh, shape, dtype, source, target,
                 target_mesh=target_mesh, rank=position, topology=topology, max_bytes=limit,
             )  # fmt: skip
         except (ArgumentError, UnsupportedError) as error:

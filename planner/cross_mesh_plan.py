@@ -39,9 +39,9 @@ def plan_cross_mesh(request: Request) -> Program:
     Raises:
         ArgumentError: no plan that was found stays within `max_bytes`.
     """
-    source_mesh, shape, dtype, src, dst, target_mesh = request.fields()
+    source_mesh, shape, dtype, source, target, target_mesh = request.fields()
     topology, max_bytes = request.topology, request.max_bytes
-    source, target = src.without_size_one(source_mesh.shape), dst.without_size_one(target_mesh.shape)
+    source, target = source.without_size_one(source_mesh.shape), target.without_size_one(target_mesh.shape)
     partial = [m for m, p in enumerate(target.placements) if isinstance(p, Partial)]
     whole = target.with_placement(partial, Replicate())
     paths = []
@@ -74,7 +74,7 @@ def plan_cross_mesh(request: Request) -> Program:
 
 
 def _program(request: Request, legs: list[Leg], others: tuple[Path, ...], rank: int | None) -> Program:
-    source_mesh, shape, dtype, src, dst, target_mesh = request.fields()
+    source_mesh, shape, dtype, source, target, target_mesh = request.fields()
     topology = request.topology
     union, node_size = union_mesh(source_mesh, target_mesh), None if topology is None else topology.node_size
     steps: list[Step] = []
@@ -82,7 +82,7 @@ def _program(request: Request, legs: list[Leg], others: tuple[Path, ...], rank: 
         layouts = bound_fan_in(mesh, (a, b))  # between two meshes no value is reduced
         changes = [layout_change(mesh, dtype, x, y, node_size, other, union) for x, y in pairwise(layouts)]
         steps += [build_step(change, shape, rank) for change in changes]
-    return Program(union, shape, dtype, src, dst, tuple(steps), rank, topology, others, source_mesh, target_mesh)
+    return Program(union, shape, dtype, source, target, tuple(steps), rank, topology, others, source_mesh, target_mesh)
 
 
 def _reduced_sources(source: Layout, shape: tuple[int, ...]) -> list[Layout]:

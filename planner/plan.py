@@ -34,23 +34,23 @@ def plan(
     mesh: Mesh | Sequence[int],
     shape: Sequence[int],
     dtype: str,
-    src: Layout | str,
-    dst: Layout | str,
+    source: Layout | str,
+    target: Layout | str,
     *,
     target_mesh: Mesh | Sequence[int] | None = None,
     rank: int | None = None,
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Program:
-    """Plan the redistribution of a tensor of the global `shape` from layout `src` to layout `dst`.
+    """Plan the redistribution of a tensor of the global `shape` from layout `source` to layout `target`.
 
     Args:
         mesh: a `Mesh` or its shape.
         shape: the global shape of the tensor.
         dtype: a name such as "bfloat16".
-        src, dst: layouts or their text form (`Layout.parse`).
-        target_mesh: the mesh of `dst`, if it is not `mesh`: of the same ranks, of some of them, or of others. Positions
-            then refer to the ranks of both meshes, those of `mesh` first (`Program.mesh`).
+        source, target: layouts or their text form (`Layout.parse`).
+        target_mesh: the mesh of `target`, if it is not `mesh`: of the same ranks, of some of them, or of others.
+            Positions then refer to the ranks of both meshes, those of `mesh` first (`Program.mesh`).
         rank: a mesh position: plan its part only, in time proportional to the number of its peers. None: plan all
             ranks.
         topology: the links between ranks; the program is the cheapest found on them. A mesh dim that spans several
@@ -66,7 +66,15 @@ def plan(
     """
     shape = check_shape(shape)
     return planner_of(
-        mesh, len(shape), dtype, src, dst, target_mesh=target_mesh, rank=rank, topology=topology, max_bytes=max_bytes
+        mesh,
+        len(shape),
+        dtype,
+        source,
+        target,
+        target_mesh=target_mesh,
+        rank=rank,
+        topology=topology,
+        max_bytes=max_bytes,
     ).program(shape)
 
 
@@ -74,8 +82,8 @@ def planner_of(
     mesh: Mesh | Sequence[int],
     ndim: int,
     dtype: str,
-    src: Layout | str,
-    dst: Layout | str,
+    source: Layout | str,
+    target: Layout | str,
     *,
     target_mesh: Mesh | Sequence[int] | None = None,
     rank: int | None = None,
@@ -83,7 +91,7 @@ def planner_of(
     max_bytes: int | None = None,
 ) -> Planner:
     """The cached planner for tensors of `ndim` dims and any sizes. Args and errors as for `plan`."""
-    return _planner(Request(mesh, (1,) * ndim, dtype, src, dst, target_mesh, rank, topology, max_bytes))
+    return _planner(Request(mesh, (1,) * ndim, dtype, source, target, target_mesh, rank, topology, max_bytes))
 
 
 class Planner:
@@ -98,14 +106,14 @@ class Planner:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.mesh, _, self.dtype, self.src, self.dst, self.target_mesh = request.fields()
+        self.mesh, _, self.dtype, self.source, self.target, self.target_mesh = request.fields()
         self.rank = request.rank
         self.is_cross_mesh = not self.mesh.same_ranks(self.target_mesh)
         self._changes: tuple[LayoutChange, ...] | None = None
         """The changes of a path that is the same for tensors of all shapes."""
         self.local_slice: LocalSlice | None = None
         if not self.is_cross_mesh and request.topology is None and request.max_bytes is None:
-            layouts = normalized_layouts(self.mesh, len(request.shape), self.dtype, self.src, self.dst)
+            layouts = normalized_layouts(self.mesh, len(request.shape), self.dtype, self.source, self.target)
             if len(layouts) == 1 or not layout_change(self.mesh, self.dtype, *layouts).reduced:
                 self._changes = layout_changes(self.mesh, self.dtype, layouts)
             if self._changes and self.rank is not None and LocalSlice.applies(self._changes[0]):
@@ -123,7 +131,7 @@ class Planner:
         """A new program for a tensor of `shape`."""
         if self._changes is not None:
             steps = tuple([build_step(change, shape, self.rank) for change in self._changes])
-            return Program(self.mesh, shape, self.dtype, self.src, self.dst, steps, self.rank)
+            return Program(self.mesh, shape, self.dtype, self.source, self.target, steps, self.rank)
         request = replace(self.request, shape=shape)
         return _plan_cross_mesh(request) if self.is_cross_mesh else _plan_on_mesh(request)
 
@@ -136,8 +144,8 @@ def redistribute_cost(
     mesh: Mesh | Sequence[int],
     shape: Sequence[int],
     dtype: str,
-    src: Layout | str,
-    dst: Layout | str,
+    source: Layout | str,
+    target: Layout | str,
     topology: Topology = NVLINK_NODE,
 ) -> float:
     """The estimated microseconds of the cheapest program on the slowest rank, without building the program; cached.
@@ -145,7 +153,7 @@ def redistribute_cost(
     Args and errors as for `plan`.
     """
     mesh = mesh if isinstance(mesh, Mesh | tuple) else whole_numbers("mesh", mesh)
-    return _cost(mesh, shape if isinstance(shape, tuple) else check_shape(shape), dtype, src, dst, topology)
+    return _cost(mesh, shape if isinstance(shape, tuple) else check_shape(shape), dtype, source, target, topology)
 
 
 @lru_cache(maxsize=65536)
@@ -153,13 +161,13 @@ def _cost(
     mesh: Mesh | tuple[int, ...],
     shape: tuple[int, ...],
     dtype: str,
-    src: Layout | str,
-    dst: Layout | str,
+    source: Layout | str,
+    target: Layout | str,
     topology: Topology,
 ) -> float:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    source, target = resolve_layout("src", src, mesh), resolve_layout("dst", dst, mesh)
-    return _search(mesh, check_shape(shape), check_dtype(dtype), source, target, topology, None).path.us
+    layouts = resolve_layout("source", source, mesh), resolve_layout("target", target, mesh)
+    return _search(mesh, check_shape(shape), check_dtype(dtype), *layouts, topology, None).path.us
 
 
 def _plan_on_mesh(request: Request) -> Program:
@@ -178,14 +186,16 @@ def _plan_on_mesh(request: Request) -> Program:
 
 def _plan_cross_mesh(request: Request) -> Program:
     source_mesh, shape, dtype, source, target, target_mesh = request.fields()
-    check_layout("src", source, source_mesh, shape, dtype)
-    check_layout("dst", target, target_mesh, shape, dtype)
+    check_layout("source", source, source_mesh, shape, dtype)
+    check_layout("target", target, target_mesh, shape, dtype)
     check_target(target, [None] * target_mesh.ndim)
     if request.topology is not None or request.max_bytes is not None:
         topology = request.topology or NVLINK_NODE
         source_mesh, (source,) = split_by_nodes(source_mesh, shape, (source,), topology)
         target_mesh, (target,) = split_by_nodes(target_mesh, shape, (target,), topology)
-        request = replace(request, mesh=source_mesh, src=source, target_mesh=target_mesh, dst=target, topology=topology)
+        request = replace(
+            request, mesh=source_mesh, source=source, target_mesh=target_mesh, target=target, topology=topology
+        )
         if source_mesh.same_ranks(target_mesh):
             return _plan_on_mesh(request)
     return plan_cross_mesh(request)
@@ -202,45 +212,49 @@ class _SearchResult(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _search(
-    mesh: Mesh, shape: tuple[int, ...], dtype: str, src: Layout, dst: Layout, topology: Topology, max_bytes: int | None
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    source: Layout,
+    target: Layout,
+    topology: Topology,
+    max_bytes: int | None,
 ) -> _SearchResult:
-    normalized_layouts(mesh, len(shape), dtype, src, dst)  # for its checks
-    mesh, (src, dst) = split_by_nodes(mesh, shape, (src, dst), topology)
-    mesh, src, dst = split_by_fan_in(mesh, shape, src, dst)
-    source, target = src.without_size_one(mesh.shape), dst.without_size_one(mesh.shape)
-    if source == target:
-        nbytes = math.prod(held_sizes(shape, source, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
+    normalized_layouts(mesh, len(shape), dtype, source, target)  # for its checks
+    mesh, (source, target) = split_by_nodes(mesh, shape, (source, target), topology)
+    mesh, source, target = split_by_fan_in(mesh, shape, source, target)
+    start, end = source.without_size_one(mesh.shape), target.without_size_one(mesh.shape)
+    if start == end:
+        nbytes = math.prod(held_sizes(shape, start, mesh.shape, (0,) * mesh.ndim)) * ITEMSIZE[dtype]
         if max_bytes is not None and nbytes > max_bytes:
-            raise ArgumentError(
-                f"max_bytes: {max_bytes}; allowed: at least {nbytes}, the size of a shard of ({source})"
-            )
-        return _SearchResult(mesh, src, dst, Path((source,), 0.0, nbytes))
-    search = Search(mesh, shape, dtype, source, target, topology)
+            raise ArgumentError(f"max_bytes: {max_bytes}; allowed: at least {nbytes}, the size of a shard of ({start})")
+        return _SearchResult(mesh, source, target, Path((start,), 0.0, nbytes))
+    search = Search(mesh, shape, dtype, start, end, topology)
     if max_bytes is None:
-        return _SearchResult(mesh, src, dst, search.cheapest())
+        return _SearchResult(mesh, source, target, search.cheapest())
 
     def peak_bytes(path: Path) -> int:
         """The bytes that a rank holds at most: exact from the boxes, or on a large mesh the estimate."""
         if mesh.size > PRICED_WHOLE:
             return path.peak_bytes
-        return max(_program(mesh, shape, dtype, src, dst, path, None, topology).peak_bytes)
+        return max(_program(mesh, shape, dtype, source, target, path, None, topology).peak_bytes)
 
-    return _SearchResult(mesh, src, dst, search.cheapest_within(max_bytes, peak_bytes))
+    return _SearchResult(mesh, source, target, search.cheapest_within(max_bytes, peak_bytes))
 
 
 def _program(
     mesh: Mesh,
     shape: tuple[int, ...],
     dtype: str,
-    src: Layout,
-    dst: Layout,
+    source: Layout,
+    target: Layout,
     path: Path,
     rank: int | None,
     topology: Topology | None,
 ) -> Program:
     changes = layout_changes(mesh, dtype, path.layouts, None if topology is None else topology.node_size)
     steps = tuple([build_step(change, shape, rank) for change in changes])
-    return Program(mesh, shape, dtype, src, dst, steps, rank, topology, path.others)
+    return Program(mesh, shape, dtype, source, target, steps, rank, topology, path.others)
 
 
 def _path_of_fewest_bytes(

@@ -17,7 +17,7 @@ from .render.program_to_json import to_dict
 
 @dataclass(frozen=True, eq=False)
 class Program(ProgramBase):
-    """The steps from layout `src` to layout `dst`.
+    """The steps from layout `source` to layout `target`.
 
     `bytes_received`, `bytes_over_network`, `bytes_bound` and `peak_bytes` have one int per rank in mesh row-major
     order, or a single one if `rank` is given; `bytes_bound` is None if a layout is partial.
@@ -27,12 +27,12 @@ class Program(ProgramBase):
             mesh in its order, then those that are in the target mesh only.
         shape: the global shape of the tensor.
         dtype: the name of the dtype.
-        src, dst: the layouts on `source_mesh` and `target_mesh`.
+        source, target: the layouts on `source_mesh` and `target_mesh`.
         steps: `Local` and `Exchange` steps, in order; empty if there is nothing to do.
         rank: the mesh position whose program this is; None for the program of all ranks.
         topology: the topology that the program was planned for; None if bytes alone decided.
         others: the paths that the search rejected on that topology, cheapest first.
-        source_mesh, target_mesh: the meshes of `src` and `dst`; None stands for `mesh`.
+        source_mesh, target_mesh: the meshes of `source` and `target`; None stands for `mesh`.
         ranks: the mesh positions whose steps the program holds.
     """
 

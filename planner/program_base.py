@@ -28,8 +28,8 @@ class ProgramBase:
     mesh: Mesh
     shape: tuple[int, ...]
     dtype: str
-    src: Layout
-    dst: Layout
+    source: Layout
+    target: Layout
     steps: tuple[Step, ...]
     rank: int | None = None
     topology: Topology | None = None
@@ -129,11 +129,11 @@ class ProgramBase:
 
     def source_shape(self, position: int) -> tuple[int, ...]:
         """The shape of the source shard of `position`."""
-        return self.local_shape(self.src, position, self.source_mesh)
+        return self.local_shape(self.source, position, self.source_mesh)
 
     def target_shape(self, position: int) -> tuple[int, ...]:
         """The shape of the target shard of `position`."""
-        return self.local_shape(self.dst, position, self.target_mesh)
+        return self.local_shape(self.target, position, self.target_mesh)
 
     def shape_before(self, step: Step, position: int) -> tuple[int, ...]:
         """The shape of the shard of `position` before a step."""
@@ -169,7 +169,7 @@ class ProgramBase:
         layout is partial."""
         source, target = self.source_mesh, self.target_mesh
         coordinates = ((self.coordinate_in(source, r), self.coordinate_in(target, r)) for r in self.ranks)
-        return bytes_bound(self.shape, self.dtype, source, self.src, target, self.dst, coordinates)
+        return bytes_bound(self.shape, self.dtype, source, self.source, target, self.target, coordinates)
 
     @cached_property
     def cost_us(self) -> float | None:
@@ -216,7 +216,14 @@ class ProgramBase:
     @cached_property
     def digest(self) -> int:
         """A 63-bit hash of the request, which ranks compare to detect that they disagree."""
-        request: list[object] = [self.mesh.shape, self.mesh.ranks, self.shape, self.dtype, str(self.src), str(self.dst)]
+        request: list[object] = [
+            self.mesh.shape,
+            self.mesh.ranks,
+            self.shape,
+            self.dtype,
+            str(self.source),
+            str(self.target),
+        ]
         if self.is_cross_mesh:
             request += [(mesh.shape, mesh.ranks) for mesh in (self.source_mesh, self.target_mesh)]
         if self.topology is not None or len(self.steps) > 1:

@@ -22,8 +22,8 @@ class Request:
         mesh: a `Mesh` or its shape.
         shape: the global shape of the tensor.
         dtype: a name such as "bfloat16".
-        src, dst: layouts or their text form (`Layout.parse`).
-        target_mesh: the mesh of `dst`; default: `mesh`.
+        source, target: layouts or their text form (`Layout.parse`).
+        target_mesh: the mesh of `target`; default: `mesh`.
         rank: the mesh position to plan for; None for all ranks.
         topology: the topology to plan for; None if bytes alone decide.
         max_bytes: the bytes that a rank may hold at most; None for no limit.
@@ -36,8 +36,8 @@ class Request:
     mesh: Mesh
     shape: tuple[int, ...]
     dtype: str
-    src: Layout
-    dst: Layout
+    source: Layout
+    target: Layout
     target_mesh: Mesh
     rank: int | None
     topology: Topology | None
@@ -48,8 +48,8 @@ class Request:
         mesh: Mesh | Sequence[int],
         shape: Sequence[int],
         dtype: str,
-        src: Layout | str,
-        dst: Layout | str,
+        source: Layout | str,
+        target: Layout | str,
         target_mesh: Mesh | Sequence[int] | None = None,
         rank: int | None = None,
         topology: Topology | None = None,
@@ -61,17 +61,17 @@ class Request:
         if rank is not None:
             rank = whole_numbers("rank", [rank])[0]
             union_mesh(mesh, other).coordinate(rank)  # raises if there is no such position
-        src, dst = resolve_layout("src", src, mesh), resolve_layout("dst", dst, other)
+        source, target = resolve_layout("source", source, mesh), resolve_layout("target", target, other)
         check_topology(topology)
         max_bytes = check_max_bytes(max_bytes)
         self.__dict__.update(
-            mesh=mesh, shape=shape, dtype=check_dtype(dtype), src=src, dst=dst, target_mesh=other, rank=rank,
-            topology=topology, max_bytes=max_bytes,
+            mesh=mesh, shape=shape, dtype=check_dtype(dtype), source=source, target=target, target_mesh=other,
+            rank=rank, topology=topology, max_bytes=max_bytes,
         )  # fmt: skip
 
     def fields(self) -> tuple[Any, ...]:
-        """(mesh, shape, dtype, src, dst, target_mesh): the request without the options of the plan."""
-        return self.mesh, self.shape, self.dtype, self.src, self.dst, self.target_mesh
+        """(mesh, shape, dtype, source, target, target_mesh): the request without the options of the plan."""
+        return self.mesh, self.shape, self.dtype, self.source, self.target, self.target_mesh
 
 
 def check_topology(topology: object) -> None:

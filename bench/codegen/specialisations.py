@@ -136,7 +136,7 @@ def specialisations(requested: Iterable[LaunchRequest] | None = None) -> list[Sp
                 kernel = "copy_boxes" if isinstance(table, CopyTable) else "reduce_boxes"
                 for _, constants in table.specialisations(aligned, 16):
                     key = kernel, *map(str, constants.values())
-                    example = f"{program.src} → {program.dst} {program.dtype}{list(program.shape)}"
+                    example = f"{program.source} → {program.target} {program.dtype}{list(program.shape)}"
                     found.setdefault(key, Specialisation(kernel, constants, example)).launches += 1
     return sorted(found.values(), key=lambda s: (s.kernel, -s.launches, str(s)))
 

@@ -69,7 +69,7 @@ def trace_of(size: int, only: str) -> Trace:
             continue
         program = shardweave.plan(mesh, workload.shape, workload.dtype, *layouts)
         if only in workload.name and not program.is_identity:
-            source, target = str(program.src), str(program.dst)
+            source, target = str(program.source), str(program.target)
             entry = Entry(mesh, None, workload.shape, workload.dtype, source, target, workload.name)
             redistributions[entry] = Cost(1, max(program.bytes_received))
     return Trace(torch.__version__, size, (0,), redistributions)

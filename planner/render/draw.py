@@ -144,7 +144,7 @@ class _Drawing:
         lines = totals(program)
         y = self._lines(y, [line for line in lines if not line.startswith(" ")], 12)
         y = self._lines(y, [line.strip() for line in lines if line.startswith(" ")], 11, "muted")
-        return sheet.document(self.width, y - 16 + _MARGIN, f"{program.src} → {program.dst}")
+        return sheet.document(self.width, y - 16 + _MARGIN, f"{program.source} → {program.target}")
 
     def _lines(self, y: float, lines: Sequence[str], size: float, class_: str = "", **attributes: object) -> float:
         """Write lines wrapped to the width of the sheet. Returns the next baseline."""

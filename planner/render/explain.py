@@ -32,8 +32,8 @@ def title(program: ProgramBase) -> str:
     """The request in one line: layouts, dtype, shape and meshes."""
     tensor = f"{program.dtype}{list(program.shape)}"
     if not program.is_cross_mesh:
-        return f"{program.src} → {program.dst}   {tensor} on {program.mesh}"
-    ends = (program.src, program.source_mesh), (program.dst, program.target_mesh)
+        return f"{program.source} → {program.target}   {tensor} on {program.mesh}"
+    ends = (program.source, program.source_mesh), (program.target, program.target_mesh)
     return " → ".join(f"{layout} on {_with_ranks(mesh)}" for layout, mesh in ends) + f"   {tensor}"
 
 

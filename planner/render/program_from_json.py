@@ -32,7 +32,7 @@ from .program_to_json import TOTALS, step_to_dict
 _MAX_SPANS = 1 << 22  # common spans of all pairs of shards along a strided tensor dim
 _MAX_NUMBER = 1 << 100  # microseconds or bytes of a path, above any sum over its steps
 _PRICE_TOLERANCE = 1e-6  # relative; numpy may add in another order
-_KEYS = ("mesh", "target_mesh", "shape", "dtype", "src", "dst", "rank", "steps", "topology", "others", *TOTALS)
+_KEYS = ("mesh", "target_mesh", "shape", "dtype", "source", "target", "rank", "steps", "topology", "others", *TOTALS)
 _STEP_KEYS = ("kind", "source", "target", "meshes", "group", "reduce", "fill", "boxes")
 T = TypeVar("T")
 AnyProgram = TypeVar("AnyProgram", bound=ProgramBase)
@@ -59,14 +59,14 @@ def parse_program(kind: type[AnyProgram], data: Any) -> AnyProgram:
     union, rank = union_mesh(mesh, other), data["rank"]
     if rank is not None and (type(rank) is not int or not 0 <= rank < union.size):
         raise _wrong("rank", rank, f"0..{union.size - 1}, or null")
-    src = _layout("src", data["src"], mesh, shape, dtype)
-    dst = _layout("dst", data["dst"], other, shape, dtype)
+    source = _layout("source", data["source"], mesh, shape, dtype)
+    target = _layout("target", data["target"], other, shape, dtype)
     topology = None if data["topology"] is None else _made("topology", Topology.from_dict, data["topology"])
     # One number per rank is required, so that a short input cannot describe a mesh that takes long to plan.
     _list("bytes_received", data["bytes_received"], union.size if rank is None else 1)
-    program = kind(union, shape, dtype, src, dst, (), rank, topology, (), mesh, other)
-    at = _LayoutOnMesh(mesh, src.without_size_one(mesh.shape))
-    end = _LayoutOnMesh(other, dst.without_size_one(other.shape))
+    program = kind(union, shape, dtype, source, target, (), rank, topology, (), mesh, other)
+    at = _LayoutOnMesh(mesh, source.without_size_one(mesh.shape))
+    end = _LayoutOnMesh(other, target.without_size_one(other.shape))
     steps: list[Step] = []
     for number, entry in enumerate(_list("steps", data["steps"])):
         step = _step(f"steps[{number}]", entry, program, at)

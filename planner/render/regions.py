@@ -77,12 +77,12 @@ def stages(program: ProgramBase) -> list[Stage]:
         ArgumentError: a box consists of too many pieces to be drawn.
     """
     positions = range(program.mesh.size)
-    held = [held_runs(program, program.src, program.source_mesh, position) for position in positions]
+    held = [held_runs(program, program.source, program.source_mesh, position) for position in positions]
     start = tuple(
         (Region(p, (p,), runs),) if runs is not None and all(runs) else ()
         for p, runs in zip(positions, held, strict=True)
     )
-    return [Stage(program.source_mesh, program.src, None, start), *(_after(program, step) for step in program.steps)]
+    return [Stage(program.source_mesh, program.source, None, start), *(_after(program, step) for step in program.steps)]
 
 
 def held_runs(program: ProgramBase, layout: Layout, mesh: Mesh, position: int) -> tuple[Runs, ...] | None:

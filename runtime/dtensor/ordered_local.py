@@ -20,10 +20,10 @@ from .redistribute_options import RedistributeOptions, call_options
 
 def ordered_redistribute_local_tensor(
     tensor: torch.Tensor,
-    src_spec: DTensorSpec,
-    dst_spec: DTensorSpec,
-    src_order: Any = None,
-    dst_order: Any = None,
+    source_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    source_order: Any = None,
+    target_order: Any = None,
     *,
     transport: str | None = None,
     topology: Topology | None = None,
@@ -32,15 +32,15 @@ def ordered_redistribute_local_tensor(
     that DTensor placements do not express.
 
     Args:
-        tensor: this rank's shard, of the shape that `src_spec` in `src_order` gives it.
-        src_spec, dst_spec: specs with `tensor_meta`; strided shards among the placements imply their order.
-        src_order, dst_order: the mesh dims that shard each tensor dim, in the order of the cuts: a mapping, torch's
-            sequence of (tensor dim, mesh dims), or one sequence of all mesh dims that applies to every tensor dim.
-            None: the order of the spec.
+        tensor: this rank's shard, of the shape that `source_spec` in `source_order` gives it.
+        source_spec, target_spec: specs with `tensor_meta`; strided shards among the placements imply their order.
+        source_order, target_order: the mesh dims that shard each tensor dim, in the order of the cuts: a mapping,
+            torch's sequence of (tensor dim, mesh dims), or one sequence of all mesh dims that applies to every tensor
+            dim. None: the order of the spec.
         transport, topology: as for `redistribute`.
 
     Returns:
-        This rank's shard under `dst_spec` in `dst_order`. Differentiable.
+        This rank's shard under `target_spec` in `target_order`. Differentiable.
 
     Raises:
         ArgumentError, UnsupportedError, TransportError: as `redistribute`.
@@ -48,14 +48,14 @@ def ordered_redistribute_local_tensor(
     try:
         source, target = (
             _in_order(name, spec, order)
-            for name, spec, order in (("src", src_spec, src_order), ("dst", dst_spec, dst_order))
+            for name, spec, order in (("source", source_spec, source_order), ("target", target_spec, target_order))
         )
         options = call_options(transport, topology)
         if tensor.requires_grad and torch.is_grad_enabled():
             return _OrderedRedistribute.apply(tensor, source, target, options)
         return redistribute_local(options, tensor, source, target, False)
     except (ArgumentError, UnsupportedError) as error:
-        refuse_unplanned(error, [spec.mesh for spec in (src_spec, dst_spec) if isinstance(spec, DTensorSpec)])
+        refuse_unplanned(error, [spec.mesh for spec in (source_spec, target_spec) if isinstance(spec, DTensorSpec)])
         raise
 
 

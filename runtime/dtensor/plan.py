@@ -20,24 +20,24 @@ def plan(
     mesh: Mesh | DeviceMesh | Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype | str,
-    src: Layout | str | Sequence[Placement],
-    dst: Layout | str | Sequence[Placement],
+    source: Layout | str | Sequence[Placement],
+    target: Layout | str | Sequence[Placement],
     *,
     target_mesh: Mesh | DeviceMesh | Sequence[int] | None = None,
     rank: int | None = None,
     topology: Topology | None = None,
     max_bytes: int | None = None,
 ) -> Program:
-    """Plan the redistribution of a tensor from layout `src` to layout `dst`.
+    """Plan the redistribution of a tensor from layout `source` to layout `target`.
 
     Args:
         mesh: a mesh shape, a `Mesh` or a `DeviceMesh`.
         shape: the global shape of the tensor.
         dtype: a torch dtype or its name.
-        src, dst: a `Layout`, its text form such as "S0 S1" (`Layout.parse`), or torch placements, one per mesh dim; a
-            `_StridedShard` among these is decoded to a shard order where one exists.
-        target_mesh: the mesh of `dst`, if it is another. It may have the same ranks, some of them, or none. Positions
-            are then counted over the ranks of both meshes, those of `mesh` first (`Program.mesh`).
+        source, target: a `Layout`, its text form such as "S0 S1" (`Layout.parse`), or torch placements, one per mesh
+            dim; a `_StridedShard` among these is decoded to a shard order where one exists.
+        target_mesh: the mesh of `target`, if it is another. It may have the same ranks, some of them, or none.
+            Positions are then counted over the ranks of both meshes, those of `mesh` first (`Program.mesh`).
         rank: a row-major position in the mesh whose program is returned. None: the program of all ranks.
         topology: the links between ranks; the program with the least time on it is chosen. None: all links are alike,
             and the program minimises bytes.
@@ -51,7 +51,7 @@ def plan(
             value and what is allowed.
         UnsupportedError: a reduction that is undefined for the dtype, or a target that is refused.
     """
-    *request, destination_mesh = _request(mesh, shape, dtype, src, dst, target_mesh).fields()
+    *request, destination_mesh = _request(mesh, shape, dtype, source, target, target_mesh).fields()
     return planner.plan(*request, target_mesh=destination_mesh, rank=rank, topology=topology, max_bytes=max_bytes)
 
 
@@ -67,8 +67,8 @@ def plan_batch(
     In each round ranks meet once, or exchange one message per pair, whatever the number of tensors.
 
     Args:
-        requests: tuples (mesh, shape, dtype, src, dst) or (mesh, shape, dtype, src, dst, target_mesh), each as for
-            `plan`; meshes and dtypes may differ.
+        requests: tuples (mesh, shape, dtype, source, target) or (mesh, shape, dtype, source, target, target_mesh), each
+            as for `plan`; meshes and dtypes may differ.
         rank: the rank whose part is returned (not a position, since meshes may differ). None: the parts of all ranks.
         topology: as for `plan`; the tensors share the latency of a round.
         max_bytes: the most bytes that a rank may hold of all tensors together at any time. Where they need more, the
@@ -89,7 +89,8 @@ def plan_batch(
         fields = request.fields() if isinstance(request, Request) else request
         if not isinstance(fields, tuple | list) or not 5 <= len(fields) <= 6:
             raise ArgumentError(
-                f"requests[{number}]: {request!r}; allowed: mesh, shape, dtype, src, dst and optionally target_mesh"
+                f"requests[{number}]: {request!r}; allowed: mesh, shape, dtype, source, target and optionally "
+                "target_mesh"
             )
         try:
             converted.append(_request(*fields))
@@ -102,8 +103,8 @@ def redistribute_cost(
     mesh: Mesh | DeviceMesh | Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype | str,
-    src: Layout | str | Sequence[Placement],
-    dst: Layout | str | Sequence[Placement],
+    source: Layout | str | Sequence[Placement],
+    target: Layout | str | Sequence[Placement],
     topology: Topology = NVLINK_NODE,
 ) -> float:
     """The cost of a redistribution, in microseconds on the rank that takes longest, without making a program.
@@ -111,7 +112,7 @@ def redistribute_cost(
     Results are cached, since solvers repeat their queries.
 
     Args:
-        mesh, shape, dtype, src, dst: as for `plan`.
+        mesh, shape, dtype, source, target: as for `plan`.
         topology: the links between ranks, from which the costs of bytes, messages and steps follow.
 
     Returns:
@@ -122,20 +123,22 @@ def redistribute_cost(
         ArgumentError: an argument is invalid; the text names it, its value and what is allowed.
         UnsupportedError: as for `plan`.
     """
-    key: tuple[Any, ...] | None = (mesh, shape, dtype, src, dst, topology)
+    key: tuple[Any, ...] | None = (mesh, shape, dtype, source, target, topology)
     try:
         return _costs[key]
     except KeyError:
         pass
     except TypeError:
-        key = _hashable(mesh, shape, dtype, src, dst, topology)
+        key = _hashable(mesh, shape, dtype, source, target, topology)
         if key in _costs:
             return _costs[key]
     if not isinstance(topology, Topology):
         raise ArgumentError(f"topology: {topology!r}; allowed: a Topology")
     forget_dead_groups()
-    request = _request(mesh, shape, dtype, src, dst)
-    cost = planner.redistribute_cost(request.mesh, request.shape, request.dtype, request.src, request.dst, topology)
+    request = _request(mesh, shape, dtype, source, target)
+    cost = planner.redistribute_cost(
+        request.mesh, request.shape, request.dtype, request.source, request.target, topology
+    )
     if key is not None:
         _costs[key] = cost
     return cost
@@ -154,15 +157,15 @@ def _hashable(*arguments: Any) -> tuple[Any, ...] | None:
     return key
 
 
-def _request(mesh: Any, shape: Any, dtype: Any, src: Any, dst: Any, target_mesh: Any = None) -> Request:
+def _request(mesh: Any, shape: Any, dtype: Any, source: Any, target: Any, target_mesh: Any = None) -> Request:
     """Convert a request to the planner's types."""
     source_mesh = _mesh(mesh)
     destination_mesh = source_mesh if target_mesh is None else _mesh(target_mesh)
     shape = check_shape(shape)
-    source = as_layout("src", src, source_mesh, len(shape))
-    destination = as_layout("dst", dst, destination_mesh, len(shape))
+    source = as_layout("source", source, source_mesh, len(shape))
+    target = as_layout("target", target, destination_mesh, len(shape))
     other_mesh = None if target_mesh is None else destination_mesh
-    return Request(source_mesh, shape, dtype_name(dtype), source, destination, other_mesh)
+    return Request(source_mesh, shape, dtype_name(dtype), source, target, other_mesh)
 
 
 def _mesh(mesh: Any) -> Mesh:

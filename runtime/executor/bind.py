@@ -62,7 +62,7 @@ class BoundProgram:
     ) -> None:
         self.program, self.position, self.device = program, position, device
         target_mesh = program.target_mesh if program.is_cross_mesh else None
-        self.request = program.src, program.dst, program.shape, program.dtype, program.source_mesh, target_mesh
+        self.request = program.source, program.target, program.shape, program.dtype, program.source_mesh, target_mesh
         self.title, self.summary = partial(title, program), partial(_summary, program, position)
         self.fingerprint = 0
         if program.exchanges:

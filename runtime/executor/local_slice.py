@@ -38,7 +38,7 @@ class BoundSlice:
             program = planner.program(shape)
             check_local_shape(program, program.ranks[0], x.shape)
         self.transport, self.dtype, self.device = transport, x.dtype, x.device
-        self.request = planner.src, planner.dst, shape, planner.dtype, planner.mesh, None
+        self.request = planner.source, planner.target, shape, planner.dtype, planner.mesh, None
         self.title, self.summary = partial(_title, planner, shape), partial(_summary, planner, shape)
         self.where: Where = place(extent, start, x.stride())
 

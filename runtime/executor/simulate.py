@@ -31,7 +31,7 @@ def simulate(
 
     Args:
         program: a program of all ranks (`plan(..., rank=None)`), or a batch of such programs.
-        locals_: one tensor per rank in the order of the program's mesh, each of the shape that layout `src` gives it
+        locals_: one tensor per rank in the order of the program's mesh, each of the shape that layout `source` gives it
             (`Program.source_shape`), all of the program's dtype and on one device, with any strides. For a batch, a
             list of these per program.
         one_sided: ranks push into each other's buffers; if False, they pack, send, receive and unpack.
@@ -41,7 +41,7 @@ def simulate(
         node_size: with `one_sided=False`, this many consecutive ranks are on one node and push to each other.
 
     Returns:
-        One tensor per rank, of the shape that layout `dst` gives it; for a batch, a list of these per program. The
+        One tensor per rank, of the shape that layout `target` gives it; for a batch, a list of these per program. The
         inputs themselves if there is nothing to do. No gradients are recorded.
 
     Raises:

@@ -78,7 +78,7 @@ def test_demo_figures_in_benchmarking() -> None:
 def test_bytes_of_both_plans_in_the_readme() -> None:
     mesh, shape = Mesh((2, 2)), (8, 6)
     program = shardweave.plan(mesh, shape, "float32", "S0 S1", "S1 S0")
-    layouts = stock(mesh.shape, False).layouts(shape, program.src, program.dst)
+    layouts = stock(mesh.shape, False).layouts(shape, program.source, program.target)
     nccl, gloo = (count_stock(mesh, shape, layouts, gloo=gloo).received for gloo in (False, True))
     pattern = r"DTensor receives (\d+) bytes a rank \((\d+) on CPUs.* shardweave receives at most (\d+),"
     hold("README.md", pattern, "(none)", [nccl, gloo, max(program.bytes_received)])

@@ -148,7 +148,7 @@ def test_draw_has_panel_per_rank_and_caption_per_step(name: str) -> None:
     columns = range(len(program.steps) + 1)
     assert set(picture.panels) == {(c, program.mesh.rank_at(p)) for c in columns for p in range(program.mesh.size)}
     layouts = [e.text for e in picture.root.iter() if e.get("class") == "layout"]
-    assert layouts == [str(program.src), *(str(step.target) for step in program.steps)]
+    assert layouts == [str(program.source), *(str(step.target) for step in program.steps)]
     shown = " ".join(e.text or "" for e in picture.root.iter() if tag(e) == "text").replace("\u00a0", " ")
     for number, step in enumerate(program.steps, 1):
         assert f"{number}. {step.kind}" in shown
@@ -163,7 +163,7 @@ def test_draw_has_panel_per_rank_and_caption_per_step(name: str) -> None:
 @pytest.mark.parametrize("name", TO_SCALE)
 def test_draw_areas_proportional_to_elements(name: str) -> None:
     program = planned(name)
-    layouts = [program.src, *(step.target for step in program.steps)]
+    layouts = [program.source, *(step.target for step in program.steps)]
     for (column, rank), drawn in Picture(program).panels.items():
         position = list(program.mesh.rank_array).index(rank)
         held = math.prod(program.local_shape(layouts[column], position))
@@ -177,7 +177,7 @@ def test_draw_areas_proportional_to_elements(name: str) -> None:
 def test_draw_regions_match_oracle(name: str) -> None:
     program = planned(name)
     shape, mesh = program.shape, program.mesh
-    layouts = [str(program.src), *(str(step.target) for step in program.steps)]
+    layouts = [str(program.source), *(str(step.target) for step in program.steps)]
     held = [oracle.held_mask(mesh.shape, shape, text) for text in layouts]
     rows, columns = (1, *shape) if len(shape) == 1 else shape
     positions = {mesh.rank_at(p): p for p in range(mesh.size)}
@@ -315,7 +315,7 @@ def test_draw_strided_boxes() -> None:
     )
     base = plan((2,), (16, 3), "float32", "S0", "S1")
     step = Exchange(base.mesh, layout, base.mesh, layout, boxes, None, 0, (0,))
-    picture = Picture(replace(base, dst=layout, steps=(step,)))
+    picture = Picture(replace(base, target=layout, steps=(step,)))
     first, second = picture.panels[1, 0]
     assert "rank 0 keeps: [0:2∪4:6, 0:3], 12 elements, 48 B" == first.title
     assert "rank 0 receives from rank 1: [2:4∪6:8, 0:3], 12 elements, 48 B" == second.title
@@ -323,16 +323,17 @@ def test_draw_strided_boxes() -> None:
     assert [region.title.split("[")[1][:10] for region in picture.panels[1, 1]] == ["8:10∪12:14", "10:12∪14:1"]
     fine = replace(boxes, extent=np.array([[300, 1, 3]] * n))
     with pytest.raises(ArgumentError, match="300 pieces along one tensor dim"):
-        draw(replace(base, dst=layout, steps=(replace(step, boxes=fine),)))
+        draw(replace(base, target=layout, steps=(replace(step, boxes=fine),)))
     combs = replace(boxes, extent=np.array([[2, 1, 200]] * n), target_step=np.array([[4, 1, 2]] * n), axes=(0, 0, 1))
     wide = plan((2,), (16, 400), "float32", "S0", "S1")
     assert (
-        len(Picture(replace(wide, dst=layout, steps=(replace(step, boxes=combs),))).panels[1, 0][0].rectangles) == 400
+        len(Picture(replace(wide, target=layout, steps=(replace(step, boxes=combs),))).panels[1, 0][0].rectangles)
+        == 400
     )
     combs = replace(combs, extent=np.array([[150, 1, 200]] * n))
     tall = plan((2,), (1200, 400), "float32", "S0", "S1")
     with pytest.raises(ArgumentError, match="120002 pieces; allowed in a drawing: 20000"):
-        draw(replace(tall, dst=layout, steps=(replace(step, boxes=combs),)))
+        draw(replace(tall, target=layout, steps=(replace(step, boxes=combs),)))
 
 
 def test_draw_cross_mesh() -> None:

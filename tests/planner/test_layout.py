@@ -305,12 +305,12 @@ def test_layout_mixed_partial_ops() -> None:
 @pytest.mark.parametrize(
     ("text", "mesh_shape", "ndim", "parts"),
     [
-        ("S0 S0", (2, 2, 2), 1, ["src", "S0 S0 has 2 placements", "(2, 2, 2) has 3 dims", "allowed: one each"]),
-        ("R S2", (2, 2), 2, ["src", "mesh dim 1", "tensor dim 2", "allowed: 0..1"]),
-        ("R S0", (2, 2), 0, ["src", "mesh dim 1", "tensor dim 0", "no dims"]),
+        ("S0 S0", (2, 2, 2), 1, ["source", "S0 S0 has 2 placements", "(2, 2, 2) has 3 dims", "allowed: one each"]),
+        ("R S2", (2, 2), 2, ["source", "mesh dim 1", "tensor dim 2", "allowed: 0..1"]),
+        ("R S0", (2, 2), 0, ["source", "mesh dim 1", "tensor dim 0", "no dims"]),
     ],
 )
 def test_check_invalid_layouts(text: str, mesh_shape: tuple[int, ...], ndim: int, parts: list[str]) -> None:
     with pytest.raises(ArgumentError) as error:
-        Layout.parse(text).check(mesh_shape, ndim, "src")
+        Layout.parse(text).check(mesh_shape, ndim, "source")
     assert [part for part in parts if part not in str(error.value)] == []

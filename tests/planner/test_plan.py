@@ -110,14 +110,14 @@ def test_plan_boxes_match_oracle(case: oracle.Case) -> None:
 
 def test_plan_steps_connect_source_and_target(case: oracle.Case) -> None:
     for (source, target), program in zip(case.pairs(), programs(case), strict=True):
-        assert (program.src, program.dst) == (Layout.parse(source), Layout.parse(target))
-        layouts = [program.src.without_size_one(case.mesh_shape)]
+        assert (program.source, program.target) == (Layout.parse(source), Layout.parse(target))
+        layouts = [program.source.without_size_one(case.mesh_shape)]
         for step in program.steps:
             assert step.source == layouts[-1]
             layouts.append(step.target)
             received = sum(step.boxes.elements_received(rank) for rank in program.ranks)
             assert isinstance(step, Exchange if received else Local), program.explain()
-        assert layouts[-1] == program.dst.without_size_one(case.mesh_shape)
+        assert layouts[-1] == program.target.without_size_one(case.mesh_shape)
         assert program.is_identity == (len(layouts) == 1)
 
 
@@ -134,7 +134,7 @@ def test_plan_of_one_rank_matches_plan_of_all(case: oracle.Case) -> None:
 def test_peak_bytes_include_intermediates(case: oracle.Case) -> None:
     for program in programs(case):
         for rank, peak in zip(program.ranks, program.peak_bytes, strict=True):
-            source, target = (program.local_bytes(layout, rank) for layout in (program.src, program.dst))
+            source, target = (program.local_bytes(layout, rank) for layout in (program.source, program.target))
             if program.is_identity:
                 assert peak == source
             elif len(program.steps) == 1 and program.steps[0].reduce is None:
@@ -152,10 +152,10 @@ def test_program_json_round_trip(case: oracle.Case) -> None:
         text = program.to_json()
         again = Program.from_json(text)
         assert again.to_json() == text
-        assert (again.mesh, again.src, again.dst, again.digest) == (
+        assert (again.mesh, again.source, again.target, again.digest) == (
             program.mesh,
-            program.src,
-            program.dst,
+            program.source,
+            program.target,
             program.digest,
         )
         assert again.explain() == program.explain()
@@ -266,7 +266,7 @@ def test_plan_argument_types() -> None:
     b = plan(Mesh((2, 2)), [8, 6], "float32", Layout.parse("S0 S1"), Layout.parse("S1 S0"))
     assert a.to_json() == b.to_json()
     for given in ("S0/2 S0", Layout((StridedShard(0, 2), Shard(0)))):
-        assert plan((2, 2), (8,), "float32", given, "R R").src == Layout.parse("S0 S0 @ 0:1,0")
+        assert plan((2, 2), (8,), "float32", given, "R R").source == Layout.parse("S0 S0 @ 0:1,0")
 
 
 def test_plan_uses_positions_on_mesh_with_ranks() -> None:
@@ -295,19 +295,19 @@ def test_digest_unique_per_request() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "parts"),
     [
-        (((2, 2), (8,), "float32", "S1 R", "R R"), ArgumentError, ["src", "mesh dim 0", "tensor dim 1", ": 0..0"]),
-        (((2, 2), (8,), "float32", "R R", "R S3"), ArgumentError, ["dst", "mesh dim 1", "tensor dim 3", ": 0..0"]),
-        (((2, 2), (), "float32", "R R", "R S0"), ArgumentError, ["dst", "mesh dim 1", "tensor dim 0", "no dims"]),
-        (((2, 2), (8,), "float32", "R", "R R"), ArgumentError, ["src", "1 placements", "(2, 2)", "allowed: one each"]),
-        (((2, 2), (8,), "float32", "R R", "R R R"), ArgumentError, ["dst", "3 placements", "(2, 2)"]),
+        (((2, 2), (8,), "float32", "S1 R", "R R"), ArgumentError, ["source", "mesh dim 0", "tensor dim 1", ": 0..0"]),
+        (((2, 2), (8,), "float32", "R R", "R S3"), ArgumentError, ["target", "mesh dim 1", "tensor dim 3", ": 0..0"]),
+        (((2, 2), (), "float32", "R R", "R S0"), ArgumentError, ["target", "mesh dim 1", "tensor dim 0", "no dims"]),
+        (((2, 2), (8,), "float32", "R", "R R"), ArgumentError, ["source", "1 placements", "(2, 2)", "one each"]),
+        (((2, 2), (8,), "float32", "R R", "R R R"), ArgumentError, ["target", "3 placements", "(2, 2)"]),
         (((2, 2), (8,), "float32", "S0 S0 @ 0:1,1", "R R"), LayoutSyntaxError, ["repeats a mesh dim", "^"]),
         (((2, 2), (8,), "float32", "S0 S0", "S0 S0 @ 0:0,0"), LayoutSyntaxError, ["repeats a mesh dim", "^"]),
         (((2, 2), (8,), "float32", "S0 Q", "R R"), LayoutSyntaxError, ["'Q'", "^"]),
         (((2, 2), (8,), "float99", "R R", "R R"), ArgumentError, ["dtype", "'float99'", "allowed", "bfloat16"]),
         (((2, 2), (8, -1), "float32", "R R", "R R"), ArgumentError, ["shape", "(8, -1)", "allowed: 0 and up"]),
         (((2, 0), (8,), "float32", "R R", "R R"), ArgumentError, ["mesh", "(2, 0)"]),
-        (((2, 2), (8,), "float32", "R R", "R Pprod"), UnsupportedError, ["dst", "mesh dim 1", "allowed: sum, avg"]),
-        (((2, 2), (8,), "float32", "S0 R", "Pprod R"), UnsupportedError, ["dst", "mesh dim 0", "product"]),
+        (((2, 2), (8,), "float32", "R R", "R Pprod"), UnsupportedError, ["target", "mesh dim 1", "allowed: sum, avg"]),
+        (((2, 2), (8,), "float32", "S0 R", "Pprod R"), UnsupportedError, ["target", "mesh dim 0", "product"]),
         (((2, 2), (8,), "float32", "P P", "P Pprod"), UnsupportedError, ["do not mix"]),
         (((2, 2), (8,), "int32", "Pavg R", "R R"), UnsupportedError, ["'avg'", "int32"]),
         (((2, 2), (8,), "int32", "R R", "Pavg R"), UnsupportedError, ["'avg'", "int32"]),
@@ -365,7 +365,7 @@ def test_plan_unchanged_partial_product() -> None:
 
 def test_check_local_shape_message() -> None:
     program = plan((2, 2), (5, 6), "float32", "S0 S1", "R R")
-    assert [program.local_shape(program.src, rank) for rank in range(4)] == [(3, 3), (3, 3), (2, 3), (2, 3)]
+    assert [program.local_shape(program.source, rank) for rank in range(4)] == [(3, 3), (3, 3), (2, 3), (2, 3)]
     check_local_shape(program, 2, (2, 3))
     with pytest.raises(ArgumentError) as error:
         check_local_shape(program, 2, (3, 3), "x")
@@ -391,8 +391,8 @@ def test_plan_dtypes_without_reduction(dtype: str) -> None:
         (((2, 2), 8, "float32", "S0 R", "R R"), "shape: 8; allowed: whole numbers"),
         (((2, 2), (8.0, 6), "float32", "S0 R", "R R"), r"shape: \(8.0, 6\); allowed: whole numbers"),
         (("2,2", (8, 6), "float32", "S0 R", "R R"), "mesh: '2,2'; allowed: whole numbers"),
-        (((2, 2), (8, 6), "float32", None, "R R"), "src: None; allowed: a Layout or its text form"),
-        (((2, 2), (8, 6), "float32", "S0 R", "R Q"), "dst: unknown token 'Q'"),
+        (((2, 2), (8, 6), "float32", None, "R R"), "source: None; allowed: a Layout or its text form"),
+        (((2, 2), (8, 6), "float32", "S0 R", "R Q"), "target: unknown token 'Q'"),
         (((2, 2), (2**62, 8), "float32", "S0 R", "R R"), r"shape: .* has more than 2\*\*58 elements"),
     ],
 )

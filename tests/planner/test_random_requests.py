@@ -119,7 +119,7 @@ def check(request: Request) -> None:
     alone = plan(*arguments, rank=request.rank, topology=topology)
     assert_matches_program_of_all(alone, program)
     if topology is not None and program.steps:
-        a, b = (x.without_size_one(mesh_shape) for x in (program.src, program.dst))
+        a, b = (x.without_size_one(mesh_shape) for x in (program.source, program.target))
         direct = step_price(
             LayoutChange(program.mesh, request.dtype, a, b, topology.node_size), request.shape, topology
         )

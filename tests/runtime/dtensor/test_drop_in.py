@@ -47,7 +47,7 @@ def held(x: torch.Tensor, mesh: DeviceMesh, placements: Any, order: dict[int, tu
     entries = tuple((d, order[d]) for d in sorted(order))
     spec = DTensorSpec(mesh, tuple(placements), meta)
     if entries:
-        spec = shardweave.runtime.dtensor.ordered_local._in_order("src", spec, dict(entries))
+        spec = shardweave.runtime.dtensor.ordered_local._in_order("source", spec, dict(entries))
     return DTensor(cut(x, mesh, order), spec, requires_grad=False)
 
 
@@ -395,7 +395,7 @@ def ordered(rank: int) -> None:
     for wrong in (3, {0: (0,)}, [1, 1], "ab"):
         with pytest.raises(ArgumentError, match="order: "):
             shardweave.ordered_redistribute_local_tensor(cut(x, mesh, {0: (0, 1)}), spec, spec, wrong)
-    with pytest.raises(ArgumentError, match="src_spec: .*; allowed: a DTensorSpec with tensor_meta"):
+    with pytest.raises(ArgumentError, match="source_spec: .*; allowed: a DTensorSpec with tensor_meta"):
         shardweave.ordered_redistribute_local_tensor(x, DTensorSpec(mesh, (S0, S0)), spec)
 
 

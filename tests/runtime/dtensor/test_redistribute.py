@@ -80,13 +80,13 @@ def every_sampled_pair(rank: int, transport: str, dtype: torch.dtype, seed: int)
     for shape in ((6, 5), (3, 1), (9, 4, 3), (0, 4)):
         tokens = [Replicate(), Shard(0), Shard(1)]
         layouts = [(p, order) for p in product(tokens, tokens) for order in orders_of(p)]
-        for (src, src_order), (dst, dst_order) in generator.sample(list(product(layouts, layouts)), 24):
+        for (source, source_order), (target, target_order) in generator.sample(list(product(layouts, layouts)), 24):
             x = whole_tensor(shape, dtype)
-            source = make(x, mesh, src, src_order)
-            y = shardweave.redistribute(source, dst, shard_order=dst_order or None, transport=transport)
-            assert tuple(y.placements) == tuple(dst)
-            want = held_by(x, dst, mesh, dst_order)
-            kept.append((y.to_local(), want, (shape, src, src_order, dst, dst_order)))
+            y = make(x, mesh, source, source_order)
+            y = shardweave.redistribute(y, target, shard_order=target_order or None, transport=transport)
+            assert tuple(y.placements) == tuple(target)
+            want = held_by(x, target, mesh, target_order)
+            kept.append((y.to_local(), want, (shape, source, source_order, target, target_order)))
             done += 1
     # Compared at the end, to detect results that a later call overwrote.
     for got, want, what in kept:
@@ -113,14 +113,14 @@ def partial_pairs(rank: int, transport: str) -> None:
             parts = [whole_tensor(shape, dtype) + i for i in range(2)]
             stacked = torch.stack([p.double() for p in parts])
             reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "avg": stacked.mean(0)}[op].to(dtype)
-            for other, dst in product(
+            for other, target in product(
                 (Replicate(), Shard(0), Shard(1)), product((Replicate(), Shard(0), Shard(1)), repeat=2)
             ):
-                src = (Partial(op), other)
+                source = (Partial(op), other)
                 local = held_by(parts[coordinate[0]], (Replicate(), other), mesh, {}).contiguous()
-                x = DTensor.from_local(local, mesh, src, run_check=False, shape=parts[0].shape, stride=(shape[1], 1))
-                y = shardweave.redistribute(x, dst, transport=transport)
-                assert equal(y.to_local(), held_by(reduced, dst, mesh, {})), (dtype, op, src, dst)
+                x = DTensor.from_local(local, mesh, source, run_check=False, shape=parts[0].shape, stride=(shape[1], 1))
+                y = shardweave.redistribute(x, target, transport=transport)
+                assert equal(y.to_local(), held_by(reduced, target, mesh, {})), (dtype, op, source, target)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -149,11 +149,14 @@ def test_float_sums_are_bitwise_equal_on_replicas_and_transports() -> None:
 def gradients(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for src, dst in (((Shard(0), Shard(1)), (Shard(1), Replicate())), ((Shard(0), Shard(0)), (Replicate(), Shard(0)))):
-        d = distribute_tensor(x, mesh, src).requires_grad_()
-        y = shardweave.redistribute(d, dst)
+    for source, target in (
+        ((Shard(0), Shard(1)), (Shard(1), Replicate())),
+        ((Shard(0), Shard(0)), (Replicate(), Shard(0))),
+    ):
+        d = distribute_tensor(x, mesh, source).requires_grad_()
+        y = shardweave.redistribute(d, target)
         (y * y).sum().backward()
-        assert d.grad is not None and d.grad.placements == tuple(src)
+        assert d.grad is not None and d.grad.placements == tuple(source)
         torch.testing.assert_close(d.grad.full_tensor(), 2 * x, rtol=0, atol=0)
     p = DTensor.from_local(torch.ones(4, 3), mesh, [Partial(), Replicate()], run_check=False).requires_grad_()
     shardweave.redistribute(p, [Shard(0), Replicate()]).sum().backward()

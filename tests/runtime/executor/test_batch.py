@@ -128,15 +128,19 @@ def test_batch_shares_latency() -> None:
 @pytest.mark.parametrize(
     ("requests", "error", "text"),
     [
-        ([((2, 2), (8,), "float32", "S0 R")], ArgumentError, r"requests\[0\]: .*allowed: mesh, shape, dtype, src, dst"),
+        (
+            [((2, 2), (8,), "float32", "S0 R")],
+            ArgumentError,
+            r"requests\[0\]: .*allowed: mesh, shape, dtype, source, target",
+        ),
         ([((2, 2), (8,), "float32", "S0 R", "R R"), 5], ArgumentError, r"requests\[1\]: 5; allowed"),
-        ([((2, 2), (8,), "float32", "S1 R", "R R")], ArgumentError, r"requests\[0\]: src: mesh dim 0"),
-        ([((2, 2), (8,), "float32", "S0 R", "R Pprod")], UnsupportedError, r"requests\[0\]: dst: mesh dim 1"),
-        ([((2, 2), (8,), "float32", "S0 R", "Q R")], LayoutSyntaxError, r"requests\[0\]: dst: unknown token"),
+        ([((2, 2), (8,), "float32", "S1 R", "R R")], ArgumentError, r"requests\[0\]: source: mesh dim 0"),
+        ([((2, 2), (8,), "float32", "S0 R", "R Pprod")], UnsupportedError, r"requests\[0\]: target: mesh dim 1"),
+        ([((2, 2), (8,), "float32", "S0 R", "Q R")], LayoutSyntaxError, r"requests\[0\]: target: unknown token"),
         (
             [((2,), (8,), "int32", "R", "R"), ((2,), (8,), "int32", "R", "Pavg")],
             UnsupportedError,
-            r"ts\[1\]: dst: mesh dim 0",
+            r"ts\[1\]: target: mesh dim 0",
         ),
         (None, ArgumentError, "requests: None; allowed: a list"),
     ],

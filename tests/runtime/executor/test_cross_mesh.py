@@ -154,10 +154,10 @@ def test_meshes_with_different_names_are_equal() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "error", "text"),
     [
-        ("S0 R", "S0 R", ArgumentError, "dst: S0 R has 2 placements, the mesh"),
-        ("S0", "S0", ArgumentError, "src: S0 has 1 placements, the mesh"),
-        ("S0 R", "S2", ArgumentError, "dst: mesh dim 0 shards tensor dim 2, out of range"),
-        ("S0 R", "Pprod", UnsupportedError, "dst: mesh dim 0 becomes a partial product"),
+        ("S0 R", "S0 R", ArgumentError, "target: S0 R has 2 placements, the mesh"),
+        ("S0", "S0", ArgumentError, "source: S0 has 1 placements, the mesh"),
+        ("S0 R", "S2", ArgumentError, "target: mesh dim 0 shards tensor dim 2, out of range"),
+        ("S0 R", "Pprod", UnsupportedError, "target: mesh dim 0 becomes a partial product"),
     ],
 )
 def test_layouts_that_do_not_fit_mesh_raise(source: str, target: str, error: type[Exception], text: str) -> None:
@@ -181,4 +181,4 @@ def test_rank_program_size_grows_with_peers() -> None:
 
 def test_layout_text_uses_own_mesh() -> None:
     program = shardweave.plan((2, 2), (8,), "float32", "S0/2 S0", "S0/2", target_mesh=Mesh((2,), ranks=(0, 3)))
-    assert program.src == Layout.parse("S0 S0 @ 0:1,0") and str(program.dst) == "S0/2"
+    assert program.source == Layout.parse("S0 S0 @ 0:1,0") and str(program.target) == "S0/2"

@@ -256,7 +256,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith("S0 S1 on 2×2 of ranks 0..3 → S0 on 2 of ranks 3..4   float32[8, 6]\n")
     assert "     by send and receive: between two meshes" in shown
     assert main([*command, "--target-mesh", "2@3", "S0 S1", "S0 S0"]) == 2
-    assert "error: dst: S0 S0 has 2 placements, the mesh (2,) has 1 dims" in capsys.readouterr().err
+    assert "error: target: S0 S0 has 2 placements, the mesh (2,) has 1 dims" in capsys.readouterr().err
     for wrong in ("2,2@", "2@x", "2,x"):
         with pytest.raises(SystemExit):
             main([*command, "--target-mesh", wrong, "S0 S1", "S0"])

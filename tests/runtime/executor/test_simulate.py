@@ -60,7 +60,7 @@ def carried_out(
     assert len(outs) == program.mesh.size
     for rank, (out, x) in enumerate(zip(outs, locals_, strict=True)):
         assert out.dtype == x.dtype
-        assert tuple(out.shape) == program.local_shape(program.dst, rank)
+        assert tuple(out.shape) == program.local_shape(program.target, rank)
         if not (program.is_identity or may_alias(source, target)):
             assert out.is_contiguous(), program.explain()
             assert not any(shares_memory(out, given) for given in locals_), program.explain()
@@ -496,7 +496,7 @@ def test_simulate_rejects_invalid_inputs(locals_: Any, parts: list[str]) -> None
 @pytest.mark.parametrize(("source", "target"), [("R", "S0"), ("P", "R"), ("S0", "R"), ("P", "S0"), ("R", "P")])
 def test_simulate_lazy_views_and_autograd_leaves(source: str, target: str, one_sided: bool) -> None:
     program = shardweave.plan((2,), (4, 3), torch.complex64, source, target)
-    shape = program.local_shape(program.src, 0)
+    shape = program.local_shape(program.source, 0)
     plain = [torch.randn(shape, dtype=torch.complex64) for _ in range(2)]
     expected = shardweave.simulate(program, [x.conj().resolve_conj() for x in plain], one_sided=one_sided)
     for given in ([x.conj() for x in plain], [x.conj().resolve_conj().requires_grad_() for x in plain]):

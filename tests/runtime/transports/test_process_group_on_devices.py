@@ -38,18 +38,29 @@ def pairs(rank: int, device: str, size: int, number: int, reduction: str) -> Non
     mesh = init_device_mesh(device, MESHES[size])
     kept = []
     for later in (False, True):
-        for shape, src, src_order, dst, dst_order, dtype in random_requests(size, MESHES[size], number):
-            dims = [m for m, p in enumerate(src) if p.is_partial()]
+        for shape, source, source_order, target, target_order, dtype in random_requests(size, MESHES[size], number):
+            dims = [m for m, p in enumerate(source) if p.is_partial()]
             coordinate, mine, count = mesh.get_coordinate(), 0, 1
             for m in dims:
                 mine, count = mine * mesh.size(m) + coordinate[m], count * mesh.size(m)
             terms = [torch.arange(int(torch.Size(shape).numel())).view(shape).to(dtype) + 2 * i for i in range(count)]
-            x = made(terms[mine], mesh, src, src_order, device)
+            x = made(terms[mine], mesh, source, source_order, device)
             y = shardweave.redistribute(
-                x, dst, shard_order=dst_order or None, transport="process_group", async_op=later, reduction=reduction
+                x,
+                target,
+                shard_order=target_order or None,
+                transport="process_group",
+                async_op=later,
+                reduction=reduction,
             )  # type: ignore[arg-type]
-            op = src[dims[0]].reduce_op if dims else "sum"
-            kept.append((y, held_by(OPS[op](torch.stack(terms).double()).to(dtype), dst, mesh, dst_order), (src, dst)))
+            op = source[dims[0]].reduce_op if dims else "sum"
+            kept.append(
+                (
+                    y,
+                    held_by(OPS[op](torch.stack(terms).double()).to(dtype), target, mesh, target_order),
+                    (source, target),
+                )
+            )
     for y, want, what in reversed(kept):
         assert y.to_local().cpu().equal(want), (what, y.to_local(), want)
     assert not shardweave.stats().delegations

@@ -108,12 +108,12 @@ def random_requests(seed: int, mesh: tuple[int, ...], number: int) -> list[tuple
     while len(actual) < number:
         shape = generator.choice([(7, 5), (1, 4), (2, 3), (8, 8), (5,), (9, 2, 3), (4, 0)])
         cuts = [Shard(d) for d in range(len(shape))]
-        dst = tuple(generator.choices([Replicate(), *cuts], k=len(mesh)))
+        target = tuple(generator.choices([Replicate(), *cuts], k=len(mesh)))
         partial = Partial(generator.choice(list(OPS)))
-        src = tuple(generator.choices([Replicate(), partial, *cuts], k=len(mesh)))
-        src_order, dst_order = generator.choice(orders_of(src)), generator.choice(orders_of(dst))
-        if src != dst or src_order != dst_order:
-            actual.append((shape, src, src_order, dst, dst_order, generator.choice(list(DTYPES_OF))))
+        source = tuple(generator.choices([Replicate(), partial, *cuts], k=len(mesh)))
+        source_order, target_order = generator.choice(orders_of(source)), generator.choice(orders_of(target))
+        if source != target or source_order != target_order:
+            actual.append((shape, source, source_order, target, target_order, generator.choice(list(DTYPES_OF))))
     return actual
 
 
@@ -127,25 +127,31 @@ def random_pairs(rank: int, device: str, direction: str, seed: int, number: int,
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, MESHES[size])
     kept = []
-    for shape, src, src_order, dst, dst_order, dtype in random_requests(seed, MESHES[size], number):
-        dims = [m for m, p in enumerate(src) if p.is_partial()]
+    for shape, source, source_order, target, target_order, dtype in random_requests(seed, MESHES[size], number):
+        dims = [m for m, p in enumerate(source) if p.is_partial()]
         terms = [whole_tensor(shape, dtype) + 2 * i for i in range(math.prod(mesh.size(m) for m in dims))]
         coordinate, mine = mesh.get_coordinate(), 0
         for m in dims:
             mine = mine * mesh.size(m) + coordinate[m]
-        x = made(terms[mine], mesh, src, src_order, device)
-        y = shardweave.redistribute(x, dst, shard_order=dst_order or None, transport="symmetric_memory")
-        op = src[dims[0]].reduce_op if dims else "sum"
+        x = made(terms[mine], mesh, source, source_order, device)
+        y = shardweave.redistribute(x, target, shard_order=target_order or None, transport="symmetric_memory")
+        op = source[dims[0]].reduce_op if dims else "sum"
         reduced = OPS[op](torch.stack(terms).double()).to(dtype)
-        kept.append((y.to_local(), held_by(reduced, dst, mesh, dst_order), (shape, src, src_order, dst, dst_order)))
+        kept.append(
+            (
+                y.to_local(),
+                held_by(reduced, target, mesh, target_order),
+                (shape, source, source_order, target, target_order),
+            )
+        )
         if other is not None:
             generator = torch.Generator().manual_seed(rank)
             local = torch.randn(x.to_local().shape, generator=generator).to(dtype)
             r = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
             results = [
-                shardweave.redistribute(r, dst, transport=name).to_local() for name in ("symmetric_memory", other)
+                shardweave.redistribute(r, target, transport=name).to_local() for name in ("symmetric_memory", other)
             ]
-            kept.append((*results, ("random numbers", shape, src, dst)))
+            kept.append((*results, ("random numbers", shape, source, target)))
     # Checked at the end, to detect results that a later call overwrote.
     for got, want, what in kept:
         assert equal(got.cpu(), want), (what, got, want)
@@ -195,11 +201,11 @@ def batches(rank: int) -> None:
     ]
     for _ in range(3):
         wholes = [whole_tensor(shape, torch.float32) for _, shape, _, _ in pairs]
-        xs = [made(w, m, src, {}, "cpu") for w, (m, _, src, _) in zip(wholes, pairs, strict=True)]
-        ys = shardweave.redistribute_batch(xs, [dst for *_, dst in pairs], transport="symmetric_memory")
-        for y, whole, (m, _, src, dst) in zip(ys, wholes, pairs, strict=True):
-            want = whole * (2 if src[0].is_partial() else 1)
-            assert equal(y.to_local(), held_by(want, dst, m, {})), (src, dst)
+        xs = [made(w, m, source, {}, "cpu") for w, (m, _, source, _) in zip(wholes, pairs, strict=True)]
+        ys = shardweave.redistribute_batch(xs, [target for *_, target in pairs], transport="symmetric_memory")
+        for y, whole, (m, _, source, target) in zip(ys, wholes, pairs, strict=True):
+            want = whole * (2 if source[0].is_partial() else 1)
+            assert equal(y.to_local(), held_by(want, target, m, {})), (source, target)
 
 
 def test_batch_through_windows() -> None:
@@ -441,9 +447,9 @@ def prepared(rank: int) -> list[tuple[tuple[int, ...], int]]:
     actual = [(w.ranks, w.nbytes) for w in transport._all]
     transport._memory = None  # type: ignore[method-assign,assignment]
     whole = torch.arange(63.0).view(7, 9)
-    for src, dst in product(product([Replicate(), Shard(0), Shard(1)], repeat=2), repeat=2):
-        y = shardweave.redistribute(made(whole, mesh, src, {}, "cpu"), dst, transport="symmetric_memory")
-        assert equal(y.to_local(), held_by(whole, dst, mesh, {}))
+    for source, target in product(product([Replicate(), Shard(0), Shard(1)], repeat=2), repeat=2):
+        y = shardweave.redistribute(made(whole, mesh, source, {}, "cpu"), target, transport="symmetric_memory")
+        assert equal(y.to_local(), held_by(whole, target, mesh, {}))
     shardweave.prepare(mesh, 1 << 17, transport="symmetric_memory")
     shardweave.prepare(mesh, 1, transport="symmetric_memory")
     shardweave.prepare(mesh, 1 << 30)  # shared memory needs none
