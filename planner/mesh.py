@@ -19,6 +19,7 @@ Pair = tuple[int, int]  # size, stride
 
 MOST_RANKS = 1 << 24  # lists of all ranks must fit in memory
 _MAX_SHOWN = 10**60  # larger numbers would make messages unreadable
+_NOT_NUMBERS = (bytes, bytearray, Set, Mapping)
 MAX_DIMS = 24  # together with 32 tensor dims, numpy's limit on array dims
 
 
@@ -32,7 +33,7 @@ def whole_numbers(argument: str, values: Iterable[int]) -> tuple[int, ...]:
         items = tuple(values)
         numbers = tuple(map(operator.index, items))
         # Bytes would pass as numbers, and sets have no order.
-        if not isinstance(values, bytes | bytearray | Set | Mapping) and bool not in map(type, items):
+        if (isinstance(values, tuple) or not isinstance(values, _NOT_NUMBERS)) and bool not in map(type, items):
             if max(map(abs, numbers), default=0) < _MAX_SHOWN:
                 return numbers
     except TypeError:

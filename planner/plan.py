@@ -132,7 +132,7 @@ class Planner:
         if self._changes is not None:
             steps = tuple([build_step(change, shape, self.rank) for change in self._changes])
             return Program(self.mesh, shape, self.dtype, self.source, self.target, steps, self.rank)
-        request = replace(self.request, shape=shape)
+        request = self.request.with_shape(shape)
         return _plan_cross_mesh(request) if self.is_cross_mesh else _plan_on_mesh(request)
 
 

@@ -69,6 +69,12 @@ class Request:
             rank=rank, topology=topology, max_bytes=max_bytes,
         )  # fmt: skip
 
+    def with_shape(self, shape: tuple[int, ...]) -> Request:
+        """The same request for a tensor of another shape, which `check_shape` has checked."""
+        request = object.__new__(Request)
+        request.__dict__.update(self.__dict__, shape=shape)
+        return request
+
     def fields(self) -> tuple[Any, ...]:
         """(mesh, shape, dtype, source, target, target_mesh): the request without the options of the plan."""
         return self.mesh, self.shape, self.dtype, self.source, self.target, self.target_mesh

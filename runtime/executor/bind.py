@@ -12,7 +12,7 @@ from ..statistics import Summary
 from ..transports.base import Transport
 from .copies import contiguous_strides
 from .lower import Lowering, Reduction, lower
-from .run import Run, run_steps
+from .run import run_steps
 from .step_collective import CollectiveReduction
 from .step_hierarchical import HierarchicalStep, HierarchicalWindowStep
 from .step_put import PutStep
@@ -48,6 +48,8 @@ class BoundProgram:
         request: equal for programs of the same request.
         title: returns the request as text.
         summary: returns the text and the bytes received. Keeps the program alive, but none of the bound buffers.
+        run: takes the source shard, which is only read, and the fingerprint that ranks compare in each exchange. Yields
+            requests and returns the target shard.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class BoundProgram:
             scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)
         for earlier in self.steps[:-1]:
             earlier.last = False
+        self.run = self.steps[0].run if len(self.steps) == 1 else partial(run_steps, self.steps)
 
     def check(self, x: torch.Tensor) -> None:
         """
@@ -102,14 +105,3 @@ class BoundProgram:
         aligned = (address | 16) & -(address | 16)
         for launch in self.steps[0].launches:
             launch.build(aligned)
-
-    def run(self, x: torch.Tensor, fingerprint: int | None = None) -> Run:
-        """Yields requests and returns the target shard. The input is only read.
-
-        Args:
-            fingerprint: compared by ranks in each exchange; None: that of the request.
-        """
-        fingerprint = self.fingerprint if fingerprint is None else fingerprint
-        if len(self.steps) == 1:
-            return self.steps[0].run(x, fingerprint)
-        return run_steps(self.steps, x, fingerprint)

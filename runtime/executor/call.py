@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.profiler import record_function
 
 from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...planner import Mesh
+from ..environment import requested_transport
+from ..process_group_cache import ProcessGroupCache
 from ..statistics import stats
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
@@ -45,6 +47,7 @@ class Call:
     ) -> None:
         self.bound, self.transport, self.participants = bound, transport, participants
         self.has_peers = len(participants) > 1
+        self.calls = stats().calls
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
             self.order.join()  # binding has uploaded tables that calls on other streams read
@@ -76,7 +79,7 @@ class Call:
             error = transport.error
             transport.fail(error)
             raise error
-        stats().calls[transport.name] += 1
+        self.calls[transport.name] += 1
         self.statistics.calls += 1
         if self.order is not None:
             self.order.join(self)
@@ -180,11 +183,29 @@ def transport_for(
 ) -> tuple[AnyTransport, str]:
     """The transport of some ranks and the reason for it. The program that is bound next may use the process groups
     `groups` and those of `meshes`."""
-    transport, why = current_transports().choose(ranks, device, requested)
-    if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
+    requested = requested or requested_transport()
+    key = (ranks, device, requested, *map(id, meshes), *map(id, groups))
+    chosen = _chosen.get(key)
+    if chosen is None:
+        transport, why = current_transports().choose(ranks, device, requested)
         distinct = {id(mesh): mesh for mesh in meshes}.values()
-        transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
-    return transport, why
+        usable = [*groups, *(group for mesh in distinct for group in _groups_of(mesh))]
+        chosen = _chosen[key] = _ChosenTransport(transport, why, usable, meshes)
+    transport = chosen.transport
+    if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
+        transport.use_groups(chosen.groups)
+    return transport, chosen.why
+
+
+class _ChosenTransport(NamedTuple):
+    transport: AnyTransport
+    why: str
+    groups: list[dist.ProcessGroup]  # that programs may use
+    meshes: tuple[DeviceMesh, ...]  # kept alive: the cache key has their ids
+
+
+# By ranks, device, requested transport, and the ids of meshes and groups.
+_chosen: ProcessGroupCache[tuple, _ChosenTransport] = ProcessGroupCache(2048)
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

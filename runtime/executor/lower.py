@@ -82,16 +82,17 @@ def lower(
     order = processes.group_order(ranks)
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
+    itemsize = ITEMSIZE[program.dtype]
+    # Shards are cut as by torch.chunk: the first member has the largest one, the last member the smallest.
     before, after = (
-        [math.prod(shape(step, p)) * ITEMSIZE[program.dtype] for p in members]
-        for shape in (program.shape_before, program.shape_after)
+        math.prod(shape(step, members[0])) * itemsize for shape in (program.shape_before, program.shape_after)
     )
-    if sum(before) == 0 or sum(after) == 0:
+    if before == 0 or after == 0:
         return Lowering("local", "the ranks of this step hold nothing")
     if reduction == "fast" and (kind := _collective_reduction(program, step, members)):
         return Lowering(kind, f'reduction="fast" leaves the order of terms to {processes.backend}', order)
-    limits, largest = BACKENDS[processes.backend], max(*before, *after)
-    if _is_all_gather(step) and len(set(before)) == 1 and largest <= limits.all_gather:
+    limits, largest = BACKENDS[processes.backend], max(before, after)
+    if largest <= limits.all_gather and _is_all_gather(step) and _are_even(program, step, members):
         return Lowering("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
     if len(step.group) > 1:
         return Lowering("send and receive", "along several mesh dims a rank has few of the group as peers")
@@ -147,6 +148,12 @@ def _is_all_gather(step: Exchange) -> bool:
     """Whether a step makes shards of the group replicated."""
     before, after = _group_placements(step)
     return all(isinstance(p, Shard) for p in before) and all(isinstance(p, Replicate) for p in after)
+
+
+def _are_even(program: Program, step: Exchange, members: Sequence[int]) -> bool:
+    """Whether the shards of all members have the same number of elements before a step."""
+    first, last = (math.prod(program.shape_before(step, p)) for p in (members[0], members[-1]))
+    return first == last
 
 
 def _collective_reduction(program: Program, step: Exchange, members: Sequence[int]) -> str | None:

@@ -80,7 +80,7 @@ def bind_in_process(
             captured.update(bound)
         ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
         inputs = map(_plain, locals_)
-        outputs = run_all({rank: b.run(x) for rank, b, x in zip(ranks, bound, inputs, strict=True)})
+        outputs = run_all({rank: b.run(x, b.fingerprint) for rank, b, x in zip(ranks, bound, inputs, strict=True)})
         return [outputs[rank] for rank in ranks]
 
     return call

@@ -134,7 +134,6 @@ class Transports:
         self._hierarchical: dict[tuple[str, str], AnyHierarchical] = {}
         self._nodes: dict[int, Hashable] = {}
         self._obstacles: dict[str, str | None] = {}
-        self._chosen: dict[tuple[tuple[int, ...], str, str | None], tuple[AnyTransport, str]] = {}
         self._dispatchers: Counter[tuple[int, ...]] = Counter()
 
     def finish(self) -> None:
@@ -185,16 +184,12 @@ class Transports:
         """
         requested = requested or requested_transport()
         check_name(requested)
-        key = (ranks, str(device) if requested == "symmetric_memory" else device.type, requested)
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            name, why = choose_transport(
-                requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
-                no_messages=self._find_obstacle(device.type), node_size=self._node_size,
-            )  # fmt: skip
-            chosen = self._chosen[key] = self._transport(name, device), why
-            stats().transports[ranks] = f"{name}: {why}"
-        return chosen
+        name, why = choose_transport(
+            requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
+            no_messages=self._find_obstacle(device.type), node_size=self._node_size,
+        )  # fmt: skip
+        stats().transports[ranks] = f"{name}: {why}"
+        return self._transport(name, device), why
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""

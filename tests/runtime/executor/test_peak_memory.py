@@ -65,10 +65,10 @@ def test_peak_bytes_bound_allocated_memory(mesh: tuple[int, ...], shape: tuple[i
             contributed = integers(oracle.contribution_shape(mesh, shape, source), source)
             given = [x.float() for x in oracle.local_shards(mesh, shape, source, contributed)]
             transports = [CountingTransport(True) for _ in given]
-            runs = {
-                r: BoundProgram(program, r, x.stride(), transports[r], x.dtype, x.device).run(x)
-                for r, x in enumerate(given)
-            }
+            bound = [
+                BoundProgram(program, r, x.stride(), transports[r], x.dtype, x.device) for r, x in enumerate(given)
+            ]
+            runs = {r: b.run(x, b.fingerprint) for r, (b, x) in enumerate(zip(bound, given, strict=True))}
             run_all(runs)
             for rank, (transport, x, peak) in enumerate(zip(transports, given, program.peak_bytes, strict=True)):
                 assert transport.most + x.numel() * 4 <= peak, (rank, program.explain())
