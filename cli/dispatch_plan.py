@@ -9,10 +9,10 @@ from shardweave.errors import ArgumentError, shown
 from shardweave.kernels.rows import PAYLOADS
 from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.report import explain, to_dict
-from shardweave.runtime.moe.transfer_fixed import FixedTransfer, with_splits
-from shardweave.runtime.moe.transfer_push import PushTransfer
-from shardweave.runtime.moe.transfer_sendrecv import SendRecvTransfer
-from shardweave.runtime.moe.transfer_window import WindowTransfer
+from shardweave.runtime.moe.transfer.fixed import FixedTransfer, with_splits
+from shardweave.runtime.moe.transfer.push import PushTransfer
+from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 GPUS_OF_A_NODE = 8
 ALGORITHMS = (PushTransfer, WindowTransfer, SendRecvTransfer, FixedTransfer)

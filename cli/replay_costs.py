@@ -11,7 +11,7 @@ import shardweave
 from ..bench.planning.projection import received, sampled, stock_layouts, stock_received, stock_us
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
-from ..planner.mesh import union_mesh
+from ..planner.layouts.mesh import union_mesh
 from ..runtime.tracing.trace import Entry
 from .replay_report import Compared
 

@@ -21,7 +21,7 @@ import torch
 
 from ..bench.baselines.stock_dtensor import held
 from ..planner import Layout, Partial
-from ..planner.index_sets import held_spans, parts_of
+from ..planner.layouts.index_sets import held_spans, parts_of
 
 _CHUNK = 1 << 18  # elements made at a time
 _CHOICES = ((1, 2, 4, 8), (1, 2), (0, 1))

@@ -14,14 +14,18 @@
 
 from .arguments import check_layout, check_local_shape, check_shape
 from .batch import Batch, plan_batch
-from .dtypes import ITEMSIZE, check_dtype
-from .exchange import communicates
-from .index_sets import held_sizes, held_spans, parts_of
-from .layout import Layout, Orders
-from .layout_change import layout_change
-from .local_slice import LocalSlice
-from .mesh import MOST_RANKS, Mesh, position_of, whole_numbers
-from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .cost.token_splits import SPLITS, price_splits
+from .cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
+from .exchange.layout_change import layout_change
+from .exchange.local_slice import LocalSlice
+from .exchange.senders import communicates
+from .exchange.steps import Exchange, Local, Reduce, Step
+from .exchange.transfer_table import FILL, Row, TransferTable
+from .layouts.dtypes import ITEMSIZE, check_dtype
+from .layouts.index_sets import held_sizes, held_spans, parts_of
+from .layouts.layout import Layout, Orders
+from .layouts.mesh import MOST_RANKS, Mesh, position_of, whole_numbers
+from .layouts.placements import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import Planner, plan, planner_of, redistribute_cost
 from .program import Program
 from .program_base import format_bytes
@@ -29,10 +33,6 @@ from .render.draw import draw
 from .render.explain import title
 from .render.program_to_json import mesh_to_dict
 from .request import Request
-from .steps import Exchange, Local, Reduce, Step
-from .token_splits import SPLITS, price_splits
-from .topology import NVLINK_INFINIBAND, NVLINK_NODE, Link, Topology
-from .transfer_table import FILL, Row, TransferTable
 
 __all__ = [
     "FILL",

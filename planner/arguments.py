@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import ArgumentError, UnsupportedError, shown, with_prefix
-from .dtypes import check_reducible
-from .layout import Layout, pairs_of
-from .mesh import Mesh, whole_numbers
-from .placements import Partial, Placement
+from .layouts.dtypes import check_reducible
+from .layouts.layout import Layout, pairs_of
+from .layouts.mesh import Mesh, whole_numbers
+from .layouts.placements import Partial, Placement
 from .program_base import ProgramBase
 
 _MAX_ELEMENTS = 1 << 58  # at 16 bytes each this is 2**62 bytes

@@ -15,13 +15,13 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError, with_prefix
-from .mesh import MOST_RANKS, position_of, whole_numbers
+from .cost.topology import Topology
+from .exchange.steps import Exchange
+from .layouts.mesh import MOST_RANKS, position_of, whole_numbers
 from .plan import plan
 from .program import Program
 from .program_base import format_bytes
 from .request import Request, check_max_bytes, check_topology
-from .steps import Exchange
-from .topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

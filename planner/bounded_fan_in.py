@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .layout import Layout
-from .mesh import Mesh
-from .placements import Partial, Shard
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh
+from .layouts.placements import Partial, Shard
 
 MAX_FAN_IN = 512
 """The terms that one step reduces at most, unless they lie along a single mesh dim.

@@ -8,20 +8,20 @@ from itertools import pairwise
 
 from ..errors import ArgumentError
 from .bounded_fan_in import bound_fan_in
-from .build_steps import build_step
-from .cross_mesh_cost import step_price_between
-from .dtypes import ITEMSIZE
-from .index_sets import held_sizes
-from .layout import Layout
-from .layout_change import layout_change
-from .mesh import Mesh, union_mesh
+from .cost.cross_mesh_cost import step_price_between
+from .cost.priced_ranks import PRICED_WHOLE, priced_ranks
+from .cost.topology import Topology
+from .exchange.build_steps import build_step
+from .exchange.layout_change import layout_change
+from .exchange.steps import Step
+from .layouts.dtypes import ITEMSIZE
+from .layouts.index_sets import held_sizes
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh, union_mesh
+from .layouts.placements import Partial, Replicate, Shard
 from .path import Path
-from .placements import Partial, Replicate, Shard
-from .priced_ranks import PRICED_WHOLE, priced_ranks
 from .program import Program
 from .request import Request
-from .steps import Step
-from .topology import Topology
 
 _OTHERS = 3  # rejected paths that a program lists
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .layout import Layout
-from .mesh import Mesh
-from .placements import Partial, Placement, Replicate, Shard, StridedShard
-from .priced_ranks import priced_ranks
-from .topology import Topology
+from .cost.priced_ranks import priced_ranks
+from .cost.topology import Topology
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh
+from .layouts.placements import Partial, Placement, Replicate, Shard, StridedShard
 
 _REPLICATE = Replicate()
 _MAX_TENSOR_DIMS = 4  # that intermediate layouts shard: those that source or target shard, then the largest

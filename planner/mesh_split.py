@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 
 from . import bounded_fan_in
-from .layout import Layout, pairs_of
-from .mesh import Mesh
-from .placements import Partial, Placement
-from .priced_ranks import priced_ranks
-from .topology import Topology
+from .cost.priced_ranks import priced_ranks
+from .cost.topology import Topology
+from .layouts.layout import Layout, pairs_of
+from .layouts.mesh import Mesh
+from .layouts.placements import Partial, Placement
 
 
 def split_by_nodes(

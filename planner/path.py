@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .layout import Layout
+from .layouts.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,22 @@ from typing import NamedTuple
 from ..errors import ArgumentError
 from .arguments import check_layout, check_shape, check_target, normalized_layouts, resolve_layout
 from .bounded_fan_in import bound_fan_in
-from .build_steps import build_step
+from .cost.priced_ranks import PRICED_WHOLE
+from .cost.topology import NVLINK_NODE, Topology
 from .cross_mesh_plan import plan_cross_mesh
-from .dtypes import ITEMSIZE, check_dtype
-from .index_sets import held_sizes
-from .layout import Layout
-from .layout_change import LayoutChange, layout_change
-from .local_slice import LocalSlice
-from .mesh import Mesh, whole_numbers
+from .exchange.build_steps import build_step
+from .exchange.layout_change import LayoutChange, layout_change
+from .exchange.local_slice import LocalSlice
+from .layouts.dtypes import ITEMSIZE, check_dtype
+from .layouts.index_sets import held_sizes
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh, whole_numbers
+from .layouts.placements import Shard
 from .mesh_split import split_by_fan_in, split_by_nodes
 from .path import Path
-from .placements import Shard
-from .priced_ranks import PRICED_WHOLE
 from .program import Program
 from .request import Request
 from .search import Search
-from .topology import NVLINK_NODE, Topology
 
 
 def plan(

@@ -10,15 +10,15 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from .byte_bound import bytes_bound
-from .cross_mesh_cost import step_price_between
-from .dtypes import ITEMSIZE
-from .index_sets import held_sizes
-from .layout import Layout
-from .mesh import Mesh
+from .cost.byte_bound import bytes_bound
+from .cost.cross_mesh_cost import step_price_between
+from .cost.topology import Topology
+from .exchange.steps import Exchange, Step, Traffic
+from .layouts.dtypes import ITEMSIZE
+from .layouts.index_sets import held_sizes
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh
 from .path import Path
-from .steps import Exchange, Step, Traffic
-from .topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .arguments import check_shape, resolve_layout
-from .dtypes import check_dtype
-from .layout import Layout
-from .mesh import Mesh, union_mesh, whole_numbers
-from .topology import Topology
+from .cost.topology import Topology
+from .layouts.dtypes import check_dtype
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh, union_mesh, whole_numbers
 
 
 @dataclass(frozen=True, init=False)

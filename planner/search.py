@@ -10,16 +10,16 @@ from itertools import pairwise
 
 from ..errors import ArgumentError
 from .bounded_fan_in import MAX_FAN_IN, bound_fan_in, exceeds_fan_in
-from .cost import StepPrice, shard_elements, step_prices
-from .dtypes import ITEMSIZE
+from .cost.priced_ranks import priced_ranks
+from .cost.step_cost import StepPrice, shard_elements, step_prices
+from .cost.topology import Topology
+from .exchange.layout_change import layout_change
 from .intermediate_layouts import IntermediateLayouts
-from .layout import Layout
-from .layout_change import layout_change
-from .mesh import Mesh
+from .layouts.dtypes import ITEMSIZE
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh
+from .layouts.placements import Partial
 from .path import Path
-from .placements import Partial
-from .priced_ranks import priced_ranks
-from .topology import Topology
 
 MAX_ROUNDS = 4
 """Rounds of a search; each expands the most promising layouts reached so far."""

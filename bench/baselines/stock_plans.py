@@ -22,7 +22,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cach
 import shardweave
 from shardweave import Layout, Mesh
 from shardweave.planner import Placement
-from shardweave.planner.index_sets import held_box
+from shardweave.planner.layouts.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ...errors import ArgumentError
 from ...planner import Layout, Mesh, Partial, Placement, Replicate
-from ...planner.placements import StridedShard
+from ...planner.layouts.placements import StridedShard
 from ...runtime.tracing.trace import Entry
 
 

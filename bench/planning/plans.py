@@ -30,8 +30,8 @@ import torch.distributed as dist
 import shardweave
 from shardweave import Layout, Link, Mesh, Topology
 from shardweave.planner import Placement, plan
-from shardweave.planner.cost import step_prices
-from shardweave.planner.layout_change import layout_change
+from shardweave.planner.cost.step_cost import step_prices
+from shardweave.planner.exchange.layout_change import layout_change
 
 from ...errors import ArgumentError
 from ..baselines.stock_plans import Counted, count_stock, stock

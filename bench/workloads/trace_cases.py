@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from ...errors import ArgumentError
 from ...planner import Layout, Mesh, plan
-from ...planner.dtypes import ITEMSIZE
-from ...planner.index_sets import held_sizes
+from ...planner.layouts.dtypes import ITEMSIZE
+from ...planner.layouts.index_sets import held_sizes
 from ...planner.render.explain import format_bytes
 from ...runtime.tracing.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
 from ..harness.interleaved import KEPT, Rotation

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ...errors import ArgumentError
-from ..mesh import Mesh
+from ..exchange.steps import Step
+from ..layouts.mesh import Mesh
 from ..program_base import ProgramBase
-from ..steps import Step
 from .arrows import MAX_ARROWS, Arrows, depth
 from .explain import mesh_dims_of_step, notes, title, totals
 from .panels import Panels

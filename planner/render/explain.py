@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..dtypes import ITEMSIZE
-from ..mesh import Mesh
+from ..exchange.steps import Exchange, Step
+from ..exchange.transfer_table import FILL
+from ..layouts.dtypes import ITEMSIZE
+from ..layouts.mesh import Mesh
 from ..program_base import ProgramBase, format_bytes
-from ..steps import Exchange, Step
-from ..transfer_table import FILL
 
 
 def explain(program: ProgramBase, algorithms: Sequence[object] = ()) -> str:

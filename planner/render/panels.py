@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ...errors import ArgumentError
-from ..dtypes import ITEMSIZE
+from ..layouts.dtypes import ITEMSIZE
 from ..program_base import ProgramBase, format_bytes
 from .regions import Region, Runs, Stage
 from .svg_primitives import COLOURS, Place, Sheet, colour, text_on, text_width, wrapped

@@ -16,17 +16,17 @@ import numpy as np
 
 from ...errors import ArgumentError, ShardweaveError, shown
 from ..arguments import check_layout, check_shape, check_target
-from ..build_steps import build_step
-from ..dtypes import check_dtype
-from ..index_sets import held_box
-from ..layout import Layout, pairs_of
-from ..layout_change import LayoutChange
-from ..mesh import Mesh, union_mesh
+from ..cost.topology import Topology
+from ..exchange.build_steps import build_step
+from ..exchange.layout_change import LayoutChange
+from ..exchange.steps import Step
+from ..layouts.dtypes import check_dtype
+from ..layouts.index_sets import held_box
+from ..layouts.layout import Layout, pairs_of
+from ..layouts.mesh import Mesh, union_mesh
+from ..layouts.placements import Shard
 from ..path import Path
-from ..placements import Shard
 from ..program_base import ProgramBase
-from ..steps import Step
-from ..topology import Topology
 from .program_to_json import TOTALS, step_to_dict
 
 _MAX_SPANS = 1 << 22  # common spans of all pairs of shards along a strided tensor dim

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..mesh import Mesh
+from ..exchange.steps import Exchange, Step
+from ..layouts.mesh import Mesh
 from ..program_base import ProgramBase
-from ..steps import Exchange, Step
 
 
 def to_dict(program: ProgramBase) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import ArgumentError
-from ..index_sets import held_spans, parts_of
-from ..layout import Layout
-from ..mesh import Mesh
+from ..exchange.steps import Step
+from ..exchange.transfer_table import FILL, TransferTable
+from ..layouts.index_sets import held_spans, parts_of
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from ..program_base import ProgramBase
-from ..steps import Step
-from ..transfer_table import FILL, TransferTable
 
 Run = tuple[int, int]  # start, stop
 Runs = tuple[Run, ...]

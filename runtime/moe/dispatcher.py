@@ -21,10 +21,10 @@ from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
 from .routed import RoutedTokens
-from .transfer import OPERATIONS, Steps, TokenTransfer
-from .transfer_fixed import sendrecv_transfer, with_splits
-from .transfer_push import PushTransfer
-from .transfer_window import WindowTransfer
+from .transfer.base import OPERATIONS, Steps, TokenTransfer
+from .transfer.fixed import sendrecv_transfer, with_splits
+from .transfer.push import PushTransfer
+from .transfer.window import WindowTransfer
 from .validate import check_combine, check_dispatch
 
 if TYPE_CHECKING:

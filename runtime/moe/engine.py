@@ -15,8 +15,8 @@ from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
 from .overflow import LATEST, Overflow
 from .report import explain
-from .transfer import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
-from .transfer_fixed import alternatives
+from .transfer.base import BACKWARD, COMBINE, DISPATCH, UNDISPATCH, Steps, TokenTransfer
+from .transfer.fixed import alternatives
 
 Received = tuple[torch.Tensor, DispatchRecord]
 """The rows that a rank received, [rows, H], and the record of the dispatch."""

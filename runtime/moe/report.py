@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .config import DispatchConfig
-from .transfer import TokenTransfer
+from .transfer.base import TokenTransfer
 
 Algorithm = TokenTransfer | type[TokenTransfer]
 """How rows travel: a transfer, or its class."""

@@ -14,9 +14,9 @@ from .config import DispatchConfig, takes_settings
 from .dispatch_record import Tokens
 from .engine import TokenEngine, device_of
 from .routed import RoutedTokens
-from .transfer import Steps
-from .transfer_fixed import sendrecv_transfer
-from .transfer_push import PushTransfer
+from .transfer.base import Steps
+from .transfer.fixed import sendrecv_transfer
+from .transfer.push import PushTransfer
 from .validate import check_combine, check_dispatch
 
 if TYPE_CHECKING:

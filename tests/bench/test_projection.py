@@ -25,7 +25,7 @@ from shardweave.bench.planning.growth import GROWTHS, Growth
 from shardweave.bench.planning.projection import TOPOLOGIES, project, received, stock_received
 from shardweave.bench.planning.projection_rows import totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
-from shardweave.planner.index_sets import held_box
+from shardweave.planner.layouts.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
 from shardweave.runtime.tracing.trace import Entry, Trace
 

@@ -16,8 +16,8 @@ from shardweave.__main__ import main
 from shardweave.cli.calibrate import predicted_us
 from shardweave.cli.link_fit import Local, Sample, fit_line, fit_link, fit_local, topology_of
 from shardweave.cli.link_times import node_size_of, sizes_up_to
-from shardweave.planner.cost import step_price
-from shardweave.planner.layout_change import LayoutChange
+from shardweave.planner.cost.step_cost import step_price
+from shardweave.planner.exchange.layout_change import LayoutChange
 
 SHARDWEAVE = [sys.executable, "-m", "shardweave"]
 SIZES = sizes_up_to(1 << 20)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from shardweave.__main__ import main
-from shardweave.runtime.moe import transfer_sendrecv
 from shardweave.runtime.moe.report import on_wire
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer_fixed import FixedTransfer
-from shardweave.runtime.moe.transfer_push import PushTransfer
-from shardweave.runtime.moe.transfer_sendrecv import SendRecvTransfer
-from shardweave.runtime.moe.transfer_window import WindowTransfer
+from shardweave.runtime.moe.transfer import sendrecv
+from shardweave.runtime.moe.transfer.fixed import FixedTransfer
+from shardweave.runtime.moe.transfer.push import PushTransfer
+from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer.window import WindowTransfer
 
 ARGUMENTS = ["dispatch", "--ranks", "8", "--experts", "256", "--top-k", "8", "--hidden", "7168", "--tokens", "4096"]
 PHASES = ("dispatch", "combine", "backward of combine", "backward of dispatch")
@@ -108,8 +108,8 @@ def test_dispatch_states_bytes_sent(monkeypatch, save, top, limits):
         sent[phase] += sum(len(data) for _, data in sends)
         return transfer(sends, receives, fingerprint)
 
-    transfer = transfer_sendrecv.Transfer
-    monkeypatch.setattr(transfer_sendrecv, "Transfer", counted)
+    transfer = sendrecv.Transfer
+    monkeypatch.setattr(sendrecv, "Transfer", counted)
     numbers = torch.arange(tokens * k).view(tokens, k)
     # With `top`, only rank 0 has tokens, for all experts but its own.
     ids = [numbers % 4 + 2 if top else numbers % 6] * ranks

@@ -15,10 +15,10 @@ from moe_reference import tokens_of
 from sync_guard import SyncGuard, SyncRefused
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardweave.runtime.moe import transfer_sendrecv
 from shardweave.runtime.moe.activation import silu_and_mul
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer_sendrecv import SendRecvTransfer
+from shardweave.runtime.moe.transfer import sendrecv
+from shardweave.runtime.moe.transfer.sendrecv import SendRecvTransfer
 from shardweave.runtime.statistics import stats
 
 K, E, H = 3, 5, 16
@@ -93,7 +93,7 @@ def test_dispatch_does_not_synchronise(device, algorithm, monkeypatch):
     """Except for the one read of counts with chunks of exact size."""
     if algorithm is EXACT and device == "cpu":
         monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
-        monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
+        monkeypatch.setattr(sendrecv, "_sizes", on_the_host(sendrecv._sizes))
     elif algorithm is EXACT:
         monkeypatch.setattr(SendRecvTransfer, "_read", read_unguarded(SendRecvTransfer._read))
     for number, given in enumerate(SETTINGS):
@@ -131,7 +131,7 @@ def test_sync_guard_covers_all_verbs(device, verb, one_sided, monkeypatch):
     if device == "cuda":
         pytest.skip("of the guard on the CPU")
     monkeypatch.setattr(SendRecvTransfer, "_planned", on_the_host(SendRecvTransfer._planned))
-    monkeypatch.setattr(transfer_sendrecv, "_sizes", on_the_host(transfer_sendrecv._sizes))
+    monkeypatch.setattr(sendrecv, "_sizes", on_the_host(sendrecv._sizes))
     d = VirtualTokenDispatcher(
         3, num_experts=E, top_k=K, hidden=H, max_tokens=4, dtype=torch.float32, one_sided=one_sided
     )

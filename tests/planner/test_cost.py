@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardweave import NVLINK_INFINIBAND, Layout, Mesh
-from shardweave.planner import priced_ranks
-from shardweave.planner.cost import step_price
-from shardweave.planner.layout_change import LayoutChange
+from shardweave.planner.cost import priced_ranks
+from shardweave.planner.cost.step_cost import step_price
+from shardweave.planner.exchange.layout_change import LayoutChange
 
 pytestmark = pytest.mark.plan
 

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import Layout, Mesh
-from shardweave.planner.index_sets import cells_meeting, common_runs, cut, held_box, held_sizes, held_span, held_spans
+from shardweave.planner.layouts.index_sets import (
+    cells_meeting,
+    common_runs,
+    cut,
+    held_box,
+    held_sizes,
+    held_span,
+    held_spans,
+)
 
 pytestmark = pytest.mark.plan
 

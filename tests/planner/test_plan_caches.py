@@ -12,9 +12,9 @@ from box_checks import BOX_COLUMNS, rows_of_rank
 
 from shardweave.planner import Layout, Mesh, Program, plan
 from shardweave.planner import exchange as exchange_module
-from shardweave.planner.exchange import transfer_table
-from shardweave.planner.layout_change import LayoutChange
-from shardweave.planner.transfer_table import TransferTable
+from shardweave.planner.exchange.layout_change import LayoutChange
+from shardweave.planner.exchange.senders import transfer_table
+from shardweave.planner.exchange.transfer_table import TransferTable
 
 pytestmark = pytest.mark.plan
 

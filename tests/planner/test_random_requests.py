@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from shardweave.planner import ITEMSIZE, NVLINK_INFINIBAND, NVLINK_NODE, Link, Mesh, Topology, plan
-from shardweave.planner.cost import step_price
-from shardweave.planner.layout_change import LayoutChange
+from shardweave.planner.cost.step_cost import step_price
+from shardweave.planner.exchange.layout_change import LayoutChange
 
 pytestmark = pytest.mark.plan
 

@@ -27,10 +27,10 @@ from shardweave.planner import (
     plan,
     redistribute_cost,
 )
-from shardweave.planner.build_steps import build_step
-from shardweave.planner.cost import step_price
-from shardweave.planner.index_sets import held_box
-from shardweave.planner.layout_change import LayoutChange
+from shardweave.planner.cost.step_cost import step_price
+from shardweave.planner.exchange.build_steps import build_step
+from shardweave.planner.exchange.layout_change import LayoutChange
+from shardweave.planner.layouts.index_sets import held_box
 from shardweave.planner.mesh_split import split_by_nodes
 from shardweave.planner.search import Search
 

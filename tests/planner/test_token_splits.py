@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardweave.planner.token_splits import HOST_READ_US, price_splits
-from shardweave.planner.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link
+from shardweave.planner.cost.token_splits import HOST_READ_US, price_splits
+from shardweave.planner.cost.topology import NVLINK_INFINIBAND, NVLINK_NODE, Link
 
 pytestmark = pytest.mark.plan
 LINK = Link(latency_us=2.0, gigabytes_per_s=1.0, one_sided=False, message_us=1.0)

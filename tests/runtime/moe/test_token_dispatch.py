@@ -16,7 +16,7 @@ from variants import crossed
 
 from shardweave.errors import CapacityError
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
-from shardweave.runtime.moe.transfer_fixed import sendrecv_transfer
+from shardweave.runtime.moe.transfer.fixed import sendrecv_transfer
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports.in_process import InProcessTransport
 

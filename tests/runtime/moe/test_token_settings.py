@@ -18,7 +18,7 @@ from shardweave.runtime.moe.config import DispatchConfig
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.moe.torchtitan import TorchtitanDispatcher
-from shardweave.runtime.moe.transfer_fixed import with_splits
+from shardweave.runtime.moe.transfer.fixed import with_splits
 
 
 def one(**given) -> DispatchConfig:

@@ -25,7 +25,7 @@ import shardweave
 from shardweave import kernels
 from shardweave.kernels.signal import signal_kernel
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
-from shardweave.runtime.moe.transfer_window import window_nbytes
+from shardweave.runtime.moe.transfer.window import window_nbytes
 from shardweave.runtime.statistics import stats
 from shardweave.runtime.transports.symmetric_memory.window import window_size
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from functools import cached_property, lru_cache
 
-from .dtypes import is_floating
-from .layout import Layout, receivers_contribute
-from .mesh import Mesh, union_mesh
-from .placements import Partial, Shard
+from ..layouts.dtypes import is_floating
+from ..layouts.layout import Layout, receivers_contribute
+from ..layouts.mesh import Mesh, union_mesh
+from ..layouts.placements import Partial, Shard
 
 
 class LayoutChange:

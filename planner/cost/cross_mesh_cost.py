@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 
-from .cost import StepPrice, step_price
-from .dtypes import ITEMSIZE
-from .exchange import transfer_table
-from .index_sets import held_sizes
-from .layout import Layout
-from .layout_change import LayoutChange, layout_change
-from .mesh import Mesh
+from ..exchange.layout_change import LayoutChange, layout_change
+from ..exchange.senders import transfer_table
+from ..exchange.steps import Traffic
+from ..layouts.dtypes import ITEMSIZE
+from ..layouts.index_sets import held_sizes
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from .priced_ranks import PRICED_WHOLE, SAMPLED
-from .steps import Traffic
+from .step_cost import StepPrice, step_price
 from .topology import Topology
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from .dtypes import ITEMSIZE
-from .layout import Layout, receivers_contribute
-from .layout_change import LayoutChange
+from ..exchange.layout_change import LayoutChange
+from ..layouts.dtypes import ITEMSIZE
+from ..layouts.layout import Layout, receivers_contribute
 from .priced_ranks import PricedRanks, common_lengths, held_lengths, priced_ranks, send_shares
 from .topology import Topology
 

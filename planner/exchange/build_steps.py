@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .dtypes import check_computed, identity
-from .exchange import communicates, transfer_table
+from ..layouts.dtypes import check_computed, identity
+from ..layouts.placements import Partial
 from .layout_change import LayoutChange
-from .placements import Partial
+from .senders import communicates, transfer_table
 from .steps import Exchange, Local, Reduce, Step
 
 

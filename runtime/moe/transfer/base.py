@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ...kernels import (
+from ....kernels import (
     AddressTables,
     Buffers,
     Groups,
@@ -26,10 +26,10 @@ from ...kernels import (
     route_tokens,
     weigh_rows,
 )
-from ..transports.base import Transport
-from ..transports.requests import CommRequest
-from .config import DispatchConfig, fill_value
-from .dispatch_record import DispatchRecord, Tokens
+from ...transports.base import Transport
+from ...transports.requests import CommRequest
+from ..config import DispatchConfig, fill_value
+from ..dispatch_record import DispatchRecord, Tokens
 
 T = TypeVar("T")
 Steps = Generator[CommRequest, Any, T]

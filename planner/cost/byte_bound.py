@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from .dtypes import ITEMSIZE
-from .index_sets import elements_in_common, held_sizes
-from .layout import Layout
-from .mesh import Coordinate, Mesh
+from ..layouts.dtypes import ITEMSIZE
+from ..layouts.index_sets import elements_in_common, held_sizes
+from ..layouts.layout import Layout
+from ..layouts.mesh import Coordinate, Mesh
 
 
 def bytes_bound(

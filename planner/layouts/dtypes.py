@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ArgumentError, UnsupportedError, shown
+from ...errors import ArgumentError, UnsupportedError, shown
 
 ITEMSIZE = {
     "bool": 1,

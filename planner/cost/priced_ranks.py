@@ -9,10 +9,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from .index_sets import overlaps
-from .layout import Cuts, Layout
-from .layout_change import LayoutChange
-from .mesh import Mesh
+from ..exchange.layout_change import LayoutChange
+from ..layouts.index_sets import overlaps
+from ..layouts.layout import Cuts, Layout
+from ..layouts.mesh import Mesh
 from .topology import Topology
 
 PRICED_WHOLE = 128

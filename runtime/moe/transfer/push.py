@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ...kernels import Buffers, push_rows, share_counts
-from ..transports.base import OneSidedTransport
-from ..transports.requests import Address, Barrier
-from .config import DispatchConfig
-from .dispatch_record import DispatchRecord
-from .transfer import Delivery, Read, Steps, TokenTransfer
+from ....kernels import Buffers, push_rows, share_counts
+from ...transports.base import OneSidedTransport
+from ...transports.requests import Address, Barrier
+from ..config import DispatchConfig
+from ..dispatch_record import DispatchRecord
+from .base import Delivery, Read, Steps, TokenTransfer
 
 # Barriers of an operation after its first, added to its number.
 _LAST, _OPENED = 1, 2

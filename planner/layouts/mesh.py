@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, shown
+from ...errors import ArgumentError, shown
 
 Coordinate = tuple[int, ...]
 Pair = tuple[int, int]  # size, stride

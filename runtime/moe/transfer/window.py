@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import torch
 
-from ...kernels import Buffers, ChosenBuffers, copy_rows, push_rows, share_counts
-from ..statistics import stats
-from ..transports.buffer_pool import BufferPool, BufferPoolTransport
-from ..transports.symmetric_memory.window import ALIGNMENT, window_size
-from .config import DispatchConfig, round_up
-from .dispatch_record import DispatchRecord
-from .transfer import Delivery, Read, Steps, TokenTransfer
+from ....kernels import Buffers, ChosenBuffers, copy_rows, push_rows, share_counts
+from ...statistics import stats
+from ...transports.buffer_pool import BufferPool, BufferPoolTransport
+from ...transports.symmetric_memory.window import ALIGNMENT, window_size
+from ..config import DispatchConfig, round_up
+from ..dispatch_record import DispatchRecord
+from .base import Delivery, Read, Steps, TokenTransfer
 
 _LAST = 1  # the second barrier of an operation, added to its number
 

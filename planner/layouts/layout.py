@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ..errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
+from ...errors import ArgumentError, LayoutSyntaxError, UnsupportedError, shown
 from .dtypes import REDUCE_OPS
 from .layout_text import parse_layout_text
 from .mesh import MAX_DIMS, whole_numbers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from ..errors import ArgumentError, shown
+from ...errors import ArgumentError, shown
 
 _MAX_NODE_SIZE = 1 << 62  # fits in an int64
 _BANDWIDTH_RANGE = 1e-9, 1e30  # in 1e9 bytes per second; the price of 2**62 bytes stays finite

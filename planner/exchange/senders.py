@@ -13,12 +13,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from .index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
+from ..layouts.index_sets import Span, cells_meeting, elements_in_common, held_box, held_sizes, spans_at
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
+from ..layouts.placements import Shard
 from .intersection import FewPairs, intersect
-from .layout import Layout
 from .layout_change import LayoutChange
-from .mesh import Mesh
-from .placements import Shard
 from .transfer_table import FILL, Row, TransferTable
 
 _MAX_PAIRS_AT_ONCE = 1 << 18  # pairs of receiver and holder that are intersected together

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ...kernels import Buffers, Groups, Routed, TokenRows, locate_rows, push_rows
-from ...planner import NVLINK_INFINIBAND, price_splits
-from .config import DispatchConfig
-from .dispatch_record import Chunks, DispatchRecord
-from .transfer import Delivery, Read, Steps, TokenTransfer
-from .transfer_sendrecv import SendRecvTransfer
+from ....kernels import Buffers, Groups, Routed, TokenRows, locate_rows, push_rows
+from ....planner import NVLINK_INFINIBAND, price_splits
+from ..config import DispatchConfig
+from ..dispatch_record import Chunks, DispatchRecord
+from .base import Delivery, Read, Steps, TokenTransfer
+from .sendrecv import SendRecvTransfer
 
 
 class FixedTransfer(SendRecvTransfer):

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .layout import Layout, receivers_contribute
-from .mesh import Mesh
+from ..layouts.layout import Layout, receivers_contribute
+from ..layouts.mesh import Mesh
 from .transfer_table import FILL, TransferTable
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .index_sets import Parts, common_runs, mesh_dims_of, parts_of, spans_at
-from .layout import Cuts, Layout
+from ..layouts.index_sets import Parts, common_runs, mesh_dims_of, parts_of, spans_at
+from ..layouts.layout import Cuts, Layout
 
 
 @dataclass(frozen=True, eq=False)

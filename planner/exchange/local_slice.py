@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .index_sets import cut, held_span, parts_of
+from ..layouts.index_sets import cut, held_span, parts_of
 from .layout_change import LayoutChange
 
 

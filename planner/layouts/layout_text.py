@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..errors import LayoutSyntaxError, shown
+from ...errors import LayoutSyntaxError, shown
 from .dtypes import REDUCE_OPS
 from .placements import LARGEST, Partial, Placement, Replicate, Shard, StridedShard
 

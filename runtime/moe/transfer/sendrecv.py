@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ...kernels import Buffers, Groups, PhysicalExperts, Routed, locate_rows, padding_rows, push_rows
-from ..statistics import stats
-from ..transports.requests import Transfer
-from .config import DispatchConfig
-from .dispatch_record import Chunks, DispatchRecord
-from .transfer import ROUTING, Delivery, Read, Steps, TokenTransfer
+from ....kernels import Buffers, Groups, PhysicalExperts, Routed, locate_rows, padding_rows, push_rows
+from ...statistics import stats
+from ...transports.requests import Transfer
+from ..config import DispatchConfig
+from ..dispatch_record import Chunks, DispatchRecord
+from .base import ROUTING, Delivery, Read, Steps, TokenTransfer
 
 _HOST = torch.device("cpu")
 

@@ -1,0 +1,1 @@
+"""What a step or a program costs, in bytes and in microseconds."""

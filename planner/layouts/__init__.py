@@ -1,0 +1,1 @@
+"""Meshes, layouts and the indices that a rank holds under them."""
