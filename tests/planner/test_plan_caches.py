@@ -11,7 +11,7 @@ import pytest
 from box_checks import BOX_COLUMNS, rows_of_rank
 
 from shardweave.planner import Layout, Mesh, Program, plan
-from shardweave.planner import exchange as exchange_module
+from shardweave.planner.exchange import senders
 from shardweave.planner.exchange.layout_change import LayoutChange
 from shardweave.planner.exchange.senders import transfer_table
 from shardweave.planner.exchange.transfer_table import TransferTable
@@ -54,7 +54,7 @@ def test_boxes_of_one_rank_same_on_all_code_paths(
             LayoutChange(mesh, dtype, Layout.parse(source), Layout.parse(target), node_size) for _ in range(2)
         )
         with monkeypatch.context() as patched:
-            patched.setattr(exchange_module, "_MAX_SCALAR_PAIRS", 0)
+            patched.setattr(senders, "_MAX_SCALAR_PAIRS", 0)
             for rank in range(mesh.size):
                 transfer_table(as_arrays, (0, 0), rank)  # fills the cache of the change while patched
         for shape in ((length, 6), (6, length)):
@@ -63,7 +63,7 @@ def test_boxes_of_one_rank_same_on_all_code_paths(
                 context = source, target, shape, rank
                 cached = transfer_table(change, shape, rank)
                 with monkeypatch.context() as patched:
-                    patched.setattr(exchange_module, "_MAX_CACHED_GROUP", 0)
+                    patched.setattr(senders, "_MAX_CACHED_GROUP", 0)
                     assert_same_rows(transfer_table(change, shape, rank), cached, context)
                 assert_same_rows(cached, rows_of_rank(whole, rank), context)
                 assert_same_rows(transfer_table(as_arrays, shape, rank), cached, context)
