@@ -112,7 +112,7 @@ def _run_in_torchrun(size: int, config: dict[str, Any], out: Path | None, name: 
         dist.destroy_process_group()
     except UnsupportedError:
         raise
-    except RuntimeError as error:  # a peer died or did not come: an error of torch or of shardweave
+    except RuntimeError as error:  # a peer died or did not arrive: an error of torch or of shardweave
         print(f"error: the calibration ends: rank {rank}: {error}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # destroying a group that lost a member may hang

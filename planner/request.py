@@ -18,15 +18,7 @@ from .layouts.mesh import Mesh, union_mesh, whole_numbers
 class Request:
     """The redistribution of one tensor, with meshes, layouts and numbers in their final types.
 
-    Args:
-        mesh: a `Mesh` or its shape.
-        shape: the global shape of the tensor.
-        dtype: a name such as "bfloat16".
-        source, target: layouts or their text form (`Layout.parse`).
-        target_mesh: the mesh of `target`; default: `mesh`.
-        rank: the mesh position to plan for; None for all ranks.
-        topology: the topology to plan for; None if bytes alone decide.
-        max_bytes: the bytes that a rank may hold at most; None for no limit.
+    Args: as for `plan`.
 
     Raises:
         ArgumentError: an argument has the wrong type or range. Whether the layouts fit the shape and the dtype is

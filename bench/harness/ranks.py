@@ -42,7 +42,7 @@ RankMain = Callable[[int, int, dict[str, Any], Send], None]
 
 
 class RanksFailed(RuntimeError):
-    """A rank died, failed or never came."""
+    """A rank died, failed or did not arrive."""
 
 
 def timeout_seconds() -> float:

@@ -50,7 +50,7 @@ def redistribute_batch(
         ArgumentError: lists of different lengths, placements that do not match, or a tensor that requires gradients
             while they are recorded (use `torch.no_grad()`).
         UnsupportedError: as for `redistribute`.
-        TransportError: a peer died, did not come, or requested something else.
+        TransportError: a peer died, timed out, or made a different request.
     """
     try:
         targets = _target_specs(dtensors, placements, device_mesh)

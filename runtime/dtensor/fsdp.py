@@ -75,7 +75,7 @@ class FSDPAllGather(_Allocator, AllGather):
             ArgumentError: sizes, dtypes or devices that do not match; a tensor subclass; an output in which several
                 elements share memory; a group without this rank. Raised before anything is communicated.
             UnsupportedError: the process group cannot carry programs on the device.
-            TransportError: a peer died, did not come, or requested something else.
+            TransportError: a peer died, timed out, or made a different request.
         """
         tensors = ("input_tensor", input_tensor), ("output_tensor", output_tensor)
         with _refusing(input_tensor, output_tensor, group):
@@ -112,7 +112,7 @@ class FSDPReduceScatter(_Allocator, ReduceScatter):
             ArgumentError: as for `FSDPAllGather`; a factor whose product cannot be cast to the dtype of the output.
             UnsupportedError: another op; a dtype that cannot be reduced; the process group cannot carry programs on the
                 device.
-            TransportError: a peer died, did not come, or requested something else.
+            TransportError: a peer died, timed out, or made a different request.
         """
         tensors = ("output_tensor", output_tensor), ("input_tensor", input_tensor)
         with _refusing(input_tensor, output_tensor, group):

@@ -61,7 +61,7 @@ def run_redistribution(
     Raises:
         ArgumentError: the local tensor does not match its spec, or a layout does not match the tensor.
         UnsupportedError: placements or a dtype that programs do not support.
-        TransportError: a peer died, did not come, or requested something else.
+        TransportError: a peer died, timed out, or made a different request.
     """
     if torch.is_inference_mode_enabled():
         # Cached views and buffers outlive the mode, and inference tensors could never be used outside of it.

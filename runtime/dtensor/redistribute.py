@@ -87,7 +87,7 @@ def redistribute(
             communicated.
         UnsupportedError: bitwise partials; a backend that cannot carry programs; shards along a mesh dim whose ranks do
             not ascend, about whose owners torch's own operations disagree.
-        TransportError: a peer died, did not come, or requested something else.
+        TransportError: a peer died, timed out, or made a different request.
     """
     if not isinstance(dtensor, DTensor):
         raise refuse_unplanned(ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor"), ())
@@ -207,7 +207,7 @@ def bind(
 
     Raises:
         ArgumentError, UnsupportedError: as `redistribute`.
-        TransportError: a rank that must allocate a symmetric buffer as well did not come.
+        TransportError: a rank that must allocate a symmetric buffer as well did not arrive.
     """
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(f"dtensor: {type(dtensor).__name__}; allowed: a DTensor")

@@ -66,7 +66,7 @@ def redistribute_local_tensor(
     Raises:
         ArgumentError: the local tensor does not match its spec, or a spec has the wrong number of placements.
         UnsupportedError: torch would have to redistribute to another mesh, which it cannot.
-        TransportError: a peer died, did not come, or requested something else.
+        TransportError: a peer died, timed out, or made a different request.
     """
     if (recorder := observer.current) is not None:
         recorder.note(local_tensor.dtype, current_spec, target_spec)

@@ -45,7 +45,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
     Raises:
         ArgumentError: `mesh` is not a DeviceMesh, or `max_bytes` is not an int from 1 to 2**62.
         UnsupportedError: the requested transport cannot carry the ranks, or there is no process group.
-        TransportError: a rank of the mesh did not come.
+        TransportError: a rank of the mesh did not arrive.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(f"mesh: {shown(mesh)}; allowed: a DeviceMesh")

@@ -117,7 +117,7 @@ class ProcessGroupTransport:
         connect ranks on first use, which a captured graph cannot do. Collective among `ranks`.
 
         Raises:
-            TransportError: a rank did not come.
+            TransportError: a rank did not arrive.
         """
         self.rendezvous.begin(ranks, 0, "prepare")
         for group in (self.group_order(ranks), *self._groups.values()):

@@ -179,7 +179,7 @@ class Rendezvous:
 
         Raises:
             DisagreementError: a setting differs; the text names it and both values.
-            MeetingTimeoutError, PeerError: a rank did not come.
+            MeetingTimeoutError, PeerError: a rank did not arrive.
         """
         sequence = self._sequence(ranks)
         if sequence.session is None:
@@ -279,7 +279,7 @@ class Rendezvous:
                 absent = [r for r, state in waiting.items() if state is None or state[0][:3] != self.call[:3]]
         who = " or ".join(f"rank {rank}" for rank in absent or ranks)
         return MeetingTimeoutError(
-            f"{who} did not come within {self.timeout:g} s; rank {self.rank} was waiting for it in {self.call}{why}"
+            f"{who} did not arrive within {self.timeout:g} s; rank {self.rank} was waiting for it in {self.call}{why}"
         )
 
     def fail(self, text: str) -> None:

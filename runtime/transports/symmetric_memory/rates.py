@@ -27,7 +27,7 @@ def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], n
         The rates of the slowest rank.
 
     Raises:
-        TransportError: a rank did not come.
+        TransportError: a rank did not arrive.
     """
     window = transport.window(ranks, nbytes)
     own, peers = window.data[transport.rank], [window.data[r] for r in ranks if r != transport.rank]

@@ -82,7 +82,7 @@ class SymmetricMemoryTransport:
 
         Raises:
             DisagreementError: the ranks of the group allocate different windows.
-            MeetingTimeoutError: a rank of the group did not come.
+            MeetingTimeoutError: a rank of the group did not arrive.
         """
         windows = self._of_group.setdefault(ranks, [])
         for window in windows:  # the smallest first
@@ -140,7 +140,7 @@ class SymmetricMemoryTransport:
         """All-gather a text among the ranks of a group, by rank. Collective; `key` is new to the group.
 
         Raises:
-            MeetingTimeoutError: a rank did not come.
+            MeetingTimeoutError: a rank did not arrive.
         """
         # The key contains the call: a rank that refuses this call may use the same `key` in the next one.
         call = self.rendezvous.call
@@ -189,7 +189,7 @@ class SymmetricMemoryTransport:
         where = f"{channel} at {self._all[number]}"
         if code.kind == "late":
             return MeetingTimeoutError(
-                f"rank {code.peer} did not come within {self.timeout:g} s; rank {code.rank} was waiting for it "
+                f"rank {code.peer} did not arrive within {self.timeout:g} s; rank {code.rank} was waiting for it "
                 f"({where}); outputs since then are overwritten"
             )
         if code.kind == "failed":

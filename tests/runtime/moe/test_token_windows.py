@@ -328,7 +328,7 @@ def test_missing_rank_is_named_and_outputs_overwritten() -> None:
     for rank in (0, 2):
         assert ends[rank].error in ("MeetingTimeoutError", "PeerError"), ends[rank]
         assert "outputs since then are overwritten" in ends[rank].message
-    texts = ("rank 1 did not come within 3 s", "rank 1 is gone")
+    texts = ("rank 1 did not arrive within 3 s", "rank 1 is gone")
     assert any(text in ends[rank].message for text in texts for rank in (0, 2))
 
 

@@ -461,7 +461,7 @@ def not_installed(rank: int) -> list[str]:
 
 def test_long_wait_warns_about_missing_install() -> None:
     waiting, other = run_ranks(not_installed, 2, environment={"SHARDWEAVE_TIMEOUT": "4"})
-    assert waiting[0].startswith("MeetingTimeoutError: rank 1 did not come within 4 s") and other == ["stock"]
+    assert waiting[0].startswith("MeetingTimeoutError: rank 1 did not arrive within 4 s") and other == ["stock"]
     (outcomes,) = waiting[1:]
     assert "rank 0 has waited" in outcomes and "for ranks [1]" in outcomes and "shardweave.install()" in outcomes
     assert "rank 1 has not used shardweave in this process group" in outcomes

@@ -47,9 +47,9 @@ def test_session_is_new_with_leftover_store_keys(ranks: tuple[int, ...]) -> None
 def test_session_times_out_with_rank_of_earlier_group() -> None:
     store = dist.HashStore()
     agreed(store, (0, 1))
-    with pytest.raises(MeetingTimeoutError, match="rank 1 did not come within 0.2 s; rank 0 was waiting for it"):
+    with pytest.raises(MeetingTimeoutError, match="rank 1 did not arrive within 0.2 s; rank 0 was waiting for it"):
         session(store, 0, (0, 1), 0.2)
-    with pytest.raises(MeetingTimeoutError, match="rank 7 did not come within 0.2 s"):
+    with pytest.raises(MeetingTimeoutError, match="rank 7 did not arrive within 0.2 s"):
         session(store, 0, (0, 7), 0.2)
 
 

@@ -555,7 +555,7 @@ def test_missing_rank_is_named_and_invalidates_transport(direction: str) -> None
         first, second = ends[rank]
         assert first == second and f"rank {rank} was waiting" in first and "of ranks (0, 1, 2)" in first
         # Rank 2 may be notified by rank 0 before its own wait times out, or vice versa.
-        assert "MeetingTimeoutError: rank 1 did not come within 1 s" in first or "PeerError: rank" in first
+        assert "MeetingTimeoutError: rank 1 did not arrive within 1 s" in first or "PeerError: rank" in first
     assert any(text.startswith("MeetingTimeoutError: rank 1") for text in (ends[0][0], ends[2][0]))
 
 
@@ -755,7 +755,7 @@ def never_comes_to_the_gpu(rank: int) -> str:
 def test_missing_rank_on_gpu_is_named(gpu: None) -> None:
     environment = {**OVERLAPPING, "SHARDWEAVE_TIMEOUT": "30"}
     first, _ = run_ranks(never_comes_to_the_gpu, 2, environment=environment, timeout=120)
-    assert "rank 1 did not come within 30 s; rank 0 was waiting for it" in first
+    assert "rank 1 did not arrive within 30 s; rank 0 was waiting for it" in first
 
 
 @pytest.mark.multigpu
