@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import ArgumentError, shown
 from ..runtime import install, record
 from ..runtime.tracing.recording import Recording
-from ..runtime.tracing.trace import Trace
+from ..runtime.tracing.trace_file import Trace
 
 
 def run(script: Path, arguments: Sequence[str], out: Path, on_shardweave: bool) -> int:

@@ -29,7 +29,7 @@ from ..bench.workloads.trace_cases import Case, check_memory, distinct
 from ..errors import ArgumentError
 from ..planner import Topology
 from ..runtime.tracing.merge import merge_traces
-from ..runtime.tracing.trace import Trace
+from ..runtime.tracing.trace_file import Trace
 from .replay_costs import computed_costs
 from .replay_ranks import Setting, rank_main
 from .replay_report import Replayed, show_computed, show_replayed

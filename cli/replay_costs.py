@@ -12,7 +12,7 @@ from ..bench.planning.projection import received, sampled, stock_layouts, stock_
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, StridedShard, Topology, plan
 from ..planner.layouts.mesh import union_mesh
-from ..runtime.tracing.trace import Entry
+from ..runtime.tracing.trace_file import Entry
 from .replay_report import Compared
 
 

@@ -21,10 +21,10 @@ from ..bench.harness.ranks import Send
 from ..bench.workloads.trace_cases import Case, meshes_of
 from ..planner import Layout, Mesh
 from ..runtime.convert_specs import spec_of_layout
+from ..runtime.dtensor.drop_in import stock_redistribute_local_tensor
 from ..runtime.dtensor.local import run_redistribution
-from ..runtime.dtensor.redistribute_local_tensor import stock_redistribute_local_tensor
 from ..runtime.dtensor.redistribute_options import RedistributeOptions
-from ..runtime.tracing.trace import Entry
+from ..runtime.tracing.trace_file import Entry
 from .replay_values import Values
 
 Call = Callable[[torch.Tensor], torch.Tensor]

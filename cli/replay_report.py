@@ -19,7 +19,7 @@ from ..bench.workloads.trace_cases import Case
 from ..planner import Topology
 from ..planner.render.explain import format_bytes
 from ..runtime.tracing.merge import ranks_text
-from ..runtime.tracing.trace import Trace
+from ..runtime.tracing.trace_file import Trace
 
 _MOST_EXPENSIVE = 3
 

@@ -15,7 +15,7 @@ from .locate_rows import MOST_K, locate_rows
 from .pairs_cpu import Pairs
 from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
-from .reduce_views import reduce_views
+from .reduce_cpu import reduce_views
 from .route_tokens import MOST_PHYSICAL_EXPERTS, Routed, route_tokens
 from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .signal import build_signal, polls_within, signal

@@ -20,7 +20,7 @@ from .addresses import MOST_BUFFERS, SOURCE_ARGUMENTS, TARGET_ARGUMENTS, BaseAdd
 from .boxes import StridedBoxes, source_views, split_elements, target_views
 from .dtypes import ELEMENTS, WORDS, decode, encode, pattern, pattern_word, real_dtype
 from .launch import PreparedLaunch, interpreted, on_device, processors_of, runs_on, tile_constants
-from .reduce_views import check_reduction, reduce_views
+from .reduce_cpu import check_reduction, reduce_views
 from .tiling import PROCESSORS, Launch, LaunchConfig, tile_launches
 
 # Up to this many contributors are unrolled, with all loads in flight; a loop bounds registers and code beyond.

@@ -2,12 +2,12 @@
 
 from .dtensor.batch import redistribute_batch
 from .dtensor.checkpoint import LoadPlanner, SavePlanner
+from .dtensor.drop_in import redistribute_local_tensor
 from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
 from .dtensor.install import install, installed, is_installed, uninstall
 from .dtensor.ordered_local import ordered_redistribute_local_tensor
 from .dtensor.plan import plan, plan_batch, redistribute_cost
 from .dtensor.redistribute import bind, explain, redistribute
-from .dtensor.redistribute_local_tensor import redistribute_local_tensor
 from .executor.prepare import prepare
 from .executor.simulate import simulate
 from .moe.activation import silu_and_mul

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ...errors import ArgumentError
 from ...planner import Layout, Mesh, Partial, Placement, Replicate
 from ...planner.layouts.placements import StridedShard
-from ...runtime.tracing.trace import Entry
+from ...runtime.tracing.trace_file import Entry
 
 
 @dataclass(frozen=True)

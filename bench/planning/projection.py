@@ -26,7 +26,7 @@ from shardweave import Layout, Topology
 from shardweave.planner import ITEMSIZE, Mesh, plan
 
 from ...errors import ArgumentError
-from ...runtime.tracing.trace import Entry, Trace
+from ...runtime.tracing.trace_file import Entry, Trace
 from ..baselines.stock_plans import issued, stock
 from ..harness.machine import provenance
 from ..harness.result_file import load as load_json

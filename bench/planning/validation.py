@@ -18,7 +18,7 @@ import shardweave
 from shardweave import Program, Topology
 
 from ...planner import Mesh
-from ...runtime.tracing.trace import Cost, Entry, Trace
+from ...runtime.tracing.trace_file import Cost, Entry, Trace
 from ..baselines.stock_dtensor import Unsuitable, mesh_for, respell
 from ..workloads import load_workloads
 

@@ -41,7 +41,7 @@ from shardweave.bench.suites.host_transports import (
     nothing_is_sent,
     without_launches,
 )
-from shardweave.runtime.dtensor import redistribute_local_tensor
+from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.dtensor.local import run_redistribution
 from shardweave.runtime.dtensor.redistribute_options import RedistributeOptions
 from shardweave.runtime.executor import call as call_module
@@ -235,7 +235,7 @@ def prepare(device: str) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     call_module.current_transports = NullTransports  # type: ignore[assignment]
-    for module in (call_module, redistribute_local_tensor):
+    for module in (call_module, drop_in):
         module.why_not_backend = lambda *arguments: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
 

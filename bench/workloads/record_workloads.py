@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardweave
 
 from ...errors import ArgumentError
-from ...runtime.tracing.trace import Trace
+from ...runtime.tracing.trace_file import Trace
 from . import deepseek, solver_program, transformer
 from .deepseek import BalancedExperts, DeepSeekSizes
 from .solver_program import SolverSizes

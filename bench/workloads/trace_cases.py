@@ -11,7 +11,7 @@ from ...planner import Layout, Mesh, plan
 from ...planner.layouts.dtypes import ITEMSIZE
 from ...planner.layouts.index_sets import held_sizes
 from ...planner.render.explain import format_bytes
-from ...runtime.tracing.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
+from ...runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Entry, Trace
 from ..harness.interleaved import KEPT, Rotation
 from ..harness.machine import available_memory
 from . import scaled_down

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..convert_specs import with_placements_and_meta
 from ..process_group_cache import ProcessGroupCache
-from .redistribute_local_tensor import redistribute_local_tensor
+from .drop_in import redistribute_local_tensor
 
 LocalRedistribution = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, bool], torch.Tensor]
 """Redistributes a local tensor from one spec to another; the last argument is `async_op`."""

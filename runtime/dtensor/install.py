@@ -15,7 +15,7 @@ from ..transports.rendezvous import settings
 from ..transports.select import publish_settings
 from . import observer, redistribute_options
 from .autograd import RedistributeReplacement
-from .redistribute_local_tensor import redistribute_local_tensor
+from .drop_in import redistribute_local_tensor
 from .redistribute_options import RedistributeOptions, install_options, set_default
 from .sharding_costs import set_cost_topology
 

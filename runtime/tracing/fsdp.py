@@ -22,7 +22,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 from ...planner import Mesh
 from ..convert_specs import dtype_name, mesh_of
 from .recording import Recording, active, in_backward
-from .trace import Entry
+from .trace_file import Entry
 
 _PLACEMENTS = {"AVG": "Pavg"}  # every other op is a sum, which FSDP2 may multiply by a factor
 _originals = {name: getattr(param_group, name) for name in ("foreach_all_gather", "foreach_reduce")}

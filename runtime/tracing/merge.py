@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import pairwise
 
 from ...errors import ArgumentError
-from .trace import Cost, Entry, Trace
+from .trace_file import Cost, Entry, Trace
 
 
 def merge_traces(traces: Sequence[Trace]) -> Trace:

@@ -11,7 +11,7 @@ from ...errors import ArgumentError
 from ..dtensor.install import bind_replacements, is_installed
 from .fsdp import record_fsdp
 from .recording import Recording, active, set_active
-from .trace import exception_text
+from .trace_file import exception_text
 
 
 @contextmanager

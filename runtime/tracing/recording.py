@@ -23,7 +23,7 @@ from ...planner import Mesh, plan, position_of
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..dtensor.observer import observe
 from ..dtensor.partials import transformed_request
-from .trace import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
+from .trace_file import MOST_ENTRIES, Cost, Entry, Trace, remove_larger, remove_own
 
 _ROOT = Path(inspect.getfile(ShardweaveError)).parent
 _SKIPPED_FILES = (

@@ -27,7 +27,7 @@ from shardweave.bench.planning.projection_rows import totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.layouts.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
-from shardweave.runtime.tracing.trace import Entry, Trace
+from shardweave.runtime.tracing.trace_file import Entry, Trace
 
 pytestmark = pytest.mark.plan
 

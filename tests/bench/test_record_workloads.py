@@ -21,7 +21,7 @@ from shardweave.bench.workloads.record_workloads import (
 )
 from shardweave.bench.workloads.solver_program import SolverSizes
 from shardweave.bench.workloads.transformer import Sizes
-from shardweave.runtime.tracing.trace import Entry, Trace
+from shardweave.runtime.tracing.trace_file import Entry, Trace
 
 pytestmark = pytest.mark.plan
 

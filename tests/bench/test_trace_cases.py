@@ -12,7 +12,7 @@ from shardweave.cli import replay
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
 from shardweave.runtime.tracing.merge import merge_traces
-from shardweave.runtime.tracing.trace import Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import Cost, Entry, Trace
 
 GRID = Mesh((2, 2), ("dp", "tp"))
 

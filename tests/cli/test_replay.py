@@ -16,7 +16,7 @@ from shardweave.cli import replay
 from shardweave.cli.replay import Options, check_device
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
-from shardweave.runtime.tracing.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Entry, Trace
 from shardweave.runtime.transports.select import NAMES
 
 GRID, PAIR = Mesh((2, 2), ("dp", "tp")), Mesh((2,), ranks=[1, 3])

@@ -18,7 +18,7 @@ from shardweave.cli.replay import Options
 from shardweave.cli.replay_costs import computed_costs
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
-from shardweave.runtime.tracing.trace import Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import Cost, Entry, Trace
 
 pytestmark = pytest.mark.plan
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from shardweave.bench.workloads.trace_cases import Case, distinct
 from shardweave.cli.replay_report import Replayed, most_expensive, quartiles, show_replayed
 from shardweave.planner import Mesh
-from shardweave.runtime.tracing.trace import Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import Cost, Entry, Trace
 
 pytestmark = pytest.mark.plan
 GRID = Mesh((2, 2), ("dp", "tp"))

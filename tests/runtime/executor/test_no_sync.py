@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardweave
 from shardweave.planner import Mesh
-from shardweave.runtime.dtensor import redistribute_local_tensor
+from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.executor import copies
 
 signal = import_module("shardweave.kernels.signal")  # the package has the function by this name
@@ -336,7 +336,7 @@ def test_real_ranks_do_not_sync(transport: str, name: str, node_size: int) -> No
 
 def dropped_in_under_the_guard(rank: int) -> int:
     """Puts the guard around the execution only, because calls under dispatch modes are left to torch."""
-    mesh, carried_out, seen = init_device_mesh("cpu", (2, 2)), redistribute_local_tensor.run_redistribution, []
+    mesh, carried_out, seen = init_device_mesh("cpu", (2, 2)), drop_in.run_redistribution, []
 
     def guarded(*args: Any, **options: Any) -> torch.Tensor:
         with SyncGuard() as guard:
@@ -345,7 +345,7 @@ def dropped_in_under_the_guard(rank: int) -> int:
         return results
 
     shardweave.redistribute_cost(mesh, (), "float32", *[[Replicate()] * 2] * 2)
-    redistribute_local_tensor.run_redistribution = guarded
+    drop_in.run_redistribution = guarded
     with shardweave.installed():
         x = dtensor(mesh, (7, 5), (Shard(0), Shard(1))).requires_grad_()
         for _ in range(2):

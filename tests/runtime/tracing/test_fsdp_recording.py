@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
 from shardweave.runtime.tracing.merge import merge_traces
-from shardweave.runtime.tracing.trace import FSDP_COLLECTIVES, Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import FSDP_COLLECTIVES, Cost, Entry, Trace
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

@@ -22,7 +22,7 @@ import shardweave
 from shardweave.errors import ArgumentError
 from shardweave.planner import Mesh
 from shardweave.runtime.tracing.merge import merge_traces
-from shardweave.runtime.tracing.trace import Cost, Entry, Trace
+from shardweave.runtime.tracing.trace_file import Cost, Entry, Trace
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -42,9 +42,9 @@ def program(rank: int, path: str, installed: bool) -> bool:
         weight = distribute_tensor(torch.ones(8, 6), mesh, (R, S0), src_data_rank=None)
         functional.embedding(ids, weight).redistribute(placements=(R, R))
     assert shardweave.is_installed() == installed
-    recorded = shardweave.runtime.dtensor.redistribute_local_tensor.redistribute_local_tensor if installed else None
+    recorded = shardweave.runtime.dtensor.drop_in.redistribute_local_tensor if installed else None
     bound = torch_redistribute.redistribute_local_tensor
-    assert bound is (recorded or shardweave.runtime.dtensor.redistribute_local_tensor.stock_redistribute_local_tensor)
+    assert bound is (recorded or shardweave.runtime.dtensor.drop_in.stock_redistribute_local_tensor)
     shardweave.uninstall()
     return installed
 
