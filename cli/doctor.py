@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,12 @@ from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.render.explain import format_bytes
 from ..runtime.environment import pretended_node_size, requested_poison, requested_pool_limit, requested_timeout
+from ..runtime.supported_versions import SUPPORTED, installed_version, is_supported, requirement
 from ..runtime.transports.select import check_name, choose_transport, why_no_memory
 from ..runtime.transports.shared_memory import segments
 from ..runtime.transports.shared_memory.transport import why_unsupported
 from .self_test import self_test
 
-# The version ranges of pyproject.toml: [first, end).
-SUPPORTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
 MIN_SHM = 1 << 30  # bytes in /dev/shm, where named segments hold the outputs
 MIN_FILES = 1024  # open files: each segment of a peer takes a descriptor while it is opened
 
@@ -62,19 +60,9 @@ def software() -> Iterator[Finding]:
         yield Finding("software", "TRITON_INTERPRET", "1", problem)
 
 
-def requirement(name: str) -> str:
-    """A requirement in pip's syntax: torch>=2.11,<2.14."""
-    least, below = (".".join(map(str, numbers)) for numbers in SUPPORTED[name])
-    return f"{name}>={least},<{below}"
-
-
 def _version_of(name: str) -> Finding:
-    # The version of the module: torch for AMD GPUs installs triton under another package name.
-    version: str = import_module(name).__version__
-    least, below = SUPPORTED[name]
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    problem = None if least <= numbers < below else f'not supported: pip install "{requirement(name)}"'
-    return Finding("software", name, version, problem)
+    problem = None if is_supported(name) else f'not supported: pip install "{requirement(name)}"'
+    return Finding("software", name, installed_version(name), problem)
 
 
 def settings() -> Iterator[Finding]:

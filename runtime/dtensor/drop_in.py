@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
@@ -132,7 +133,9 @@ def _why_delegate(
             return _SMALL
     for a, b in zip(current.placements, target.placements, strict=True):
         if b.is_partial() and a != b and not a.is_replicate():
-            return "shard or another op to partial, which torch refuses"
+            to_sum = type(a) is Shard and type(b) is Partial and b.reduce_op == "sum"
+            if not to_sum:
+                return "shard or another op to partial, which torch refuses"
     return _backend_obstacle(x.device)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner import NVLINK_NODE, Topology
 from ..executor.lower import Reduction
+from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
 from ..transports.rendezvous import settings
 from ..transports.select import publish_settings
 from . import observer, redistribute_options
@@ -33,6 +36,7 @@ _MODULES = {
     "Redistribute": ("torch.distributed.tensor._redistribute", "torch.distributed.tensor._api"),
 }
 """The modules of torch that bind each replaced name; not all versions have all of them."""
+_logger = logging.getLogger(__name__)
 _originals = {
     (module, name): getattr(import_module(module), name)
     for name, modules in _MODULES.items()
@@ -122,11 +126,24 @@ def installed(
 
 def _apply(options: RedistributeOptions | None) -> None:
     """Install with these options, or uninstall."""
+    if options is not None:
+        _warn_of_versions()
     bind_replacements(options is not None)
     options = options or RedistributeOptions()
     set_default(options)
     set_cost_topology((options.topology or NVLINK_NODE) if options.costs else None)
     publish_settings()
+
+
+@cache
+def _warn_of_versions() -> None:
+    """Warn, once, if torch or triton is a version that shardweave is not tested with."""
+    for name in SUPPORTED:
+        if not is_supported(name):
+            _logger.warning(
+                "%s %s is not tested with shardweave, which requires %s; its names fit, so install() goes on",
+                name, installed_version(name), requirement(name),
+            )  # fmt: skip
 
 
 def _default_option(name: str) -> Callable[[], str]:

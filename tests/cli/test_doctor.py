@@ -19,6 +19,7 @@ from shardweave import stats
 from shardweave.bench.harness.ranks import Ranks, Send
 from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
+from shardweave.runtime import supported_versions
 from shardweave.runtime.transports import select
 from shardweave.runtime.transports.select import NAMES, current_transports
 from shardweave.runtime.transports.shared_memory import segments
@@ -99,12 +100,17 @@ def test_machine_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.plan
 def test_unsupported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fix is a command, quoted for a shell."""
-    for torchs, triton in (("2.9.1+cu128", "3.7.1"), ("2.13.0+cpu", "3.9.0"), ("2.14.0", "3.8.0"), ("2.11.0", "3.6.0")):
+    for torchs, triton in (
+        ("2.9.1+cu128", "3.7.1"),
+        ("2.15.0+cpu", "3.10.0"),
+        ("2.16.0", "3.5.0"),
+        ("2.11.0", "3.6.0"),
+    ):
         found = {"torch": SimpleNamespace(__version__=torchs), "triton": SimpleNamespace(__version__=triton)}
-        monkeypatch.setattr(doctor, "import_module", found.__getitem__)
+        monkeypatch.setattr(supported_versions, "import_module", found.__getitem__)
         problems = {f.name: f.problem for f in doctor.software() if f.name in ("torch", "triton")}
-        supported = {"torch": torchs[:4] in ("2.11", "2.13"), "triton": triton in ("3.7.1", "3.6.0")}
-        fixes = {"torch": 'pip install "torch>=2.11,<2.14"', "triton": 'pip install "triton>=3.6,<3.8"'}
+        supported = {"torch": torchs[:4] in ("2.11", "2.15"), "triton": triton in ("3.7.1", "3.6.0")}
+        fixes = {"torch": 'pip install "torch>=2.11,<2.16"', "triton": 'pip install "triton>=3.6,<3.10"'}
         assert problems == {n: None if supported[n] else f"not supported: {fixes[n]}" for n in problems}
 
 
@@ -112,8 +118,8 @@ def test_unsupported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_supported_versions_are_those_of_pyproject() -> None:
     lines = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     (required,) = [line for line in lines if line.startswith("dependencies = ")]
-    for name in doctor.SUPPORTED:
-        assert f'"{doctor.requirement(name)}"' in required, required
+    for name in supported_versions.SUPPORTED:
+        assert f'"{supported_versions.requirement(name)}"' in required, required
 
 
 @pytest.mark.multi
