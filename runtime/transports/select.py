@@ -28,6 +28,8 @@ from .symmetric_memory.transport import SymmetricMemoryTransport
 AnyHierarchical = HierarchicalSharedMemoryTransport | HierarchicalSymmetricMemoryTransport
 AnyTransport = SharedMemoryTransport | ProcessGroupTransport | SymmetricMemoryTransport | AnyHierarchical
 NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
+_NCCL_CLASSES = {"nccl2": "nccl", "nccl-lazy": "nccl"}
+"""The names of the classes that torch 2.15 has for NCCL groups, of which the first is its default."""
 _GRACE = 2.0  # seconds, for peers that have not started a call that is pending when this rank destroys the group
 
 
@@ -173,7 +175,8 @@ class Transports:
 
     def _backend(self, device_type: str) -> str:
         # By device: a group that was created without naming a backend has one for each device type.
-        return self.group._get_backend(torch.device(device_type)).name()
+        name = self.group._get_backend(torch.device(device_type)).name()
+        return _NCCL_CLASSES.get(name, name)
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, requested: str | None) -> tuple[AnyTransport, str]:
         """The transport of `ranks` and the reason. All of `ranks` choose the same, by what each published at its start.
