@@ -62,9 +62,8 @@ def test_wheel_runs_the_command_line(installed: Path, tmp_path: Path) -> None:
     where = run(installed, tmp_path, "-c", "import shardweave; print(shardweave.__file__)")
     assert Path(where.strip()) == installed / "shardweave" / "__init__.py"
     assert run(installed, tmp_path, "-m", "shardweave", "--version").startswith("shardweave ")
-    assert "S0" in run(
-        installed, tmp_path, "-m", "shardweave", "plan", "--mesh", "2x2", "--shape", "8x6", "S0 S1", "S1 S0"
-    )
+    command = "-m shardweave plan --mesh 2,2 --shape 8,6".split()
+    assert "S0 S1 → S1 S0" in run(installed, tmp_path, *command, "S0 S1", "S1 S0")
 
 
 def test_wheel_redistributes(installed: Path, tmp_path: Path) -> None:
