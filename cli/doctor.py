@@ -140,7 +140,7 @@ def memory() -> Iterator[Finding]:
         named = segments.uses_names()
     except ArgumentError:  # reported by settings()
         return
-    why = "asked for" if os.environ.get("SHARDWEAVE_SEGMENTS") else "peers may not access this process"
+    why = "requested" if os.environ.get("SHARDWEAVE_SEGMENTS") else "peers may not access this process"
     value = f"named segments in {segments.NAMED_FOLDER} ({why})" if named else "anonymous segments (memfd)"
     yield Finding("ranks on this machine", "shared memory", value)
     yield from _named_folder(named)

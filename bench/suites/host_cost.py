@@ -120,7 +120,7 @@ class NullTransports:
 
     def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[Any, str]:
         if asked is not None:
-            return self.named[asked], "asked for"
+            return self.named[asked], "requested"
         return NullTransport() if is_plain_memory(device) else ScratchTransport(device), "nothing is to be moved"
 
 

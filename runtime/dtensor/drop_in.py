@@ -150,7 +150,7 @@ def _backend_obstacle(device: torch.device) -> str | None:
 
 
 def _log_level(reason: str) -> int:
-    """Debug for a world of one rank, info for what the user asked for, warning for the rest."""
+    """Debug for a world of one rank, info for what the user requested, warning for the rest."""
     if reason == _ONE_RANK:
         return logging.DEBUG
     requested = reason in (_COMPILING, _OTHER_MESH, _SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)

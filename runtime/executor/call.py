@@ -160,7 +160,7 @@ def check_backend(device: torch.device, mesh_size: int, requested: str | None = 
     """
     reason = why_not_backend(device, requested)
     if reason is not None and mesh_size > 1:
-        raise UnsupportedError(f"programs cannot be carried out: {reason}; allowed: gloo or nccl among several ranks")
+        raise UnsupportedError(f"programs cannot run: {reason}; allowed: gloo or nccl among several ranks")
 
 
 def check_ranks(mesh: Mesh) -> None:

@@ -112,7 +112,7 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
     pushed, published = (window_bytes(program, step, members, algorithm) for algorithm in ("push", "pull"))
     bytes_of = {"push": pushed, "pull": published}
     if policy.direction != "auto":
-        return Lowering(policy.direction, f"asked for; windows of {format_bytes(bytes_of[policy.direction])}")
+        return Lowering(policy.direction, f"requested; windows of {format_bytes(bytes_of[policy.direction])}")
     measured = policy.rates.get(tuple(sorted(map(program.mesh.rank_at, members))))
     rates = measured or Rates()
     seconds = {

@@ -148,7 +148,7 @@ class TokenDispatcher(TokenEngine):
         )
         self._descriptions = {operation: f"{text} of {description}" for operation, text in OPERATIONS.items()}
         text = f"token dispatch, {config.num_experts} experts, hidden {config.hidden}"
-        self._kind = stats().kind(text, name, lambda: (text, 0, None))
+        self._calls, self._kind = stats().calls, stats().kind(text, name, lambda: (text, 0, None))
         kind: type[TokenTransfer] = PushTransfer if self._transport.one_sided else sendrecv_transfer(config)
         if self._transport.one_sided and self._transport.windows is not None:
             kind = WindowTransfer
@@ -174,7 +174,7 @@ class TokenDispatcher(TokenEngine):
             transport.pending.finish()
         if (error := transport.error) is not None:
             raise error
-        stats().calls[transport.name] += 1
+        self._calls[transport.name] += 1
         self._kind.calls += 1
         with ExclusiveCall(transport, self._kind):
             fingerprint = self.transfers[0].fingerprint + operation

@@ -150,8 +150,8 @@ def _post(rank: int, request: CommRequest, posted: dict[tuple[int, int], deque[A
     if isinstance(request, Barrier):
         for peer in request.peers:
             posted[rank, peer].append((request.fingerprint, request.offer))
-        if request.meanwhile is not None:
-            request.meanwhile()
+        if request.during_wait is not None:
+            request.during_wait()
         return
     messages: dict[int, list[torch.Tensor]] = defaultdict(list)
     for peer, buffer in _sends(request):

@@ -329,7 +329,7 @@ class Rendezvous:
         elif peer_call == str(self.call):
             note = "; the same arguments by another plan: their topologies, settings or versions differ"
         return DisagreementError(
-            f"rank {self.rank} and rank {peer} asked for different things: rank {self.rank} is in {self.call}; "
+            f"rank {self.rank} and rank {peer} made different requests: rank {self.rank} is in {self.call}; "
             f"rank {peer} is in {peer_call}{note}; no tensor of yours was written"
         )
 

@@ -27,7 +27,7 @@ class Barrier(NamedTuple):
     """Equal on all ranks that are at the same point of the same request."""
     offer: Address | None
     """The address of a buffer from `OneSidedTransport.empty` that peers may write into from now on."""
-    meanwhile: Callable[[], None] | None = None
+    during_wait: Callable[[], None] | None = None
     """Called after peers have been notified and before waiting for them: work that no peer waits for."""
     output: torch.Tensor | None = None
 

@@ -79,7 +79,7 @@ def choose_transport(
             raise UnsupportedError(f"transport: {inside} is of several nodes, and between them: {no_messages}")
 
     if requested == "process_group":
-        return "process_group", "asked for"
+        return "process_group", "requested"
     if no_memory:
         if requested:
             raise refused(no_memory, "process_group")
@@ -90,9 +90,9 @@ def choose_transport(
         # Only on request. It is meant to become the default for GPUs that reach each other once it is proven there; on
         # CPUs, pushing into the outputs copies less.
         if count == 1:
-            return "symmetric_memory", "asked for"
+            return "symmetric_memory", "requested"
         check_messages("symmetric_memory")
-        return "hierarchical symmetric_memory", "asked for"
+        return "hierarchical symmetric_memory", "requested"
     if count == 1:
         name, why = "shared_memory", f"all ranks are on this machine{pretended}"
     elif count < len(ranks):
@@ -103,7 +103,7 @@ def choose_transport(
         remote = next(r for r, node in zip(ranks, nodes, strict=True) if node != node_of(rank))
         raise refused(f"rank {remote} is on another machine{pretended}", name)
     if requested:
-        name, why = requested, "asked for"
+        name, why = requested, "requested"
     if name == "hierarchical":
         check_messages("shared_memory")
     return name, why

@@ -180,11 +180,11 @@ def test_requested_transport(monkeypatch: pytest.MonkeyPatch) -> None:
         return {finding.name: finding for finding in doctor.transports()}
 
     assert found(None)[there].value == "hierarchical, gloo between machines: 8 ranks are on 2 machines"
-    assert found("shared_memory")[here].value == "shared_memory: asked for"
+    assert found("shared_memory")[here].value == "shared_memory: requested"
     refused = found("shared_memory")[there]
     assert "rank 4 is on another machine; allowed: hierarchical" in refused.value and refused.problem is None
-    assert found("symmetric_memory")[here].value == "symmetric_memory: asked for"
-    assert found("symmetric_memory")[there].value == "hierarchical symmetric_memory, gloo between machines: asked for"
+    assert found("symmetric_memory")[here].value == "symmetric_memory: requested"
+    assert found("symmetric_memory")[there].value == "hierarchical symmetric_memory, gloo between machines: requested"
     assert (
         found(None, 1)[here].value
         == "process_group on gloo: each rank is on another machine, by SHARDWEAVE_NODE_SIZE=1"
@@ -204,8 +204,8 @@ def test_transport_of_gpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "process_group on nccl: tensors are on cuda", "process_group on nccl: tensors are on cuda"),
         (
             "symmetric_memory",
-            "symmetric_memory: asked for",
-            "hierarchical symmetric_memory, nccl between machines: asked for",
+            "symmetric_memory: requested",
+            "hierarchical symmetric_memory, nccl between machines: requested",
         ),
         ("shared_memory", "refused: transport: shared_memory", "refused: transport: shared_memory"),
     ):

@@ -269,8 +269,8 @@ class SharedMemoryTransport:
     def _arrive(self, request: Barrier) -> list[_Peer]:
         peers = self._peers_of.get(request.peers) or self._connect_all(request.peers)
         self._notify(peers, request.fingerprint, request.offer or _NO_BUFFER)
-        if request.meanwhile is not None:
-            request.meanwhile()
+        if request.during_wait is not None:
+            request.during_wait()
         return peers
 
     def _wait_all(self, peers: list[_Peer], fingerprint: int) -> list[Address | None]:

@@ -126,7 +126,7 @@ class SymmetricMemoryTransport:
             peer_nbytes, _, handles[rank] = text.partition(" ")
             if int(peer_nbytes) != nbytes:
                 raise DisagreementError(
-                    f"rank {self.rank} and rank {rank} asked for different things (another mesh, shape, dtype, layout, "
+                    f"rank {self.rank} and rank {rank} made different requests (another mesh, shape, dtype, layout, "
                     f"`pooled_buffers` or order of calls): memory of {nbytes} and {peer_nbytes} bytes among ranks "
                     f"{ranks}; no tensor of yours was written"
                 )

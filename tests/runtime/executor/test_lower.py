@@ -169,7 +169,7 @@ def test_explain_shows_transport_and_algorithms(transport: str, means: str) -> N
             "     3 boxes, receives at most 24 B",
             f"     by {means}",
             "  received 24 B (bound 24 B, met exactly), peak 72 B",
-            f"  on transport {transport}: asked for",
+            f"  on transport {transport}: requested",
         ]
 
 
@@ -214,7 +214,7 @@ def carry_out_by_collectives(rank: int) -> None:
 def asked_differently(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    with pytest.raises(DisagreementError, match="asked for different things"):
+    with pytest.raises(DisagreementError, match="made different requests"):
         shardweave.redistribute(x, [Shard(0)], transport="process_group", reduction="fast" if rank else "ordered")
 
 

@@ -29,7 +29,7 @@ def disagree(rank: int, transport: str) -> None:
 def test_different_requests_raise(transport: str) -> None:
     ends = end_ranks(disagree, 4, transport, environment={"SHARDWEAVE_TIMEOUT": "20"}, timeout=60)
     assert ends[2].error == "DisagreementError"
-    assert "asked for different things" in ends[2].message and "rank 2" in ends[2].message
+    assert "made different requests" in ends[2].message and "rank 2" in ends[2].message
     assert all(end.error is not None for end in ends)
     error_texts = [end for end in ends if end.error == "DisagreementError"]
     assert all("no tensor of yours was written" in end.message for end in error_texts)

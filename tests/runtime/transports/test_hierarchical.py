@@ -357,7 +357,7 @@ def chosen(rank: int) -> None:
         assert shardweave.stats().transports[ranks] == transport
         # The hierarchical transport may be requested for any ranks.
         assert shardweave.redistribute(x, [Replicate()], transport="hierarchical").to_local().equal(torch.arange(12.0))
-        assert shardweave.stats().transports[ranks] == "hierarchical: asked for"
+        assert shardweave.stats().transports[ranks] == "hierarchical: requested"
         if ranks != (0, 1):
             allowed = transport.partition(":")[0]
             with pytest.raises(UnsupportedError, match=f"cannot carry ranks .* on another {there}; allowed: {allowed}"):
@@ -438,7 +438,7 @@ def test_stalled_rank_times_out() -> None:
 @pytest.mark.multi
 def test_different_requests_raise() -> None:
     ends = end_ranks(disagree, 4, "hierarchical", environment=SOON, timeout=40)
-    assert ends[2].error == "DisagreementError" and "asked for different things" in ends[2].message
+    assert ends[2].error == "DisagreementError" and "made different requests" in ends[2].message
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
     results = run_ranks(one_disagrees, 4, "hierarchical", environment=SOON)
     assert "nothing" not in results and "DisagreementError" in results

@@ -95,7 +95,7 @@ def test_wait_ends_on_different_request() -> None:
     assert "rank 0 is in call 1 of ranks (0, 1): S0 to R; rank 1 is in call 1 of ranks (0, 1): S0 to S1" in str(
         caught.value
     )
-    with pytest.raises(DisagreementError, match="asked for different things"):
+    with pytest.raises(DisagreementError, match="made different requests"):
         looked(theirs, 0)
 
 

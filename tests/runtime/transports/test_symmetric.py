@@ -489,7 +489,7 @@ def chosen(rank: int) -> str:
     mesh = init_device_mesh("cpu", (4,))
     gathered = made(torch.arange(40.0).view(8, 5), mesh, [Shard(0)], {}, "cpu")
     text = shardweave.explain(gathered, [Replicate()], transport="symmetric_memory")
-    assert "by pull: windows of 40 B, 160 B for push" in text and "on transport symmetric_memory: asked for" in text, (
+    assert "by pull: windows of 40 B, 160 B for push" in text and "on transport symmetric_memory: requested" in text, (
         text
     )
     summed = DTensor.from_local(torch.ones(8, 5), mesh, [Partial()], run_check=False)
@@ -577,7 +577,7 @@ def needs_another_window(rank: int) -> None:
 def test_different_requests_raise(function: Callable) -> None:
     ends = end_ranks(function, 3, environment={"SHARDWEAVE_TIMEOUT": "5"}, timeout=60)
     errors = [end for end in ends if end.error == "DisagreementError"]
-    assert errors and any("rank 2" in end.message and "asked for different things" in end.message for end in errors)
+    assert errors and any("rank 2" in end.message and "made different requests" in end.message for end in errors)
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError"}
 
 
