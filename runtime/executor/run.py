@@ -42,10 +42,11 @@ def run_to_end(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
         return end.value
 
 
-def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None) -> Any:
-    """Same as `run_to_end`, with a named profiler range for each phase, which itself takes time."""
+def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None, name: str = "shardweave::redistribute") -> Any:
+    """Same as `run_to_end`, with a profiler range called `name` around a range for each phase, which take time
+    themselves."""
     result: Any = None
-    with record_function("shardweave::redistribute"):
+    with record_function(name):
         try:
             while True:
                 with record_function("shardweave::copy"):

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
 from ..executor.call import refuse
-from ..executor.run import ExclusiveCall, run_to_end
+from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
 from ..transports.in_process import InProcessTransport, run_all
 from ..transports.select import AnyTransport, current_transports, why_not_backend
@@ -179,6 +180,8 @@ class TokenDispatcher(TokenEngine):
         with ExclusiveCall(transport, self._kind):
             fingerprint = self.transfers[0].fingerprint + operation
             transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation])
+            if _profiler_enabled():
+                return [run_profiled(run, transport.answer, f"shardweave::{OPERATIONS[operation]}")]
             return [run_to_end(run, transport.answer)]
 
     def dispatch(
