@@ -19,7 +19,7 @@ from shardweave.bench.codegen.token_specialisations import Layer, TokenSpecialis
 from shardweave.kernels.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.copy_rows import copy_rows_kernel, fill_rows_kernel
 from shardweave.kernels.dtypes import ELEMENTS
-from shardweave.kernels.group_rows import group_rows_kernel, rank_rows, share_counts_kernel
+from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows, share_counts_kernel
 from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
 from shardweave.kernels.push_rows import push_rows_kernel
 from shardweave.kernels.route_tokens import (
@@ -81,7 +81,8 @@ def test_route_tokens_does_not_spill(target, physical_experts, looked_up):
 def test_group_rows_and_share_counts_do_not_spill(target, physical_experts):
     padded = max(32, triton.next_power_of_2(physical_experts))
     for batched in (False, True):
-        constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched, "num_warps": 8}
+        constants = {"EXPERTS": padded, "RANKS": rank_rows(padded), "BATCHED": batched}
+        constants["num_warps"] = group_warps(padded)
         assert_no_spill(compile_kernel(group_rows_kernel, target, constants), target)
     for width in (physical_experts + 1, physical_experts + 2):
         constants = {"LENGTH": triton.next_power_of_2(width), "num_warps": 4}
