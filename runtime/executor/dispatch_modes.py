@@ -8,6 +8,7 @@ that torch issues for the same redistribution, so that the recomputation in back
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -72,7 +73,7 @@ def why_not_under(modes: Sequence[Any]) -> str | None:
     """
     for mode in modes:
         if isinstance(mode, _CachedTorchDispatchMode):
-            at = mode.func_counter[_DECISIONS]
+            at = _counters(mode)[_DECISIONS]
             return mode.storage.get(_DECISIONS, {}).get(at, f"{_name(mode)} recomputes what torch carried out")
     for mode in reversed(modes):
         kind = type(mode)
@@ -90,10 +91,18 @@ def note_decision(modes: Sequence[Any], reason: str | None) -> None:
     """Record in the checkpointed regions among `modes` why a redistribution was left to torch; None if it was not."""
     for mode in modes:
         if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
-            at = mode.func_counter[_DECISIONS]
-            mode.func_counter[_DECISIONS] += 1
+            counters = _counters(mode)
+            at = counters[_DECISIONS]
+            counters[_DECISIONS] += 1
             if isinstance(mode, _CachingTorchDispatchMode):
                 mode.storage.setdefault(_DECISIONS, {})[at] = reason
+
+
+def _counters(mode: _CachingTorchDispatchMode | _CachedTorchDispatchMode) -> dict[Any, int]:
+    """The counters of a checkpointed region, which begin anew when it is recomputed."""
+    if hasattr(mode, "func_counter"):
+        return mode.func_counter
+    return mode.__dict__.setdefault(_DECISIONS, defaultdict(int))  # before torch 2.13
 
 
 _requests: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
@@ -119,7 +128,9 @@ def as_one_operator(
 
     Policies of selective activation checkpointing are applied to the collectives that torch would have issued instead.
     """
-    regions = [mode for mode in active_modes() if isinstance(mode, _CachingTorchDispatchMode)]
+    # Before torch 2.13 policies are also applied when a region is recomputed.
+    checkpointing = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+    regions = [mode for mode in active_modes() if isinstance(mode, checkpointing) and hasattr(mode, "policy_fn")]
     policies = [mode.policy_fn for mode in regions]
     handle = next(_handles)
     _requests[handle] = run

@@ -148,7 +148,11 @@ def trained(mesh: DeviceMesh, saved: str | None, forward: Any = _NONE, backward:
     for region in regions:
         for operator, outputs in region.storage.items():
             if not isinstance(operator, str) and operator.namespace in ("_c10d_functional", "shardweave"):
-                found = [output.val for output in outputs.values() if hasattr(output, "val")]
+                found = [
+                    output.val
+                    for output in (outputs.values() if isinstance(outputs, dict) else outputs)
+                    if hasattr(output, "val")
+                ]
                 found = [y.elem if isinstance(y, AsyncCollectiveTensor) else y for y in found]
                 kept |= {y.untyped_storage().data_ptr(): y.numel() * y.itemsize for y in found}
     with backward:
@@ -243,7 +247,11 @@ def forward_under_other_modes(rank: int, saved: str) -> None:
     assert same(trained(mesh, saved, backward=shardweave.installed()), plain)
     reasons = stats.delegations
     assert set(reasons) == {"_CachedTorchDispatchMode recomputes what torch carried out"} and stats.calls
-    with pytest.raises(RuntimeError, match="encountered during backward but not found in storage"):
+    if saved == "nothing" and torch.__version__ < (2, 13):
+        # Torch then matches recomputed operators with those that were saved only.
+        assert same(trained(mesh, saved, forward=shardweave.installed()), plain)
+        return
+    with pytest.raises(RuntimeError, match="encountered during backward,? but not found in storage"):
         trained(mesh, saved, forward=shardweave.installed())
 
 
