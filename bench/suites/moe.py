@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 import shardweave
 
 from ...errors import ArgumentError
-from ..harness.collect import messages_of
-from ..harness.ranks import Send
+from ..harness.ranks import Send, messages_of
 from ..workloads.moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
 from ..workloads.transformer import Sizes
 from .training import LENGTH, SEQUENCES, batch, run_program, show_losses, text

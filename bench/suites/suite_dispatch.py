@@ -29,10 +29,9 @@ from shardweave.bench.baselines.torchtitan_dispatch import (
     shardweave_layer,
     torchtitan_layer,
 )
-from shardweave.bench.harness.collect import run_ranks
 from shardweave.bench.harness.interleaved import Rotation, copies, rotating, slowest, time_sides
 from shardweave.bench.harness.measure import Sink
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
 
 RANKS = 4
 SUITE = "dispatch"

@@ -29,7 +29,6 @@ import shardweave
 from shardweave.bench.baselines.packed_all_to_all import PackedAllToAll
 from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, faults_of, held, mesh_for, respell
 from shardweave.bench.baselines.stock_plans import Stock, count_stock
-from shardweave.bench.harness.collect import run_ranks
 from shardweave.bench.harness.interleaved import (
     KEPT,
     Rotation,
@@ -42,7 +41,7 @@ from shardweave.bench.harness.interleaved import (
 )
 from shardweave.bench.harness.machine import available_memory
 from shardweave.bench.harness.measure import Sink
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.bench.workloads import Workload, load_workloads
 
 RANKS = 4

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardweave.bench.harness.collect import run_ranks
 from shardweave.bench.harness.interleaved import slowest, time_sides
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 EXPERTS, TOP_K = 32, 4

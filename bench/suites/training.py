@@ -36,10 +36,9 @@ import shardweave
 
 from ...errors import ArgumentError
 from ..baselines.stock_dtensor import mesh_for
-from ..harness.collect import messages_of
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines
-from ..harness.ranks import RanksFailed, Send
+from ..harness.ranks import RanksFailed, Send, messages_of
 from ..harness.writable import check_writable
 from ..workloads.transformer import Sizes, Transformer, build
 

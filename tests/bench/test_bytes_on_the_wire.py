@@ -24,8 +24,7 @@ from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
 from shardweave.bench.baselines.stock_dtensor import Case
 from shardweave.bench.baselines.stock_plans import Stock
 from shardweave.bench.baselines.torchtitan_dispatch import EXPERTS, shardweave_layer
-from shardweave.bench.harness.collect import run_ranks
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.suites.suite_dispatch import bytes_of as bytes_of_tokens
 from shardweave.bench.suites.suite_redistribute import bytes_of, calls_of
