@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 
-from shardweave.bench.harness.measure import Found, Sink
+from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.result_file import Results
 from shardweave.bench.suites import suite_redistribute
 from shardweave.bench.suites.suite_redistribute import measure, memory_of, put, workloads
 
@@ -27,20 +27,21 @@ def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
         }
         return given | changed
 
-    def found(*by_rank: dict[str, Any]) -> Found:
-        out = io.StringIO()
-        put("case", list(by_rank), Sink("redistribute", out))
-        return Found.of(out.getvalue().splitlines())
+    def results(*by_rank: dict[str, Any]) -> Results:
+        results = Results("", "", "", {})
+        put("case", list(by_rank), Sink("redistribute", results.put))
+        return results
 
-    right = found(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
+    right = results(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
     assert not right.faults
-    assert right.rows["case", "ours"].samples == pytest.approx((40, 20))  # of each round the slowest rank's
-    assert right.rows["case", "ours"].share_of_ceiling == pytest.approx(1.5 / 30)
-    assert "replicas differ" in found(rank(), rank(digests={"ours": "y"})).faults["case", "ours"]
-    assert not found(rank(), rank(digests={"ours": "y"}, box="c")).faults
-    wrong = found(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
-    assert wrong.faults == {("case", "ours"): "rank 1: 3 differ"}
-    assert wrong.rows["case", "stock"].note == "its result is wrong: rank 1: 4 differ"
+    assert right.rows[0].contender == "ours" and right.rows[0].samples == pytest.approx((40, 20))  # the slowest rank's
+    assert right.rows[0].share_of_ceiling == pytest.approx(1.5 / 30)
+    (fault,) = results(rank(), rank(digests={"ours": "y"})).faults
+    assert fault.contender == "ours" and "replicas differ" in fault.why
+    assert not results(rank(), rank(digests={"ours": "y"}, box="c")).faults
+    wrong = results(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
+    assert [str(fault) for fault in wrong.faults] == ["redistribute: case: ours: rank 1: 3 differ"]
+    assert {row.contender: row.note for row in wrong.rows}["stock"] == "its result is wrong: rank 1: 4 differ"
 
 
 @pytest.mark.plan
@@ -52,8 +53,7 @@ def test_a_case_that_does_not_fit_into_memory_is_left_out_and_said(monkeypatch: 
         suite_redistribute, "run_ranks",
         lambda main, ranks, config, together: begun.extend(one.name for one in config["workloads"]),
     )  # fmt: skip
-    out = io.StringIO()
-    measure([largest.name, second.name], "full", Sink("redistribute", out))
-    absent = Found.of(out.getvalue().splitlines()).absent
-    assert begun == [second.name] and {case for case, _ in absent} == {largest.name}
-    assert all("MiB of memory are needed" in why for why in absent.values())
+    results = Results("", "", "", {})
+    measure([largest.name, second.name], "full", Sink("redistribute", results.put))
+    assert begun == [second.name] and {one.case for one in results.absent} == {largest.name}
+    assert all("MiB of memory are needed" in one.why for one in results.absent)

@@ -29,8 +29,8 @@ RESULTS = Results(
     "quick",
     ABOUT,
     ROWS,
-    (Missing("kernels", "a", "torchao", "none"),),
-    (Missing("redistribute", "a | b", "ours, windows", "3 elements\ndiffer"), Missing("host", "", "", "ended with -9")),
+    [Missing("kernels", "a", "torchao", "none")],
+    [Missing("redistribute", "a | b", "ours, windows", "3 elements\ndiffer"), Missing("host", "", "", "ended with -9")],
     "a |",
 )
 

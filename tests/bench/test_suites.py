@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from warm_python import run_python
 
 from shardweave.__main__ import main
-from shardweave.bench.harness import run
+from shardweave.bench.harness import measure, run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
-from shardweave.bench.harness.measure import Found, Sink, measured, suite
-from shardweave.bench.harness.result_file import Missing, read
+from shardweave.bench.harness.measure import Put, Sink, suite
+from shardweave.bench.harness.result_file import Missing, Results, read
 from shardweave.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
@@ -25,16 +24,24 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torchtitan", "torchao", "ours, windows, launched"}
 
 
-def here(name: str, cases: list[str], scale: str = "dry") -> Found:
-    """Of suites that leave a process as it was, but for what is put back here: without the start of another."""
-    out, threads = io.StringIO(), torch.get_num_threads()
+def empty() -> Results:
+    return Results("", "", "dry", {})
+
+
+def measure_here(name: str, cases: list[str], scale: str = "dry") -> Results:
+    """Measure in this process a suite that changes nothing in it, but for what is restored here."""
+    results, threads = empty(), torch.get_num_threads()
     try:
-        suite(name).measure(cases, scale, Sink(name, out))
+        suite(name).measure(cases, scale, Sink(name, results.put))
     finally:
         torch.set_num_threads(threads)
         if dist.is_initialized():
             dist.destroy_process_group()
-    return Found.of(out.getvalue().splitlines())
+    return results
+
+
+def keys(results: Results) -> set[tuple[str, str]]:
+    return {(one.case, one.contender) for one in (*results.rows, *results.absent)}
 
 
 @pytest.mark.multi
@@ -45,12 +52,12 @@ def here(name: str, cases: list[str], scale: str = "dry") -> Found:
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")
-    found = here(name, list(cases)) if name in ("kernels", "plan") else measured(name, list(cases), "dry")
-    assert found.failed is None and not found.faults
-    wanted = {(case, contender) for case, contenders in cases.items() for contender in contenders}
-    assert found.rows.keys() | found.absent.keys() == wanted
-    assert {contender for _, contender in found.absent} <= OPTIONAL
-    for row in found.rows.values():
+    in_process = name in ("kernels", "plan")
+    results = measure_here(name, list(cases)) if in_process else measure.measure({name: list(cases)}, "dry")
+    assert not results.faults
+    assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
+    assert {one.contender for one in results.absent} <= OPTIONAL
+    for row in results.rows:
         assert row.median >= 0 and row.suite == name
         if row.bytes and row.bound_bytes and row.is_ours:
             assert row.bytes >= row.bound_bytes
@@ -67,23 +74,23 @@ def test_kernels_are_measured_on_a_gpu() -> None:
         "route_tokens",
     )
     cases = {c: of for c, of in suite("kernels").cases("quick").items() if c.startswith(starts)}
-    found = here("kernels", list(cases), "quick")
-    assert not found.faults and not found.absent and len(cases) == 6
-    assert found.rows.keys() == {(case, contender) for case, contenders in cases.items() for contender in contenders}
-    for (case, contender), row in found.rows.items():
-        assert contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
-        assert row.detail["rotation"].get("cold", True), case
-        assert (row.share_of_ceiling is None) == case.startswith("route_tokens")
+    results = measure_here("kernels", list(cases), "quick")
+    assert not results.faults and not results.absent and len(cases) == 6
+    assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
+    for row in results.rows:
+        assert row.contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
+        assert row.detail["rotation"].get("cold", True), row.case
+        assert (row.share_of_ceiling is None) == row.case.startswith("route_tokens")
 
 
 _AS_ON_A_GPU = """
-import json, sys, torch
+import json, torch
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.suites import suite_kernels as s
 s.has_gpu, s.here = lambda: True, lambda: torch.device("cpu")
-cases = s.cases("dry")
-s.measure(list(cases), "dry", Sink("kernels", sys.stdout))
-print(json.dumps([[c, list(of)] for c, of in cases.items()]))
+cases, put = s.cases("dry"), []
+s.measure(list(cases), "dry", Sink("kernels", lambda kind, one: put.append([kind, one.case, one.contender])))
+print(json.dumps([put, [[case, one] for case, contenders in cases.items() for one in contenders]]))
 """
 
 
@@ -95,11 +102,10 @@ def test_kernels_are_measured_as_on_a_gpu() -> None:
         [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *lines, cases = done.stdout.splitlines()
-    found = Found.of(lines)
-    wanted = {(case, contender) for case, contenders in json.loads(cases) for contender in contenders}
-    assert not found.faults and found.rows.keys() | found.absent.keys() == wanted
-    assert {contender for _, contender in found.absent} <= {"torchtitan", "torchao"}
+    put, wanted = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(names for _, *names in put) == sorted(wanted)
+    assert not [names for kind, *names in put if kind == "faults"]
+    assert {contender for kind, _, contender in put if kind == "absent"} <= {"torchtitan", "torchao"}
 
 
 @pytest.mark.multi
@@ -131,9 +137,8 @@ def test_bench_writes_compares_and_fails(
     factors: list[float] = []  # of ours, in one run after the other
     wrong: dict[str, str | None] = {}
 
-    def found(name: str, cases: list[str], scale: str) -> Found:
-        out = io.StringIO()
-        sink, factor = Sink(name, out), factors.pop(0) if factors else 1.0
+    def run_process(name: str, cases: list[str], scale: str, put: Put) -> int:
+        sink, factor = Sink(name, put), factors.pop(0) if factors else 1.0
         for case in cases:
             for contender in asked[case]:
                 if contender == "torchtitan":
@@ -142,15 +147,13 @@ def test_bench_writes_compares_and_fails(
                     sink.row(case, contender, "µs", [factor if contender == "ours" else 1.0] * 3)
                 elif wrong[case]:
                     sink.fault(case, contender, str(wrong[case]))
-        of_lines = Found.of(out.getvalue().splitlines())
-        of_lines.note_unmeasured({case: asked[case] for case in cases})
-        return of_lines
+        return 0
 
     def bench(match: str = "", check: bool = False, out: Path | None = None) -> tuple[int, str]:
         status = run.run(["dispatch"], "quick", match, tmp_path / "r.json", out, check, committed)
         return status, capsys.readouterr().out
 
-    monkeypatch.setattr(run, "measured", found)
+    monkeypatch.setattr(measure, "run_process", run_process)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
     status, said = bench(check=True)
     assert status == 0 and "there are no committed results of this kind of machine" in said
@@ -172,7 +175,7 @@ def test_bench_writes_compares_and_fails(
         status, said = bench()
         assert status == 1 and f"- dispatch: {first}: ours: {why}" in said
         results = read(tmp_path / "r.json", "A")
-        assert results.faults == (Missing("dispatch", first, "ours", why),)
+        assert results.faults == [Missing("dispatch", first, "ours", why)]
         assert {row.contender for row in results.rows if row.case == first} == {*asked[first]} - {"ours", "torchtitan"}
         assert main(["compare", str(folder / "quick.json"), str(tmp_path / "r.json")]) == 1
 
@@ -209,9 +212,14 @@ def test_buffers_rotate_past_the_cache() -> None:
 
 
 @pytest.mark.plan
-def test_what_was_found_before_a_process_was_ended_is_kept() -> None:
-    out = io.StringIO()
-    Sink("plan", out).row("a", "ours", "ms", [1.0])
-    found = Found.of([*out.getvalue().splitlines(), '{"row": {"sui'])
-    found.failed = "ended with -9"
-    assert list(found.rows) == [("a", "ours")] and found.all_faults() == {("", ""): "ended with -9"}
+def test_results_of_a_process_that_failed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_process(name: str, cases: list[str], scale: str, put: Put) -> int:
+        Sink(name, put).row("a", "ours", "ms", [1.0])
+        return -9
+
+    monkeypatch.setattr(measure, "run_process", run_process)
+    results = measure.measure({"plan": ["a", "b"]}, "dry")
+    assert [row.case for row in results.rows] == ["a"]
+    assert [str(fault) for fault in results.faults] == [
+        "plan: the process that measured ended with -9; its output is above"
+    ]
