@@ -30,14 +30,12 @@ from ...runtime.tracing.trace import Entry, Trace
 from ..baselines.stock_plans import issued, stock
 from ..harness.machine import provenance
 from ..harness.result_file import load as load_json
-from ..harness.theme import standalone
 from ..harness.writable import check_writable
 from ..workloads.record_workloads import RECORDED
 from ..workloads.trace_cases import distinct
 from . import validation
 from .growth import GROWTHS
-from .projection_report import report
-from .projection_rows import Row
+from .projection_report import Row, report
 
 RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
 LARGEST_DOMAIN = 64  # ranks that one NVLink domain is taken to have
@@ -146,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except subprocess.CalledProcessError as failure:
         print(f"error: the validation failed: {failure}", file=sys.stderr)
         return 1
-    from ..harness.charts import cost_against_ranks
+    from ..harness.charts import cost_against_ranks, standalone
 
     about = provenance()
     picture = cost_against_ranks(rows)

@@ -17,8 +17,8 @@ import pytest
 from shardweave.__main__ import main
 from shardweave.bench.harness import html_report
 from shardweave.bench.harness.result_file import Missing, Results, Row, read
-from shardweave.bench.harness.theme import THEME, standalone
-from shardweave.bench.planning.projection_rows import Row as Projected
+from shardweave.bench.planning.projection_report import Row as Projected
+from shardweave.bench.planning.projection_report import read_projection
 from shardweave.errors import ArgumentError
 
 pytest.importorskip("matplotlib", reason="the report's pictures are drawn by matplotlib")
@@ -82,41 +82,54 @@ class Page(HTMLParser):
         assert self.open and self.open.pop() == tag, tag
 
 
-def test_page_is_well_formed_and_loads_nothing() -> None:
+def test_page_is_well_formed_and_self_contained() -> None:
     text = html_report.page([everything(), everything()], projected())
     page = Page(text)
     assert page.tags.count("svg") == 2 * 3 + 1
-    assert len(set(page.ids)) == len(page.ids), "two pictures share a name"
+    assert len(set(page.ids)) == len(page.ids), "two pictures share an id"
     assert page.links and all(link.startswith("#") and link[1:] in page.ids for link in page.links)
     assert "http:" not in text and "https:" not in text and "@import" not in text and "<script" not in text
     assert "A &lt;CPU&gt; &amp; more" in text and "copy, &lt;64&gt; B" in text and "no &lt;GPU&gt;" in text
-    assert '<ul class="wrong"><li>host: a &lt;b&gt;: ours: 3 differ</li></ul>' in text
-    few = replace(everything(), rows=tuple(row for row in everything().rows if row.suite == "host"))
+    assert "<ul><li>host: a &lt;b&gt;: ours: 3 differ</li></ul>" in text
+    few = replace(everything(), rows=[row for row in everything().rows if row.suite == "host"])
     assert "svg" not in Page(html_report.page([few])).tags
 
 
-def test_pictures_take_their_colours_from_the_style_sheet() -> None:
-    style, body = html_report.page([everything()], projected()).split("</style>")
-    names = set(re.findall(r"var\(--(\w+)\)", body))
-    light, dark = style.split("@media (prefers-color-scheme: dark)")
-    assert all(f"--{name}: #" in light and f"--{name}: #" in dark for name in names | set(charts.NAMES))
-    # Nothing is left in a colour of its own: it would be lost on one of the backgrounds.
-    assert not re.findall(r"(?:fill|stroke)[:=]\s*[\"']?#[0-9a-f]{3,6}", body)
-    alone = standalone(charts.cost_against_ranks(projected()["rows"]) or "")
-    assert alone.startswith("<svg ") and THEME in alone
+_GRID = "#b0b0b0"
+
+
+def luminance(colour: str) -> float:
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_pictures_contrast_with_light_and_dark_pages() -> None:
+    for colour in charts.COLOURS.values():
+        assert all(contrast(colour, page) >= 3 for page in ("#ffffff", "#121212")), colour
+    _, body = html_report.page([everything()], projected()).split("</style>", 1)
+    painted = set(re.findall(r"(?:fill|stroke)[:=]\s*[\"']?(#\w+|currentColor)", body))
+    assert "currentColor" in painted and painted <= {*charts.COLOURS.values(), "currentColor", _GRID}
+    alone = charts.standalone(charts.cost_against_ranks(projected()["rows"]) or "")
+    assert alone.startswith("<svg ") and "prefers-color-scheme: dark" in alone
 
 
 def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: dict[str, list[float]] = {}
 
-    def seen(figure: Figure, name: str, about: str) -> str:
+    def seen(figure: Figure, about: str) -> str:
         for ax in figure.axes:
             lines.update({f"{ax.get_title('left')}, {one.get_label()}": list(one.get_ydata()) for one in ax.lines})
         return "<svg>"
 
-    monkeypatch.setattr(charts, "themed", seen)
+    monkeypatch.setattr(charts, "svg_of", seen)
     folder = RESULTS / "projection"
-    charts.cost_against_ranks(html_report.read_projection(folder / "projection.json")["rows"])
+    charts.cost_against_ranks(read_projection(folder / "projection.json", "A")["rows"])
     table = (folder / "projection.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
     compared = 0
     for line in table.splitlines()[2:]:
@@ -129,7 +142,7 @@ def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.Mo
     assert compared > 100
 
 
-def test_files_in_and_out(tmp_path: Path) -> None:
+def test_report_files(tmp_path: Path) -> None:
     given, file, out = tmp_path / "r.json", tmp_path / "projection.json", tmp_path / "report.html"
     given.write_text(everything().to_json(), encoding="utf-8")
     data = {**projected(), "rows": [asdict(row) for row in projected()["rows"]]}
@@ -139,7 +152,7 @@ def test_files_in_and_out(tmp_path: Path) -> None:
     for text in (json.dumps(data)[:200], "[]", json.dumps({**data, "rows": [{"workload": "x"}]})):
         file.write_text(text)
         with pytest.raises(ArgumentError, match="--projection: "):
-            html_report.read_projection(file)
+            read_projection(file, "--projection")
     with pytest.raises(ArgumentError, match="--out: .*no/report.html' cannot be written"):
         html_report.run([given], tmp_path / "no/report.html", None)
 
@@ -165,7 +178,7 @@ FAULTS = {  # in what is shown, and what each is called
 def test_pictures_of_the_committed_results_can_be_read(scheme: str, number: int, tmp_path: Path) -> None:
     """Without a word on the console; and with faults put in, to see that they would be seen."""
     results = [read(path, path.name) for path in sorted(RESULTS.glob("*/quick.json"))]
-    text = html_report.page(results, html_report.read_projection(RESULTS / "projection" / "projection.json"))
+    text = html_report.page(results, read_projection(RESULTS / "projection/projection.json", "A"))
     page, look = tmp_path / "report.html", (Path(__file__).parent / "picture_faults.js").read_text(encoding="utf-8")
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]

@@ -23,7 +23,7 @@ from shardweave.bench.harness import machine
 from shardweave.bench.planning import projection, projection_report, validation
 from shardweave.bench.planning.growth import GROWTHS, Growth
 from shardweave.bench.planning.projection import TOPOLOGIES, project, received, stock_received
-from shardweave.bench.planning.projection_rows import totals
+from shardweave.bench.planning.projection_report import totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
