@@ -49,7 +49,6 @@ def test_plan(record: Callable[[], None]) -> None:
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     from shardweave.bench.planning import plans
 
-    plans.join()
     plan((2,), (4,), "float32", "S0", "R")  # imports, not a plan that is measured
     detail = {"mesh": list(plan_times.MESH), "pairs": PAIRS[scale], "garbage collection": "left out"}
     pairs = plan_times.requests(PAIRS[scale])
