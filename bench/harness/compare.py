@@ -1,13 +1,12 @@
 """`python -m shardweave compare A.json B.json`: what B took by what A took, case by case, and whether that is noise.
 
-The rule. The ratio B ÷ A of the medians of every row that both files have gets an interval that holds 95 of 100
-resamplings (bootstrap with a fixed seed; samples of the same requests are drawn together). Rounds of one run say little
-about the next run on the machine, so the rows of other contenders, whose code no commit here changes, give the drift of
-the machine for each case: the largest of 1, the ninth decile of all their ratios, and their ratios on this case, which
-was timed in turns with ours. A row of ours is slower if its whole interval is above (1 + threshold) × drift and so is
-its best round (of samples of the same requests: if three of four are slower at all), because other programs rarely
-disturb all rounds. It is faster if A is slower than B. Counts ("×") have neither noise nor drift: the means are
-compared, and any rise is a regression.
+Of every row that both files have, the ratio B ÷ A of the medians gets an interval that holds 95 of 100 resamplings
+(samples of the same requests are drawn together). The rows of other contenders, whose code no commit here changes, give
+the drift of the machine: for each case the largest of 1, the ninth decile of all their ratios, and their ratios on this
+case, which was timed in turns with ours. A row of ours is slower if its whole interval and its best round are above
+(1 + threshold) × drift (of samples of the same requests: the interval, and three of four at all), because other
+programs rarely disturb all rounds; it is faster if A is slower than B. Of counts ("×") the means are compared, and any
+rise is a regression.
 
 A wrong result in B fails as a regression does, and so does a row of ours that B lacks although it measured the suite.
 """
@@ -89,7 +88,7 @@ def compare(before: Results, after: Results, threshold: float = THRESHOLD, subse
     in_both = {one.row.key for one in rows}
     cases, suites = {row.key[:2] for row in after.rows}, {one.suite for one in (*after.rows, *after.absent)}
     missing = [row for row in before.rows if row.key not in in_both and (not subset or row.key[:2] in cases)]
-    notes = [*_notes(before, after, len(others)), *(f"only in A: {row.name}" for row in missing)]
+    notes = _differences(before, after) + [f"only in A: {row.name}" for row in missing]
     notes += [f"only in B: {row.name}" for row in after.rows if row.key not in in_both]
     failures = [f"WRONG in B: {fault}" for fault in after.faults]
     if not subset and before.scale == after.scale:
@@ -151,22 +150,14 @@ def _is_slower(a: Row, b: Row, low: float, allowed: float) -> bool:
     return low > allowed and bool(throughout)
 
 
-def _notes(before: Results, after: Results, others: int) -> list[str]:
-    """What makes the comparison less certain."""
-    notes = []
-    kinds = [kind(results.machine) for results in (before, after)]
-    if kinds[0] != kinds[1]:
-        notes.append(f"The machines are not of one kind: {kinds[0]} and {kinds[1]}. Ratios say little of the code.")
-    for name in ("torch", "triton", "python"):
-        versions = [results.machine.get(name) for results in (before, after)]
-        if versions[0] != versions[1]:
-            notes.append(f"{name} {versions[0]} in A, {versions[1]} in B: the others' code is not the same either.")
-    notes += [f"Wrong in A: {fault}" for fault in before.faults]
-    if before.scale != after.scale:
-        notes.append(f"A is {before.scale}, B is {after.scale}: few cases are in both.")
-    if others < _MIN_OTHERS:
-        notes.append("Too few rows of others are in both files to tell how far the machine itself was off.")
-    return notes
+def _differences(before: Results, after: Results) -> list[str]:
+    """What else differs than the code."""
+    a, b = (
+        {"kind of machine": kind(one.machine), "scale": one.scale, "torch": one.machine.get("torch"),
+         "triton": one.machine.get("triton"), "python": one.machine.get("python")}
+        for one in (before, after)
+    )  # fmt: skip
+    return [f"{key}: {a[key]} in A, {b[key]} in B: ratios say little of the code" for key in a if a[key] != b[key]]
 
 
 def show(comparison: Comparison) -> int:

@@ -99,8 +99,8 @@ def page(results: Sequence[Results], projected: dict[str, Any] | None = None) ->
     # Every picture has the same ids, which have to differ within a page.
     body = [re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>p{number}-", part) for number, part in enumerate(body)]
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         f"<title>shardweave, measured</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
@@ -128,11 +128,6 @@ def _table(rows: Sequence[Row]) -> list[str]:
     for row, cells in body:
         kind = ' class="ours"' if row.is_ours else ""
         lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    is_open = "" if len(rows) > 60 else " open"
-    return [
-        f"<details{is_open}><summary>All rows</summary>",
-        *lines,
-        "</table></div>",
-        _list(remarks(rows)),
-        "</details>",
-    ]
+    is_open = "" if len(rows) > 60 else ' open=""'
+    lines += ["</table></div>", _list(remarks(rows)), "</details>"]
+    return [f"<details{is_open}><summary>All rows</summary>", *lines]

@@ -94,7 +94,7 @@ def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_caches_of_the_last_level_are_added_up(tmp_path: Path) -> None:
-    for cpu, caches in {0: ((1, "32K", "0"), (3, "16384K", "0-1")), 2: ((1, "32K", "2"), (3, "16M", "2-3"))}.items():
+    for cpu, caches in {0: ((1, "32K", "0"), (3, "16384K", "0-1")), 2: ((1, "32K", "2"), (3, "16384K", "2-3"))}.items():
         for i, (level, size, shared) in enumerate(caches):
             folder = tmp_path / f"cpu{cpu}/cache/index{i}"
             folder.mkdir(parents=True)
