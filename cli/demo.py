@@ -148,7 +148,7 @@ def _compare(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
         "digests": {"ours": digest(mine)},
     }
     del theirs, mine
-    return {**result, "seconds": time_sides(sides, ROUNDS, {"copy": 1})}
+    return {**result, "seconds": time_sides(sides, ROUNDS)}
 
 
 def result_of(by_rank: list[dict[str, Any]]) -> Result:

@@ -10,8 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from ...errors import ArgumentError
 
@@ -57,7 +59,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        low, *_, high = quantiles(self.samples * (1 + (len(self.samples) == 1)), n=4, method="inclusive")
+        low, high = np.quantile(self.samples, (0.25, 0.75)).tolist()
         return low, high
 
     @property

@@ -130,7 +130,7 @@ def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, sca
     sides = {name: rotating(partial(call, layer), inputs) for name, layer in layers.items()}
     sides["copy"] = copies(bound, Rotation.of(bound, size, 1 if scale == "dry" else None))
     return {
-        "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
+        "seconds": time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale]),
         "faults": faults,
         "bytes": moved,
         "bound": bound,

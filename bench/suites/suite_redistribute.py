@@ -222,7 +222,7 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     sides = {contender: rotating(call, sets) for contender, call in calls.items()}
     sides["copy"] = copies(received, Rotation.of(received, mesh.size(), 1 if scale == "dry" else None))
     return {
-        "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
+        "seconds": time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale]),
         "faults": faults,
         "digests": digests,
         "box": str([(part.start, part.stop) for part in case.box]),
