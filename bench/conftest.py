@@ -29,8 +29,6 @@ def measured_time() -> float:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardweave")
     group.addoption("--scale", choices=SCALES, default="full", help="of the suites (default: %(default)s)")
-    group.addoption("--quick", action="store_const", const="quick", dest="scale", help="the same as --scale quick")
-    group.addoption("--match", default="", metavar="TEXT", help="only the cases with this in their name")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +39,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = getattr(metafunc.module, "SUITE", None)
     if name is None or "record" not in metafunc.fixturenames:
         return
-    config = metafunc.config
     metafunc.parametrize(
         ("case", "contender"),
         [
@@ -49,8 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 case, contender, id=f"{case} | {contender}".translate(_PLAIN),
                 marks=pytest.mark.benchmark(timer=measured_time, group=f"{name}: {case}"),
             )
-            for case, contenders in suite(name).cases(config.getoption("scale")).items()
-            if config.getoption("match") in case
+            for case, contenders in suite(name).cases(metafunc.config.getoption("scale")).items()
             for contender in contenders
         ],
     )  # fmt: skip
@@ -64,15 +60,14 @@ def results(request: pytest.FixtureRequest) -> Results:
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")
     )
-    config, option = request.config, request.config.getoption
+    config = request.config
     command = " ".join(["pytest", *map(str, config.invocation_params.args)])
+    scale, match = config.getoption("scale"), config.getoption("keyword")
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():  # it takes minutes, and shows its progress
-        measured = measure(
-            {request.module.SUITE: list(selected)}, option("scale"), command, option("match") or option("keyword")
-        )
-    config.stash[_RESULTS].append(measured)
-    return measured
+        results = measure({request.module.SUITE: list(selected)}, scale, command, match)
+    config.stash[_RESULTS].append(results)
+    return results
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def _try(transport: str, seconds: float) -> str | None:
             _rank, _SIZE, {"transport": transport},
             lambda rank, message: wrong.extend(message["wrong"]),
             lambda rank, line: output.append(line),
-            timeout=seconds, within=seconds,
+            within=seconds,
         )  # fmt: skip
     except (RanksFailed, ShardweaveError, OSError, dist.DistError) as error:
         # The last lines of tracebacks, which name the errors; without the lines about ranks that were stopped after it.

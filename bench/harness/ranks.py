@@ -122,7 +122,6 @@ def supervise(
     *,
     progress: Any = None,
     device_type: str = "cpu",
-    timeout: float | None = None,
     within: float | None = None,
 ) -> None:
     """Run `main` on ranks 0 to size - 1 of a gloo process group. Call it before this process starts threads.
@@ -134,13 +133,13 @@ def supervise(
         progress: a progress bar of rich, shown meanwhile.
         device_type: "cuda": each rank has a GPU as its current device, with NCCL. If there are fewer GPUs than ranks,
             ranks share them, without NCCL, which would refuse that. This process may not have used CUDA.
-        timeout: seconds that a wait between ranks may take; None: `timeout_seconds()`.
-        within: seconds after which ranks that are not done are ended.
+        within: seconds after which ranks that are not done are ended; None: only a wait between ranks is bounded, by
+            `timeout_seconds()`.
 
     Raises:
         RanksFailed: a rank died or failed, or the ranks were not done within the time given.
     """
-    wait_limit = timedelta(seconds=timeout or timeout_seconds())
+    wait_limit = timedelta(seconds=within or timeout_seconds())
     listener = socket.create_server(("127.0.0.1", 0))  # before the fork, so that ranks know the port
     host, port = listener.getsockname()
 
