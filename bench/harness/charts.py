@@ -1,4 +1,4 @@
-"""Measured results as pictures: SVG for light and dark pages.
+"""Measured results as pictures: SVG for light and dark pages. The docstring of a chart is its caption in the report.
 
 Text and axes have the colour of the page's text, backgrounds are transparent, and the colours of contenders contrast
 with white and with black. Text is outlines, so that no font is needed.
@@ -79,10 +79,8 @@ def _picture(about: str, ylabel: str, height: float, panels: Sequence[Panel], co
             else:
                 draw(ax)
         figure.axes[0].set_ylabel(ylabel)
-        handles: dict[str, Any] = {}
-        for ax in figure.axes:
-            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-                handles.setdefault(label, handle)
+        entries = (entry for ax in figure.axes for entry in zip(*ax.get_legend_handles_labels(), strict=True))
+        handles = {label: handle for handle, label in entries}
         most = max(1, min(6, _LEGEND_WIDTH // (max(map(len, handles)) + 6)))
         figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=most)
         return svg_of(figure, about)
@@ -109,7 +107,8 @@ def _ticks(ax: Axes, values: Iterable[float], text: Callable[[Any], str], rotati
 
 
 def time_against_size(rows: Sequence[Row]) -> str | None:
-    """For each kind of redistribution the time over the size of the tensor."""
+    """Time over size. Bands are from quartile to quartile; both axes are logarithmic. The dashed line is a bare copy of
+    the bytes that a rank has to receive."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         if row.detail.get("sweep"):
@@ -136,7 +135,8 @@ def time_against_size(rows: Sequence[Row]) -> str | None:
 
 
 def bytes_by_bound(rows: Sequence[Row]) -> str | None:
-    """The share of all pairs of layouts that receive at most so many times the bound."""
+    """Bytes that the rank receives that receives most, by the bound: the share of the pairs of layouts at or below. A
+    plan at 1 moves what has to move, and no more."""
     counted = [row for row in rows if row.unit == "×"]
     most = max((max(row.samples) for row in counted), default=1.0)
 
@@ -158,7 +158,7 @@ def bytes_by_bound(rows: Sequence[Row]) -> str | None:
 
 
 def beside_copies(rows: Sequence[Row]) -> str | None:
-    """Bandwidth of each kernel beside that of a bare copy of as many bytes in the same run."""
+    """Each kernel beside a bare copy in the same run: bandwidth, with all that is read and written counted."""
     shown = [row for row in rows if row.bytes and row.share_of_ceiling is not None]
     cases = list(dict.fromkeys(row.case for row in shown))
 
@@ -181,7 +181,8 @@ def beside_copies(rows: Sequence[Row]) -> str | None:
 
 
 def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
-    """For each workload the projected cost of all redistributions of a step, over the number of ranks."""
+    """For each workload all redistributions of one step together, over the number of ranks. Both axes are logarithmic.
+    Where one line hides another, they differ by less than its width."""
     sums = totals(rows)
     workloads = list(dict.fromkeys(workload for workload, _, _ in sums))
     topologies = list(dict.fromkeys(topology for _, topology, _ in sums))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -26,25 +26,14 @@ th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid #888
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; } th:first-child, td:first-child { white-space: normal; }
 tr.ours td { background: #8882; } .wrong { font-weight: 600; color: light-dark(#c24e00, #ff9d57); }
 """
-_SUITES = {  # what is measured, the picture in `charts`, and its caption
-    "redistribute": (
-        "Redistributions on ranks of this machine. Each result was checked before it was timed.", "time_against_size",
-        "Time over size. Bands are from quartile to quartile; both axes are logarithmic. The dashed line is a bare "
-        "copy of the bytes that a rank has to receive.",
-    ),
-    "kernels": (
-        "Kernels, beside a bare copy of as many bytes, which some may beat: none of them computes more than a few "
-        "operations a byte.", "beside_copies",
-        "Each kernel beside a bare copy: bandwidth, with all that is read and written counted.",
-    ),
-    "dispatch": ("Tokens to their experts and back, with experts that do nothing.", "", ""),
-    "host": ("The host time of a cached call, without peers and without data.", "", ""),
-    "plan": (
-        "Planning, of requests that are not cached; and bytes that plans move, counted.", "bytes_by_bound",
-        "Bytes that the rank receives that receives most, by the bound: the share of the pairs of layouts at or below. "
-        "A plan at 1 moves what has to move, and no more.",
-    ),
-}  # fmt: skip
+_ABOUT = {
+    "redistribute": "Redistributions on ranks of this machine. Each result was checked before it was timed.",
+    "kernels": "Kernels, beside a bare copy of as many bytes, which some may beat: none of them computes more than a "
+    "few operations a byte.",
+    "dispatch": "Tokens to their experts and back, with experts that do nothing.",
+    "host": "The host time of a cached call, without peers and without data.",
+    "plan": "Planning, of requests that are not cached; and bytes that plans move, counted.",
+}
 
 
 def run(paths: Sequence[Path], out: Path, projection: Path | None) -> int:
@@ -66,6 +55,11 @@ def run(paths: Sequence[Path], out: Path, projection: Path | None) -> int:
 def page(results: Sequence[Results], projected: dict[str, Any] | None = None) -> str:
     from . import charts
 
+    chart_of = {
+        "redistribute": charts.time_against_size,
+        "kernels": charts.beside_copies,
+        "plan": charts.bytes_by_bound,
+    }
     body = [
         "<h1>shardweave, measured</h1>",
         _p(
@@ -83,19 +77,15 @@ def page(results: Sequence[Results], projected: dict[str, Any] | None = None) ->
             body += [f'<div class="wrong">{_p(WRONG)}{_list(map(str, one.faults))}</div>']
         for suite, group in groupby(one.rows, key=lambda row: row.suite):
             rows = list(group)
-            about, chart, caption = _SUITES.get(suite, ("", "", ""))
-            picture = getattr(charts, chart)(rows) if chart else None
-            body += [f"<h3>{escape(suite)}</h3>", _p(about), *_figure(picture, caption), *_table(rows)]
+            body += [f"<h3>{escape(suite)}</h3>", _p(_ABOUT.get(suite, ""))]
+            body += [*_figure(chart_of.get(suite), rows), *_table(rows)]
         if one.absent:
             body.append(f"<details><summary>Not measured</summary>{_list(absent_lines(one))}</details>")
     if projected is not None:
         body += ["<h2>At scale, projected</h2>", f"<p><code>{escape(str(projected['command']))}</code></p>"]
         body.append(_p("Not measured: the planner's cost model, of stock's plans and of ours."))
-        body += _figure(
-            charts.cost_against_ranks(projected["rows"]),
-            "Of each workload, all redistributions of one step together, over the number of ranks. Both axes are "
-            "logarithmic. Where one line hides another, they differ by less than its width.",
-        ) or ["<p>None of its rows has both sides.</p>"]
+        no_rows = ["<p>None of its rows has both sides.</p>"]
+        body += _figure(charts.cost_against_ranks, projected["rows"]) or no_rows
     # Every picture has the same ids, which have to differ within a page.
     body = [re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>p{number}-", part) for number, part in enumerate(body)]
     return (
@@ -115,11 +105,12 @@ def _list(lines: Any) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _figure(svg: str | None, caption: str) -> list[str]:
-    if svg is None:
+def _figure(chart: Callable[[Any], str | None] | None, rows: Sequence[Any]) -> list[str]:
+    svg = chart and chart(rows)
+    if not svg:
         return []
     svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")  # HTML knows both
-    return [f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"]
+    return [f"<figure>{svg}<figcaption>{escape(' '.join(str(chart.__doc__).split()))}</figcaption></figure>"]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

@@ -90,12 +90,11 @@ def _is_slower(results: Results, baseline: Path) -> bool:
         cases.setdefault(one.row.suite, []).append(one.row.case)
     print("\nOnce more, the cases of these:\n", flush=True)
     again = compare(before, measure(cases, results.scale), THRESHOLD, subset=True)
-    second = {one.row.key: one for one in again.rows}
     # A row that could not be measured again counts as slower.
-    lasting = [one for one in comparison.regressions if second.get(one.row.key, one).verdict == "slower"]
+    once = {one.row.key for one in again.rows if one.verdict != "slower"}
+    lasting = [one for one in comparison.regressions if one.row.key not in once]
     for one in lasting:
-        ratios = ", ".join(f"{c.ratio:.2f}" for c in (one, second.get(one.row.key)) if c is not None)
-        print(f"REGRESSED, twice: {one.row.name}: {ratios}")
+        print(f"REGRESSED, twice: {one.row.name}: {one.ratio:.2f}")
     if not lasting:
         print("None of them is slower beyond noise once more.")
     return bool(lasting or comparison.failures)
