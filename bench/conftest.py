@@ -96,8 +96,7 @@ def record(request: pytest.FixtureRequest, results: Results, case: str, contende
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
     """Add to the JSON what results have besides rows."""
-    for number, one in enumerate(config.stash[_RESULTS]):
-        head = one.head()
-        if number:
-            head |= {name: [*output_json[name], *head[name]] for name in ("absent", "faults")}
-        output_json |= head
+    results: list[Results] = config.stash[_RESULTS]
+    for head in (one.head() for one in results):
+        both = {name: [*output_json.get(name, ()), *head[name]] for name in ("absent", "faults")}
+        output_json |= head | both

@@ -86,7 +86,8 @@ def compare(before: Results, after: Results, threshold: float = THRESHOLD, subse
             verdict = "faster"
         rows.append(Compared(b, a, ratio, low, high, verdict))
     in_both = {one.row.key for one in rows}
-    cases, suites = {row.key[:2] for row in after.rows}, {one.suite for one in (*after.rows, *after.absent)}
+    cases = {row.key[:2] for row in after.rows}
+    suites = {suite for suite, _ in cases} | {one.suite for one in after.absent}
     missing = [row for row in before.rows if row.key not in in_both and (not subset or row.key[:2] in cases)]
     notes = _differences(before, after) + [f"only in A: {row.name}" for row in missing]
     notes += [f"only in B: {row.name}" for row in after.rows if row.key not in in_both]

@@ -63,7 +63,7 @@ def measure(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", m
             why = f"the process that measured ended with {status}; its output is above"
             results.put("faults", Missing(name, "", "", why))
             continue
-        known = {one.key for one in (*results.rows, *results.absent, *results.faults)}
+        known = {row.key for row in results.rows} | {one.key for one in (*results.absent, *results.faults)}
         for case, contenders in suite(name).cases(scale).items():
             for contender in contenders:
                 if case in selected and (name, case, contender) not in known:

@@ -128,9 +128,8 @@ def supervise(
 
     Args:
         on_message: gets each message and the rank that sent it.
-        on_output: gets each line that a rank prints. By default lines are shown on the console of `progress`, or on
-            stderr.
-        progress: a progress bar of rich, shown meanwhile.
+        on_output: gets each line that a rank prints. By default lines go to stderr.
+        progress: a progress bar of rich, shown meanwhile. It has a thread, so it starts after the ranks.
         device_type: "cuda": each rank has a GPU as its current device, with NCCL. If there are fewer GPUs than ranks,
             ranks share them, without NCCL, which would refuse that. This process may not have used CUDA.
         within: seconds after which ranks that are not done are ended; None: only a wait between ranks is bounded, by
@@ -156,16 +155,7 @@ def supervise(
         send(None)
         dist.destroy_process_group()
 
-    def show(rank: int, line: str) -> None:
-        if not line.strip() or line.startswith("[Gloo]"):
-            return
-        if progress is None:
-            sys.stderr.write(f"rank {rank}: {line}\n")
-            sys.stderr.flush()
-        else:
-            progress.console.print(f"rank {rank}: {line}", markup=False)
-
-    on_output = on_output or show
+    on_output = on_output or _show
     sys.stdout.flush()
     sys.stderr.flush()
     ranks = [_Rank(rank, body) for rank in range(size)]
@@ -256,6 +246,11 @@ def messages_of(main: RankMain, size: int, config: Message) -> list[list[Message
     by_rank: list[list[Message]] = [[] for _ in range(size)]
     supervise(main, size, config, lambda rank, message: by_rank[rank].append(message))
     return by_rank
+
+
+def _show(rank: int, line: str) -> None:
+    if line.strip() and not line.startswith("[Gloo]"):
+        print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
 def _gpu_of(rank: int, size: int) -> tuple[str, torch.device | None]:

@@ -27,7 +27,7 @@ from shardweave.bench.planning.projection_report import totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
-from shardweave.runtime.tracing.trace import Entry, Trace
+from shardweave.runtime.tracing.trace import Entry
 
 pytestmark = pytest.mark.plan
 
@@ -50,32 +50,34 @@ def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: s
     return Entry(Mesh((2,) * len(names), names), None, shape, "float32", source, target, where)
 
 
+def grown(growth: Growth, ranks: int, *request: Any) -> Entry:
+    full_mesh = growth.full_mesh(ranks)
+    assert full_mesh is not None
+    return growth.grown(entry(*request), full_mesh)
+
+
 def test_grown_entry() -> None:
-    full_mesh = GROWTH.full_mesh(48)
-    assert full_mesh is not None
-    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), full_mesh)
-    assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the ranks that there are"
-    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), full_mesh).shape == (10,)
+    flat = grown(GROWTH, 48, ("dp",), (10,), "S0", "R", "FSDP gathers x")
+    assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the size of the group"
+    assert grown(GROWTH, 48, ("fsdp",), (10,), "S0", "R").shape == (10,)
     solver = GROWTHS["solver"]
-    full_mesh = solver.full_mesh(2048)
-    assert full_mesh is not None
-    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), full_mesh)
+    weight = grown(solver, 2048, ("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0")
     assert weight.mesh.shape == (2, 128, 8) and (weight.source, weight.target) == ("P P S0", "R S0 S0 @ 0:2,1")
-    for kept in (entry(("dp", "tp"), (1, 64, 8), "P S2", "S1 S2"), entry(("dp", "tp"), (64, 8), "S0 P", "S0 R")):
-        assert solver.grown(kept, full_mesh).mesh.shape == (128, 8)
-    for wrong in (entry(("pp",), (4,), "S0", "R"), entry(("dp", "tp"), (12,), "S0/3 R", "R R")):
+    for no_gradient in (((1, 64, 8), "P S2", "S1 S2"), ((64, 8), "S0 P", "S0 R")):
+        assert grown(solver, 2048, ("dp", "tp"), *no_gradient).mesh.shape == (128, 8)
+    for refused in ((("pp",), (4,), "S0", "R"), (("dp", "tp"), (12,), "S0/3 R", "R R")):
         with pytest.raises(ArgumentError, match="allowed"):
-            solver.grown(wrong, full_mesh)
+            grown(solver, 2048, *refused)
 
 
-def test_grown_recorded_workloads() -> None:
-    for name, growth in GROWTHS.items():
-        assert name in WORKLOADS
-        for ranks in projection.RANKS[4:]:
-            full_mesh = growth.full_mesh(ranks)
-            assert full_mesh is not None and full_mesh.size == ranks
-            for found in projection.load(name).redistributions:
-                growth.grown(found, full_mesh)
+@pytest.mark.parametrize("name", GROWTHS)
+def test_grown_recorded_workloads(name: str) -> None:
+    trace, workload = projection.load(name), WORKLOADS[name]
+    assert trace.world_size == Mesh(tuple(workload.mesh.values())).size
+    for full_mesh in map(GROWTHS[name].full_mesh, projection.RANKS[4:]):
+        assert full_mesh is not None and full_mesh.size in projection.RANKS
+        for recorded in trace.redistributions:
+            GROWTHS[name].grown(recorded, full_mesh)
 
 
 def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> set[tuple[int, ...]]:
@@ -88,7 +90,7 @@ def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> s
 )
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.name)
 def test_received_equals_brute_force(layouts: tuple[str, str], topology: shardweave.Topology) -> None:
-    """The ranks at both ends and in the middle: what each lacks, at each step, of what it ends with."""
+    """The elements that a rank lacks before each step, of the sampled rank with most."""
     mesh, shape = Mesh((4, 2), ("dp", "tp")), (22, 6)
     program = shardweave.plan(mesh, shape, "float32", *layouts, topology=topology)
     lacking = [
@@ -99,15 +101,20 @@ def test_received_equals_brute_force(layouts: tuple[str, str], topology: shardwe
     assert received(Entry(mesh, None, shape, "float32", *layouts, ""), topology) == 4 * max(lacking)
 
 
-def test_stock_received() -> None:
-    """By what its collectives bring: (n - 1) parts, padded, of each."""
-    mesh, shape = Mesh((4, 2)), (16, 6)
-    gather = stock_received(mesh, shape, "bfloat16", Layout.parse("S0 S1"), Layout.parse("R S1"))
-    assert gather == 3 * 4 * 3 * 2
-    both = stock_received(mesh, shape, "float32", Layout.parse("S0 S1"), Layout.parse("R R"))
-    assert both == 4 * (4 * 3 + 3 * 4 * 6), "the inner mesh dim first"
-    assert stock_received(mesh, shape, "float32", Layout.parse("P R"), Layout.parse("S0 R")) == 4 * 3 * 4 * 6
-    assert stock_received(Mesh((1, 2)), shape, "float32", Layout.parse("S0 R"), Layout.parse("R R")) == 0
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "elements"),
+    [
+        ((4, 2), "S0 S1", "R S1", 3 * 4 * 3),
+        ((4, 2), "S0 S1", "R R", 4 * 3 + 3 * 4 * 6),  # the inner mesh dim first
+        ((4, 2), "P R", "S0 R", 3 * 4 * 6),
+        ((1, 2), "S0 R", "R R", 0),
+    ],
+)
+def test_stock_received(mesh: tuple[int, ...], source: str, target: str, elements: int) -> None:
+    """(n - 1) padded parts in each collective."""
+    layouts = Layout.parse(source), Layout.parse(target)
+    assert stock_received(Mesh(mesh), (16, 6), "bfloat16", *layouts) == 2 * elements
+    assert stock_received(Mesh(mesh), (16, 6), "float32", *layouts) == 4 * elements
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 2)], ids=str)
@@ -233,9 +240,3 @@ def test_validation_runs_calibrate_and_replay() -> None:
         for case in run["cases"]:
             assert case["predicted_us"] > topology.call_us > 0 and case["measured_us"] > 0
             assert (case["bound"] == "nothing moves") == ("split" in case["name"])
-
-
-def test_recorded_traces_have_their_world_size() -> None:
-    for name, workload in WORKLOADS.items():
-        trace: Trace = projection.load(name)
-        assert trace.world_size == len(Mesh(tuple(workload.mesh.values())).rank_array)
