@@ -6,18 +6,16 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from shardweave.__main__ import main
 from shardweave.bench.harness import html_report
-from shardweave.bench.harness.result_file import Missing, Results, Row, read
-from shardweave.bench.planning.projection_report import Row as Projected
+from shardweave.bench.harness.result_file import Missing, Results, read
 from shardweave.bench.planning.projection_report import read_projection
 from shardweave.errors import ArgumentError
 
@@ -28,34 +26,20 @@ from shardweave.bench.harness import charts
 
 pytestmark = pytest.mark.plan
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-ABOUT = {"cpu": "A <CPU> & more", "cores": 2, "gpus": [], "torch": "2.13.0", "commit": "abc"}
+PROJECTION = RESULTS / "projection" / "projection.json"
 
 
-def everything() -> Results:
-    rows = [
-        Row("redistribute", f"all-gather {n}×{n}", side, "µs", (factor * n, factor * n * 1.1), n * n, n * n, 0.5,
-            detail={"sweep": "all-gather", "source": "S0", "target": "R", "tensor_bytes": 4 * n * n})
-        for side, factor in (("ours", 1.0), ("stock", 9.0), ("copy", 0.3)) for n in (64, 256, 1024)
-    ]  # fmt: skip
-    rows += [Row("kernels", "copy, <64> B", side, "µs", (t,), 1 << 20, 1 << 20, 1 / t) for side, t in
-             (("ours", 2.0), ("index_select", 3.0), ("copy", 1.0))]  # fmt: skip
-    rows += [Row("host", "S0 → R", side, "µs", (t,)) for side, t in (("ours", 40.0), ("stock", 80.0))]
-    rows += [Row("plan", "bytes ÷ bound, even", side, "×", s, paired=True) for side, s in
-             (("ours", (1.0, 1.0)), ("stock, greedy", (2.0, 7.5)), ("stock, graph", (1.0, 3.0)))]  # fmt: skip
-    absent, wrong = Missing("kernels", "a", "torchao", "no <GPU>"), Missing("host", "a <b>", "ours", "3 differ")
-    return Results("2026-01-02T03:04:05", "bench", "quick", ABOUT, tuple(rows), (absent,), (wrong,))
-
-
-def projected() -> dict[str, Any]:
-    rows = [
-        Projected("Llama", case, topology, n, f"{n} (tp)", calls, 1.0 * n, 3.0 * n, 1, 2)
-        for case, calls in (("a", 2), ("b", 5)) for topology in ("flat", "nodes of 8") for n in (8, 1024, 131072)
-    ]  # fmt: skip
-    return {"command": "python -m shardweave.bench.planning.projection", "rows": rows}
+def committed() -> Results:
+    """Committed results, with texts that have to be escaped."""
+    results = read(sorted(RESULTS.glob("*/quick.json"))[0], "RESULTS")
+    rows = [replace(row, case=row.case.replace("runs of", "<runs>")) for row in results.rows]
+    absent, fault = Missing("kernels", "a", "torchao", "no <GPU>"), Missing("host", "a <b>", "ours", "3 differ")
+    machine = {**results.machine, "cpu": "A <CPU> & more"}
+    return replace(results, machine=machine, rows=rows, absent=[absent], faults=[fault])
 
 
 def test_page_is_well_formed_and_self_contained() -> None:
-    text = html_report.page([everything(), everything()], projected())
+    text = html_report.page([committed(), committed()], read_projection(PROJECTION, "A"))
     elements = list(ElementTree.fromstring(text).iter())
     assert [element.tag for element in elements].count("svg") == 2 * 3 + 1
     ids = [element.attrib["id"] for element in elements if "id" in element.attrib]
@@ -65,9 +49,11 @@ def test_page_is_well_formed_and_self_contained() -> None:
     links += [link for _, value in attributes for link in re.findall(r"url\(([^)]*)\)", value)]
     assert links and all(link.startswith("#") and link[1:] in ids for link in links)
     assert "http:" not in text and "https:" not in text and "@import" not in text and "<script" not in text
-    assert "A &lt;CPU&gt; &amp; more" in text and "copy, &lt;64&gt; B" in text and "no &lt;GPU&gt;" in text
+    assert (
+        "A &lt;CPU&gt; &amp; more" in text and "4-byte aligned, &lt;runs&gt; 4 KiB" in text and "no &lt;GPU&gt;" in text
+    )
     assert "<ul><li>host: a &lt;b&gt;: ours: 3 differ</li></ul>" in text
-    few = replace(everything(), rows=[row for row in everything().rows if row.suite == "host"])
+    few = replace(committed(), rows=[row for row in committed().rows if row.suite == "host"])
     assert "<svg" not in html_report.page([few])
 
 
@@ -88,49 +74,45 @@ def contrast(one: str, other: str) -> float:
 def test_pictures_contrast_with_light_and_dark_pages() -> None:
     for colour in charts.COLOURS.values():
         assert all(contrast(colour, page) >= 3 for page in ("#ffffff", "#121212")), colour
-    _, body = html_report.page([everything()], projected()).split("</style>", 1)
+    _, body = html_report.page([committed()], read_projection(PROJECTION, "A")).split("</style>", 1)
     painted = set(re.findall(r"(?:fill|stroke)[:=]\s*[\"']?(#\w+|currentColor)", body))
     assert "currentColor" in painted and painted <= {*charts.COLOURS.values(), "currentColor", _GRID}
-    alone = charts.standalone(charts.cost_against_ranks(projected()["rows"]) or "")
+    alone = charts.standalone(charts.cost_against_ranks(read_projection(PROJECTION, "A")["rows"]) or "")
     assert alone.startswith("<svg ") and "prefers-color-scheme: dark" in alone
 
 
-def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chart_of_costs_has_the_figures_of_the_committed_page(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: dict[str, list[float]] = {}
 
-    def seen(figure: Figure, about: str) -> str:
+    def svg_of(figure: Figure, about: str) -> str:
         for ax in figure.axes:
             lines.update({f"{ax.get_title('left')}, {one.get_label()}": list(one.get_ydata()) for one in ax.lines})
         return "<svg>"
 
-    monkeypatch.setattr(charts, "svg_of", seen)
-    folder = RESULTS / "projection"
-    charts.cost_against_ranks(read_projection(folder / "projection.json", "A")["rows"])
-    table = (folder / "projection.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
+    monkeypatch.setattr(charts, "svg_of", svg_of)
+    charts.cost_against_ranks(read_projection(PROJECTION, "A")["rows"])
+    page = PROJECTION.with_suffix(".md").read_text(encoding="utf-8")
     compared = 0
-    for line in table.splitlines()[2:]:
+    for line in page.split("| workload | topology |")[1].split("\n\n")[0].splitlines()[2:]:
         workload, topology, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         pairs = [tuple(map(float, cell.split(" / "))) for cell in cells if cell != "-"]
-        for place, side in enumerate(("ours", "stock")):
-            ms = lines[f"{workload}, {side}, {topology}"]
-            assert ms == pytest.approx([pair[place] for pair in pairs], abs=0.051)
-            compared += len(ms)
+        for side, expected in zip(("ours", "stock"), zip(*pairs, strict=True), strict=True):
+            assert lines[f"{workload}, {side}, {topology}"] == pytest.approx(expected, abs=0.051)
+            compared += len(expected)
     assert compared > 100
 
 
 def test_report_files(tmp_path: Path) -> None:
-    given, file, out = tmp_path / "r.json", tmp_path / "projection.json", tmp_path / "report.html"
-    given.write_text(everything().to_json(), encoding="utf-8")
-    data = {**projected(), "rows": [asdict(row) for row in projected()["rows"]]}
-    file.write_text(json.dumps(data))
-    assert main(["report", str(given), "-o", str(out), "--projection", str(file)]) == 0
+    results, file, out = tmp_path / "r.json", tmp_path / "projection.json", tmp_path / "report.html"
+    results.write_text(committed().to_json(), encoding="utf-8")
+    assert main(["report", str(results), "-o", str(out), "--projection", str(PROJECTION)]) == 0
     assert out.read_text().count("<svg") == 4
-    for text in (json.dumps(data)[:200], "[]", json.dumps({**data, "rows": [{"workload": "x"}]})):
+    for text in (PROJECTION.read_text()[:200], "[]", '{"command": "", "rows": [{"workload": "x"}]}'):
         file.write_text(text)
         with pytest.raises(ArgumentError, match="--projection: "):
             read_projection(file, "--projection")
     with pytest.raises(ArgumentError, match="--out: .*no/report.html' cannot be written"):
-        html_report.run([given], tmp_path / "no/report.html", None)
+        html_report.run([results], tmp_path / "no/report.html", None)
 
 
 def starts(browser: str | None) -> bool:
@@ -154,7 +136,7 @@ FAULTS = {  # in what is shown, and what each is called
 def test_pictures_of_the_committed_results_can_be_read(scheme: str, number: int, tmp_path: Path) -> None:
     """Without a word on the console; and with faults put in, to see that they would be seen."""
     results = [read(path, path.name) for path in sorted(RESULTS.glob("*/quick.json"))]
-    text = html_report.page(results, read_projection(RESULTS / "projection/projection.json", "A"))
+    text = html_report.page(results, read_projection(PROJECTION, "A"))
     page, look = tmp_path / "report.html", (Path(__file__).parent / "picture_faults.js").read_text(encoding="utf-8")
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
