@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -78,11 +79,14 @@ def run_process(name: str, cases: Sequence[str], scale: str, put: Put) -> int:
     process = spawn.Process(target=_run_suite, args=(name, list(cases), scale, sender))
     process.start()
     sender.close()
-    while True:
-        try:
+    try:
+        while True:
             put(*receiver.recv())
-        except (EOFError, OSError):  # the process has ended
-            break
+    except (EOFError, OSError):  # the process has ended
+        pass
+    except BaseException:  # Ctrl-C
+        process.kill()
+        raise
     process.join()
     assert process.exitcode is not None
     return process.exitcode
@@ -90,4 +94,5 @@ def run_process(name: str, cases: Sequence[str], scale: str, put: Put) -> int:
 
 def _run_suite(name: str, cases: Sequence[str], scale: str, sender: Connection) -> None:
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     suite(name).measure(cases, scale, Sink(name, lambda kind, one: sender.send((kind, one)), verbose=True))
