@@ -4,9 +4,9 @@ Of every row that both files have, the ratio B ÷ A of the medians gets an inter
 (samples of the same requests are drawn together). The rows of other contenders, whose code no commit here changes, give
 the drift of the machine: for each case the largest of 1, the ninth decile of all their ratios, and their ratios on this
 case, which was timed in turns with ours. A row of ours is slower if its whole interval and its best round are above
-(1 + threshold) × drift (of samples of the same requests: the interval, and three of four at all), because other
-programs rarely disturb all rounds; it is faster if A is slower than B. Of counts ("×") the means are compared, and any
-rise is a regression.
+(1 + threshold) × drift, because other programs rarely disturb all rounds (samples of the same requests are no rounds:
+there the interval decides); it is faster if A is slower than B. Of counts ("×") the means are compared, and any rise is
+a regression.
 
 A wrong result in B fails as a regression does, and so does a row of ours that B lacks although it measured the suite.
 """
@@ -75,14 +75,13 @@ def compare(before: Results, after: Results, threshold: float = THRESHOLD, subse
     old = {(row.key, row.unit): row for row in before.rows}
     pairs = [(a, b, *interval(a, b)) for b in after.rows if (a := old.get((b.key, b.unit)))]
     others = [(b.case, ratio) for _, b, ratio, _, _ in pairs if not b.is_ours and b.unit != "×"]
+    inverse = [(case, _inverse(ratio)) for case, ratio in others]
     rows = []
     for a, b, ratio, low, high in pairs:
-        slower = (1 + threshold) * _drift(others, b.case)
-        faster = (1 + threshold) * _drift([(case, _inverse(r)) for case, r in others], b.case)
         verdict = ""
-        if b.is_ours and _is_slower(a, b, low, slower):
+        if b.is_ours and _is_slower(a, b, low, (1 + threshold) * _drift(others, b.case)):
             verdict = "slower"
-        elif b.is_ours and _is_slower(b, a, _inverse(high), faster):
+        elif b.is_ours and _is_slower(b, a, _inverse(high), (1 + threshold) * _drift(inverse, b.case)):
             verdict = "faster"
         rows.append(Compared(b, a, ratio, low, high, verdict))
     in_both = {one.row.key for one in rows}
@@ -140,15 +139,10 @@ def _drift(others: Sequence[tuple[str, float]], case: str | None = None) -> floa
 
 
 def _is_slower(a: Row, b: Row, low: float, allowed: float) -> bool:
-    """Whether `b` took more than `allowed` times what `a` took, in its whole interval and throughout its rounds."""
+    """Whether `b` took more than `allowed` times what `a` took, in its whole interval and in its best round."""
     if b.unit == "×":
         return low > 1 + _ROUNDING
-    x, y = np.asarray(a.samples), np.asarray(b.samples)
-    if _are_paired(a, b):
-        throughout = np.quantile(_quotients(y, x), 0.25) > 1
-    else:
-        throughout = min(y) > allowed * min(x)
-    return low > allowed and bool(throughout)
+    return low > allowed and (_are_paired(a, b) or min(b.samples) > allowed * min(a.samples))
 
 
 def _differences(before: Results, after: Results) -> list[str]:
