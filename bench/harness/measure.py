@@ -20,12 +20,12 @@ Put = Callable[[str, Row | Missing], None]  # with "rows", "absent" or "faults"
 class Sink:
     """Receives the results of a suite."""
 
-    def __init__(self, suite: str, put: Put, verbose: bool = False) -> None:
-        self.suite, self._put, self._verbose = suite, put, verbose
+    def __init__(self, suite: str, put: Put) -> None:
+        self.suite, self._put = suite, put
 
     def begin(self, case: str) -> None:
-        if self._verbose:
-            print(f"{self.suite}: {case}", file=sys.stderr, flush=True)
+        """Show progress."""
+        print(f"{self.suite}: {case}", file=sys.stderr, flush=True)
 
     def row(self, case: str, contender: str, unit: str, samples: Sequence[float], **rest: Any) -> None:
         self._put("rows", Row(self.suite, case, contender, unit, tuple(samples), **rest))
@@ -95,4 +95,4 @@ def run_process(name: str, cases: Sequence[str], scale: str, put: Put) -> int:
 def _run_suite(name: str, cases: Sequence[str], scale: str, sender: Connection) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    suite(name).measure(cases, scale, Sink(name, lambda kind, one: sender.send((kind, one)), verbose=True))
+    suite(name).measure(cases, scale, Sink(name, lambda kind, one: sender.send((kind, one))))

@@ -45,7 +45,7 @@ TOPOLOGIES = (
     Topology("flat InfiniBand", 1, _INFINIBAND, _INFINIBAND, shardweave.NVLINK_INFINIBAND.memory_gigabytes_per_s),
     shardweave.NVLINK_NODE,
 )
-"""By what is drawn first. In the flat one each GPU is a node of its own."""
+"""In the order in which they are drawn. In the flat one each GPU is a node of its own."""
 
 
 def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:

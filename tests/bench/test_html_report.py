@@ -120,7 +120,7 @@ def starts(browser: str | None) -> bool:
 
 
 BROWSER = next(filter(starts, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FAULTS = {  # in what is shown, and what each is called
+FAULTS = {  # put into the pictures, and the names of the findings
     "": "",
     "picture.style.width = '150px'": "px high",
     "picture.style.background = 'rgb(120, 120, 120)'": "contrast",
