@@ -10,15 +10,13 @@ import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from html import escape
 from itertools import zip_longest
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, PercentFormatter
 
 from ...planner.render.explain import format_bytes
 from ..planning.projection_report import Row as Projected
@@ -65,7 +63,7 @@ def _look(contender: str) -> dict[str, Any]:
     return {"color": COLOURS[name], "marker": _MARKS[name], "label": contender}
 
 
-def _picture(about: str, ylabel: str, height: float, panels: Sequence[Panel], columns: int = 0) -> str | None:
+def _picture(ylabel: str, height: float, panels: Sequence[Panel], columns: int = 0) -> str | None:
     """An SVG file with the panels side by side and a common legend; None if there is no panel."""
     if not panels:
         return None
@@ -83,14 +81,14 @@ def _picture(about: str, ylabel: str, height: float, panels: Sequence[Panel], co
         handles = {label: handle for handle, label in entries}
         most = max(1, min(6, _LEGEND_WIDTH // (max(map(len, handles)) + 6)))
         figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=most)
-        return svg_of(figure, about)
+        return svg_of(figure)
 
 
-def svg_of(figure: Figure, about: str) -> str:
+def svg_of(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = out.getvalue().replace(_INK, "currentColor")
-    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(about)}"', 1)
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :].replace(_INK, "currentColor")
 
 
 def standalone(svg: str) -> str:
@@ -130,31 +128,25 @@ def time_against_size(rows: Sequence[Row]) -> str | None:
         ax.set_xlabel("bytes of the whole tensor")
         _ticks(ax, [2**k for k in range(0, 60, 2)], format_bytes, 45)
 
-    about = "Time of a call over the tensor's size, for each kind of redistribution"
-    return _picture(about, "µs a call, slowest rank", 3.9, [partial(panel, kind) for kind in kinds])
+    return _picture("µs a call, slowest rank", 3.9, [partial(panel, kind) for kind in kinds])
 
 
 def bytes_by_bound(rows: Sequence[Row]) -> str | None:
     """Bytes that the rank receives that receives most, by the bound: the share of the pairs of layouts at or below. A
     plan at 1 moves what has to move, and no more."""
     counted = [row for row in rows if row.unit == "×"]
-    most = max((max(row.samples) for row in counted), default=1.0)
 
     def panel(case: str, ax: Axes) -> None:
         for row in counted:
             if row.case == case:
-                x = np.sort(row.samples)
-                share = np.arange(1, len(x) + 1) / len(x) * 100
-                look = {**_look(row.contender), "marker": "", "linewidth": 2}
                 style = "--" if colour_name(row.contender) == "other2" else "-"
-                ax.step([min(1.0, x[0]), *x, most], [0, *share, 100], where="post", linestyle=style, **look)
-        ax.set(xscale="log", title=case, xlim=(0.93, most * 1.05), ylim=(0, 103))
-        ax.set_xlabel("bytes received ÷ bound, of the rank with most")
+                ax.ecdf(row.samples, **{**_look(row.contender), "marker": "", "linewidth": 2, "linestyle": style})
+        ax.set(xscale="log", title=case, xlabel="bytes received ÷ bound, of the rank with most")
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
         _ticks(ax, (1, 1.5, 2, 3, 5, 10, 20, 50), "{:g}".format)
 
-    about = "Distribution of bytes received by the bound, for stock's plans and ours"
     cases = dict.fromkeys(row.case for row in counted)
-    return _picture(about, "% of pairs of layouts at most that", 3.6, [partial(panel, case) for case in cases])
+    return _picture("pairs of layouts at most that", 3.6, [partial(panel, case) for case in cases])
 
 
 def beside_copies(rows: Sequence[Row]) -> str | None:
@@ -176,8 +168,7 @@ def beside_copies(rows: Sequence[Row]) -> str | None:
         ax.set_xlim(left=0)
         ax.set_xlabel("GB/s, bytes read and written")
 
-    about = "Bandwidth of each kernel beside that of a bare copy of as many bytes"
-    return _picture(about, "", 1.3 + 0.34 * len(cases), [panel] * bool(cases))
+    return _picture("", 1.3 + 0.34 * len(cases), [panel] * bool(cases))
 
 
 def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
@@ -200,5 +191,4 @@ def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
 
     columns = min(3, math.ceil(math.sqrt(len(workloads)))) if len(workloads) > 3 else len(workloads)
     height = 1.0 + 3.1 * math.ceil(len(workloads) / max(columns, 1))
-    about = "Projected cost of each workload over the number of ranks"
-    return _picture(about, "ms of a step, projected", height, [partial(panel, name) for name in workloads], columns)
+    return _picture("ms of a step, projected", height, [partial(panel, name) for name in workloads], columns)

@@ -109,8 +109,10 @@ def _figure(chart: Callable[[Any], str | None] | None, rows: Sequence[Any]) -> l
     svg = chart and chart(rows)
     if not svg:
         return []
+    caption = escape(" ".join(str(chart.__doc__).split()))
     svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")  # HTML knows both
-    return [f"<figure>{svg}<figcaption>{escape(' '.join(str(chart.__doc__).split()))}</figcaption></figure>"]
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
+    return [f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

@@ -84,7 +84,7 @@ def test_pictures_contrast_with_light_and_dark_pages() -> None:
 def test_chart_of_costs_has_the_figures_of_the_committed_page(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: dict[str, list[float]] = {}
 
-    def svg_of(figure: Figure, about: str) -> str:
+    def svg_of(figure: Figure) -> str:
         for ax in figure.axes:
             lines.update({f"{ax.get_title('left')}, {one.get_label()}": list(one.get_ydata()) for one in ax.lines})
         return "<svg>"
