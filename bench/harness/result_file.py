@@ -7,11 +7,11 @@ is better in every unit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ...errors import ArgumentError
 
 # Of a sample in pytest-benchmark's seconds; what is counted ("×") stands there as it is.
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "×": 1.0}
+T = TypeVar("T")
 _HEAD = ("datetime", "command", "scale", "match", "machine_info", "absent", "faults")
 
 
@@ -160,31 +161,25 @@ def read(path: Path, argument: str) -> Results:
     Raises:
         ArgumentError: the file is missing, cut short or something else; the text names `argument`.
     """
-    allowed = "what `python -m shardweave bench --json` writes"
-    content = load(path, argument, allowed, *_HEAD, "benchmarks")
-    date, command, scale, match, machine, absent, faults = (content[name] for name in _HEAD)
-    try:
+
+    def parse(content: Any) -> Results:
+        date, command, scale, match, machine, absent, faults = (content[name] for name in _HEAD)
         rows = [Row.of(one) for one in content["benchmarks"]]
-        results = Results(
-            date, command, scale, machine, rows, [Missing(**o) for o in absent], [Missing(**o) for o in faults], match
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"{argument}: {str(path)!r} is something else: {error!r}; allowed: {allowed}") from None
-    if len({row.key for row in rows}) < len(rows) or not (rows or absent or faults):
-        raise ArgumentError(f"{argument}: {str(path)!r} has no rows, or one of them twice; allowed: {allowed}")
-    return results
+        absent, faults = ([Missing(**one) for one in some] for some in (absent, faults))
+        if len({row.key for row in rows}) < len(rows) or not (rows or absent or faults):
+            raise ValueError("no rows, or one of them twice")
+        return Results(date, command, scale, machine, rows, absent, faults, match)
+
+    return load(path, argument, "what `python -m shardweave bench --json` writes", parse)
 
 
-def load(path: Path, argument: str, allowed: str, *keys: str) -> dict[str, Any]:
-    """Read a JSON object that has these keys.
+def load(path: Path, argument: str, allowed: str, parse: Callable[[Any], T]) -> T:
+    """Parse the content of a JSON file.
 
     Raises:
-        ArgumentError: it is something else, or cannot be read.
+        ArgumentError: the file cannot be read, or `parse` fails.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # a folder, no text, cut short
-        raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error}; allowed: {allowed}") from None
-    if not isinstance(content, dict) or not content.keys() >= set(keys):
-        raise ArgumentError(f"{argument}: {str(path)!r} is something else; allowed: {allowed}")
-    return content
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error!r}; allowed: {allowed}") from None

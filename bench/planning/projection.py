@@ -138,8 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             runs = validation.measure(list(map(int, sizes)))
             measured.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
-        allowed = "what --validate writes there, or no such file"
-        known = load_json(measured, "--out", allowed, "command", "machine", "runs") if measured.exists() else None
+        known = None
+        if measured.exists():
+            known = load_json(
+                measured, "--out", "what --validate writes there, or no such file",
+                lambda content: {key: content[key] for key in ("command", "date", "machine", "runs")},
+            )  # fmt: skip
         rows = list(project(arguments.only or list(GROWTHS), [n for n in RANKS if n <= arguments.largest], TOPOLOGIES))
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)

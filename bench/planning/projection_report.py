@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError
 from ...planner import Topology
 from ..harness.markdown import provenance_lines, table
 from ..harness.result_file import load
@@ -45,11 +44,10 @@ def read_projection(path: Path, argument: str) -> dict[str, Any]:
         ArgumentError: it is missing, cut short or something else; the text names `argument`.
     """
     allowed = "what `python -m shardweave.bench.planning.projection` writes"
-    content = load(path, argument, allowed, "command", "rows")
-    try:
-        return {**content, "rows": [Row(**row) for row in content["rows"]]}
-    except TypeError as error:
-        raise ArgumentError(f"{argument}: {str(path)!r} is something else: {error}; allowed: {allowed}") from None
+    return load(
+        path, argument, allowed,
+        lambda content: {"command": content["command"], "rows": [Row(**row) for row in content["rows"]]},
+    )  # fmt: skip
 
 
 def totals(rows: Sequence[Row]) -> dict[tuple[str, str, int], tuple[float, float]]:
