@@ -31,7 +31,7 @@ from shardweave.runtime.tracing.trace import Entry
 
 pytestmark = pytest.mark.plan
 
-GROWTH = Growth("", ("replicas", "fsdp", "ep", "tp"), {"ep": 2, "tp": 2}, ("fsdp", 4), {"dp": ("fsdp", "ep")})
+GROWTH = Growth("", ("fsdp", 4), {"ep": 2, "tp": 2}, {"dp": ("fsdp", "ep")})
 
 
 @pytest.mark.parametrize(
