@@ -1,120 +1,254 @@
 """Targets on a GPU and the figures reached: kernels beside a copy in the same run, whole programs, host work.
 
-`make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out bench/results` writes a JSON file, in
-the form that compare and report read, and a page of the targets, into a folder named after the device, again after each
-row. The suite
-`python -m shardweave bench kernels` measures the same kernels without targets or a limit of time, on CPUs too. The
-ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
-buffers that rotate past the L2 cache. Every result is verified before it is timed. With `--dry` every line runs without
+`make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out bench/results` writes a JSON file,
+which compare and report read, and a page of the targets into a folder named after the device, again after each target.
+The suite `python -m shardweave bench kernels` measures the same kernels without targets or a time limit, on CPUs too.
+The ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
+buffers that rotate past the L2 cache. Every result is checked before it is timed. With `--dry` every line runs without
 a GPU, on tiny shapes, and no figure means anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardweave.bench.baselines.libraries import why_absent
+from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
 from shardweave.bench.gpu.device import clocks, gpu_machine
-from shardweave.bench.gpu.kernel_cases import cases
+from shardweave.bench.gpu.kernel_cases import Case, cases
+from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
-from shardweave.bench.gpu.target_bench import Bench
-from shardweave.bench.gpu.target_rows import Row, as_markdown, as_results
-from shardweave.bench.gpu.token_rows import token_rows
-from shardweave.bench.harness.machine import slug
-from shardweave.bench.harness.result_file import Results
+from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
+from shardweave.bench.harness.machine import now, slug
+from shardweave.bench.harness.measure import Found, Sink
+from shardweave.bench.harness.result_file import Missing, Results, Row
+from shardweave.bench.suites.host_cost import tables
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal
 from shardweave.kernels.signal import SHORTEST_POLL
 
+SUITE, CEILING = "kernels", "of the ceiling"
 HOST_TARGET_US = 15.0
+NO_FIGURE = "dry run: no figure"
 
 
-def host_rows(bench: Bench) -> None:
-    """Host time of a cached call, in a process of its own, which replaces transports by some that move nothing."""
-    rows = {
-        "windows": Row(
-            "host work of a cached call through windows, launches excluded, worst kind", "µs", HOST_TARGET_US, False
-        ),
-        "messages": Row(
-            "host work of a cached call by messages, launches and torch.distributed excluded, worst kind",
-            "µs", HOST_TARGET_US, False,
-        ),
-    }  # fmt: skip
-    found: list[list[dict[str, Any]]] = []
+@dataclass(frozen=True)
+class Target:
+    """What a case has to reach.
 
-    def measured(row: Row, name: str) -> None:
-        if not found:
-            found.extend(_host_cost(bench))
-        row.value = max(kind[name] for kind in found[1])
-        row.detail = {"kinds": [a | b for a, b in zip(*found, strict=True)]} if name == "windows" else {}
+    Attributes:
+        unit: "of the ceiling": a share. "×": the fastest other contender ÷ ours; with `at_least=False` ours ÷ it. Else
+            that of the time of ours.
+        bound: the least value, or the most. None: there is no target.
+        measure: puts the rows of the case with this name into a sink.
+    """
 
-    for name, row in rows.items():
-        bench.measure(row, partial(measured, name=name))
+    case: str
+    unit: str
+    bound: float | None
+    at_least: bool
+    measure: Callable[[str], object]
+
+    def reached(self, rows: Mapping[str, Row]) -> float | None:
+        """The value, from the rows of the case by contender; None where one of them is missing."""
+        ours = rows.get("ours")
+        others = [row.median for contender, row in rows.items() if contender not in ("ours", COPY)]
+        if ours is None or (self.unit == "×" and not others):
+            return None
+        if self.unit == CEILING:
+            return ours.share_of_ceiling
+        if self.unit == "×":
+            return min(others) / ours.median if self.at_least else ours.median / min(others)
+        return ours.median
+
+    def met(self, value: float | None) -> bool | None:
+        if value is None or self.bound is None:
+            return None
+        return value >= self.bound if self.at_least else value <= self.bound
 
 
-def _host_cost(bench: Bench) -> list[list[dict[str, Any]]]:
-    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--json", "--device", bench.device.type]
-    command += ["--rounds", "1", "--calls", "2"] if bench.dry else ["--rounds", "7"]
+def targets(measuring: Measuring) -> Iterator[Target]:
+    """All lines of the page, in its order. Those that take longest, beside other libraries, come last."""
+    dry, device, sink = measuring.dry, measuring.device, measuring.sink
+    shape, side = ((31, 33), 32) if dry else ((8191, 8193), 24576)
+    large, few = (DRY_LARGE, DRY_FEW) if dry else (LARGE, FEW)
+    yield Target(
+        f"pack + unpack of S0 → S1, {shape[0]}×{shape[1]} bf16, 4 ranks: torch's ops ÷ ours", "×", 2.0, True,
+        partial(pack_and_unpack, measuring, shape),
+    )  # fmt: skip
+    yield Target(
+        f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False,
+        partial(whole_program, measuring, side),
+    )  # fmt: skip
+    kinds = cache(partial(host_cost, device, dry))  # one run for both
+    for transport, left_out in (
+        ("windows", "through windows, launches"),
+        ("messages", "by messages, launches and torch.distributed"),
+    ):
+        name = f"host work of a cached call {left_out} excluded, worst kind"
+        yield Target(name, "µs", HOST_TARGET_US, False, partial(host, sink, kinds, transport))
+    yield Target(
+        "the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns", SHORTEST_POLL * 1e9,
+        True, partial(poll, measuring),
+    )  # fmt: skip
+    for box in cases(device, 1 << 13, 64) if dry else cases(device):
+        yield Target(box.name, CEILING, box.share or None, True, partial(boxes, measuring, box))
+    rank = VirtualRank(large, device)
+    push, route_and_push = partial(rank.push, False), partial(rank.push, True)
+    for name, make in (("push_rows", push), ("combine_rows", rank.combine)):
+        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(measuring.tokens, make=make, shape=large))
+    yield Target(
+        f"route_tokens, {large}", "µs", 30.0, False, partial(measuring.latency, make=rank.routed, sets=FEW_SETS)
+    )
+    sets = measuring.sets(2 * few.moved, 2 * few.buffers)
+    yield Target(
+        f"decode: route + push + combine, {few}", "µs", 60.0, False,
+        lambda case: measuring.latency(case, VirtualRank(few, device).both, sets),
+    )  # fmt: skip
+    for name, bound, make, rivals in (
+        ("push_rows", 1.0, push, permuting),
+        ("combine_rows", 1.0, rank.combine, combining),
+        ("route + push", 1.2, route_and_push, routing_and_permuting),
+    ):
+        yield Target(
+            f"{name}: the best of others ÷ ours, {large}", "×", bound, True,
+            partial(measuring.tokens, make=make, shape=large, rivals=rivals(rank, dry), ceiling=False),
+        )  # fmt: skip
+
+
+def boxes(measuring: Measuring, box: Case, _: str) -> None:
+    measuring.boxes(box, beside_reference=False)
+
+
+def host(sink: Sink, kinds: Callable[[], list[dict[str, Any]]], transport: str, case: str) -> None:
+    """The slowest kind; all of them in the row of windows."""
+    slowest = max(kind[transport] for kind in kinds())
+    sink.row(case, "ours", "µs", [slowest], detail={"kinds": kinds()} if transport == "windows" else {})
+
+
+def host_cost(device: torch.device, dry: bool) -> list[dict[str, Any]]:
+    """Host time of cached calls, from a process of its own: it replaces transports by some that move nothing."""
+    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--json", "--device", device.type]
+    command += ["--rounds", "1", "--calls", "2"] if dry else ["--rounds", "7"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if ran.returncode:
-        raise RuntimeError((ran.stderr.splitlines() or ["no word"])[-1])
-    return json.loads(ran.stdout.splitlines()[-1])
+        raise RuntimeError((ran.stderr.splitlines() or ["no error text"])[-1])
+    return [a | b for a, b in zip(*json.loads(ran.stdout.splitlines()[-1]), strict=True)]
 
 
-def poll_row(bench: Bench) -> None:
-    """A wait ends after a number of polls, computed from a lower bound of the time of a poll: this row checks it."""
-    row = Row("the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns",
-              SHORTEST_POLL * 1e9, True)  # fmt: skip
+def poll(measuring: Measuring, case: str) -> None:
+    """A wait ends after a number of polls, computed from a lower bound of the time of a poll: this measures it."""
+    device, polls, seconds = measuring.device, 20 if measuring.dry else 200_000, []
+    pads = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=device)
+    channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(device))
 
-    def measured(row: Row) -> None:
-        pads = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=bench.device)
-        channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(bench.device))
-        polls, found = 20 if bench.dry else 200_000, []
-        for _ in range(2 if bench.dry else 9):
-            channel.failure.error.zero_()
-            wait_for(bench.device)
-            began = time.perf_counter()
-            signal(channel, wait=True, polls=polls)
-            wait_for(bench.device)
-            found.append((time.perf_counter() - began) / polls)
-            if channel.failure.read() is None:
-                raise AssertionError("a signal that nobody sent has come")
-        row.value = min(found[1:]) * 1e9
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-    bench.measure(row, measured)
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    for _ in range(2 if measuring.dry else 9):
+        channel.failure.error.zero_()
+        wait()
+        began = time.perf_counter()
+        signal(channel, wait=True, polls=polls)
+        wait()
+        seconds.append((time.perf_counter() - began) / polls)
+        if channel.failure.read() is None:
+            raise AssertionError("a signal that nobody sent has arrived")
+    measuring.sink.row(case, "ours", "ns", [min(seconds[1:]) * 1e9])
 
 
-def program_rows(bench: Bench) -> None:
-    shape = (31, 33) if bench.dry else (8191, 8193)
-    row = Row(f"pack + unpack of S0 → S1, {shape[0]}×{shape[1]} bf16, 4 ranks: torch's ops ÷ ours", "×", 2.0, True)
-    bench.measure(row, lambda row: pack_and_unpack(row, shape, bench.device, bench.timer, bench.cache))
-    side = 32 if bench.dry else 24576
-    row = Row(f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False)
-    bench.measure(row, lambda row: whole_program(row, side, bench.device, bench.timer, bench.dry))
+@dataclass(frozen=True)
+class Line:
+    """A target, the rows of its case by contender, and why other contenders have none."""
+
+    target: Target
+    rows: Mapping[str, Row]
+    missing: Mapping[str, str]
+
+    @classmethod
+    def of(cls, target: Target, found: Found) -> Line:
+        missing = {
+            c: why for by in (found.absent, found.faults) for (case, c), why in by.items() if case == target.case
+        }
+        return cls(target, {c: row for (case, c), row in found.rows.items() if case == target.case}, missing)
+
+    @property
+    def value(self) -> float | None:
+        return self.target.reached(self.rows)
+
+    def shown(self, dry: bool) -> str:
+        """The value and, of a ratio, the times of the others; or why there is no value."""
+        if "ours" in self.missing:
+            return f"not measured: {self.missing['ours']}"
+        unit, others = self.target.unit, [f"{c} {row.median:.0f} µs" for c, row in self.rows.items() if c != "ours"]
+        note = "; ".join(others * (unit == "×") + [f"{contender}: {why}" for contender, why in self.missing.items()])
+        if self.value is None:
+            return f"not measured: nothing to compare with; {note}"
+        if dry:
+            return NO_FIGURE
+        return f"{self.value:.1%}" if unit == CEILING else f"{self.value:.2f} {unit} {note}".strip()
 
 
-def run(bench: Bench) -> None:
-    """Measure all rows of the page."""
-    program_rows(bench)
-    host_rows(bench)
-    poll_row(bench)
-    for case in cases(bench.device, bench.dry):
-        row = Row(case.name, "of the ceiling", case.share or None, True)
-        bench.measure(row, partial(bench.kernel, case))
-    token_rows(bench, Row)
+def run(target: Target, measuring: Measuring) -> None:
+    """Measure a target if time is left; an error is noted and does not end the run."""
+    try:
+        if measuring.left() < 0:
+            raise TimeoutError("no time was left")
+        target.measure(target.case)
+    except AssertionError as error:
+        measuring.sink.fault(target.case, "ours", str(error))
+    except Exception as error:
+        measuring.sink.absent(target.case, "ours", why_absent("ours", error))
+
+
+def as_results(lines: Sequence[Line], found: Found, about: dict[str, Any], dry: bool, command: str) -> Results:
+    """The rows as in all results, with each target in the row of ours."""
+    rows: list[Row] = []
+    for line in lines:
+        value, target = line.value, line.target
+        detail = {"target": target.bound, "at least": target.at_least, "reached": value, "of": target.unit,
+                  "met": target.met(value)}  # fmt: skip
+        rows += (replace(r, detail=detail | dict(r.detail)) if c == "ours" else r for c, r in line.rows.items())
+    absent, faults = (
+        tuple(Missing(SUITE, *key, why) for key, why in of.items()) for of in (found.absent, found.faults)
+    )
+    return Results(now(), command, "dry" if dry else "full", about, tuple(rows), absent, faults)
+
+
+def as_markdown(lines: Sequence[Line], about: dict[str, Any], dry: bool = False) -> str:
+    text = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
+    text += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
+    text += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
+    text += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
+    for line in lines:
+        target, ours = line.target, line.rows.get("ours")
+        figures: list[float | None] = [None] * 3
+        if ours and not dry:
+            rate = ours.bytes / ours.median / 1e3 if ours.bytes else None
+            ceiling = rate / ours.share_of_ceiling if rate and ours.share_of_ceiling else None
+            figures = [ours.median if ours.unit == "µs" else None, rate, ceiling]
+        bound = "-"
+        if target.bound is not None:
+            number = f"{target.bound:.0%}" if target.unit == CEILING else f"{target.bound:g} {target.unit}"
+            bound = f"{'≥' if target.at_least else '≤'} {number}"
+        met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met(line.value)]
+        cells = [target.case, line.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
+        text.append(f"| {' | '.join(cells)} |")
+    for kinds in (line.rows["ours"].detail.get("kinds") for line in lines if "ours" in line.rows and not dry):
+        text += ["", *tables(kinds)] if kinds else []
+    return "\n".join(text) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,20 +269,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
     command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
+    out, lines = io.StringIO(), list[Line]()
+    measuring = Measuring(Sink(SUITE, out), device, True, 1 if arguments.dry else 9, dry=arguments.dry,
+                          seconds=arguments.seconds)  # fmt: skip
 
-    def write() -> Results:
-        """Write both files, after every row, so that a run that is killed keeps the rows before."""
-        results = as_results(bench.rows, about, arguments.dry, command)
+    def write() -> Found:
+        found = Found.of(out.getvalue().splitlines())
+        results = as_results(lines, found, about, arguments.dry, command)
         (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
-        (folder / "gpu_targets.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
-        return results
+        (folder / "gpu_targets.md").write_text(as_markdown(lines, about, arguments.dry), encoding="utf-8")
+        return found
 
-    bench = Bench(device, arguments.dry, arguments.seconds, write)
-    run(bench)
+    for target in targets(measuring):
+        run(target, measuring)
+        lines.append(Line.of(target, Found.of(out.getvalue().splitlines())))
+        print(f"{target.case}: {lines[-1].shown(arguments.dry)}", file=sys.stderr, flush=True)
+        write()  # a run that is killed keeps what it has measured
     about["clocks_after"] = clocks(device)
-    results = write()
+    found = write()
     print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
-    return int(bool(results.faults))
+    return int(any(contender == "ours" for _, contender in found.faults))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ Made = tuple[Callable[[], object], Callable[[], bool]]
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a dispatch in which every rank has as many tokens."""
+
     tokens: int
     hidden: int
     top_k: int
@@ -51,6 +53,10 @@ class Shape:
     def buffers(self) -> int:
         """About as many bytes as the buffers of all ranks have together, of which a call touches one rank's part."""
         return self.ranks * self.moved
+
+
+LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
+DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
 
 
 class VirtualRank:

@@ -10,11 +10,7 @@ import torch
 from shardweave.bench.baselines import token_kernels
 from shardweave.bench.baselines.token_kernels import Rival
 from shardweave.bench.gpu import token_cases
-from shardweave.bench.gpu.graph_timing import Times
-from shardweave.bench.gpu.target_bench import Bench
-from shardweave.bench.gpu.target_rows import Row, as_markdown
 from shardweave.bench.gpu.token_cases import Shape, VirtualRank, verified
-from shardweave.bench.gpu.token_rows import beside
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
@@ -111,40 +107,3 @@ def test_rivals_compute_equal_results(rank: VirtualRank, of: Callable[..., list[
         assert right(), rival.name
         names.append(rival.name)
     assert "torch.compile" in names and len(names) > 1
-
-
-class Timer:
-    """Each call takes as long as it says."""
-
-    def time(self, calls: list[Callable[[], object]]) -> Times:
-        return Times((float(calls[0]()),))  # type: ignore[arg-type]
-
-
-def rival(name: str, seconds: float, right: bool = True, wanted: float = 0.0) -> Rival:
-    return Rival(name, lambda: (lambda: seconds, lambda: right), wanted)
-
-
-def test_beside_reports_fastest_and_absent_rivals() -> None:
-    def absent() -> token_cases.Made:
-        raise ModuleNotFoundError("No module named 'nothing'")
-
-    bench = Bench(CPU, True, 100.0)
-    bench.dry, bench.timer = False, Timer()  # type: ignore[assignment]
-    row = Row("x", "×", 1.2, True)
-    others = [rival("slow", 6e-6), rival("fast", 3e-6), rival("wrong", 1e-6, right=False)]
-    others += [rival("late", 1e-6, wanted=1e9), Rival("nothing", absent)]
-    beside(bench, row, lambda: (lambda: 2e-6, lambda: True), others, 1 << 20)
-    assert row.value == pytest.approx(1.5) and row.met
-    assert row.note == (
-        "slow 6 µs; fast 3 µs; wrong: AssertionError: the result is wrong; late: TimeoutError: no time was left; "
-        "nothing: ModuleNotFoundError: No module named 'nothing'"
-    )
-    assert set(row.absent) == {"wrong", "late", "nothing"} and set(row.rounds) == {"ours", "slow", "fast"}
-    assert "wrong" in as_markdown([row], {"device": "d"})
-    with pytest.raises(RuntimeError, match="nothing to compare with"):
-        beside(bench, row, lambda: (lambda: 2e-6, lambda: True), [Rival("nothing", absent)], 1 << 20)
-    with pytest.raises(AssertionError):
-        beside(bench, row, lambda: (lambda: 2e-6, lambda: False), others, 1 << 20)
-    bench.dry = True  # where nothing is timed, what does not work is no result either
-    with pytest.raises(AssertionError):
-        beside(bench, row, lambda: (lambda: 2e-6, lambda: True), others, 1 << 20)
