@@ -14,8 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
-from shardweave.bench.codegen.specialisations import KERNELS
-from shardweave.bench.codegen.token_specialisations import Layer, TokenSpecialisation, token_specialisations
+from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
 from shardweave.kernels.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.copy_rows import copy_rows_kernel, fill_rows_kernel
 from shardweave.kernels.dtypes import ELEMENTS
@@ -194,13 +193,13 @@ LAYERS = (
 
 
 @pytest.fixture(scope="module")
-def launched() -> list[TokenSpecialisation]:
+def launched() -> list[Specialisation]:
     if not isinstance(push_rows_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    return token_specialisations(LAYERS)
+    return specialisations(dispatches(LAYERS))
 
 
-def test_all_token_kernels_are_launched(launched: list[TokenSpecialisation]) -> None:
+def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     assert {s.kernel for s in launched} | {"copy_boxes", "reduce_boxes"} == set(KERNELS)
     assert {"signal", "route_few", "weigh_rows"} <= set(KERNELS)
 
@@ -217,7 +216,7 @@ def test_all_token_kernels_are_launched(launched: list[TokenSpecialisation]) -> 
     assert JITFunction.run.__module__ == "triton.runtime.jit" and torch.empty(2).data_ptr() % 64 == 0
 
 
-def test_recorded_launches_equal_triton_compilation(launched: list[TokenSpecialisation]) -> None:
+def test_recorded_launches_equal_triton_compilation(launched: list[Specialisation]) -> None:
     push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
     assert push.signature["x"] == "i64" and push.signature["tokens"] == "i32"
     assert push.signature["buffers"] == "*i64" and push.signature["row_in"] == "*i32"
@@ -231,7 +230,7 @@ def test_recorded_launches_equal_triton_compilation(launched: list[TokenSpeciali
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_launched_token_kernels_are_vectorised(launched: list[TokenSpecialisation], target: str) -> None:
+def test_launched_token_kernels_are_vectorised(launched: list[Specialisation], target: str) -> None:
     once = {(s.kernel, s.constants.get("ALIGN")): s for s in reversed(launched)}
     assert len(once) >= len(KERNELS) - 2 + 5
     for s in once.values():
@@ -239,7 +238,7 @@ def test_launched_token_kernels_are_vectorised(launched: list[TokenSpecialisatio
         assert aot.faults(s, target, results) == [], (str(s), results)
 
 
-def test_narrow_row_accesses_are_reported(launched: list[TokenSpecialisation]) -> None:
+def test_narrow_row_accesses_are_reported(launched: list[Specialisation]) -> None:
     push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
     assert push.vectors == (16, 16) and push.row_accesses == (1, 9)
     # 4 KiB a program of 128 threads: two accesses of 16 bytes for each piece.
