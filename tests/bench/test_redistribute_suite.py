@@ -9,27 +9,19 @@ import pytest
 
 from shardweave.bench.harness.measure import Found, Sink
 from shardweave.bench.suites import suite_redistribute
-from shardweave.bench.suites.suite_redistribute import measure, memory_of, put, workloads
+from shardweave.bench.suites.rank_rows import put, result
+from shardweave.bench.suites.suite_redistribute import measure, memory_of, workloads
 
 
 @pytest.mark.plan
 def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
     def rank(**changed: Any) -> dict[str, Any]:
-        given = {
-            "seconds": {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]},
-            "faults": {},
-            "digests": {"ours": "x"},
-            "box": "b",
-            "bytes": {"ours": 8, "copy": 8},
-            "bound": 8,
-            "must_move": True,
-            "detail": {},
-        }
-        return given | changed
+        seconds = {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]}
+        return {**result(seconds, digests={"ours": "x"}, bytes={"ours": 8, "copy": 8}, bound=8), **changed}
 
     def found(*by_rank: dict[str, Any]) -> Found:
         out = io.StringIO()
-        put("case", list(by_rank), Sink("redistribute", out))
+        put(Sink("redistribute", out), by_rank, "case", ["stock"])
         return Found.of(out.getvalue().splitlines())
 
     right = found(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
