@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from shardweave.bench.harness import run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
 from shardweave.bench.harness.measure import Found, Sink, measured, suite
 from shardweave.bench.harness.result_file import Missing, read
-from shardweave.bench.suites import SUITES
+from shardweave.bench.suites import SUITES, suite_redistribute, token_zeroing
+from shardweave.bench.suites.rank_rows import put, result
+from shardweave.bench.suites.suite_redistribute import measure, memory_of, workloads
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
@@ -40,7 +44,7 @@ def here(name: str, cases: list[str], scale: str = "dry") -> Found:
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "name",
-    # `test_pytest_finds_them …` runs the first, `test_host_cost.py` what the other consists of.
+    # `test_pytest_finds_them …` runs the first, `test_host_cost_times_every_kind` what the other consists of.
     [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "host") else ()) for s in SUITES],
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
@@ -215,3 +219,71 @@ def test_what_was_found_before_a_process_was_ended_is_kept() -> None:
     found = Found.of([*out.getvalue().splitlines(), '{"row": {"sui'])
     found.failed = "ended with -9"
     assert list(found.rows) == [("a", "ours")] and found.all_faults() == {("", ""): "ended with -9"}
+
+
+@pytest.mark.plan
+def test_host_cost_times_every_kind() -> None:
+    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--rounds", "1", "--calls", "20"]
+    shown = run_python(command, timeout=300)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout
+    rows = [line.split("|")[1:-1] for line in shown.stdout.splitlines() if line.startswith("| ")]
+    beside, on_devices = rows[:9], rows[9:]
+    assert len(on_devices) == 9 and all(len(row) == 4 for row in beside) and all(len(row) == 7 for row in on_devices)
+    # Two of boxes, as much as one exchange takes, and three signals; nothing is launched where there is no GPU.
+    launches = {row[0].strip(): (row[2].strip(), int(row[5])) for row in on_devices[1:]}
+    assert launches["S0 → S1"] == ("2 + 3", 2) and launches["P → R"][0] == "4 + 6", launches
+    # torch copies what a rank keeps of its own.
+    assert launches["R → S0"] == ("0 + 0", 0) and launches["nothing to do"] == ("0 + 0", 0), launches
+
+
+@pytest.mark.long
+@pytest.mark.multi
+def test_token_zeroing_has_a_row_for_each_transport_and_capacity(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["token_zeroing", "--ranks", "2", "--tokens", "8", "--hidden", "16"])
+    token_zeroing.main()
+    said = capfd.readouterr().out
+    number = r"[\d.]+ \([\d.]+ ms\)"
+    rows = re.findall(rf"^\| (\w+) \| (.+) \| {number} \| {number} \|$", said, re.M)
+    sizes = ["1.25", "1.5", "2.0", "worst case (2.0)"]
+    assert rows == [(transport, size) for transport in ("shared_memory", "process_group") for size in sizes]
+
+
+@pytest.mark.plan
+def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
+    def rank(**changed: Any) -> dict[str, Any]:
+        seconds = {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]}
+        return {**result(seconds, digests={"ours": "x"}, bytes={"ours": 8, "copy": 8}, bound=8), **changed}
+
+    def found(*by_rank: dict[str, Any]) -> Found:
+        out = io.StringIO()
+        put(Sink("redistribute", out), by_rank, "case", ["stock"])
+        return Found.of(out.getvalue().splitlines())
+
+    right = found(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
+    assert not right.faults
+    assert right.rows["case", "ours"].samples == pytest.approx((40, 20))  # of each round the slowest rank's
+    assert right.rows["case", "ours"].share_of_ceiling == pytest.approx(1.5 / 30)
+    assert "replicas differ" in found(rank(), rank(digests={"ours": "y"})).faults["case", "ours"]
+    assert not found(rank(), rank(digests={"ours": "y"}, box="c")).faults
+    wrong = found(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
+    assert wrong.faults == {("case", "ours"): "rank 1: 3 differ"}
+    assert wrong.rows["case", "stock"].note == "its result is wrong: rank 1: 4 differ"
+
+
+@pytest.mark.plan
+def test_a_case_that_does_not_fit_into_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    second, largest = sorted(workloads("full"), key=lambda one: memory_of(one, 5))[-2:]
+    monkeypatch.setattr(suite_redistribute, "available_memory", lambda: memory_of(largest, 5))
+    monkeypatch.setattr(
+        suite_redistribute, "run_ranks",
+        lambda main, ranks, config, together: begun.extend(one.name for one in config["workloads"]),
+    )  # fmt: skip
+    out = io.StringIO()
+    measure([largest.name, second.name], "full", Sink("redistribute", out))
+    absent = Found.of(out.getvalue().splitlines()).absent
+    assert begun == [second.name] and {case for case, _ in absent} == {largest.name}
+    assert all("MiB of memory are needed" in why for why in absent.values())
