@@ -250,7 +250,9 @@ def test_result_file_has_the_target_beside_the_row_of_ours() -> None:
 
 
 def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: one\n  multigpu: several\n")
+    helpers = Path(__file__).parents[1] / "helpers"  # of the conftest
+    settings = f"[pytest]\npythonpath = {helpers}\nmarkers =\n  gpu: one\n  multigpu: several\n"
+    (folder / "pytest.ini").write_text(settings)
     for name, tests in bodies.items():
         file = folder / f"tests/{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -279,9 +281,10 @@ def test_run_that_times_out_is_killed_with_its_children(tmp_path: Path) -> None:
     folder_of_tests(tmp_path, {"runtime/test_b": ("pass", stays)})
     (tmp_path / "reports").mkdir()
     until = time.monotonic() + 30
-    (found,) = run_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
+    (error,) = run_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
+    found = outcomes.summary((tmp_path / "reports").glob("*.jsonl"))
     assert found["tests"] == 1 and not found["failed"] and found["running"] == ["tests/runtime/test_b.py::test_1"]
-    assert found["error"] == "out of time, within tests/runtime/test_b.py::test_1: tests/runtime"
+    assert error == "out of time, within tests/runtime/test_b.py::test_1: tests/runtime"
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
@@ -291,5 +294,5 @@ def test_summary_of_truncated_outcomes(tmp_path: Path) -> None:
     file = tmp_path / "outcomes"
     file.write_text("\n".join(json.dumps([*line, ""]) for line in lines) + '\n["b", "pas')
     want = {"tests": 1, "failures": 0, "errors": 2, "skipped": 0, "failed": ["a", "c.py"], "running": ["b"]}
-    assert outcomes.summary(file) == want
-    assert not any(outcomes.summary(tmp_path / "nothing").values())
+    assert outcomes.summary([file]) == want
+    assert not any(outcomes.summary([tmp_path / "nothing"]).values())
