@@ -7,7 +7,7 @@ constant is here because a launcher gives it, and a kernel because something lau
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -278,11 +278,12 @@ def _bind(
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's dispatches and combines, all that autograd does included.
+    """One layer's dispatches and combines, with all that autograd does.
 
     Attributes:
         odd: tokens lie in rows that are one element longer, and begin with the second.
         experts_twice: every rank but the last also has the last expert.
+        options: of the dispatcher. With a `chunk_capacity` ranks send and receive.
     """
 
     name: str
@@ -292,48 +293,42 @@ class Layer:
     ranks: int = 8
     tokens: int = 4096
     dtype: torch.dtype = torch.bfloat16
-    align: int = 1
-    expert_capacity: int | None = None
-    layout: str = "grouped"
     ids: torch.dtype = torch.int64
     odd: bool = False
     experts_twice: bool = False
-    chunk_capacity: float | None = None  # of ranks that send and receive
-    save: str = "buffer"
-    zero_rows: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}, align {self.align}"]
-        parts += ["batched"] * (self.layout == "batched") + ["odd addresses"] * self.odd
-        parts += ["chunks of fixed size"] * (self.chunk_capacity is not None)
-        parts += [f"save {self.save}"] * (self.save != "buffer") + ["zero rows"] * self.zero_rows
-        return ", ".join(parts + ["replicated experts"] * self.experts_twice)
+        parts = [f"{self.name}: {self.ranks} ranks, {self.tokens} tokens, {str(self.dtype)[6:]}"]
+        parts += [f"{name} {value}" for name, value in self.options.items()]
+        return ", ".join(parts + ["odd addresses"] * self.odd + ["replicated experts"] * self.experts_twice)
 
 
 def layers() -> Iterator[Layer]:
-    """Training and decoding of known shapes, in all dtypes, alignments and layouts; rows of no good length. Ranks that
-    send and receive chunks of exact size launch what ranks that reach each other do where groups are not aligned."""
-    deepseek = Layer("DeepSeek-V3", 7168, 8, 256)
-    mixtral = Layer("Mixtral", 4096, 2, 8)
+    """Training and decoding of known shapes, in all dtypes, alignments and layouts; rows of odd lengths.
+
+    Ranks that send and receive chunks of exact size launch what one-sided ranks launch where groups are not aligned.
+    """
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    batched = {"layout": "batched", "expert_capacity": 512}
+    deepseek, mixtral = Layer("DeepSeek-V3", 7168, 8, 256), Layer("Mixtral", 4096, 2, 8)
     yield replace(deepseek, ranks=64)
     for layer in (deepseek, mixtral):
         for tokens, ids in product((4096, 128, 1), (torch.int64, torch.int32)):
             yield replace(layer, tokens=tokens, ids=ids)
-        for align, dtype in product((1, 8, 128), (torch.bfloat16, torch.float16, torch.float32)):
-            yield replace(layer, align=align, dtype=dtype)
-        yield replace(layer, layout="batched", expert_capacity=512)
-        yield replace(layer, experts_twice=True)
-        yield replace(layer, experts_twice=True, tokens=128)
+        for align, dtype in product((1, 8, 128), dtypes):
+            yield replace(layer, dtype=dtype, options={"align": align})
+            if dtype != torch.float16:
+                yield replace(layer, dtype=dtype, options={"align": align, "chunk_capacity": 1.25})
+        for tokens in (4096, 128):
+            yield replace(layer, experts_twice=True, tokens=tokens)
         yield replace(layer, odd=True)
-        yield replace(layer, save="copy")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            yield replace(layer, dtype=dtype, zero_rows=True)
-        for align, dtype in product((1, 8, 128), (torch.bfloat16, torch.float32)):
-            yield replace(layer, align=align, dtype=dtype, chunk_capacity=1.25)
-        yield replace(layer, layout="batched", expert_capacity=512, chunk_capacity=1.25)
-    for hidden, top_k, experts in ((4097, 3, 60), (2500, 1, 3), (20, 6, 300)):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, save="copy", zero_rows=True)
+        for dtype in dtypes:
+            yield replace(layer, dtype=dtype, options={"zero_rows": True})
+        for options in (batched, batched | {"chunk_capacity": 1.25}, {"save": "copy"}):
+            yield replace(layer, options=options)
+    for (hidden, top_k, experts), dtype in product(((4097, 3, 60), (2500, 1, 3), (20, 6, 300)), dtypes):
+        yield Layer("odd", hidden, top_k, experts, 4, 1000, dtype, options={"save": "copy", "zero_rows": True})
 
 
 def dispatches(layers: Iterable[Layer]) -> Iterator[Run]:
@@ -350,10 +345,8 @@ def _train(layer: Layer) -> None:
     last = layer.experts - 1
     dispatcher = VirtualTokenDispatcher(
         layer.ranks, num_experts=layer.experts, top_k=layer.top_k, hidden=layer.hidden, max_tokens=layer.tokens,
-        dtype=layer.dtype, align=layer.align, expert_capacity=layer.expert_capacity, layout=layer.layout,
-        expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None, device=_NOWHERE,
-        chunk_capacity=layer.chunk_capacity, one_sided=layer.chunk_capacity is None, save=layer.save,
-        zero_rows=layer.zero_rows,
+        dtype=layer.dtype, device=_NOWHERE, one_sided="chunk_capacity" not in layer.options, **layer.options,
+        expert_map=[[*h, *[last] * (last not in h)] for h in held] if layer.experts_twice else None,
     )  # fmt: skip
 
     def of_all(*shape: int, dtype: torch.dtype, wanted: bool = False) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from shardweave.kernels import (
 
 MIB = 1 << 20
 Made = tuple[Callable[[], object], Callable[[], bool]]
+"""A call, and a check of its last result."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,16 @@ class Case:
         expected = poisoned(len(target), self.dtype, self.device)
         expected.as_strided(self.extent, self.target_stride).copy_(total)
         return bool(target.view(torch.uint8).equal(expected.view(torch.uint8)))
+
+
+def checked(run: Callable[[], Any], right: Callable[[Any], bool]) -> Made:
+    """A call whose result is checked."""
+    results: list[Any] = []
+
+    def call() -> None:
+        results[:] = [run()]
+
+    return call, lambda: bool(right(results[0]))
 
 
 def random_buffer(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

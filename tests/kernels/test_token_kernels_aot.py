@@ -185,10 +185,12 @@ def test_rows_of_any_length_compile(target, hidden):
 
 # Small layers that cover both routing kernels, tables, weights, sums, padding and unaligned addresses.
 LAYERS = (
-    Layer("large", 7168, 8, 256, 2, 300, align=8, zero_rows=True),
-    Layer("decode", 4096, 2, 8, 2, 4, dtype=torch.float32, ids=torch.int32),
-    Layer("odd", 30, 3, 5, 2, 7, dtype=torch.float16, odd=True, experts_twice=True, save="copy", zero_rows=True),
-    Layer("batched", 64, 1, 5, 2, 7, expert_capacity=3, layout="batched"),
+    Layer("large", 7168, 8, 256, 2, 300, options={"align": 8, "zero_rows": True}),
+    Layer("decode", 4096, 2, 8, 2, 4, torch.float32, torch.int32),
+    Layer(
+        "odd", 30, 3, 5, 2, 7, torch.float16, odd=True, experts_twice=True, options={"save": "copy", "zero_rows": True}
+    ),
+    Layer("batched", 64, 1, 5, 2, 7, options={"expert_capacity": 3, "layout": "batched"}),
 )
 
 
