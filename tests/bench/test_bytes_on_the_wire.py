@@ -1,4 +1,4 @@
-"""Bytes received, by formula, are those that come: ranks in a network of their own, whose loopback counts them."""
+"""Bytes received, by formula, equal those on the wire: ranks in a network of their own, whose loopback counts them."""
 
 from __future__ import annotations
 
@@ -49,23 +49,19 @@ def test_bytes_by_formula_are_those_on_the_wire() -> None:
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout.splitlines()[-1])
     assert len(cases) == len(CASES) + 1
-    for case, ways in cases.items():
-        for way, (said, came) in ways.items():
-            if way == SHARED_MEMORY:
-                said = 0
-            assert said <= came <= said * (1 + MOST_HEADERS) + MOST_BESIDE, f"{case}, {way}: {said} said, {came} came"
+    for case, contenders in cases.items():
+        for contender, (formula, measured) in contenders.items():
+            formula *= contender != SHARED_MEMORY
+            most = formula * (1 + MOST_HEADERS) + MOST_BESIDE
+            assert formula <= measured <= most, f"{case}, {contender}: {formula} by formula, {measured} measured"
 
 
 def main() -> None:
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
-    found: dict[str, dict[str, tuple[int, float]]] = {}
-
-    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
-        found[case] = by_rank[0]["ways"]
-
-    run_ranks(rank_main, RANKS, {}, together)
-    print(json.dumps(found))
+    cases: dict[str, dict[str, tuple[int, float]]] = {}
+    run_ranks(rank_main, RANKS, {}, lambda case, by_rank: cases.update({case: by_rank[0]["bytes"]}))
+    print(json.dumps(cases))
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
@@ -76,30 +72,35 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         name = f"{source} → {target}"
         case = Case(Workload(name, "", sizes, names, source, target, "float32", shape, shape), mesh)
         program = shardweave.plan(mesh, shape, "float32", source, target)
-        said = bytes_of(case, Stock(sizes, graph=False), program)
-        ways = {w: (said[w], came(partial(way, case.source), size)) for w, way in calls_of(case, mesh, program).items()}
-        send({"case": name, "ways": ways})
-    send({"case": "dispatch", "ways": dispatched(rank, size)})
+        formula = bytes_of(case, Stock(sizes, graph=False), program)
+        calls = calls_of(case, mesh, program).items()
+        send(
+            {
+                "case": name,
+                "bytes": {c: (formula[c], received_by(partial(call, case.source), size)) for c, call in calls},
+            }
+        )
+    send({"case": "dispatch", "bytes": dispatched(rank, size)})
 
 
 def dispatched(rank: int, size: int) -> dict[str, tuple[int, float]]:
     """By all ranks, which do not receive as many: the mean."""
     mesh, shape = init_device_mesh("cpu", (size,)), Tokens(tokens=256, hidden=512, backward=False)
     x, ids, weights, _ = inputs_of(shape, rank)
-    said = torch.tensor(bytes_of_tokens(shape, ids, rank, size)[0])
-    dist.all_reduce(said)
+    formula = torch.tensor(bytes_of_tokens(shape, ids, rank, size)[0])
+    dist.all_reduce(formula)
     layers = {
         "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
         "torch.distributed": lambda *given: dispatch_and_combine(*given[:3], EXPERTS, given[3]),
     }
     with torch.no_grad():
         return {
-            way: (int(said) // size, came(lambda layer=layer: layer(x, ids, weights, None), size))
-            for way, layer in layers.items()
+            contender: (int(formula) // size, received_by(lambda layer=layer: layer(x, ids, weights, None), size))
+            for contender, layer in layers.items()
         }
 
 
-def came(call: Callable[[], Any], ranks: int) -> float:
+def received_by(call: Callable[[], Any], ranks: int) -> float:
     """Bytes a rank and call."""
     call()  # connections are made, programs bound
     dist.barrier()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,28 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {"torchtitan", "torchao", "ours, windows, launched"}
 
 
+def collected(name: str, measure: Callable[[Sink], object]) -> Found:
+    """What is put into the sink of a suite."""
+    out = io.StringIO()
+    measure(Sink(name, out))
+    return Found.of(out.getvalue().splitlines())
+
+
 def here(name: str, cases: list[str], scale: str = "dry") -> Found:
-    """Of suites that leave a process as it was, but for what is put back here: without the start of another."""
-    out, threads = io.StringIO(), torch.get_num_threads()
+    """Measured in this process, of suites that leave it as it was, except for what is restored here."""
+    threads = torch.get_num_threads()
     try:
-        suite(name).measure(cases, scale, Sink(name, out))
+        return collected(name, lambda sink: suite(name).measure(cases, scale, sink))
     finally:
         torch.set_num_threads(threads)
         if dist.is_initialized():
             dist.destroy_process_group()
-    return Found.of(out.getvalue().splitlines())
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "name",
-    # `test_pytest_finds_them …` runs the first, `test_host_cost_times_every_kind` what the other consists of.
+    # `test_pytest_benchmark_plays …` runs the first, `test_host_cost_times_every_kind` what the other consists of.
     [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "host") else ()) for s in SUITES],
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
@@ -107,7 +114,7 @@ def test_kernels_are_measured_as_on_a_gpu() -> None:
 
 
 @pytest.mark.multi
-def test_pytest_finds_them_and_plays_what_was_measured(tmp_path: Path) -> None:
+def test_pytest_benchmark_plays_measured_rounds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", "--scale", "dry"]
     command += ["-k", "test_redistribute", "--benchmark-json", str(tmp_path / "b.json")]
     # A worker of pytest-xdist measures nothing.
@@ -130,69 +137,79 @@ def test_bench_writes_compares_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each contender of each case takes a microsecond, times a factor."""
-    committed, asked = tmp_path / "committed", suite("dispatch").cases("quick")
-    first, *_ = asked
+    committed, contenders = tmp_path / "committed", suite("dispatch").cases("quick")
+    first, *_ = contenders
     factors: list[float] = []  # of ours, in one run after the other
     wrong: dict[str, str | None] = {}
 
-    def found(name: str, cases: list[str], scale: str) -> Found:
-        out = io.StringIO()
-        sink, factor = Sink(name, out), factors.pop(0) if factors else 1.0
-        for case in cases:
-            for contender in asked[case]:
-                if contender == "torchtitan":
-                    sink.absent(case, contender, "not installed")
-                elif contender != "ours" or case not in wrong:
-                    sink.row(case, contender, "µs", [factor if contender == "ours" else 1.0] * 3)
-                elif wrong[case]:
-                    sink.fault(case, contender, str(wrong[case]))
-        of_lines = Found.of(out.getvalue().splitlines())
-        of_lines.note_unmeasured({case: asked[case] for case in cases})
-        return of_lines
+    def fake(name: str, cases: list[str], scale: str) -> Found:
+        factor = factors.pop(0) if factors else 1.0
+
+        def measure(sink: Sink) -> None:
+            for case in cases:
+                for contender in contenders[case]:
+                    if contender == "torchtitan":
+                        sink.absent(case, contender, "not installed")
+                    elif contender != "ours" or case not in wrong:
+                        sink.row(case, contender, "µs", [factor if contender == "ours" else 1.0] * 3)
+                    elif wrong[case]:
+                        sink.fault(case, contender, str(wrong[case]))
+
+        found = collected(name, measure)
+        found.note_unmeasured({case: contenders[case] for case in cases})
+        return found
 
     def bench(match: str = "", check: bool = False, out: Path | None = None) -> tuple[int, str]:
         status = run.run(["dispatch"], "quick", match, tmp_path / "r.json", out, check, committed)
         return status, capsys.readouterr().out
 
-    monkeypatch.setattr(run, "measured", found)
+    monkeypatch.setattr(run, "measured", fake)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
-    status, said = bench(check=True)
-    assert status == 0 and "there are no committed results of this kind of machine" in said
+    status, shown = bench(check=True)
+    assert status == 0 and "there are no committed results of this kind of machine" in shown
     results = read(tmp_path / "r.json", "A")
     assert results.command == "python -m shardweave bench dispatch --quick" and results.absent
     assert bench(out=committed)[0] == 0
     (folder,) = committed.iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["quick.json", "quick.md"]
-    status, said = bench("T 16", check=True)
-    assert status == 0 and "No regression beyond noise" in said
+    status, shown = bench("T 16", check=True)
+    assert status == 0 and "No regression beyond noise" in shown
     factors[:] = [2.0, 2.0]
-    status, said = bench(check=True)
-    assert status == 1 and "REGRESSED: dispatch: T 16" in said and "REGRESSED, twice: dispatch: T 16" in said
+    status, shown = bench(check=True)
+    assert status == 1 and "REGRESSED: dispatch: T 16" in shown and "REGRESSED, twice: dispatch: T 16" in shown
     factors[:] = [2.0, 1.0]  # what is slow once is not slow
-    status, said = bench(check=True)
-    assert status == 0 and "None of them is slower beyond noise once more" in said
+    status, shown = bench(check=True)
+    assert status == 0 and "None of them is slower beyond noise once more" in shown
     for fault, why in (("3 elements differ", "3 elements differ"), (None, "nothing was measured")):
         wrong[first] = fault
-        status, said = bench()
-        assert status == 1 and f"- dispatch: {first}: ours: {why}" in said
+        status, shown = bench()
+        assert status == 1 and f"- dispatch: {first}: ours: {why}" in shown
         results = read(tmp_path / "r.json", "A")
         assert results.faults == (Missing("dispatch", first, "ours", why),)
-        assert {row.contender for row in results.rows if row.case == first} == {*asked[first]} - {"ours", "torchtitan"}
+        assert {row.contender for row in results.rows if row.case == first} == {*contenders[first]} - {
+            "ours",
+            "torchtitan",
+        }
         assert main(["compare", str(folder / "quick.json"), str(tmp_path / "r.json")]) == 1
 
 
 @pytest.mark.plan
-def test_bad_arguments_are_one_error_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
-        (("bench", "everything"), "suite: 'everything'; allowed: redistribute, kernels"),
-        (("bench", "plan", "--match", "nonsense"), "--match: 'nonsense' is in no case's name"),
-        (("bench", "plan", "--json", "/no/where.json"), "--json: '/no/where.json' cannot be written"),
-        (("bench", "plan", "--out", "/proc/none"), "--out: '/proc/none' cannot be made"),
-        (("report", "/no/where.json"), "RESULTS: '/no/where.json' cannot be read"),
-    ):
-        assert main(arguments) == 2
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ") and said in shown
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("bench everything", "suite: 'everything'; allowed: redistribute, kernels"),
+        ("bench plan --match nonsense", "--match: 'nonsense' is in no case's name"),
+        ("bench plan --json /no/where.json", "--json: '/no/where.json' cannot be written"),
+        ("bench plan --out /proc/none", "--out: '/proc/none' cannot be made"),
+        ("report /no/where.json", "RESULTS: '/no/where.json' cannot be read"),
+    ],
+)
+def test_bad_arguments_are_one_error_and_status_2(
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and text in shown
 
 
 @pytest.mark.plan
@@ -202,7 +219,7 @@ def test_buffers_rotate_past_the_cache() -> None:
         assert rotation.sets >= 2 and rotation.cold == ((rotation.sets - 1) * 4 * rank_bytes > 32 << 20)
         assert rotation.cold
     tiny = Rotation.of(16, 4, cache_bytes=32 << 20)
-    assert tiny.sets == 1024 and not tiny.cold  # and it is said
+    assert tiny.sets == 1024 and not tiny.cold
     seen: list[int] = []
     call = rotating(seen.append, [1, 2, 3])
     for _ in range(7):
@@ -213,12 +230,10 @@ def test_buffers_rotate_past_the_cache() -> None:
 
 
 @pytest.mark.plan
-def test_what_was_found_before_a_process_was_ended_is_kept() -> None:
-    out = io.StringIO()
-    Sink("plan", out).row("a", "ours", "ms", [1.0])
-    found = Found.of([*out.getvalue().splitlines(), '{"row": {"sui'])
+def test_results_of_a_killed_process_are_kept() -> None:
+    found = Found.of(['{"absent": ["a", "stock"], "why": "not here"}', '{"row": {"sui'])
     found.failed = "ended with -9"
-    assert list(found.rows) == [("a", "ours")] and found.all_faults() == {("", ""): "ended with -9"}
+    assert list(found.absent) == [("a", "stock")] and found.all_faults() == {("", ""): "ended with -9"}
 
 
 @pytest.mark.plan
@@ -244,23 +259,21 @@ def test_token_zeroing_has_a_row_for_each_transport_and_capacity(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["token_zeroing", "--ranks", "2", "--tokens", "8", "--hidden", "16"])
     token_zeroing.main()
-    said = capfd.readouterr().out
+    shown = capfd.readouterr().out
     number = r"[\d.]+ \([\d.]+ ms\)"
-    rows = re.findall(rf"^\| (\w+) \| (.+) \| {number} \| {number} \|$", said, re.M)
+    rows = re.findall(rf"^\| (\w+) \| (.+) \| {number} \| {number} \|$", shown, re.M)
     sizes = ["1.25", "1.5", "2.0", "worst case (2.0)"]
     assert rows == [(transport, size) for transport in ("shared_memory", "process_group") for size in sizes]
 
 
 @pytest.mark.plan
-def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
+def test_wrong_results_are_not_timed_except_those_of_stock() -> None:
     def rank(**changed: Any) -> dict[str, Any]:
         seconds = {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]}
         return {**result(seconds, digests={"ours": "x"}, bytes={"ours": 8, "copy": 8}, bound=8), **changed}
 
     def found(*by_rank: dict[str, Any]) -> Found:
-        out = io.StringIO()
-        put(Sink("redistribute", out), by_rank, "case", ["stock"])
-        return Found.of(out.getvalue().splitlines())
+        return collected("redistribute", lambda sink: put(sink, by_rank, "case", ["stock"]))
 
     right = found(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
     assert not right.faults
@@ -274,7 +287,7 @@ def test_what_is_wrong_is_not_timed_unless_it_is_stock() -> None:
 
 
 @pytest.mark.plan
-def test_a_case_that_does_not_fit_into_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_exceed_free_memory_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     second, largest = sorted(workloads("full"), key=lambda one: memory_of(one, 5))[-2:]
     monkeypatch.setattr(suite_redistribute, "available_memory", lambda: memory_of(largest, 5))
@@ -282,8 +295,6 @@ def test_a_case_that_does_not_fit_into_memory_is_left_out_and_said(monkeypatch: 
         suite_redistribute, "run_ranks",
         lambda main, ranks, config, together: begun.extend(one.name for one in config["workloads"]),
     )  # fmt: skip
-    out = io.StringIO()
-    measure([largest.name, second.name], "full", Sink("redistribute", out))
-    absent = Found.of(out.getvalue().splitlines()).absent
+    absent = collected("redistribute", lambda sink: measure([largest.name, second.name], "full", sink)).absent
     assert begun == [second.name] and {case for case, _ in absent} == {largest.name}
     assert all("MiB of memory are needed" in why for why in absent.values())

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from test_aot import TARGETS, accesses, assert_no_spill
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
@@ -49,16 +48,11 @@ POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.s
 def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    constants = dict(constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
     kinds = {**POINTER_OF, **pointers}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
-    # What torch allocates, as the launcher finds it.
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=TARGETS[target], options=options)
+    # What torch allocates is aligned, as the launcher finds it.
+    aligned = [name for name, kind in signature.items() if kind.startswith("*")]
+    return aot.compile_kernel(kernel, target, constants, signature, aligned)
 
 
 @pytest.mark.parametrize("target", TARGETS)
