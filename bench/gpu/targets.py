@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,17 @@ HOST_TARGET_US = 15.0
 NO_FIGURE = "dry run: no figure"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
-    """What a case has to reach.
+    """What a case has to reach, and once it has run, what it reaches.
 
     Attributes:
         unit: "of the ceiling": a share. "×": the fastest other contender ÷ ours; with `at_least=False` ours ÷ it. Else
             that of the time of ours.
         bound: the least value, or the most. None: there is no target.
-        measure: puts the rows of the case with this name into a sink.
+        measure: puts the rows of the case with this name into the sink of a `Measuring`.
+        rows: of the case, by contender.
+        missing: contenders without a row, and why.
     """
 
     case: str
@@ -59,11 +61,32 @@ class Target:
     bound: float | None
     at_least: bool
     measure: Callable[[str], object]
+    rows: dict[str, Row] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    wrong: bool = False
 
-    def reached(self, rows: Mapping[str, Row]) -> float | None:
-        """The value, from the rows of the case by contender; None where one of them is missing."""
-        ours = rows.get("ours")
-        others = [row.median for contender, row in rows.items() if contender not in ("ours", COPY)]
+    def run(self, measuring: Measuring) -> None:
+        """Measure if time is left; an error is noted and does not end the run."""
+        out = io.StringIO()
+        measuring.sink = Sink(SUITE, out)
+        try:
+            if measuring.left() < 0:
+                raise TimeoutError("no time was left")
+            self.measure(self.case)
+        except AssertionError as error:
+            measuring.sink.fault(self.case, "ours", str(error))
+        except Exception as error:
+            measuring.sink.absent(self.case, "ours", why_absent("ours", error))
+        found = Found.of(out.getvalue().splitlines())
+        self.rows = {contender: row for (_, contender), row in found.rows.items()}
+        self.missing = {contender: why for (_, contender), why in (found.absent | found.faults).items()}
+        self.wrong = (self.case, "ours") in found.faults
+
+    @property
+    def value(self) -> float | None:
+        """None where ours is missing, or all that it is compared with."""
+        ours = self.rows.get("ours")
+        others = [row.median for contender, row in self.rows.items() if contender not in ("ours", COPY)]
         if ours is None or (self.unit == "×" and not others):
             return None
         if self.unit == CEILING:
@@ -72,15 +95,28 @@ class Target:
             return min(others) / ours.median if self.at_least else ours.median / min(others)
         return ours.median
 
-    def met(self, value: float | None) -> bool | None:
-        if value is None or self.bound is None:
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.bound is None:
             return None
-        return value >= self.bound if self.at_least else value <= self.bound
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def shown(self, dry: bool) -> str:
+        """The value and, of a ratio, the times of the others; or why there is no value."""
+        if "ours" in self.missing:
+            return f"not measured: {self.missing['ours']}"
+        others = [f"{contender} {row.median:.0f} µs" for contender, row in self.rows.items() if contender != "ours"]
+        note = "; ".join(others * (self.unit == "×") + [f"{name}: {why}" for name, why in self.missing.items()])
+        if self.value is None:
+            return f"not measured: nothing to compare with; {note}"
+        if dry:
+            return NO_FIGURE
+        return f"{self.value:.1%}" if self.unit == CEILING else f"{self.value:.2f} {self.unit} {note}".strip()
 
 
 def targets(measuring: Measuring) -> Iterator[Target]:
     """All lines of the page, in its order. Those that take longest, beside other libraries, come last."""
-    dry, device, sink = measuring.dry, measuring.device, measuring.sink
+    dry, device = measuring.dry, measuring.device
     shape, side = ((31, 33), 32) if dry else ((8191, 8193), 24576)
     large, few = (DRY_LARGE, DRY_FEW) if dry else (LARGE, FEW)
     yield Target(
@@ -97,7 +133,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         ("messages", "by messages, launches and torch.distributed"),
     ):
         name = f"host work of a cached call {left_out} excluded, worst kind"
-        yield Target(name, "µs", HOST_TARGET_US, False, partial(host, sink, kinds, transport))
+        yield Target(name, "µs", HOST_TARGET_US, False, partial(host, measuring, kinds, transport))
     yield Target(
         "the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns", SHORTEST_POLL * 1e9,
         True, partial(poll, measuring),
@@ -131,10 +167,11 @@ def boxes(measuring: Measuring, box: Case, _: str) -> None:
     measuring.boxes(box, beside_reference=False)
 
 
-def host(sink: Sink, kinds: Callable[[], list[dict[str, Any]]], transport: str, case: str) -> None:
+def host(measuring: Measuring, kinds: Callable[[], list[dict[str, Any]]], transport: str, case: str) -> None:
     """The slowest kind; all of them in the row of windows."""
     slowest = max(kind[transport] for kind in kinds())
-    sink.row(case, "ours", "µs", [slowest], detail={"kinds": kinds()} if transport == "windows" else {})
+    detail = {"kinds": kinds()} if transport == "windows" else {}
+    measuring.sink.row(case, "ours", "µs", [slowest], detail=detail)
 
 
 def host_cost(device: torch.device, dry: bool) -> list[dict[str, Any]]:
@@ -169,86 +206,39 @@ def poll(measuring: Measuring, case: str) -> None:
     measuring.sink.row(case, "ours", "ns", [min(seconds[1:]) * 1e9])
 
 
-@dataclass(frozen=True)
-class Line:
-    """A target, the rows of its case by contender, and why other contenders have none."""
-
-    target: Target
-    rows: Mapping[str, Row]
-    missing: Mapping[str, str]
-
-    @classmethod
-    def of(cls, target: Target, found: Found) -> Line:
-        missing = {
-            c: why for by in (found.absent, found.faults) for (case, c), why in by.items() if case == target.case
-        }
-        return cls(target, {c: row for (case, c), row in found.rows.items() if case == target.case}, missing)
-
-    @property
-    def value(self) -> float | None:
-        return self.target.reached(self.rows)
-
-    def shown(self, dry: bool) -> str:
-        """The value and, of a ratio, the times of the others; or why there is no value."""
-        if "ours" in self.missing:
-            return f"not measured: {self.missing['ours']}"
-        unit, others = self.target.unit, [f"{c} {row.median:.0f} µs" for c, row in self.rows.items() if c != "ours"]
-        note = "; ".join(others * (unit == "×") + [f"{contender}: {why}" for contender, why in self.missing.items()])
-        if self.value is None:
-            return f"not measured: nothing to compare with; {note}"
-        if dry:
-            return NO_FIGURE
-        return f"{self.value:.1%}" if unit == CEILING else f"{self.value:.2f} {unit} {note}".strip()
-
-
-def run(target: Target, measuring: Measuring) -> None:
-    """Measure a target if time is left; an error is noted and does not end the run."""
-    try:
-        if measuring.left() < 0:
-            raise TimeoutError("no time was left")
-        target.measure(target.case)
-    except AssertionError as error:
-        measuring.sink.fault(target.case, "ours", str(error))
-    except Exception as error:
-        measuring.sink.absent(target.case, "ours", why_absent("ours", error))
-
-
-def as_results(lines: Sequence[Line], found: Found, about: dict[str, Any], dry: bool, command: str) -> Results:
+def as_results(targets: Sequence[Target], about: dict[str, Any], dry: bool, command: str) -> Results:
     """The rows as in all results, with each target in the row of ours."""
     rows: list[Row] = []
-    for line in lines:
-        value, target = line.value, line.target
-        detail = {"target": target.bound, "at least": target.at_least, "reached": value, "of": target.unit,
-                  "met": target.met(value)}  # fmt: skip
-        rows += (replace(r, detail=detail | dict(r.detail)) if c == "ours" else r for c, r in line.rows.items())
-    absent, faults = (
-        tuple(Missing(SUITE, *key, why) for key, why in of.items()) for of in (found.absent, found.faults)
-    )
-    return Results(now(), command, "dry" if dry else "full", about, tuple(rows), absent, faults)
+    absent: list[Missing] = []
+    faults: list[Missing] = []
+    for t in targets:
+        detail = {"target": t.bound, "at least": t.at_least, "reached": t.value, "of": t.unit, "met": t.met}
+        rows += [replace(r, detail=detail | dict(r.detail)) if name == "ours" else r for name, r in t.rows.items()]
+        for contender, why in t.missing.items():
+            (faults if t.wrong and contender == "ours" else absent).append(Missing(SUITE, t.case, contender, why))
+    return Results(now(), command, "dry" if dry else "full", about, tuple(rows), tuple(absent), tuple(faults))
 
 
-def as_markdown(lines: Sequence[Line], about: dict[str, Any], dry: bool = False) -> str:
-    text = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
-    text += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
-    text += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
-    text += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
-    for line in lines:
-        target, ours = line.target, line.rows.get("ours")
-        figures: list[float | None] = [None] * 3
+def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = False) -> str:
+    lines = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
+    lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
+    lines += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
+    lines += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
+    kinds: Sequence[Mapping[str, Any]] = ()
+    for target in targets:
+        ours, bound, figures = target.rows.get("ours"), "-", list[float | None]([None] * 3)
         if ours and not dry:
             rate = ours.bytes / ours.median / 1e3 if ours.bytes else None
             ceiling = rate / ours.share_of_ceiling if rate and ours.share_of_ceiling else None
             figures = [ours.median if ours.unit == "µs" else None, rate, ceiling]
-        bound = "-"
+            kinds = ours.detail.get("kinds", kinds)
         if target.bound is not None:
             number = f"{target.bound:.0%}" if target.unit == CEILING else f"{target.bound:g} {target.unit}"
             bound = f"{'≥' if target.at_least else '≤'} {number}"
-        met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met(line.value)]
-        cells = [target.case, line.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
-        text.append(f"| {' | '.join(cells)} |")
-    for kinds in (line.rows["ours"].detail.get("kinds") for line in lines if "ours" in line.rows and not dry):
-        text += ["", *tables(kinds)] if kinds else []
-    return "\n".join(text) + "\n"
+        met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met]
+        cells = [target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *(["", *tables(kinds)] if kinds else [])]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -269,26 +259,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
     command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
-    out, lines = io.StringIO(), list[Line]()
-    measuring = Measuring(Sink(SUITE, out), device, True, 1 if arguments.dry else 9, dry=arguments.dry,
+    measuring = Measuring(Sink(SUITE, io.StringIO()), device, True, 1 if arguments.dry else 9, dry=arguments.dry,
                           seconds=arguments.seconds)  # fmt: skip
+    done: list[Target] = []
 
-    def write() -> Found:
-        found = Found.of(out.getvalue().splitlines())
-        results = as_results(lines, found, about, arguments.dry, command)
+    def write() -> None:
+        results = as_results(done, about, arguments.dry, command)
         (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
-        (folder / "gpu_targets.md").write_text(as_markdown(lines, about, arguments.dry), encoding="utf-8")
-        return found
+        (folder / "gpu_targets.md").write_text(as_markdown(done, about, arguments.dry), encoding="utf-8")
 
     for target in targets(measuring):
-        run(target, measuring)
-        lines.append(Line.of(target, Found.of(out.getvalue().splitlines())))
-        print(f"{target.case}: {lines[-1].shown(arguments.dry)}", file=sys.stderr, flush=True)
+        target.run(measuring)
+        done.append(target)
+        print(f"{target.case}: {target.shown(arguments.dry)}", file=sys.stderr, flush=True)
         write()  # a run that is killed keeps what it has measured
     about["clocks_after"] = clocks(device)
-    found = write()
+    write()
     print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
-    return int(any(contender == "ours" for _, contender in found.faults))
+    return int(any(target.wrong for target in done))
 
 
 if __name__ == "__main__":

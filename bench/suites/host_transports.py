@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -30,14 +30,14 @@ from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMe
 
 TIMEOUT = 10.0
 SCRATCH = 1 << 20  # bytes; more than any shard here
+_PATCHED = ("copy_boxes", "reduce_boxes", "launch", "signal")
 
 
 class Alone(Rendezvous):
     """Of a rank that takes all others to be there."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         super().__init__(dist.HashStore(), 0, TIMEOUT, lambda rank: False)
-        self.size = size
 
     def _new_session(self, ranks: tuple[int, ...]) -> str:
         return ""
@@ -56,7 +56,7 @@ class NullTransport:
     name, backend, error, busy, pending, rank = "null", "", None, False, None, 0
 
     def __init__(self, scratch: torch.device | None = None) -> None:
-        self.rendezvous = Alone(0)
+        self.rendezvous = Alone()
         self._kept: dict[Any, list[torch.Tensor]] = {}
         self._bytes: dict[int, torch.Tensor] = {}
         self._peers: int | None = None
@@ -131,10 +131,10 @@ class _Done(dist.Work):
 def device_transports(device: str, size: int) -> dict[str, AnyTransport]:
     """What ranks on GPUs use, by name: windows among `size` peers that are rank 0 itself, and NCCL."""
     with as_on_a_gpu(device):
-        windows = _MirrorTransport(0, size, TIMEOUT, _Mirror(_here(device)), Alone(size))
+        windows = _MirrorTransport(0, size, TIMEOUT, _Mirror(_here(device)), Alone())
         return {
             "symmetric_memory": windows,
-            "process_group": ProcessGroupTransport(0, size, TIMEOUT, "nccl", Alone(size)),
+            "process_group": ProcessGroupTransport(0, size, TIMEOUT, "nccl", Alone()),
         }
 
 
@@ -157,7 +157,7 @@ def on_device_transports(device: str, transports: Mapping[str, AnyTransport]) ->
 
 @contextmanager
 def nothing_is_moved(device: str) -> Iterator[None]:
-    """In this block nothing is written to peers, nor reduced that they would have sent. Of a GPU launches are made all
+    """In this block nothing is written to peers, nor reduced that they would have sent. On a GPU launches are made all
     the same."""
     push = PutStep.push
 
@@ -165,10 +165,13 @@ def nothing_is_moved(device: str) -> Iterator[None]:
         if address is not None:
             push(step, x, done, address, nbytes)
 
-    with ExitStack() as stack:
-        if copies.is_plain_memory(torch.device(device)):
-            stack.enter_context(mock.patch.object(PutStep, "push", push_to_buffers))
-            stack.enter_context(mock.patch.object(copies.Reduction, "__call__", lambda *_: None))
+    if not copies.is_plain_memory(torch.device(device)):
+        yield
+        return
+    with (
+        mock.patch.object(PutStep, "push", push_to_buffers),
+        mock.patch.object(copies.Reduction, "__call__", lambda *_: None),
+    ):
         yield
 
 
@@ -184,19 +187,19 @@ def as_on_a_gpu(device: str) -> Iterator[None]:
     def refuse(*arguments: Any) -> None:
         raise AssertionError("without a GPU nothing can be launched")
 
-    with ExitStack() as stack:
-        # Modules by their names: functions of the same names hide them.
-        for name, attribute, value in (
-            ("copy_boxes", "runs_on", lambda device: True),
-            ("reduce_boxes", "runs_on", lambda device: True),
-            ("launch", "prepared", lambda *_: refuse),
-            ("signal", "prepared", lambda *_: refuse),
-        ) if device == "cpu" else ():  # fmt: skip
-            module = import_module(f"shardweave.kernels.{name}")
-            stack.enter_context(mock.patch.object(module, attribute, value))
-        if device == "cpu":
-            stack.enter_context(mock.patch.object(copies, "is_plain_memory", lambda device: False))
-            stack.enter_context(mock.patch.object(Channel, "__init__", without_cpu_path))
+    if device != "cpu":
+        yield
+        return
+    # Modules by their names: functions of the same names hide them.
+    kernels = {name: import_module(f"shardweave.kernels.{name}") for name in _PATCHED}
+    with (
+        mock.patch.object(kernels["copy_boxes"], "runs_on", lambda device: True),
+        mock.patch.object(kernels["reduce_boxes"], "runs_on", lambda device: True),
+        mock.patch.object(kernels["launch"], "prepared", lambda *_: refuse),
+        mock.patch.object(kernels["signal"], "prepared", lambda *_: refuse),
+        mock.patch.object(copies, "is_plain_memory", lambda device: False),
+        mock.patch.object(Channel, "__init__", without_cpu_path),
+    ):
         yield
 
 
@@ -207,9 +210,10 @@ def without_launches(counts: Counter[str] | None = None) -> Iterator[None]:
     def replaced(kind: type) -> Callable[..., None]:
         return (lambda *_: None) if counts is None else (lambda *_: counts.update([kind.__name__]))
 
-    with ExitStack() as stack:
-        for kind in (PreparedLaunch, PreparedSignal):
-            stack.enter_context(mock.patch.object(kind, "__call__", replaced(kind)))
+    with (
+        mock.patch.object(PreparedLaunch, "__call__", replaced(PreparedLaunch)),
+        mock.patch.object(PreparedSignal, "__call__", replaced(PreparedSignal)),
+    ):
         yield
 
 

@@ -24,9 +24,9 @@ from shardweave.bench.baselines.token_kernels import Rival
 from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets
 from shardweave.bench.gpu.kernel_cases import Made, cases
 from shardweave.bench.gpu.measuring import Measuring, rotation
-from shardweave.bench.gpu.targets import NO_FIGURE, Line, Target, as_markdown, as_results
+from shardweave.bench.gpu.targets import NO_FIGURE, Target, as_markdown, as_results
 from shardweave.bench.harness import markdown
-from shardweave.bench.harness.measure import Found, Sink
+from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.result_file import Row, read
 
 pytestmark = pytest.mark.plan
@@ -67,21 +67,18 @@ class Bench:
     """Measures into memory; each call returns the seconds that it takes."""
 
     def __init__(self, dry: bool = False, seconds: float = 100.0) -> None:
-        self.out = io.StringIO()
-        self.measuring = Measuring(Sink("kernels", self.out), CPU, True, 1, dry=dry, seconds=seconds)
+        self.measuring = Measuring(Sink("kernels", io.StringIO()), CPU, True, 1, dry=dry, seconds=seconds)
         self.measuring.timer = SimpleNamespace(  # type: ignore[assignment]
             time=lambda sides: {side: graph_timing.Times((calls[0](),)) for side, calls in sides.items()}
         )
 
-    def line(self, target: Target) -> Line:
-        targets.run(target, self.measuring)
-        return Line.of(target, Found.of(self.out.getvalue().splitlines()))
-
-    def beside(self, ours: Made, rivals: list[Rival]) -> Line:
+    def beside(self, ours: Made, rivals: list[Rival]) -> Target:
         def measure(case: str) -> None:
             self.measuring.time(case, {"ours": lambda: ours}, 1 << 20, 2, rivals)
 
-        return self.line(Target("x", "×", 1.2, True, measure))
+        target = Target("x", "×", 1.2, True, measure)
+        target.run(self.measuring)
+        return target
 
 
 def takes(seconds: float, right: bool = True) -> Made:
@@ -95,9 +92,9 @@ def test_wrong_results_are_not_timed() -> None:
     call()
     assert right()
     wrong = Bench().beside(takes(1.0, False), [])
-    assert wrong.value is None and wrong.shown(False) == "not measured: the result is wrong"
-    target = Target("x", "µs", 0.9, True, lambda case: pytest.fail("begun too late"))
-    late = Bench(seconds=-1.0).line(target)
+    assert wrong.value is None and wrong.shown(False) == "not measured: the result is wrong" and wrong.wrong
+    late = Target("x", "µs", 0.9, True, lambda case: pytest.fail("begun too late"))
+    late.run(Bench(seconds=-1.0).measuring)
     assert late.shown(False) == "not measured: TimeoutError: no time was left" and late.value is None
 
 
@@ -108,7 +105,7 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
     others = [Rival("slow", lambda: takes(6e-6)), Rival("fast", lambda: takes(3e-6))]
     others += [Rival("wrong", lambda: takes(1e-6, False)), Rival("late", lambda: takes(1e-6), 1e9)]
     line = Bench().beside(takes(2e-6), [*others, Rival("nothing", absent)])
-    assert line.value == pytest.approx(1.5) and line.target.met(line.value)
+    assert line.value == pytest.approx(1.5) and line.met and not line.wrong
     text = line.shown(False)
     assert text.startswith("1.50 × slow 6 µs; fast 3 µs; ")
     assert set(text.split("; ")[2:]) == {
@@ -205,8 +202,8 @@ def test_calls_are_timed_in_graphs_and_in_turns(cuda: SimpleNamespace) -> None:
     assert len(order) > 10  # a round is as long as it has to be
 
 
-def line(case: str, unit: str, bound: float | None, at_least: bool, missing: str = "", **rows: Row) -> Line:
-    return Line(Target(case, unit, bound, at_least, lambda case: None), rows, {"ours": missing} if missing else {})
+def line(case: str, unit: str, bound: float | None, at_least: bool, missing: str = "", **rows: Row) -> Target:
+    return Target(case, unit, bound, at_least, lambda case: None, rows, {"ours": missing} if missing else {})
 
 
 def row(case: str, contender: str, median: float, unit: str = "µs", **rest: Any) -> Row:
@@ -238,8 +235,10 @@ def test_result_file_has_the_target_beside_the_row_of_ours() -> None:
         line("copy", "of the ceiling", None, True, ours=ours, copy=copied),
         line("host", "µs", 15.0, False, ours=row("host", "ours", 9.0)),
     ]
-    missing = Found(absent={("copy", "torchao"): "not installed"}, faults={("wrong", "ours"): "the result is wrong"})
-    found = as_results(lines, missing, {"gpus": []}, False, "x")
+    lines[0].missing["torchao"] = "not installed"
+    wrong = line("wrong", "µs", 15.0, False, "the result is wrong")
+    wrong.wrong = True
+    found = as_results([*lines, wrong], {"gpus": []}, False, "x")
     assert [(r.case, r.contender, r.median) for r in found.rows] == [
         ("copy", "ours", 3.0), ("copy", "copy", 1.5), ("host", "ours", 9.0)
     ]  # fmt: skip
