@@ -26,12 +26,11 @@ import torch
 
 from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
-from shardweave.bench.gpu.device import clocks, gpu_machine
 from shardweave.bench.gpu.kernel_cases import Case, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
-from shardweave.bench.harness.machine import now, slug
+from shardweave.bench.harness.machine import machine, now, output_of, slug
 from shardweave.bench.harness.measure import Found, Sink
 from shardweave.bench.harness.result_file import Missing, Results, Row
 from shardweave.bench.suites.host_cost import tables
@@ -41,6 +40,7 @@ from shardweave.kernels.signal import SHORTEST_POLL
 SUITE, CEILING = "kernels", "of the ceiling"
 HOST_TARGET_US = 15.0
 NO_FIGURE = "dry run: no figure"
+_CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 
 
 @dataclass
@@ -239,6 +239,31 @@ def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = Fa
         cells = [target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *(["", *tables(kinds)] if kinds else [])]) + "\n"
+
+
+def gpu_machine(device: torch.device) -> dict[str, Any]:
+    """`machine()` with the name, multiprocessors, memory, L2 cache, driver and clocks of the device."""
+    about: dict[str, Any] = {"device": "CPU, a dry run without figures"}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about = {
+            "device": properties.name,
+            "sms": properties.multi_processor_count,
+            "device_memory_gib": round(properties.total_memory / 2**30, 1),
+            "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+        }
+    return {**about, "driver": nvidia_smi(device, "driver_version")[0], "clocks": clocks(device), **machine()}
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """The current and maximum clocks, and the power limit."""
+    return dict(zip(_CLOCKS, nvidia_smi(device, *_CLOCKS), strict=False))
+
+
+def nvidia_smi(device: torch.device, *names: str) -> list[str]:
+    at = ["-i", str(device.index)] if device.index is not None else []
+    output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    return [value.strip() for value in output.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

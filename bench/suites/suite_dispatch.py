@@ -18,13 +18,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.bench.baselines.libraries import why_absent
-from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
-from shardweave.bench.baselines.torchtitan_dispatch import (
+from shardweave.bench.baselines.token_layers import (
     EXPERTS,
     TOP_K,
     Layer,
     expert_scale,
     faults_of,
+    plain_layer,
     shardweave_layer,
     torchtitan_layer,
 )
@@ -82,7 +82,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         layers: dict[str, Layer] = {
             "ours": shardweave_layer(mesh, shape.hidden, shape.tokens),
             "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
-            "torch.distributed": lambda x, ids, weights, scale: dispatch_and_combine(x, ids, weights, EXPERTS, scale),
+            "torch.distributed": plain_layer,
         }
         absent = {}
         try:

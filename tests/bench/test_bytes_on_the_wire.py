@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
-from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
 from shardweave.bench.baselines.stock_dtensor import Case
 from shardweave.bench.baselines.stock_plans import Stock
-from shardweave.bench.baselines.torchtitan_dispatch import EXPERTS, shardweave_layer
+from shardweave.bench.baselines.token_layers import plain_layer, shardweave_layer
 from shardweave.bench.harness.collect import run_ranks
 from shardweave.bench.harness.ranks import Send
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
@@ -91,7 +90,7 @@ def dispatched(rank: int, size: int) -> dict[str, tuple[int, float]]:
     dist.all_reduce(formula)
     layers = {
         "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
-        "torch.distributed": lambda *given: dispatch_and_combine(*given[:3], EXPERTS, given[3]),
+        "torch.distributed": plain_layer,
     }
     with torch.no_grad():
         return {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from warm_python import run_python
 
-from shardweave.bench.baselines import torchtitan_dispatch
+from shardweave.bench.baselines import token_layers
 from shardweave.bench.suites import moe, training
 from shardweave.bench.suites.training import LENGTH, TOLERANCE, batch, outcome_of, text
 from shardweave.bench.workloads.moe_model import Experts, ExpertSizes, MixtureOfExperts
@@ -157,17 +157,17 @@ def test_experts_read_their_groups_and_nothing_else() -> None:
 def test_wrong_layer_is_a_fault() -> None:
     """On one process, where dispatch is nothing: the oracle of the comparison finds what is off and only that."""
     g = torch.Generator().manual_seed(1)
-    t, k, h = 6, torchtitan_dispatch.TOP_K, 8
+    t, k, h = 6, token_layers.TOP_K, 8
     x = torch.randn(t, h, generator=g).requires_grad_()
-    ids = torch.randint(0, torchtitan_dispatch.EXPERTS, (t, k), generator=g)
+    ids = torch.randint(0, token_layers.EXPERTS, (t, k), generator=g)
     weights = torch.rand(t, k, generator=g).requires_grad_()
     gradient = torch.randn(t, h, generator=g)
     for shift, wrong in ((0, []), (1, ["y", "dx", "dweights"])):
 
         def layer(x, ids, weights, scale, shift=shift):
-            return x * (weights * torchtitan_dispatch._factor(ids + shift).float()).sum(1, keepdim=True)
+            return x * (weights * token_layers.factor(ids + shift).float()).sum(1, keepdim=True)
 
-        found = torchtitan_dispatch.faults_of(layer, lambda rows, counts: rows, x, ids, weights, gradient)
+        found = token_layers.faults_of(layer, lambda rows, counts: rows, x, ids, weights, gradient)
         assert [fault.split()[0] for fault in found] == wrong
 
 
