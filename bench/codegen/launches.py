@@ -1,7 +1,7 @@
-"""Every launch of programs, windows and token dispatchers, as Triton would compile it, found without a GPU.
+"""Every launch of programs, windows and token dispatchers, as Triton would compile it, recorded without a GPU.
 
-They run on a device that has no memory, as their callers run them, and what they launch is recorded instead. So a
-constant is here because a launcher gives it, and a kernel because something launches it.
+They run on a device that has no memory, as their callers run them, and their launches are recorded instead of made: so
+every constant here is one that a launcher passes, and every kernel one that is launched.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ def specialisations(runs: Iterable[Run] | None = None) -> list[Specialisation]:
     """
     if not all(isinstance(kernel, JITFunction) for kernel in KERNELS.values()):
         raise RuntimeError("TRITON_INTERPRET=1: kernels are not compiled in this process")
-    found: dict[tuple[Any, ...], Specialisation] = {}
+    distinct: dict[tuple[Any, ...], Specialisation] = {}
     for example, run in runs or (*programs(), *dispatches(layers())):
         with recorded() as launches:
             run()
         for launch in launches:
-            found.setdefault(launch.key, replace(launch, example=example)).launches += 1
-    return sorted(found.values(), key=lambda s: (list(KERNELS).index(s.kernel), -s.launches, str(s)))
+            distinct.setdefault(launch.key, replace(launch, example=example)).launches += 1
+    return sorted(distinct.values(), key=lambda s: (list(KERNELS).index(s.kernel), -s.launches, str(s)))
 
 
 @contextmanager

@@ -82,11 +82,11 @@ def workloads(scale: str) -> list[Workload]:
 
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
     swept = {one.name for one in sweep(scale)}
-    found = {}
+    contenders = {}
     for one in workloads(scale):
         by_hand = [PACKED] * (not one.partial) + [PLAIN] * (one.name in swept)
-        found[one.name] = (*BY_DTENSOR, *by_hand, "copy")
-    return found | {one.name: BY_DTENSOR for one in new_lengths(scale)}
+        contenders[one.name] = (*BY_DTENSOR, *by_hand, "copy")
+    return contenders | {one.name: BY_DTENSOR for one in new_lengths(scale)}
 
 
 def test_redistribute(record: Callable[[], None]) -> None:
@@ -111,8 +111,8 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
 
 
 def memory_of(one: Workload, contenders: int) -> int:
-    """About as many bytes as all ranks hold at once of a case: sources that rotate, what a bare copy reads, outputs
-    that are kept by each contender, and what results are checked with."""
+    """About the bytes that all ranks hold at once for a case: sources that rotate, buffers of the bare copy, outputs
+    that each contender keeps, and the tensors that results are checked with."""
     sizes = (RANKS,) if len(one.mesh) == 1 else mesh_for(RANKS)
     item = getattr(torch, one.dtype).itemsize
     local, out = (
@@ -147,7 +147,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
 
 
 def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
-    """The sides in turns, each time with a length that neither side has seen; the first rounds are not counted."""
+    """Time the sides in turns, each time with a length that neither side has seen; the first rounds do not count."""
     length, columns = first.shape
     faults: dict[str, str] = {}
     seconds: dict[str, list[float]] = {side: [] for side in BY_DTENSOR}
@@ -229,17 +229,15 @@ def calls_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[
 
 
 def bytes_of(case: Case, planner: Stock, program: shardweave.Program) -> dict[str, int]:
-    """What the rank receives that receives most, by contender. Of stock where its layouts say all: shard orders they do
-    not."""
-    received = max(program.bytes_received)
-    found = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), received)
+    """Bytes that the rank with most receives, by contender. Stock's are not known for shard orders."""
+    received = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), max(program.bytes_received))
     if "/" not in case.source_text + case.target_text:
         layouts = shardweave.Layout.parse(case.source_text), shardweave.Layout.parse(case.target_text)
         counted = count_stock(program.mesh, case.shape, planner.layouts(case.shape, *layouts), gloo=True)
-        found["stock"] = counted.received // 4 * case.dtype.itemsize
+        received["stock"] = counted.received // 4 * case.dtype.itemsize
     if case.source_text == "P":  # reduced whole by gloo for stock and for the plain call alike
-        found[PLAIN] = found["stock"]
-    return found
+        received[PLAIN] = received["stock"]
+    return received
 
 
 def _of_local(by_hand: Callable[[torch.Tensor], torch.Tensor], x: DTensor) -> torch.Tensor:
@@ -256,30 +254,27 @@ def _packed(case: Case, mesh: shardweave.Mesh) -> PackedAllToAll:
 
 def _plain(case: Case, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The one call of torch.distributed that is meant for it, where shards are even."""
-    group, n = mesh.get_group(0) if mesh.ndim == 1 else None, mesh.size()
-    if group is None or any(size % n for size in case.shape):
+    layouts, n = (case.source_text, case.target_text), mesh.size()
+    if mesh.ndim > 1 or any(size % n for size in case.shape) or layouts not in SWEEPS.values():
         return None
-    rows, columns = case.shape
+    group, (rows, columns) = mesh.get_group(0), case.shape
+    if layouts == SWEEPS["re-shard"]:
+
+        def re_shard(x: torch.Tensor) -> torch.Tensor:
+            packed = x.view(rows // n, n, columns // n).transpose(0, 1).contiguous()
+            out = torch.empty_like(packed)
+            dist.all_to_all_single(out, packed, group=group)
+            return out.view(rows, columns // n)
+
+        return re_shard
     # Newer versions of torch have other names for both.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    collective, length = (gather, rows) if layouts == SWEEPS["all-gather"] else (reduce, rows // n)
 
-    def all_gather(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(rows, columns)
-        gather(out, x, group=group)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(length, columns)
+        collective(out, x, group=group)
         return out
 
-    def re_shard(x: torch.Tensor) -> torch.Tensor:
-        packed = x.view(rows // n, n, columns // n).transpose(0, 1).contiguous()
-        out = torch.empty_like(packed)
-        dist.all_to_all_single(out, packed, group=group)
-        return out.view(rows, columns // n)
-
-    def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(rows // n, columns)
-        reduce(out, x, group=group)
-        return out
-
-    return {("S0", "R"): all_gather, ("S0", "S1"): re_shard, ("P", "S0"): reduce_scatter}.get(
-        (case.source_text, case.target_text)
-    )
+    return call

@@ -69,8 +69,7 @@ def meshes_of(entry: Entry) -> tuple[Mesh, Mesh]:
 
 
 def distinct(trace: Trace, of_ranks: Sequence[Trace] = ()) -> list[Case]:
-    """The redistributions, wherever they were asked for, and by whichever of several meshes alike; what moves most
-    bytes first.
+    """The redistributions, from all places and all of several equal meshes; those that move most bytes first.
 
     Args:
         of_ranks: the traces that `trace` was merged from; none: it is of one rank, or of ranks that do the same. Ranks
@@ -81,13 +80,13 @@ def distinct(trace: Trace, of_ranks: Sequence[Trace] = ()) -> list[Case]:
         one = replace(entry, where="", traced=False)
         kind = one if one.target_mesh else replace(one, mesh=Mesh(one.mesh.shape, one.mesh.names))
         families.setdefault(kind, {}).setdefault(one, []).append(entry)
-    found = []
+    cases = []
     for family in families.values():
         ranks = [rank for one in family for rank in one.mesh.rank_array.tolist()]
         together = len(ranks) == len(set(ranks))
         apart = [family] if together else [{one: places} for one, places in family.items()]
-        found += [_case(alike, of_ranks or [trace]) for alike in apart]
-    return sorted(found, key=lambda case: -case.cost.total_bytes)
+        cases += [_case(alike, of_ranks or [trace]) for alike in apart]
+    return sorted(cases, key=lambda case: -case.cost.total_bytes)
 
 
 def _place(entry: Entry) -> str:

@@ -21,16 +21,18 @@ from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench.baselines.token_kernels import Rival
-from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets
+from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets, token_cases
 from shardweave.bench.gpu.kernel_cases import Made, cases
 from shardweave.bench.gpu.measuring import Measuring, rotation
 from shardweave.bench.gpu.targets import NO_FIGURE, Target, as_markdown, as_results
+from shardweave.bench.gpu.token_cases import LARGE, Shape, VirtualRank, verified
 from shardweave.bench.harness import markdown
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.result_file import Row, read
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
+SMALL = Shape(tokens=40, hidden=16, top_k=3, experts=8, ranks=4)
 
 
 @pytest.mark.interp
@@ -114,16 +116,11 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
     }  # fmt: skip
     assert set(line.missing) == {"wrong", "late", "nothing"} and set(line.rows) == {"ours", "slow", "fast"}
     assert "wrong" in as_markdown([line], {"device": "d"})
+    # Where nothing is timed, a rival that fails is an error, except if it is not installed.
+    failing = Bench(dry=True).beside(takes(2e-6), [Rival("fails", lambda: takes(1 / 0))])
+    assert failing.value is None and "ZeroDivisionError" in failing.shown(True)
     alone = Bench().beside(takes(2e-6), [Rival("nothing", absent)])
     assert alone.value is None and "not measured: nothing to compare with; nothing: " in alone.shown(False)
-
-
-def test_in_a_dry_run_only_a_missing_library_is_no_error() -> None:
-    def failing() -> Made:
-        raise ValueError("fails here")
-
-    line = Bench(dry=True).beside(takes(2e-6), [Rival("fails", failing)])
-    assert line.value is None and "ValueError: fails here" in line.shown(True)
 
 
 def test_every_case_counts_the_bytes_that_it_moves() -> None:
@@ -131,6 +128,7 @@ def test_every_case_counts_the_bytes_that_it_moves() -> None:
         assert 48 << 20 <= case.moved <= 513 << 20, case.name
         # Nothing of a set of buffers is left in the cache when its turn comes again.
         assert rotation(case.moved, 50 << 20) * case.moved >= 4 * (50 << 20)
+    assert LARGE.moved == 9 * 4096 * 7168 * 2
 
 
 @pytest.fixture
@@ -246,6 +244,81 @@ def test_result_file_has_the_target_beside_the_row_of_ours() -> None:
     assert found.rows[2].detail == {"target": 15.0, "at least": False, "reached": 9.0, "of": "µs", "met": True}
     assert [(one.case, one.contender) for one in found.absent] == [("copy", "torchao")]
     assert [one.case for one in found.faults] == ["wrong"]
+
+
+@pytest.fixture(scope="module")
+def rank() -> VirtualRank:
+    return VirtualRank(SMALL, CPU)
+
+
+def test_rows_of_a_virtual_rank(rank: VirtualRank) -> None:
+    """Of every slot the rows of lower ranks come first, then its own by token and k."""
+    matrix = rank.matrices.tensors[rank.me]
+    assert (matrix >= 0).all() and matrix[:, -1].sum() == 0
+    seen: dict[int, int] = {}
+    for t in range(SMALL.tokens):
+        for k in range(SMALL.top_k):
+            slot = int(rank.ids[t, k])
+            owner, first = slot // 2, slot - slot % 2
+            begin = int(matrix[:, first:slot].sum() + matrix[: rank.me, slot].sum())
+            assert rank.at[t, k] == owner * rank.rows + begin + seen.get(slot, 0)
+            seen[slot] = seen.get(slot, 0) + 1
+
+
+MADE: dict[str, Callable[[VirtualRank], Made]] = {
+    "push": lambda rank: rank.push(routing=False),
+    "route + push": lambda rank: rank.push(routing=True),
+    "combine": lambda rank: rank.combine(),
+    "both": lambda rank: rank.both(),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_results_are_wrong_before_a_call_and_right_after(rank: VirtualRank, name: str) -> None:
+    call, right = MADE[name](rank)
+    assert not right()
+    call()
+    assert right()
+    call()
+    assert right()
+    with pytest.raises(AssertionError, match="wrong"):
+        verified([(lambda: None, MADE[name](rank)[1])])
+
+
+def test_a_row_too_many_or_out_of_place_is_seen(rank: VirtualRank) -> None:
+    x, (whole, _), (numbers, _) = rank.tokens(), rank.buffers(token_cases.poisoned), rank.numbers()
+    for k in range(SMALL.top_k):
+        whole[rank.at[:, k]] = x
+    numbers[rank.at] = rank.weights
+    assert rank.pushed(whole, numbers, x)
+    others = torch.ones(len(whole), dtype=torch.bool).index_fill(0, rank.at.view(-1), False).nonzero().view(-1)
+    for spoil in (
+        lambda whole, numbers: whole[others[0]].fill_(0),
+        lambda whole, numbers: numbers[others[0]].fill_(0),
+        lambda whole, numbers: whole[rank.at[5, 1]].add_(1),
+        lambda whole, numbers: numbers[rank.at[5, 1]].add_(1),
+    ):
+        rows, weights = whole.clone(), numbers.clone()
+        spoil(rows, weights)
+        assert not rank.pushed(rows, weights, x)
+
+
+def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, right = rank.routed()
+    call()
+    assert right()
+    for part in range(3):
+        real = token_cases.route_tokens
+
+        def wrong(ids: torch.Tensor, experts: int, part: int = part, real: Callable = real) -> object:
+            found = real(ids, experts)
+            found[part].view(-1)[1] += 1
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(token_cases, "route_tokens", wrong)
+            call()
+        assert not right()
 
 
 def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:
