@@ -173,16 +173,16 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def faults_of(by_rank: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """What is wrong with each contender's outputs, from what each rank has found: "faults" and "digests" by contender,
+    """What is wrong with each contender's outputs, from the results of each rank: "faults" and "digests" by contender,
     and the "box" that it holds."""
-    found: dict[str, list[str]] = {}
+    faults: dict[str, list[str]] = {}
     for rank, one in enumerate(by_rank):
         for contender, fault in one["faults"].items():
-            found.setdefault(contender, []).append(f"rank {rank}: {fault}")
+            faults.setdefault(contender, []).append(f"rank {rank}: {fault}")
     for contender in by_rank[0]["digests"]:
         by_box: dict[str, set[str]] = {}
         for one in by_rank:
             by_box.setdefault(one["box"], set()).add(one["digests"][contender])
         if any(len(digests) > 1 for digests in by_box.values()):
-            found.setdefault(contender, []).append("replicas differ")
-    return found
+            faults.setdefault(contender, []).append("replicas differ")
+    return faults

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.gpu.kernel_cases import poisoned, random_buffer
+from shardweave.bench.gpu.kernel_cases import Made, checked, poisoned, random_buffer
 from shardweave.kernels import (
     Buffers,
     Groups,
@@ -28,11 +28,12 @@ from shardweave.kernels import (
 from shardweave.kernels.group_rows import PhysicalExperts
 
 FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
-Made = tuple[Callable[[], object], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a dispatch in which every rank has as many tokens."""
+
     tokens: int
     hidden: int
     top_k: int
@@ -51,6 +52,10 @@ class Shape:
     def buffers(self) -> int:
         """About as many bytes as the buffers of all ranks have together, of which a call touches one rank's part."""
         return self.ranks * self.moved
+
+
+LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
+DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
 
 
 class VirtualRank:
@@ -129,34 +134,28 @@ class VirtualRank:
         return call, lambda: self.pushed(whole, numbers, x)
 
     def combine(self) -> Made:
-        (whole, buffers), out = self.buffers(random_buffer), poisoned(self.shape.tokens * self.shape.hidden,
-                                                                      torch.bfloat16, self.device)  # fmt: skip
+        whole, buffers = self.buffers(random_buffer)
+        out = poisoned(self.shape.tokens * self.shape.hidden, torch.bfloat16, self.device)
         out = out.view(self.shape.tokens, self.shape.hidden)
         return partial(combine_rows, self.located, buffers, out, self.weights), lambda: out.equal(self.combined(whole))
 
     def routed(self) -> Made:
         """route_tokens alone, of ids that are a copy of their own."""
-        ids = self.ids.clone()
-        found: list[Any] = []
+        ids, experts = self.ids.clone(), torch.arange(self.shape.experts, device=self.device)
 
-        def call() -> None:
-            found[:] = [route_tokens(ids, self.shape.experts)]
-
-        def right() -> bool:
-            physical_experts = torch.arange(self.shape.experts, device=self.device)
-            counts = (ids.view(-1, 1) == physical_experts).sum(0)
+        def right(routed: Any) -> bool:
+            counts = (ids.view(-1, 1) == experts).sum(0)
             # Each pair's place is the number of earlier pairs of its physical expert.
             order = torch.argsort(ids.view(-1), stable=True)
             place = torch.arange(ids.numel(), device=self.device) - (counts.cumsum(0) - counts)[ids.view(-1)[order]]
-            (one,) = found
             return bool(
-                one.physical_expert.equal(ids.int())
-                and one.place.view(-1)[order].equal(place.int())
-                and one.counts[:-1].equal(counts.int())
-                and one.counts[-1] == 0
+                routed.physical_expert.equal(ids.int())
+                and routed.place.view(-1)[order].equal(place.int())
+                and routed.counts[:-1].equal(counts.int())
+                and routed.counts[-1] == 0
             )
 
-        return call, right
+        return checked(lambda: route_tokens(ids, self.shape.experts), right)
 
     def both(self) -> Made:
         """A whole dispatch, and the combine of other values."""

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
-from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
 from shardweave.bench.baselines.stock_dtensor import Case
 from shardweave.bench.baselines.stock_plans import Stock
-from shardweave.bench.baselines.torchtitan_dispatch import EXPERTS, shardweave_layer
+from shardweave.bench.baselines.token_layers import plain_layer, shardweave_layer
 from shardweave.bench.harness.ranks import Send, messages_of
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.suites.suite_dispatch import bytes_of as bytes_of_tokens
@@ -78,7 +77,7 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     dist.all_reduce(total)
     layers = {
         "ours, on gloo": shardweave_layer(mesh, tokens.hidden, tokens.tokens, "process_group"),
-        "torch.distributed": lambda *inputs: dispatch_and_combine(*inputs[:3], EXPERTS, inputs[3]),
+        "torch.distributed": plain_layer,
     }
     with torch.no_grad():
         received = {c: received_by(partial(layer, x, ids, weights, None), size) for c, layer in layers.items()}
