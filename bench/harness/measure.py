@@ -57,7 +57,7 @@ def measure(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", m
         The results. A contender without a result is a fault, and so is a process that failed; what it had measured
         before is kept.
     """
-    results = Results(now(), command, scale, machine(), match=match)
+    results = Results(now(), command, scale, {}, match=match)
     for name, selected in cases.items():
         status = run_process(name, selected, scale, results.put) if selected else 0
         if status:
@@ -69,6 +69,7 @@ def measure(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", m
             for contender in contenders:
                 if case in selected and (name, case, contender) not in known:
                     results.put("faults", Missing(name, case, contender, "nothing was measured"))
+    results.machine = machine()  # last, because it starts CUDA
     return results
 
 
