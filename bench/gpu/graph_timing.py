@@ -36,24 +36,24 @@ class Timer(ABC):
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 
-    def time(self, sides: Mapping[str, Sequence[Call]]) -> dict[str, Times]:
-        """Seconds a call of each contender. The calls of one contender do the same on buffers of their own."""
-        ready = {side: self._prepare(calls) for side, calls in sides.items()}
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
+    def time(self, prepared: Mapping[str, Callable[[], float]]) -> dict[str, Times]:
+        """Seconds a call of each contender, from what `prepare` returns for it."""
+        seconds: dict[str, list[float]] = {side: [] for side in prepared}
         for number in range(self.rounds):
-            for side in in_order(ready, number):
-                seconds[side].append(ready[side]())
+            for side in in_order(prepared, number):
+                seconds[side].append(prepared[side]())
         return {side: Times(tuple(rounds)) for side, rounds in seconds.items()}
 
     @abstractmethod
-    def _prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
-        """A function that runs one round and returns the seconds of one call."""
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
+        """A function that runs one round and returns the seconds of one call; the calls do the same on buffers of their
+        own."""
 
 
 class GraphTimer(Timer):
     """Times calls in a CUDA graph, by events."""
 
-    def _prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
         graph = self._capture(calls, 1)
         once = min(self._replay(graph) for _ in range(2))
         repeats = min(max(round(_LEAST_SECONDS / max(once, 1e-7)), 1), _MOST_REPEATS)
@@ -98,7 +98,7 @@ class HostTimer(Timer):
         super().__init__(rounds)
         self.least_seconds = least_seconds
 
-    def _prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
         repeats = 1
         if self.least_seconds:
             self._run(calls, 1)  # a first call touches fresh pages

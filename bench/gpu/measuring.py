@@ -51,9 +51,8 @@ class Measuring:
         self.timer: Timer
         if device.type == "cuda":
             self.timer = GraphTimer(rounds)
-            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
         else:
-            torch.set_num_threads(1)  # as ranks on CPUs have, which share the cores
             self.timer, cache = HostTimer(rounds, least_seconds), last_level_cache()
         self.cache = 1 if dry else cache
         self._until = time.monotonic() + seconds
@@ -90,19 +89,19 @@ class Measuring:
         self.sink.begin(case)
         present = self._present(case, rivals)
         contenders = {**sides, **present, **({COPY: self._bare_copy(copied)} if copied else {})}
-        calls: dict[str, Sequence[Callable[[], object]]] = {}
+        prepared: dict[str, Callable[[], float]] = {}
         for contender, make in contenders.items():
             try:
-                calls[contender] = verified([make() for _ in range(sets)])
+                prepared[contender] = self.timer.prepare(verified([make() for _ in range(sets)]))
             except AssertionError as error:
                 self.sink.fault(case, contender, str(error))
             except Exception as error:
                 if contender not in present or (self.dry and not isinstance(error, ImportError)):
                     raise
                 self.sink.absent(case, contender, why_absent(contender, error))
-        times = self.timer.time(calls)
+        times = self.timer.time(prepared)
         rotating: dict[str, Any] = {"sets": sets, "set_bytes": moved, "cache_bytes": self.cache}
-        if moved:
+        if moved and sets > 1:
             rotating["cold"] = (sets - 1) * moved > self.cache
         for contender, measured in times.items():
             self.sink.row(
@@ -113,7 +112,7 @@ class Measuring:
                 note=NO_GPU if contender == REFERENCE else "",
                 detail={"bytes are": "read and written", "rotation": rotating, "threads": torch.get_num_threads()},
             )  # fmt: skip
-        del calls
+        del prepared
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return times

@@ -248,7 +248,7 @@ def gpu_machine(device: torch.device) -> dict[str, Any]:
             "device": properties.name,
             "sms": properties.multi_processor_count,
             "device_memory_gib": round(properties.total_memory / 2**30, 1),
-            "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+            "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
         }
     return {**about, "driver": nvidia_smi(device, "driver_version")[0], "clocks": clocks(device), **machine()}
 

@@ -1,7 +1,7 @@
-"""Token dispatch on one GPU: what one of several virtual ranks does, whose peers' buffers are in the same memory.
+"""Token dispatch on one GPU: the work of one of several virtual ranks, whose peers' buffers are in the same memory.
 
-Times are the kernels' alone: virtual ranks have nobody to wait for. A token's rows and weights are small numbers whose
-sums are exact in any order, so every way to combine has to give the same bits.
+Times are the kernels' alone, since virtual ranks wait for nobody. Rows and weights are small numbers whose sums are
+exact in any order, so every contender has to combine them to the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardweave.kernels import (
 )
 from shardweave.kernels.group_rows import PhysicalExperts
 
-FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
+FEW_SETS = 4  # of inputs; a router has just written them, so they may be in the cache
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Shape:
 
     @property
     def moved(self) -> int:
-        """Bytes of rows that either direction has to read and write: a token's once, its pairs' once each."""
+        """Bytes of rows that dispatch or combine has to read and write: one row a token, and one for each pair."""
         return (1 + self.top_k) * self.tokens * self.hidden * 2
 
     @property
     def buffers(self) -> int:
-        """About as many bytes as the buffers of all ranks have together, of which a call touches one rank's part."""
+        """About the bytes of the buffers of all ranks; a call touches those of one."""
         return self.ranks * self.moved
 
 
@@ -59,11 +59,11 @@ DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
 
 
 class VirtualRank:
-    """Rank `me` of a dispatch whose ranks all have as many tokens: its ids and weights, and what the others counted.
+    """Rank `me` of a dispatch: its ids and weights, and the counts of the other ranks.
 
     Attributes:
-        rows: of every destination's buffer, as many as the fullest gets.
-        at: of `rows` in memory where destinations' buffers follow each other: int64 [T, K], in the order of the ids.
+        rows: length of each destination's buffer, that of the fullest.
+        at: int64 [T, K]: the row of each (token, k) pair in memory in which the destinations' buffers adjoin.
     """
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
@@ -88,7 +88,7 @@ class VirtualRank:
         self.at = torch.empty_like(k).scatter_(1, k, destination * self.rows + self.located.row)
 
     def route(self) -> tuple[Groups, TokenRows]:
-        """All that comes before rows are pushed."""
+        """All kernels before rows are pushed."""
         routed = route_tokens(self.ids, self.shape.experts)
         share_counts(routed.counts, self.matrices, self.me)
         groups = group_rows(self.matrices.tensors[self.me], self.physical_experts, self.me, self.rows)
@@ -111,7 +111,7 @@ class VirtualRank:
         return whole, Buffers(whole.split(self.rows))
 
     def pushed(self, whole: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether every pair's row and weight are where they belong, and nothing else was written."""
+        """Whether every pair's row and weight are in their places, and nothing else was written."""
         rows = all(bool(whole[self.at[:, k]].equal(x)) for k in range(self.shape.top_k))
         written = self.ids.numel()
         poison = whole[:, 0].isnan().sum() + written == len(whole) and numbers.isnan().sum() + written == len(numbers)

@@ -73,6 +73,7 @@ def test_kernels(record: Callable[[], None]) -> None:
 
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
+    torch.set_num_threads(1)  # as ranks on CPUs have, which share the cores
     dry, device = scale == "dry", here()
     measuring = Measuring(sink, device, has_gpu(), ROUNDS[scale], _LEAST_SECONDS[scale], dry)
     for case in box_cases(scale, device):

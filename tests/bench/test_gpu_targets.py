@@ -70,7 +70,8 @@ class Bench:
     def __init__(self, dry: bool = False, seconds: float = 100.0) -> None:
         self.measuring = Measuring(Sink("kernels", Results("", "", "", {}).put), CPU, True, 1, dry=dry, seconds=seconds)
         self.measuring.timer = SimpleNamespace(  # type: ignore[assignment]
-            time=lambda sides: {side: graph_timing.Times((calls[0](),)) for side, calls in sides.items()}
+            prepare=lambda calls: (calls[0](), calls[0])[1],  # as a capture calls
+            time=lambda prepared: {side: graph_timing.Times((call(),)) for side, call in prepared.items()},
         )
 
     def beside(self, ours: Made, rivals: list[Rival]) -> Target:
@@ -105,15 +106,22 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
 
     others = [Rival("slow", lambda: takes(6e-6)), Rival("fast", lambda: takes(3e-6))]
     others += [Rival("wrong", lambda: takes(1e-6, False)), Rival("late", lambda: takes(1e-6), 1e9)]
-    line = Bench().beside(takes(2e-6), [*others, Rival("nothing", absent)])
+    results = iter([1e-6] * 2)  # of two sets of buffers
+    others += [Rival("uncaptured", lambda: (lambda: next(results), lambda: True)), Rival("nothing", absent)]
+    line = Bench().beside(takes(2e-6), others)
     assert line.value == pytest.approx(1.5) and line.met and not line.wrong
     text = line.shown(False)
     assert text.startswith("1.50 × slow 6 µs; fast 3 µs; ")
     assert set(text.split("; ")[2:]) == {
         "wrong: the result is wrong", "late: no time was left",
         "nothing: ModuleNotFoundError: No module named 'nothing'",
+        "uncaptured: StopIteration: ",
     }  # fmt: skip
-    assert set(line.missing) == {"wrong", "late", "nothing"} and set(line.rows) == {"ours", "slow", "fast"}
+    assert set(line.missing) == {"wrong", "late", "nothing", "uncaptured"} and set(line.rows) == {
+        "ours",
+        "slow",
+        "fast",
+    }
     assert "wrong" in as_markdown([line], {"device": "d"})
     # Where nothing is timed, a rival that fails is an error, except if it is not installed.
     failing = Bench(dry=True).beside(takes(2e-6), [Rival("fails", lambda: takes(1 / 0))])
@@ -185,17 +193,21 @@ def test_calls_are_timed_in_graphs_and_in_turns(cuda: SimpleNamespace) -> None:
         return one
 
     sides = {"one": [call("one", 1)], "three": [call("three", 3)] * 2}
-    times = graph_timing.GraphTimer(rounds=5).time(sides)
+
+    def time(timer: graph_timing.Timer, names: str = "one three") -> dict[str, graph_timing.Times]:
+        return timer.time({name: timer.prepare(sides[name]) for name in names.split()})
+
+    times = time(graph_timing.GraphTimer(rounds=5))
     assert times["one"].seconds == pytest.approx(1e-6) and times["three"].seconds == pytest.approx(3e-6)
     assert all(len(found.rounds) == 5 for found in times.values())
     # Every set before either graph; of each side two short graphs, then the rounds.
     assert order.count("three outside") == 4 and cuda.synchronized == 2 * 2 + 2 * 5
     order.clear()
-    host = graph_timing.HostTimer(rounds=2).time(sides)
+    host = time(graph_timing.HostTimer(rounds=2))
     assert [name.split()[0] for name in order] == ["one", "three", "three", "three", "three", "one"]
     assert len(host["one"].rounds) == 2
     order.clear()
-    graph_timing.HostTimer(rounds=1, least_seconds=1e-3).time({"one": sides["one"]})
+    time(graph_timing.HostTimer(rounds=1, least_seconds=1e-3), "one")
     assert len(order) > 10  # a round is as long as it has to be
 
 
