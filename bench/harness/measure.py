@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 from shardweave.bench.harness.machine import machine, now
 from shardweave.bench.harness.ranks import end_with_parent
@@ -39,15 +40,9 @@ class Sink:
         self._put("faults", Missing(self.suite, case, contender, why))
 
 
-class Suite(Protocol):
-    def cases(self, scale: str) -> Mapping[str, Sequence[str]]:
-        """The contenders of each case."""
-
-    def measure(self, cases: Sequence[str], scale: str, sink: Sink) -> None: ...
-
-
-def suite(name: str) -> Suite:
-    return import_module(f"shardweave.bench.suites.suite_{name}")  # type: ignore[return-value]
+def suite(name: str) -> ModuleType:
+    """The module of a suite, with `cases(scale)`, the contenders of each case, and `measure(cases, scale, sink)`."""
+    return import_module(f"shardweave.bench.suites.suite_{name}")
 
 
 def measure(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", match: str = "") -> Results:

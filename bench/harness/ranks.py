@@ -29,7 +29,6 @@ import torch.distributed as dist
 from ...runtime.environment import requested_timeout
 from ...runtime.transports.shared_memory.segments import unlink_names
 
-DEFAULT_TIMEOUT = 120.0
 _GRACE = 3.0  # seconds in which the other ranks may report the loss of a peer before they are ended
 _PR_SET_PDEATHSIG = 1
 
@@ -44,7 +43,7 @@ class RanksFailed(RuntimeError):
 
 def timeout_seconds() -> float:
     """How long any wait between ranks may take: `SHARDWEAVE_TIMEOUT` seconds, or two minutes."""
-    return requested_timeout() or DEFAULT_TIMEOUT
+    return requested_timeout() or 120.0
 
 
 def end_with_parent() -> None:
