@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,30 +17,19 @@ _LEAST_SECONDS = 2e-3  # of one replay, so that the start of a graph is small be
 _MOST_REPEATS = 50
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds a call, one for each round."""
-
-    rounds: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.rounds)
-
-
 class Timer(ABC):
     """Times contenders in turns."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 
-    def time(self, prepared: Mapping[str, Callable[[], float]]) -> dict[str, Times]:
-        """Seconds a call of each contender, from what `prepare` returns for it."""
+    def time(self, prepared: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+        """Seconds a call of each contender, one figure a round, from what `prepare` returns for it."""
         seconds: dict[str, list[float]] = {side: [] for side in prepared}
         for number in range(self.rounds):
             for side in in_order(prepared, number):
                 seconds[side].append(prepared[side]())
-        return {side: Times(tuple(rounds)) for side, rounds in seconds.items()}
+        return seconds
 
     @abstractmethod
     def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:

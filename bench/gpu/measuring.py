@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 
 from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_kernels import Rival
-from shardweave.bench.gpu.graph_timing import GraphTimer, HostTimer, Timer, Times
+from shardweave.bench.gpu.graph_timing import GraphTimer, HostTimer, Timer
 from shardweave.bench.gpu.kernel_cases import Case, Made
 from shardweave.bench.gpu.token_cases import Shape, verified
 from shardweave.bench.harness.machine import available_memory, last_level_cache
@@ -76,8 +77,8 @@ class Measuring:
         sets: int,
         rivals: Sequence[Rival] = (),
         copied: int | None = None,
-    ) -> dict[str, Times]:
-        """Time the contenders of a case in turns and put their rows into the sink.
+    ) -> dict[str, list[float]]:
+        """Time the contenders of a case in turns, put their rows into the sink, and return the seconds of each round.
 
         A wrong result is a fault; a rival that is not installed, or fails, is absent.
 
@@ -103,12 +104,12 @@ class Measuring:
         rotating: dict[str, Any] = {"sets": sets, "set_bytes": moved, "cache_bytes": self.cache}
         if moved and sets > 1:
             rotating["cold"] = (sets - 1) * moved > self.cache
-        for contender, measured in times.items():
+        for contender, rounds in times.items():
             self.sink.row(
-                case, contender, "µs", [t * 1e6 for t in measured.rounds],
+                case, contender, "µs", [t * 1e6 for t in rounds],
                 bytes=moved,
                 bound_bytes=moved,
-                share_of_ceiling=times[COPY].seconds / measured.seconds if moved and copied == moved else None,
+                share_of_ceiling=median(times[COPY]) / median(rounds) if moved and copied == moved else None,
                 note=NO_GPU if contender == REFERENCE else "",
                 detail={"bytes are": "read and written", "rotation": rotating, "threads": torch.get_num_threads()},
             )  # fmt: skip
