@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from interpreter import patch_triton_once
 
+# Before torch is imported, here or in a process that a test starts. Processes of tests share the cores: the threads of
+# one spin while those of another run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 patch_triton_once()
 _ORDER = {folder: place for place, folder in enumerate(("runtime", "kernels", "bench", "docs", "planner"))}
 
