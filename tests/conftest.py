@@ -12,6 +12,9 @@ from interpreter import patch_triton_once
 # Before torch is imported, here or in a process that a test starts. Processes of tests share the cores: the threads of
 # one spin while those of another run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No question to a DNS server: a TCPStore looks up the name of each peer's address, ::ffff:127.0.0.1, which no hosts file
+# has, and waits 5 seconds for a server that does not answer.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 patch_triton_once()
 _ORDER = {folder: place for place, folder in enumerate(("runtime", "kernels", "bench", "docs", "planner"))}
 
