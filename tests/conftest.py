@@ -15,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No question to a DNS server: a TCPStore looks up the name of each peer's address, ::ffff:127.0.0.1, which no hosts file
 # has, and waits 5 seconds for a server that does not answer.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+# Inductor makes scalar code. Else it first compiles a dozen programs to find out which vectors this machine has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 patch_triton_once()
 _ORDER = {folder: place for place, folder in enumerate(("runtime", "kernels", "bench", "docs", "planner"))}
 
