@@ -18,23 +18,19 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # Inductor makes scalar code. Else it first compiles a dozen programs to find out which vectors this machine has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 patch_triton_once()
-_FOLDERS = (
-    "moe",
-    "transports",
-    "executor",
-    "dtensor",
-    "tracing",
-    "cli",
-    "docs",
-    "bench",
-    "runtime",
-    "kernels",
-    "planner",
-)
-_ORDER = {folder: place for place, folder in enumerate(_FOLDERS)}
+_RANKS = ("moe", "transports", "executor", "dtensor", "tracing", "cli", "docs", "bench", "runtime")
+_ORDER = {folder: place for place, folder in enumerate((*_RANKS, "kernels", "planner"))}
 _LONG = {
     *("test_compile", "test_windows", "test_zero_rows", "test_symmetric", "test_hierarchical", "test_agreement"),
-    *("test_simulate", "test_fsdp", "test_redistribute", "test_redistribute_meshes", "test_drop_in", "test_plan"),
+    *(
+        "test_simulate",
+        "test_fsdp",
+        "test_redistribute",
+        "test_redistribute_meshes",
+        "test_drop_in",
+        "test_plan",
+        "test_search",
+    ),
 }
 
 
