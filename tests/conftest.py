@@ -20,18 +20,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 patch_triton_once()
 _RANKS = ("moe", "transports", "executor", "dtensor", "tracing", "cli", "docs", "bench", "runtime")
 _ORDER = {folder: place for place, folder in enumerate((*_RANKS, "kernels", "planner"))}
-_LONG = {
-    *("test_compile", "test_windows", "test_zero_rows", "test_symmetric", "test_hierarchical", "test_agreement"),
-    *(
-        "test_simulate",
-        "test_fsdp",
-        "test_redistribute",
-        "test_redistribute_meshes",
-        "test_drop_in",
-        "test_plan",
-        "test_search",
-    ),
-}
+_LONG_MOE_AND_TRANSPORTS = "compile windows zero_rows symmetric hierarchical agreement"
+_LONG_OTHERS = "simulate fsdp redistribute redistribute_meshes drop_in plan search"
+_LONG = {f"test_{name}" for name in f"{_LONG_MOE_AND_TRANSPORTS} {_LONG_OTHERS}".split()}
 
 
 @pytest.hookimpl(trylast=True)
