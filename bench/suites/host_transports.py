@@ -93,9 +93,9 @@ class NullTransports:
 
     named: Mapping[str, AnyTransport] = {}
 
-    def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[Any, str]:
-        if asked is not None:
-            return self.named[asked], "asked for"
+    def choose(self, ranks: tuple[int, ...], device: torch.device, requested: str | None) -> tuple[Any, str]:
+        if requested is not None:
+            return self.named[requested], "requested"
         return NullTransport(None if copies.is_plain_memory(device) else device), "nothing is to be moved"
 
 
