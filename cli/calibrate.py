@@ -17,8 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.harness.collect import supervise
-from ..bench.harness.ranks import RanksFailed, timeout_seconds
+from ..bench.harness.ranks import RanksFailed, supervise, timeout_seconds
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner import Topology

@@ -21,11 +21,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardweave
 
 from ..bench.baselines.stock_dtensor import ROUNDS, Case, Unsuitable, digest, faults_of, mesh_for, moves
-from ..bench.harness.collect import run_ranks
 from ..bench.harness.interleaved import KEPT, slowest, time_sides
 from ..bench.harness.machine import provenance
 from ..bench.harness.markdown import provenance_lines
-from ..bench.harness.ranks import RanksFailed, Send, timeout_seconds
+from ..bench.harness.ranks import RanksFailed, Send, run_ranks, timeout_seconds
 from ..bench.harness.terminal import console_of_tables, progress_on, table
 from ..bench.harness.writable import check_writable
 from ..bench.workloads import SCALED_DOWN_BY, SMALLEST_SCALED, load_workloads
@@ -149,7 +148,7 @@ def _compare(case: Case, mesh: DeviceMesh, transport: str) -> dict[str, Any]:
         "digests": {"ours": digest(mine)},
     }
     del theirs, mine
-    return {**result, "seconds": time_sides(sides, ROUNDS, {"copy": 1})}
+    return {**result, "seconds": time_sides(sides, ROUNDS)}
 
 
 def result_of(by_rank: list[dict[str, Any]]) -> Result:

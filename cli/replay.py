@@ -19,10 +19,9 @@ from rich.console import Console
 import shardweave
 
 from ..bench.baselines.stock_dtensor import ROUNDS
-from ..bench.harness.collect import run_ranks
 from ..bench.harness.interleaved import slowest
 from ..bench.harness.machine import last_level_cache, machine
-from ..bench.harness.ranks import RanksFailed
+from ..bench.harness.ranks import RanksFailed, run_ranks
 from ..bench.harness.terminal import console_of_tables, progress_on
 from ..bench.harness.writable import check_writable
 from ..bench.workloads.trace_cases import Case, check_memory, distinct

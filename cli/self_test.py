@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from ..bench.harness.ranks import Ranks, RanksFailed, Send
+from ..bench.harness.ranks import RanksFailed, Send, supervise
 from ..errors import ArgumentError, ShardweaveError, UnsupportedError
 from ..runtime.dtensor.redistribute import redistribute
 from ..runtime.environment import pretended_node_size, requested_timeout
@@ -68,12 +68,12 @@ def _try(transport: str, seconds: float) -> str | None:
     output: list[str] = []
     wrong: list[str] = []
     try:
-        with Ranks(_rank, _SIZE, {"transport": transport}, seconds) as ranks:
-            ranks.supervise(
-                lambda rank, message: wrong.extend(message["wrong"]),
-                lambda rank, line: output.append(line),
-                within=seconds,
-            )
+        supervise(
+            _rank, _SIZE, {"transport": transport},
+            lambda rank, message: wrong.extend(message["wrong"]),
+            lambda rank, line: output.append(line),
+            within=seconds,
+        )  # fmt: skip
     except (RanksFailed, ShardweaveError, OSError, dist.DistError) as error:
         # The last lines of tracebacks, which name the errors; without the lines about ranks that were stopped after it.
         errors = [line for line in output if line and not line[0].isspace() and not line.startswith("Traceback")]

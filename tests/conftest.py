@@ -9,14 +9,27 @@ from pathlib import Path
 import pytest
 from interpreter import patch_triton_once
 
+# Before torch is imported, here or in a process that a test starts. Processes of tests share the cores: the threads of
+# one spin while those of another run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No question to a DNS server: a TCPStore looks up the name of each peer's address, ::ffff:127.0.0.1, which hosts files
+# do not have, and waits 5 seconds for a server that does not answer.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+# Inductor makes scalar code. Else it first compiles a dozen programs to find out which vectors this machine has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 patch_triton_once()
-_ORDER = {folder: place for place, folder in enumerate(("runtime", "kernels", "bench", "docs", "planner"))}
+_RANKS = ("moe", "transports", "executor", "dtensor", "tracing", "cli", "docs", "bench", "runtime")
+_ORDER = {folder: place for place, folder in enumerate((*_RANKS, "kernels", "planner"))}
+_LONG_MOE_AND_TRANSPORTS = "compile windows zero_rows symmetric hierarchical agreement"
+_LONG_OTHERS = "simulate fsdp redistribute redistribute_meshes drop_in plan search"
+_LONG = {f"test_{name}" for name in f"{_LONG_MOE_AND_TRANSPORTS} {_LONG_OTHERS}".split()}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Files are shared out in this order: those with ranks first, so that no worker is left alone with one in the end.
-    items.sort(key=lambda item: _ORDER.get(item.path.parent.name, len(_ORDER)))
+    # Files are shared out in this order: long ones first, and those with ranks before those without, so that no worker
+    # is left alone with one in the end.
+    items.sort(key=lambda item: (item.path.stem not in _LONG, _ORDER.get(item.path.parent.name, len(_ORDER))))
     shard = os.environ.get("SHARDWEAVE_TEST_SHARD")
     if not shard:
         return

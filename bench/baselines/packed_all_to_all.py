@@ -80,7 +80,7 @@ def _within(box: Box, whole: Box) -> tuple[slice, ...]:
 def _places(
     buffer: torch.Tensor, held: Box, by_rank: Iterable[Iterable[Box]]
 ) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
-    """Of each box its place in a buffer, one after the other, and where it lies in what this rank holds."""
+    """Each box's part of a buffer, in which boxes adjoin, and its place in the box that this rank holds."""
     boxes = [box for boxes in by_rank for box in boxes]
     parts = buffer.split([math.prod(_extent(box)) for box in boxes]) if boxes else ()
     return [(part.view(_extent(box)), _within(box, held)) for part, box in zip(parts, boxes, strict=True)]

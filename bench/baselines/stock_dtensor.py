@@ -1,6 +1,6 @@
-"""One redistribution done by stock DTensor and by shardweave in the same ranks: first checked, then timed in turns.
+"""One redistribution by stock DTensor and by shardweave in the same ranks, to be checked and then timed in turns.
 
-What is right is taken from neither: a rank's part is cut from the whole tensor as `torch.chunk` cuts, and a partial
+The oracle is independent of both: a rank's part is cut from the whole tensor as `torch.chunk` cuts, and a partial
 source is summed in float64.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,6 @@ import shardweave
 from ..workloads import Workload
 
 ROUNDS = 7
-_TOKEN = re.compile(r"(?P<kind>R|P|S(?P<dim>\d+)(/(?P<factor>\d+))?)")
 
 
 class Unsuitable(ValueError):
@@ -31,7 +29,7 @@ class Unsuitable(ValueError):
 
 
 def mesh_for(size: int) -> tuple[int, int]:
-    """The two factors of `size` that lie nearest to each other, the smaller first."""
+    """The two factors of `size` that are closest to each other, the smaller first."""
     first = next(factor for factor in range(math.isqrt(size), 0, -1) if size % factor == 0)
     return first, size // first
 
@@ -61,15 +59,13 @@ def placements(text: str) -> list[Placement]:
     """torch's own spelling of a layout in text form."""
     result: list[Placement] = []
     for token in text.split():
-        match = _TOKEN.fullmatch(token)
-        if match is None:
+        base, slash, factor = token.partition("/")
+        if token in ("R", "P"):
+            result.append(Partial() if token == "P" else Replicate())
+        elif base[0] != "S" or not base[1:].isdigit() or factor.isdigit() != bool(slash):
             raise ValueError(f"layout {text!r}: {token!r} is none of R, P, S<dim>, S<dim>/<split factor>")
-        if match["factor"]:
-            result.append(_StridedShard(int(match["dim"]), split_factor=int(match["factor"])))
-        elif match["dim"]:
-            result.append(Shard(int(match["dim"])))
         else:
-            result.append(Partial() if match["kind"] == "P" else Replicate())
+            result.append(_StridedShard(int(base[1:]), split_factor=int(factor)) if slash else Shard(int(base[1:])))
     return result
 
 
@@ -144,9 +140,10 @@ class Case:
         return torch.randn(self.shape, generator=generator, dtype=torch.float32).to(self.dtype)
 
     def fault(self, output: torch.Tensor, pairwise: bool) -> str | None:
-        """What is wrong with an output's local tensor, or None.
+        """What is wrong with the local tensor of an output, or None.
 
-        `pairwise`: sums of a narrow dtype may be rounded after each term (as stock does); else they are rounded once.
+        Args:
+            pairwise: sums of a narrow dtype may be rounded after each term, as stock's are; else they are rounded once.
         """
         if list(output.shape) != list(self.exact.shape) or output.dtype != self.dtype:
             return f"has {output.dtype} {tuple(output.shape)}, not {self.dtype} {tuple(self.exact.shape)}"
@@ -167,22 +164,22 @@ class Case:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of the bytes, so that replicas can be compared to the bit without being sent."""
+    """A hash of the bytes, to compare replicas without sending them."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
 
 def faults_of(by_rank: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """What is wrong with each contender's outputs, from what each rank has found: "faults" and "digests" by contender,
+    """What is wrong with each contender's outputs, from the results of each rank: "faults" and "digests" by contender,
     and the "box" that it holds."""
-    found: dict[str, list[str]] = {}
+    faults: dict[str, list[str]] = {}
     for rank, one in enumerate(by_rank):
         for contender, fault in one["faults"].items():
-            found.setdefault(contender, []).append(f"rank {rank}: {fault}")
+            faults.setdefault(contender, []).append(f"rank {rank}: {fault}")
     for contender in by_rank[0]["digests"]:
         by_box: dict[str, set[str]] = {}
         for one in by_rank:
             by_box.setdefault(one["box"], set()).add(one["digests"][contender])
         if any(len(digests) > 1 for digests in by_box.values()):
-            found.setdefault(contender, []).append("replicas differ")
-    return found
+            faults.setdefault(contender, []).append("replicas differ")
+    return faults

@@ -1,8 +1,8 @@
-"""What others do where TokenDispatcher routes, pushes and combines: torch's operations, compiled ones, and the kernels
-of torchao and torchtitan where they are installed.
+"""Other libraries' kernels beside those of TokenDispatcher: torch's operations, compiled ones, and the kernels of
+torchao and torchtitan where they are installed.
 
-Except torchtitan's, which reach peers as ours do, they write one buffer whose rows are in order of expert, token and k:
-the local part of a dispatch, without what an all-to-all would add. None of them moves weights.
+Except torchtitan's, which write to peers as ours do, they write one buffer whose rows are in order of expert, token and
+k: the local part of a dispatch, without an all-to-all. None of them moves weights.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.gpu.kernel_cases import poisoned, random_buffer
-from shardweave.bench.gpu.token_cases import Made, VirtualRank
+from shardweave.bench.gpu.kernel_cases import Made, checked, poisoned, random_buffer
+from shardweave.bench.gpu.token_cases import VirtualRank
 
 COMPILING_S = 30.0  # what a compilation may take
 
 
 @dataclass(frozen=True)
 class Rival:
-    """
+    """Another library's kernel.
+
     Attributes:
         make: as of a Case. ImportError where it is not installed.
         seconds: that it may take, compilation included.
@@ -79,18 +80,14 @@ def _sorted(rank: VirtualRank) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _permutation(rank: VirtualRank, run: Callable[[torch.Tensor], Any]) -> Made:
-    """`run` of new tokens makes their rows in order, alone or before other things."""
+    """`run` of new tokens returns their rows in order, alone or before other things."""
     x = rank.tokens()
-    found: list[Any] = []
 
-    def call() -> None:
-        found[:] = [run(x)]
-
-    def right() -> bool:
-        rows = found[0][0] if isinstance(found[0], tuple) else found[0]
+    def right(result: Any) -> bool:
+        rows = result[0] if isinstance(result, tuple) else result
         return bool(rows.equal(gather(x, _sorted(rank)[0], rank.ids.shape[1])))
 
-    return call, right
+    return checked(lambda: run(x), right)
 
 
 def permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
@@ -124,19 +121,15 @@ def combining(rank: VirtualRank, dry: bool) -> list[Rival]:
     def made(run: Callable[[torch.Tensor], torch.Tensor]) -> Made:
         size = order.numel() * rank.shape.hidden
         rows = random_buffer(size, torch.bfloat16, rank.device).view(order.numel(), -1)
-        found: list[Any] = []
 
-        def call() -> None:
-            found[:] = [run(rows)]
-
-        def right() -> bool:
+        def right(result: torch.Tensor) -> bool:
             total = torch.zeros(rank.shape.tokens, rank.shape.hidden, dtype=torch.float64, device=rank.device)
             for k in range(rank.shape.top_k):
                 at = inverse.view(-1, rank.shape.top_k)[:, k]
                 total.addcmul_(rows[at].double(), rank.weights[:, k, None].double())
-            return bool(found[0].equal(total.to(rows.dtype)))
+            return result.equal(total.to(rows.dtype))
 
-        return call, right
+        return checked(lambda: run(rows), right)
 
     def torchtitan() -> Made:
         from torchtitan.distributed.minimal_async_ep import kernels  # type: ignore[import-not-found]
@@ -163,19 +156,13 @@ def _by_torchao(rank: VirtualRank) -> Made:
     experts, k, x = rank.shape.experts, rank.shape.top_k, rank.tokens()
     # Of groups aligned to one row only empty ones are padded, to one.
     rows = rank.ids.numel() + int((counts_of(rank.ids, experts) == 0).sum())
-    found: list[torch.Tensor] = []
 
-    def call() -> None:
-        order = sorted_order(rank.ids)
-        counts = counts_of(rank.ids, experts)
-        index, _, ends = generate_permute_indices(counts, experts, 1, rows, 1, use_cpu=not x.is_cuda)
-        found[:] = [x.index_select(0, order.index_select(0, index.clamp(min=0)) // k), index, ends]
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        order, counts = sorted_order(rank.ids), counts_of(rank.ids, experts)
+        index, *_ = generate_permute_indices(counts, experts, 1, rows, 1, use_cpu=not x.is_cuda)
+        return x.index_select(0, order.index_select(0, index.clamp(min=0)) // k), index
 
-    def right() -> bool:
-        grouped, index, _ = found
-        return bool(grouped[index >= 0].equal(gather(x, _sorted(rank)[0], k)))
-
-    return call, right
+    return checked(run, lambda result: result[0][result[1] >= 0].equal(gather(x, _sorted(rank)[0], k)))
 
 
 def _by_torchtitan(rank: VirtualRank, routing: bool) -> Made:

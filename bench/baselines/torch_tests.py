@@ -12,60 +12,58 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...errors import ArgumentError, ShardweaveError
 from ..gpu import outcomes as plugin
+from ..gpu.run_tests import end
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines
 from ..harness.writable import check_writable
 from .torch_tests_site import FOLDER
 
 DEFAULT_TIMEOUT = 1800.0
-_LINES = 12  # of what a test said when it failed
+_LINES = 12  # shown of the error of a test
 
 
 @dataclass
 class Column:
-    """A file's tests, run in one way.
+    """A file's tests, with shardweave or without it.
 
     Attributes:
         outcomes: passed, skipped, failed, or started where the test never ended, by test.
-        texts: what failed tests said.
-        counts: calls and delegations of shardweave, over all processes.
-        errors: what kept processes from installing shardweave.
+        texts: errors of failed tests.
+        processes: what each process reports: "calls" and "delegations" of shardweave, and the "error" that kept it from
+            being installed.
     """
 
     outcomes: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     timed_out: bool = False
-    calls: Counter[str] = field(default_factory=Counter)
-    delegations: Counter[str] = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
-    processes: int = 0
+    processes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> set[str]:
         return {test for test, outcome in self.outcomes.items() if outcome == "passed"}
 
     def how(self, test: str) -> str:
-        """How a test ended, if it did not pass."""
-        outcome = self.outcomes.get(test, "absent")
+        """How a test ended that did not pass."""
         late = "in the time that the file has" if self.timed_out else "before its process did"
-        return {"started": f"did not end {late}", "absent": "did not run"}.get(outcome, outcome)
+        outcome = self.outcomes.get(test, "did not run")
+        return f"did not end {late}" if outcome == "started" else outcome
 
     def note(self, test: str, outcome: str, text: str) -> None:
-        """Of several words about a test, its phases and subtests, a failure counts; else the last."""
+        """Of several outcomes of a test, its phases and subtests, a failure counts; else the last."""
         if outcome == "finished":
             return
         outcome = "failed" if outcome == "error" else outcome
@@ -76,19 +74,16 @@ class Column:
 
 
 def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: float) -> Column:
-    """Runs a file's tests in processes of their own, with shardweave installed in all of them or in none."""
+    """Run a file's tests in processes of their own, with shardweave installed in all of them or in none."""
     column = Column()
     with tempfile.TemporaryDirectory(prefix="shardweave-torch-tests-") as name:
-        work = Path(name)
-        site = work / "site"
+        site, counts, outcomes, settings = (Path(name, part) for part in ("site", "counts", "outcomes", "pytest.ini"))
         site.mkdir()
+        counts.mkdir()
+        settings.write_text("[pytest]\n", encoding="utf-8")  # not those of the caller
         shutil.copy(plugin.__file__, site / "shardweave_outcomes.py")
         if installed:
             shutil.copy(Path(__file__).with_name("torch_tests_site.py"), site / "sitecustomize.py")
-        counts, outcomes, settings = work / "counts", work / "outcomes", work / "pytest.ini"
-        counts.mkdir()
-        outcomes.touch()
-        settings.write_text("[pytest]\n", encoding="utf-8")  # not those of whoever calls
         paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(site), *paths]),
@@ -100,25 +95,19 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
         command += ["-c", str(settings), "--rootdir", str(folder), "--confcutdir", str(folder)]
         command += [str(file), *(["-k", only] if only else [])]
         start = time.monotonic()
-        with open(work / "log", "wb") as log:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                column.timed_out = True
-                os.killpg(process.pid, signal.SIGKILL)  # and the ranks
-                process.wait()
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            column.timed_out = True
+            end(process)  # with its ranks
         column.seconds = time.monotonic() - start
-        for test, outcome, text in plugin.read(outcomes):
-            column.note(test, outcome, text)
-        for path in counts.iterdir():
-            report = json.loads(path.read_text(encoding="utf-8"))
-            column.processes += 1
-            column.calls.update(report["calls"])
-            column.delegations.update(report["delegations"])
-            column.errors += [report["error"]] if report["error"] else []
+        for outcome in plugin.read(outcomes):
+            column.note(*outcome)
+        column.processes = [json.loads(path.read_text(encoding="utf-8")) for path in counts.iterdir()]
     return column
 
 
@@ -129,13 +118,14 @@ def compare(
     timeout: float = DEFAULT_TIMEOUT,
     out: Path | None = None,
 ) -> int:
-    """Run a folder's tests both ways and print both columns; 1 where a test is lost, or nothing was proven.
+    """Run a folder's tests with and without shardweave and print both columns; 1 where a test is lost, or shardweave
+    was not installed or not called.
 
     Args:
         folder: of test files, at any depth.
         only: pytest's `-k`.
         jobs: files at once.
-        timeout: seconds that a file may take each way.
+        timeout: seconds that a file may take each time.
         out: the page that is printed, Markdown, is also written there.
 
     Raises:
@@ -158,21 +148,29 @@ def compare(
     with ThreadPoolExecutor(jobs) as pool:
         columns = list(pool.map(both, files))
     lost = [(test, ours) for stock, ours in columns for test in sorted(stock.passed - ours.passed)]
+    processes = [process for _, ours in columns for process in ours.processes]
+    calls, delegations = (sum((Counter(p[name]) for p in processes), Counter()) for name in ("calls", "delegations"))
+    errors = sorted({process["error"] for process in processes if process["error"]})
     lines = ["# torch's own tests, with shardweave installed", "", *provenance_lines(provenance()), ""]
-    lines += _passed([str(file.relative_to(folder)) for file in files], columns)
+    lines += _table([str(file.relative_to(folder)) for file in files], columns)
     for test, ours in lost:
         lines += ["", f"lost: {test}: {ours.how(test)}", *ours.texts.get(test, "").splitlines()[-_LINES:]]
-    proven, said = _account([ours for _, ours in columns])
-    text = "\n".join([*lines, "", *said]) + "\n"
+    lines += ["", f"| shardweave, in {len(processes)} processes | calls |", "|---|---|"]
+    lines += [f"| carried out on {transport} | {count} |" for transport, count in calls.most_common()]
+    lines += [f"| left to torch: {reason.replace('|', '¦')} | {count} |" for reason, count in delegations.most_common()]
+    lines += ["", *(f"not installed: {error}" for error in errors)] if errors else []
+    called = bool(calls or delegations)
+    lines += [] if called else ["", "shardweave was not called at all: nothing is proven"]
+    text = "\n".join(lines) + "\n"
     print(text, end="")
     if out is not None:
         out.write_text(text, encoding="utf-8")
-    return int(bool(lost) or not proven)
+    return int(bool(lost) or not called or bool(errors))
 
 
-def _passed(files: Sequence[str], columns: Sequence[tuple[Column, Column]]) -> list[str]:
-    """The table of files."""
-    heads = ["file", "tests", "with", "without", "lost", "with, s", "without, s"]
+def _table(files: Sequence[str], columns: Sequence[tuple[Column, Column]]) -> Iterator[str]:
+    yield "Tests that pass with shardweave and without it, and how long they take. *Lost* pass without it alone.\n"
+    yield "| file | tests | with | without | lost | with, s | without, s |\n|---|---|---|---|---|---|---|"
     rows: list[tuple[float, ...]] = [
         (
             len(stock.outcomes.keys() | ours.outcomes.keys()), len(ours.passed), len(stock.passed),
@@ -180,26 +178,8 @@ def _passed(files: Sequence[str], columns: Sequence[tuple[Column, Column]]) -> l
         )
         for stock, ours in columns
     ]  # fmt: skip
-    rows.append(tuple(map(sum, zip(*rows, strict=True))))
-    lines = ["Tests that pass with shardweave and without it, and how long they take. *Lost* pass without it alone."]
-    lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for name, row in zip([*files, "all"], rows, strict=True):
-        lines.append(f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |")
-    return lines
-
-
-def _account(columns: Sequence[Column]) -> tuple[bool, list[str]]:
-    """What shardweave did in all processes, and whether that proves anything: it was installed, and called."""
-    calls: Counter[str] = sum((column.calls for column in columns), Counter())
-    delegations: Counter[str] = sum((column.delegations for column in columns), Counter())
-    errors = sorted({error for column in columns for error in column.errors})
-    lines = [f"| shardweave, in {sum(column.processes for column in columns)} processes | calls |", "|---|---|"]
-    lines += [f"| carried out on {transport} | {count} |" for transport, count in calls.most_common()]
-    lines += [f"| left to torch: {reason.replace('|', '¦')} | {count} |" for reason, count in delegations.most_common()]
-    lines += ["", *(f"not installed: {error}" for error in errors)] if errors else []
-    called = bool(calls or delegations)
-    lines += [] if called else ["", "shardweave was not called at all: nothing is proven"]
-    return called and not errors, lines
+    for name, row in zip([*files, "all"], [*rows, tuple(map(sum, zip(*rows, strict=True)))], strict=True):
+        yield f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="torch's test files")
     parser.add_argument("-k", dest="only", metavar="TEXT", help="only tests that pytest's -k selects")
     parser.add_argument("--jobs", type=int, default=1, help="files at once")
-    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds that a file may take each way")
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds that a file may take each time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the page there")
     try:
         return compare(**vars(parser.parse_args(arguments)))

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shardweave.bench.codegen.specialisations import KERNELS, Specialisation, specialisations
-from shardweave.bench.codegen.token_specialisations import TokenSpecialisation, token_specialisations
+from shardweave.bench.codegen.launches import KERNELS, Specialisation, specialisations
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import provenance_lines
 
@@ -38,8 +38,6 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 WITHOUT_FLOAT8 = ("sm_80", "gfx942")  # or with another one, on AMD
-_ALIGNED = ("descriptors", "source_table", "target_table")  # tensors of their own
-_POINTERS = dict.fromkeys((*_ALIGNED, "table", "pad", "error"), "*i64")
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1,
                "sbyte": 1, "sshort": 2}  # fmt: skip
 
@@ -49,9 +47,9 @@ class Compiled:
     """One specialisation on one target.
 
     Attributes:
-        spills: bytes of registers kept in memory; on AMD registers. None where nothing tells.
+        spills: bytes of registers in memory; on AMD registers. None where it is not known.
         shared: bytes.
-        loads, stores: bytes of each access of data, and how many there are in the program's text.
+        loads, stores: how many accesses of data the program has, by their bytes.
     """
 
     registers: int | None
@@ -62,37 +60,29 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any,
-    target: str,
-    constants: dict[str, Any],
-    signature: dict[str, str] | None = None,
-    aligned: Sequence[str] = _ALIGNED,
+    kernel: Any, target: str, constants: dict[str, Any], signature: dict[str, str], aligned: Sequence[str]
 ) -> Any:
     """The kernel with these constants (`num_warps` and other options among them), as for a launch with arguments of
-    these types of which `aligned` are multiples of 16; without a signature, of a kernel on boxes."""
+    these types of which `aligned` are multiples of 16."""
     constants = dict(constants)
     options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
-    if not signature:
-        signature = {
-            name: "constexpr" if name in constants else _POINTERS.get(name, "i64") for name in kernel.arg_names
-        }
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def accesses(compiled: Any, target: str) -> Counter[tuple[str, int]]:
-    """("load" or "store", bytes) of each access to global memory to how often it is there, descriptors' included."""
+    """How often the program accesses global memory, by ("load" or "store", bytes); descriptors included."""
     if target.startswith("gfx"):
-        found = re.findall(r"(?:global|buffer|flat)_(load|store)_(\w+)", compiled.asm["amdgcn"])
-        width = {kind: next(w for name, w in _AMD_WIDTHS.items() if kind.startswith(name)) for _, kind in found}
-        return Counter((op, width[kind]) for op, kind in found)
-    found = re.findall(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
-    return Counter(({"ld": "load", "st": "store"}[op], int(v or 1) * int(b) // 8) for op, v, b in found)
+        matches = re.findall(r"(?:global|buffer|flat)_(load|store)_(\w+)", compiled.asm["amdgcn"])
+        width = {kind: next(w for name, w in _AMD_WIDTHS.items() if kind.startswith(name)) for _, kind in matches}
+        return Counter((op, width[kind]) for op, kind in matches)
+    matches = re.findall(r"(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    return Counter(({"ld": "load", "st": "store"}[op], int(v or 1) * int(b) // 8) for op, v, b in matches)
 
 
 def resources(compiled: Any, target: str) -> tuple[int | None, int | None]:
-    """Registers of a thread, and what of them is spilled."""
+    """Registers of a thread, and how many bytes of them are spilled (on AMD registers)."""
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         spilled = re.findall(r"\.(?:v|s)gpr_spill_count:\s*(\d+)", text)
@@ -117,143 +107,123 @@ def constants_on(target: str, specialisation: Specialisation) -> dict[str, Any]:
     return constants
 
 
-def compiled_for(target: str, specialisation: Specialisation) -> Compiled:
-    s = specialisation
-    aligned = s.aligned if s.signature else _ALIGNED
-    compiled = compile_kernel(KERNELS[s.kernel], target, constants_on(target, s), s.signature, aligned)
-    found = accesses(compiled, target)
-    registers, spills = resources(compiled, target)
-    loads, stores = ({n: c for (o, n), c in sorted(found.items()) if o == op} for op in ("load", "store"))
-    return Compiled(registers, spills, compiled.metadata.shared, loads, stores)
+def compiled_for(target: str, s: Specialisation) -> Compiled:
+    compiled = compile_kernel(KERNELS[s.kernel], target, constants_on(target, s), s.signature, s.aligned)
+    counts = accesses(compiled, target)
+    loads, stores = ({n: c for (o, n), c in sorted(counts.items()) if o == op} for op in ("load", "store"))
+    return Compiled(*resources(compiled, target), compiled.metadata.shared, loads, stores)
 
 
-def faults(specialisation: Specialisation, target: str, found: Compiled) -> list[str]:
-    """What is wrong: spills, or accesses narrower than alignment and the tile's size allow."""
-    wrong = [f"{found.spills} spilled"] if found.spills else []
-    threads = TARGETS[target].warp_size * specialisation.constants["num_warps"]
-    if isinstance(specialisation, TokenSpecialisation):
-        return wrong + _row_faults(specialisation, threads, found)
-    c = specialisation.constants
-    for name, widths, word, vector in zip(
-        ("loads", "stores"), (found.loads, found.stores), specialisation.words, specialisation.vectors, strict=True
-    ):
-        # A tile of few words gives each thread fewer than a vector has; of a cast, the wider side fills a vector first.
-        each = c["ROWS"] * c["COLS"] // threads
-        wanted = min(vector, max(each, 1) * word, 16 * word // max(specialisation.words))
-        allowed = {8} if name == "loads" else set()  # descriptors
-        if not any(width >= wanted for width in widths) or any(w < wanted for w in widths.keys() - allowed):
-            wrong.append(f"{name} of {sorted(widths)} bytes where {wanted} are possible")
-    return wrong
+def faults(s: Specialisation, target: str, compiled: Compiled) -> list[str]:
+    """What is wrong: spills, or accesses narrower than alignment and the tile's size allow.
 
-
-def _row_faults(s: TokenSpecialisation, threads: int, found: Compiled) -> list[str]:
-    """Pieces of rows of which some bytes move in narrower accesses than they could. Others are of whatever width."""
-    wrong: list[str] = []
-    if not any(s.row_accesses):
+    Of kernels on boxes all accesses of data count; of others those of rows, of which some bytes may not move in
+    narrower accesses than they could.
+    """
+    wrong = [f"{compiled.spills} spilled"] if compiled.spills else []
+    if not s.on_boxes and not any(s.row_accesses):
         return wrong
+    c, threads = s.constants, TARGETS[target].warp_size * s.constants["num_warps"]
     for name, widths, pieces, word, vector in zip(
-        ("loads", "stores"), (found.loads, found.stores), s.row_accesses, s.words, s.vectors, strict=True
+        ("loads", "stores"), (compiled.loads, compiled.stores), s.row_accesses, s.words, s.vectors, strict=True
     ):
-        each = max(s.constants["COLS"] // threads, 1) * word  # bytes of a piece that are a thread's
-        wanted = min(vector, each)
-        moved = sum(width * number for width, number in widths.items() if width >= wanted)
-        if moved < pieces * each:
+        # A tile of few words gives each thread fewer than a vector has.
+        each = max(c.get("ROWS", 1) * c["COLS"] // threads, 1) * word  # bytes of a thread
+        if s.on_boxes:
+            wanted = min(vector, each, 16 * word // max(s.words))  # of a cast, the wider side fills a vector first
+            allowed = {8} if name == "loads" else set()  # descriptors
+            narrow = not any(w >= wanted for w in widths) or any(w < wanted for w in widths.keys() - allowed)
+        else:
+            wanted = min(vector, each)
+            narrow = sum(width * number for width, number in widths.items() if width >= wanted) < pieces * each
+        if narrow:
             wrong.append(f"{name} of {sorted(widths)} bytes where {wanted} are possible")
     return wrong
 
 
 def _compile_all(specialisation: Specialisation) -> dict[str, Compiled | str]:
-    found: dict[str, Compiled | str] = {}
+    results: dict[str, Compiled | str] = {}
     for target in TARGETS:
         try:
-            found[target] = compiled_for(target, specialisation)
-        except Exception as error:  # a compiler raises what it likes
-            found[target] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found
+            results[target] = compiled_for(target, specialisation)
+        except Exception as error:  # compilers raise any exception
+            results[target] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return results
 
 
 def measure(requested: Sequence[Specialisation]) -> list[tuple[Specialisation, dict[str, Compiled | str]]]:
-    """Compiles each for every target: the result, or why it did not compile."""
+    """Compile each for every target: the result, or why it did not compile."""
     # The compiler is not to be forked after torch has started threads.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         return list(zip(requested, pool.map(_compile_all, requested), strict=True))
 
 
-def report(found: Sequence[tuple[Specialisation, dict[str, Compiled | str]]]) -> str:
+_EXPLAINED = """
+Every kernel, in every specialisation that the programs, windows and token dispatchers of `bench/codegen/launches.py`
+launch. Programs: real models at their full size; pairs of layouts, even and uneven, in all dtypes; transposed and
+unaligned inputs; in one process, by messages, through windows that are pushed into or pulled from, and through windows
+inside nodes. Dispatchers: training and decoding of known shapes, in both directions, in all dtypes, alignments and
+layouts. For boxes: a tile is rows × columns of words; source and target each move words × vector. For tokens: the
+constants. Registers are a thread's (on gfx942 vector registers), spills are bytes (registers), shared is bytes; then
+the bytes of each access to memory (loads of 8 are often descriptors' or addresses')."""
+
+
+def _kernel(result: tuple[Specialisation, object]) -> str:
+    return result[0].kernel
+
+
+def report(results: Sequence[tuple[Specialisation, dict[str, Compiled | str]]]) -> str:
     """One table for each kernel, in Markdown."""
-    targets = list(found[0][1])
-    lines = [
-        "# Kernels, compiled ahead of time",
-        "",
-        *provenance_lines(provenance()),
-        "",
-        "Every kernel, in every specialisation that the programs of",
-        "`bench/codegen/specialisations.py` launch (real models at their full size; pairs of layouts, even and",
-        "uneven, in all",
-        "dtypes; transposed and unaligned inputs; in one process, by messages, through windows that are pushed into or",
-        "pulled from, and through windows inside nodes), and the windows and token dispatchers of",
-        "`bench/codegen/token_specialisations.py` (training and decoding of known shapes, both ways, in all dtypes,",
-        "alignments",
-        "and layouts). For boxes: a tile is rows × columns of words; source and target each move words × vector. For",
-        "tokens: the constants. Registers are a thread's (on gfx942 vector registers), spills are bytes (registers),",
-        "shared is bytes; then the bytes of each access to memory (loads of 8 are often descriptors' or addresses').",
-    ]
-    for kernel in KERNELS:
-        rows = [(s, by) for s, by in found if s.kernel == kernel]
-        if not rows:
-            continue
-        total = sum(s.launches for s, _ in rows)
+    targets = list(results[0][1])
+    lines = ["# Kernels, compiled ahead of time", "", *provenance_lines(provenance()), _EXPLAINED]
+    for kernel, group in groupby(sorted(results, key=_kernel), key=_kernel):
+        rows = list(group)
         good = [c for _, by in rows for c in by.values() if isinstance(c, Compiled)]
-        most = max((c.registers or 0 for c in good), default=0)
-        lines += ["", f"## {kernel}: {len(rows)} specialisations in {total} launches", ""]
         lines += [
-            f"Compiled {len(good)} of {len(rows) * len(targets)}; spilled bytes in all "
-            f"{sum(c.spills or 0 for c in good)}; most registers {most}; most shared memory "
-            f"{max((c.shared for c in good), default=0)}.",
             "",
+            f"## {kernel}: {len(rows)} specialisations in {sum(s.launches for s, _ in rows)} launches",
+            "",
+            f"Compiled {len(good)} of {len(rows) * len(targets)}; spilled bytes in all "
+            f"{sum(c.spills or 0 for c in good)}; most registers {max((c.registers or 0 for c in good), default=0)}; "
+            f"most shared memory {max((c.shared for c in good), default=0)}.",
+            "",
+            f"| launches | compiled for | for example | registers on {', '.join(targets)} | spills | shared | loads | "
+            "stores |",
+            "|---|---|---|---|---|---|---|---|",
         ]
-        lines.append(f"| launches | compiled for | for example | registers on {', '.join(targets)} | spills | shared | "
-                     "loads | stores |")  # fmt: skip
-        lines.append("|---|---|---|---|---|---|---|---|")
         for s, by in rows:
-            each = [by[t] for t in targets]
-            kept = [c for c in each if isinstance(c, Compiled)]
-            registers = ", ".join(str(c.registers) if isinstance(c, Compiled) else c for c in each)
-            lines.append(
-                f"| {s.launches} | {s} | {s.example} | {registers} | {_alike(c.spills for c in kept)} | "
-                f"{_alike(c.shared for c in kept)} | {_alike(_list(c.loads) for c in kept)} | "
-                f"{_alike(_list(c.stores) for c in kept)} |"
+            registers = ", ".join(str(c.registers) if isinstance(c, Compiled) else c for c in by.values())
+            columns = zip(
+                *(
+                    (c.spills, c.shared, *("/".join(map(str, sorted(widths))) for widths in (c.loads, c.stores)))
+                    for c in by.values()
+                    if isinstance(c, Compiled)
+                ),
+                strict=True,
             )
+            # One value where all targets have the same.
+            cells = [", ".join(map(str, column if len(set(column)) > 1 else column[:1])) for column in columns]
+            lines.append(f"| {s.launches} | {s} | {s.example} | {registers} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _alike(values: Any) -> str:
-    """One value where all are the same."""
-    texts = list(map(str, values))
-    return ", ".join(texts[:1] if len(set(texts)) == 1 else texts)
-
-
-def _list(widths: dict[int, int]) -> str:
-    return "/".join(map(str, sorted(widths)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.codegen.aot", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there (default: print it)")
     arguments = parser.parse_args(argv)
-    found = measure([*specialisations(), *token_specialisations()])
-    text = report(found)
+    results = measure(specialisations())
+    text = report(results)
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")
     else:
         print(text)
     wrong = 0
-    for s, by in found:
+    for s, by in results:
         for target, c in by.items():
             for fault in [c] if isinstance(c, str) else faults(s, target, c):
                 wrong += 1
                 print(f"{s.kernel} {s} ({s.example}) on {target}: {fault}", file=sys.stderr)
-    print(f"{len(found)} specialisations on {len(TARGETS)} targets: {wrong} faults", file=sys.stderr)
+    print(f"{len(results)} specialisations on {len(TARGETS)} targets: {wrong} faults", file=sys.stderr)
     return int(wrong > 0)
 
 

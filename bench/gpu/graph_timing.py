@@ -1,65 +1,54 @@
-"""Time on a GPU without the host in it: calls captured in a CUDA graph, over buffers that rotate past the L2 cache."""
+"""Times contenders in turns: on a GPU in CUDA graphs, without the host; on a CPU by the host's clock."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..harness.interleaved import in_order
 
 Call = Callable[[], object]
-_LEAST_SECONDS = 2e-3  # of one replay, so that what a graph's start costs is small beside it
+_LEAST_SECONDS = 2e-3  # of one replay, so that the start of a graph is small beside it
 _MOST_REPEATS = 50
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds a call, one for each round."""
+class Timer(ABC):
+    """Times contenders in turns."""
 
-    rounds: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.rounds)
-
-    @property
-    def spread(self) -> float:
-        """The widest distance of a round from the median, as a part of it."""
-        return max(abs(t - self.seconds) for t in self.rounds) / self.seconds
-
-
-class GraphTimer:
-    """Times calls in a CUDA graph, by events."""
-
-    def __init__(self, rounds: int = 9) -> None:
+    def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 
-    def time(self, calls: Sequence[Call]) -> Times:
-        """What one of `calls` takes; they do the same on buffers of their own, in turns."""
-        (found,) = self.time_in_turns({"": calls}).values()
-        return found
-
-    def time_in_turns(self, sides: Mapping[str, Sequence[Call]]) -> dict[str, Times]:
-        """The same of several sides, whose rounds take turns."""
-        made = {}
-        for side, calls in sides.items():
-            graph = self._captured(calls, 1)
-            once = self._replayed(graph, 2)
-            repeats = min(max(round(_LEAST_SECONDS / max(min(once), 1e-7)), 1), _MOST_REPEATS)
-            made[side] = (self._captured(calls, repeats) if repeats > 1 else graph, repeats * len(calls))
-        found: dict[str, list[float]] = {side: [] for side in sides}
+    def time(self, prepared: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+        """Seconds a call of each contender, one figure a round, from what `prepare` returns for it."""
+        seconds: dict[str, list[float]] = {side: [] for side in prepared}
         for number in range(self.rounds):
-            for side in in_order(made, number):
-                graph, calls_in_graph = made[side]
-                found[side] += [t / calls_in_graph for t in self._replayed(graph, 1)]
-        return {side: Times(tuple(rounds)) for side, rounds in found.items()}
+            for side in in_order(prepared, number):
+                seconds[side].append(prepared[side]())
+        return seconds
 
-    def _captured(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
+    @abstractmethod
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
+        """A function that runs one round and returns the seconds of one call; the calls do the same on buffers of their
+        own."""
+
+
+class GraphTimer(Timer):
+    """Times calls in a CUDA graph, by events."""
+
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
+        graph = self._capture(calls, 1)
+        once = min(self._replay(graph) for _ in range(2))
+        repeats = min(max(round(_LEAST_SECONDS / max(once, 1e-7)), 1), _MOST_REPEATS)
+        if repeats > 1:
+            graph = self._capture(calls, repeats)
+        return lambda: self._replay(graph) / (repeats * len(calls))
+
+    def _capture(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # what a first call compiles or allocates is not for the graph
@@ -76,46 +65,34 @@ class GraphTimer:
         torch.cuda.synchronize()
         return graph
 
-    def _replayed(self, graph: torch.cuda.CUDAGraph, rounds: int) -> list[float]:
-        found = []
-        for _ in range(rounds):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3)
-        return found
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
-class HostTimer:
-    """The same interface by the host's clock: for what the CPU does, and for runs that have no figures.
+class HostTimer(Timer):
+    """Times calls by the host's clock: for CPUs, and for runs that have no figures.
 
     Args:
-        least_seconds: of a round, which has as many calls; 0: one of each.
+        least_seconds: the least that a round takes; 0: a round is one of each call.
     """
 
     def __init__(self, rounds: int = 1, least_seconds: float = 0.0) -> None:
-        self.rounds, self.least_seconds = rounds, least_seconds
+        super().__init__(rounds)
+        self.least_seconds = least_seconds
 
-    def time(self, calls: Sequence[Call]) -> Times:
-        (found,) = self.time_in_turns({"": calls}).values()
-        return found
-
-    def time_in_turns(self, sides: Mapping[str, Sequence[Call]]) -> dict[str, Times]:
-        repeats = dict.fromkeys(sides, 1)
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
+        repeats = 1
         if self.least_seconds:
-            for side, calls in sides.items():
-                self._once(calls, 1)  # a first call touches fresh pages
-                once = self._once(calls, 1) * len(calls)
-                repeats[side] = max(1, math.ceil(self.least_seconds / max(once, 1e-7)))
-        found: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(self.rounds):
-            for side in in_order(sides, number):
-                found[side].append(self._once(sides[side], repeats[side]))
-        return {side: Times(tuple(rounds)) for side, rounds in found.items()}
+            self._run(calls, 1)  # a first call touches fresh pages
+            repeats = max(1, math.ceil(self.least_seconds / max(self._run(calls, 1) * len(calls), 1e-7)))
+        return partial(self._run, calls, repeats)
 
-    def _once(self, calls: Sequence[Call], repeats: int) -> float:
+    def _run(self, calls: Sequence[Call], repeats: int) -> float:
         began = time.perf_counter()
         for _ in range(repeats):
             for call in calls:
@@ -124,7 +101,7 @@ class HostTimer:
 
 
 def kernel_seconds(call: Call) -> tuple[float, int]:
-    """The sum of the kernels that a call launches on the GPU, as the profiler sees them, and their number.
+    """The sum of the times of the kernels that a call launches on the GPU, by the profiler, and their number.
 
     Raises:
         RuntimeError: the profiler sees no kernel.

@@ -1,19 +1,16 @@
-"""What the kernels' benchmark measures: boxes with sources and targets, and what a case has to reach."""
+"""The cases of the kernels on boxes, with the share of the copy ceiling that each has to reach."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardweave.kernels import (
-    CopyTable,
-    ReduceTable,
     StridedBoxes,
     copy_boxes,
     copy_boxes_cpu,
@@ -25,114 +22,88 @@ from shardweave.kernels import (
 
 MIB = 1 << 20
 Made = tuple[Callable[[], object], Callable[[], bool]]
+"""A call, and a check of its last result."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on one set of boxes.
+    """One box of a source buffer copied to a target buffer, or the sum of several of its boxes.
 
     Attributes:
-        share: the part of the copy ceiling that it has to reach.
-        moved: bytes read and written in one call.
-        make: new poisoned buffers: the kernel's call on them, and whether its targets are right.
-        make_reference: the same by the torch reference.
+        share: the part of the copy ceiling that the kernel has to reach; 0: it has no target.
+        sizes: elements of the source and of the target.
+        starts: of each box in the source, in elements.
+        skip: elements before both buffers, which set their alignment.
     """
 
     name: str
     share: float
-    moved: int
-    make: Callable[[], Made]
-    make_reference: Callable[[], Made] | None = None
+    device: torch.device
+    dtype: torch.dtype
+    sizes: tuple[int, int]
+    extent: tuple[int, ...]
+    source_stride: tuple[int, ...]
+    target_stride: tuple[int, ...]
+    starts: tuple[int, ...] = (0,)
+    skip: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written in one call."""
+        return (len(self.starts) + 1) * int(np.prod(self.extent)) * self.dtype.itemsize
+
+    def make(self) -> Made:
+        """The kernel's call on new buffers, whose target is poisoned, and a check of the target."""
+        return self._made(self._kernel)
+
+    def make_reference(self) -> Made:
+        """The same for the torch reference."""
+        if len(self.starts) == 1:
+            return self._made(partial(copy_boxes_cpu, self._boxes))
+        return self._made(lambda sources, targets: reduce_boxes_cpu(self._boxes, sources, targets, "sum"))
+
+    @cached_property
+    def _kernel(self) -> Callable[..., object]:
+        if len(self.starts) == 1:
+            return partial(copy_boxes, copy_table(self._boxes, self.dtype, self.device))
+        return partial(reduce_boxes, reduce_table(self._boxes, self.dtype, "sum", device=self.device))
+
+    @cached_property
+    def _boxes(self) -> StridedBoxes:
+        zero, contributors = np.zeros(1, np.int64), len(self.starts)
+        return StridedBoxes(
+            source=np.zeros((1, contributors), np.int64),
+            target=zero,
+            source_offset=np.array([self.starts]),
+            target_offset=zero,
+            extent=np.array([self.extent]),
+            source_stride=np.array([[self.source_stride] * contributors]),
+            target_stride=np.array([self.target_stride]),
+        )
+
+    def _made(self, call: Callable[..., object]) -> Made:
+        source = random_buffer(self.sizes[0] + self.skip, self.dtype, self.device)[self.skip :]
+        target = poisoned(self.sizes[1] + self.skip, self.dtype, self.device)[self.skip :]
+        return partial(call, [source], [target]), partial(self._right, source, target)
+
+    def _right(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether the target has the sum of the boxes, element by element, and is poison elsewhere."""
+        total = torch.zeros(self.extent, device=self.device)
+        for start in self.starts:
+            total += source[start:].as_strided(self.extent, self.source_stride)
+        expected = poisoned(len(target), self.dtype, self.device)
+        expected.as_strided(self.extent, self.target_stride).copy_(total)
+        return bool(target.view(torch.uint8).equal(expected.view(torch.uint8)))
 
 
-def copy_case(
-    name: str, share: float, device: torch.device, payload: int, run: int, pad: int, skip: int, dtype: torch.dtype
-) -> Case:
-    """Rows of `run` bytes, `pad` bytes apart in the source and adjoining in the target, both beginning `skip` bytes
-    behind a boundary of 512; `payload` bytes in all."""
-    columns, gap, first = (n // dtype.itemsize for n in (run, pad, skip))
-    rows = max(payload // run, 1)
-    boxes = _one_box([0], (rows, columns), (columns + gap, 1), (columns, 1))
-    sizes = rows * (columns + gap) + first, rows * columns + first
-    return Case(name, share, 2 * rows * run, *_copies(boxes, sizes, first, dtype, device))
+def checked(run: Callable[[], Any], right: Callable[[Any], bool]) -> Made:
+    """A call whose result is checked."""
+    results: list[Any] = []
 
+    def call() -> None:
+        results[:] = [run()]
 
-def transposition_case(name: str, share: float, device: torch.device, side: int, dtype: torch.dtype) -> Case:
-    boxes = _one_box([0], (side, side), (1, side), (side, 1))
-    sizes = side * side, side * side
-    return Case(name, share, 2 * side * side * dtype.itemsize, *_copies(boxes, sizes, 0, dtype, device))
-
-
-def _one_box(
-    offsets: list[int], extent: tuple[int, ...], source_stride: tuple[int, ...], target_stride: tuple[int, ...]
-) -> StridedBoxes:
-    """From places in one source, a contributor each, to the beginning of one target."""
-    zero = np.zeros(1, np.int64)
-    return StridedBoxes(
-        source=np.zeros((1, len(offsets)), np.int64),
-        target=zero,
-        source_offset=np.array([offsets]),
-        target_offset=zero,
-        extent=np.array([extent]),
-        source_stride=np.array([[source_stride] * len(offsets)]),
-        target_stride=np.array([target_stride]),
-    )
-
-
-def _copies(
-    boxes: StridedBoxes, sizes: Sequence[int], first: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[], Made], Callable[[], Made]]:
-    @cache
-    def table() -> CopyTable:
-        return copy_table(boxes, dtype, device)
-
-    def make(by_kernel: bool) -> Made:
-        source, target = random_buffer(sizes[0], dtype, device)[first:], poisoned(sizes[1], dtype, device)[first:]
-        call = partial(copy_boxes, table()) if by_kernel else partial(copy_boxes_cpu, boxes)
-        return partial(call, [source], [target]), partial(_right, boxes, source, target)
-
-    return partial(make, True), partial(make, False)
-
-
-def _right(boxes: StridedBoxes, source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the target has the sum of the one box's sources, element by element, and is poison otherwise."""
-    expected = torch.full_like(target.view(torch.uint8), 255).view(target.dtype)
-    at = _places(boxes.extent[0], boxes.target_stride[0], target.device)
-    total = torch.zeros(at.shape, dtype=torch.float32, device=target.device)
-    for k, offset in enumerate(boxes.source_offset[0].tolist()):
-        total += source[_places(boxes.extent[0], boxes.source_stride[0, k], source.device) + offset]
-    expected[at] = total.to(target.dtype)
-    return bool(target.view(torch.uint8).equal(expected.view(torch.uint8)))
-
-
-def _places(extent: Any, stride: Any, device: torch.device) -> torch.Tensor:
-    """int64: where each element of a box lies."""
-    at = torch.zeros((), dtype=torch.int64, device=device)
-    for n, step in zip(extent.tolist(), stride.tolist(), strict=True):
-        at = at[..., None] + torch.arange(n, device=device) * step
-    return at.reshape(-1)
-
-
-def reduction_case(
-    name: str, share: float, device: torch.device, terms: int, elements: int, dtype: torch.dtype
-) -> Case:
-    """The sum of `terms` contiguous slabs of one buffer: what a rank does with what its peers pushed."""
-    boxes = _one_box([k * elements for k in range(terms)], (elements,), (1,), (1,))
-
-    @cache
-    def table() -> ReduceTable:
-        return reduce_table(boxes, dtype, "sum", device=device)
-
-    def make(by_kernel: bool) -> Made:
-        source, target = random_buffer(terms * elements, dtype, device), poisoned(elements, dtype, device)
-        if by_kernel:
-            call = partial(reduce_boxes, table(), [source], [target])
-        else:
-            call = partial(reduce_boxes_cpu, boxes, [source], [target], "sum")
-        return call, partial(_right, boxes, source, target)
-
-    moved = (terms + 1) * elements * dtype.itemsize
-    return Case(name, share, moved, partial(make, True), partial(make, False))
+    return call, lambda: bool(right(results[0]))
 
 
 def random_buffer(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -145,33 +116,44 @@ def poisoned(elements: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.full((elements * dtype.itemsize,), 255, dtype=torch.uint8, device=device).view(dtype)
 
 
-def cases(device: torch.device, dry: bool) -> list[Case]:
-    """Those of the targets; dry ones are as many, but tiny."""
-    return cases_of(device, 1 << 13 if dry else 256 * MIB, 64 if dry else 4096)
-
-
-def cases_of(device: torch.device, payload: int, side: int) -> list[Case]:
-    """On `payload` bytes each; matrices of `side` and of twice as many rows. Nothing is allocated yet."""
+def cases(device: torch.device, payload: int = 256 * MIB, side: int = 4096) -> list[Case]:
+    """On `payload` bytes each, matrices of `side` and of twice as many rows; by default those of the targets. Nothing
+    is allocated yet."""
     bf16, words = torch.bfloat16, torch.int32
+
+    def copy(name: str, share: float, run: int, pad: int, skip: int, dtype: torch.dtype) -> Case:
+        """Rows of `run` bytes, `pad` bytes apart in the source and adjoining in the target, `skip` bytes behind a
+        boundary of 512."""
+        columns, gap, first = (n // dtype.itemsize for n in (run, pad, skip))
+        rows = max(payload // run, 1)
+        sizes = rows * (columns + gap), rows * columns
+        strides = (columns + gap, 1), (columns, 1)
+        return Case(f"copy, {name}", share, device, dtype, sizes, (rows, columns), *strides, skip=first)
+
+    def transposition(share: float, n: int) -> Case:
+        return Case(f"transposition, bf16 {n}×{n}", share, device, bf16, (n * n, n * n), (n, n), (1, n), (n, 1))
+
+    def reduction(share: float, terms: int, dtype: torch.dtype) -> Case:
+        """What a rank does with what its peers pushed, contiguous and one behind the other."""
+        name = f"reduction, {terms} contributors, {'bf16' if dtype == bf16 else 'float32'}"
+        n = payload // (terms * dtype.itemsize)
+        starts = tuple(k * n for k in range(terms))
+        return Case(name, share, device, dtype, (terms * n, n), (n,), (1,), (1,), starts)
+
     return [
-        copy_case("copy, one run of everything", 0.92, device, payload, payload, 16, 0, bf16),
-        copy_case("copy, 16-byte aligned, runs of 4 KiB", 0.92, device, payload, 4096, 16, 0, bf16),
-        copy_case("copy, 16-byte aligned, runs of 512 B", 0.92, device, payload, 512, 16, 0, bf16),
-        copy_case("copy, 16-byte aligned, runs of 256 B", 0.75, device, payload, 256, 16, 0, bf16),
-        copy_case("copy, 16-byte aligned, runs of 64 B", 0.75, device, payload, 64, 16, 0, bf16),
-        copy_case("copy, 4-byte aligned, runs of 516 B", 0.80, device, payload, 516, 4, 4, words),
-        copy_case("copy, 4-byte aligned, runs of 4 KiB", 0.80, device, payload, 4096, 4, 4, words),
-        copy_case("copy, 2-byte aligned, runs of 514 B", 0.60, device, payload, 514, 2, 2, bf16),
-        copy_case("copy, 2-byte aligned, runs of 4 KiB", 0.60, device, payload, 4096, 2, 2, bf16),
-        transposition_case(f"transposition, bf16 {side}×{side}", 0.80, device, side, bf16),
-        transposition_case(f"transposition, bf16 {2 * side}×{2 * side}", 0.80, device, 2 * side, bf16),
-        transposition_case(f"transposition, bf16 {side - 1}×{side - 1} (no target)", 0.0, device, side - 1, bf16),
-        reduction_case("reduction, 8 contributors, bf16", 0.90, device, 8, payload // 16, bf16),
-        reduction_case("reduction, 8 contributors, float32 (no target)", 0.0, device, 8, payload // 32, torch.float32),
-        reduction_case("reduction, 64 contributors, bf16 (no target)", 0.0, device, 64, payload // 128, bf16),
+        copy("one run of everything", 0.92, payload, 16, 0, bf16),
+        copy("16-byte aligned, runs of 4 KiB", 0.92, 4096, 16, 0, bf16),
+        copy("16-byte aligned, runs of 512 B", 0.92, 512, 16, 0, bf16),
+        copy("16-byte aligned, runs of 256 B", 0.75, 256, 16, 0, bf16),
+        copy("16-byte aligned, runs of 64 B", 0.75, 64, 16, 0, bf16),
+        copy("4-byte aligned, runs of 516 B", 0.80, 516, 4, 4, words),
+        copy("4-byte aligned, runs of 4 KiB", 0.80, 4096, 4, 4, words),
+        copy("2-byte aligned, runs of 514 B", 0.60, 514, 2, 2, bf16),
+        copy("2-byte aligned, runs of 4 KiB", 0.60, 4096, 2, 2, bf16),
+        transposition(0.80, side),
+        transposition(0.80, 2 * side),
+        transposition(0.0, side - 1),
+        reduction(0.90, 8, bf16),
+        reduction(0.0, 8, torch.float32),
+        reduction(0.0, 64, bf16),
     ]
-
-
-def rotation(moved: int, cache: int) -> int:
-    """How many sets of buffers have to take turns so that none is still in a cache when its turn comes."""
-    return max(2, math.ceil(4 * cache / moved) + 1)

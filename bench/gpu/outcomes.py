@@ -1,9 +1,9 @@
-"""A pytest plugin that writes each test's outcome down when it is known, so that a killed run leaves what was.
+"""A pytest plugin that writes each test's outcome when the test ends, so that a killed run leaves those that ended.
 
-`pytest -p shardweave.bench.gpu.outcomes`, with SHARDWEAVE_TEST_OUTCOMES=FILE in the environment; `summary(FILE)` reads
-it.
-With SHARDWEAVE_TEST_FORKSERVER, processes that tests spawn start from a server that has imported torch: torch's tests
-spawn new ranks for every test, which takes seconds each. Imports nothing of shardweave, and works as a copy.
+`pytest -p shardweave.bench.gpu.outcomes`, with SHARDWEAVE_TEST_OUTCOMES=FILE in the environment; `summary([FILE])`
+reads it. With SHARDWEAVE_TEST_FORKSERVER, processes that tests spawn start from a server that has imported torch:
+torch's tests spawn new ranks for every test, which takes seconds each. Imports nothing of shardweave, and works as a
+copy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,9 @@ def pytest_collectreport(report: Any) -> None:
         _write(report.nodeid, "error", report.longreprtext)
 
 
-def summary(file: Path) -> dict[str, Any]:
-    """Numbers of tests that ended, how; the names of those that failed, and of those that had not ended."""
-    lines = [(test, outcome) for test, outcome, _ in read(file)]
+def summary(files: Iterable[Path]) -> dict[str, Any]:
+    """How many tests ended, and how; the names of those that failed, and of those that had not ended."""
+    lines = [(test, outcome) for file in files for test, outcome, _ in read(file)]
     ended = {test for test, outcome in lines if outcome == "finished"}
     counts = Counter(outcome for _, outcome in lines)
     return {
@@ -72,7 +72,7 @@ def summary(file: Path) -> dict[str, Any]:
 
 
 def read(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Tests, how they ended, and what they said if they failed, as they were written."""
+    """Tests, their outcomes, and the errors of those that failed, as they were written."""
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
             test, outcome, text = json.loads(line)

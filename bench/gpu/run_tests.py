@@ -1,7 +1,7 @@
-"""The tests that need a GPU, in time: those of the kernels in several processes, since compiling takes most of it.
+"""The tests that need a GPU, in limited time: the kernels' in several processes, since compiling takes most of it.
 
-What a test found is kept when it ends; when the time is up, pytest is ended with all that it has started, ranks that
-wait for others included, so that nothing holds the GPU afterwards.
+A test's outcome is kept when the test ends; when the time is up, pytest is killed with all that it has started, so that
+no rank holds the GPU afterwards.
 
 `make gpu` runs `python -m shardweave.bench.gpu.run_tests --root . --report FILE`; the report is JSON, for
 `shardweave.bench.gpu.targets --tests FILE`.
@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from shardweave.bench.gpu import outcomes
 
@@ -28,42 +27,38 @@ _NOTHING_SELECTED = 5  # of pytest's exit codes
 _LONGEST_END = 5.0  # seconds that killed processes get to go
 
 
-def run(command: Sequence[str], root: Path, parts: int, reports: Path, until: float) -> list[dict[str, Any]]:
-    """Run pytest in so many processes at once, each with its part of the tests; what each found."""
-    started = []
+def run(command: Sequence[str], root: Path, parts: int, reports: Path, until: float) -> list[str]:
+    """Run pytest in several processes at once, each with its part of the tests; the errors of processes that ended
+    badly. The outcomes of tests go to files `*.jsonl` in `reports`."""
+    started, errors = [], []
     for part in range(parts):
-        written, log = (reports / f"{time.monotonic_ns()}-{part}.{kind}" for kind in ("jsonl", "log"))
-        environment = {**os.environ, "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}", outcomes.FILE: str(written)}
+        outcome, log = (reports / f"{time.monotonic_ns()}-{part}.{kind}" for kind in ("jsonl", "log"))
+        environment = {**os.environ, "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}", outcomes.FILE: str(outcome)}
         with log.open("w") as file:
             plugins = ["-p", "no:cacheprovider", "-p", outcomes.__name__]
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", *plugins, *command],
                 cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        started.append((process, written, log))
-    found = []
+        started.append((process, outcome, log))
     try:
-        for process, written, log in started:
-            try:
-                code: int | None = process.wait(max(until - time.monotonic(), 1.0))
-            except subprocess.TimeoutExpired:
-                code = None
+        for process, outcome, log in started:
+            ended = "out of time"
+            with suppress(subprocess.TimeoutExpired):
+                ended = f"pytest ended with {process.wait(max(until - time.monotonic(), 1.0))}"
             end(process)
-            summary = outcomes.summary(written)
-            if code not in (0, _NOTHING_SELECTED):
+            if process.returncode not in (0, _NOTHING_SELECTED):
                 print("\n".join(log.read_text(errors="replace").splitlines()[-60:]), file=sys.stderr, flush=True)
-                within = ", ".join(summary["running"]) or "no test"
-                what = "out of time" if code is None else f"pytest ended with {code}"
-                summary["error"] = f"{what}, within {within}: {' '.join(command)}"
-            found.append(summary)
+                within = ", ".join(outcomes.summary([outcome])["running"]) or "no test"
+                errors.append(f"{ended}, within {within}: {' '.join(command)}")
     finally:
         for process, *_ in started:
             end(process)
-    return found
+    return errors
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session, and all of it, as far as it has not ended."""
+    """Kill a process that leads a session, and all of it, as far as it has not ended."""
     deadline = time.monotonic() + _LONGEST_END
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -71,16 +66,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
         while time.monotonic() < deadline:  # what it had started is not this process's to wait for
             os.killpg(process.pid, 0)
             time.sleep(0.02)
-
-
-def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers added up, failures and errors in one list."""
-    names = ("tests", "failures", "errors", "skipped")
-    total: dict[str, Any] = {name: sum(s.get(name, 0) for s in summaries) for name in names}
-    total["failed"] = [name for s in summaries for name in s.get("failed", [])]
-    total["running"] = [name for s in summaries for name in s.get("running", [])]
-    total["went_wrong"] = [s["error"] for s in summaries if "error" in s]
-    return total
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,14 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     marked = ["-m", "gpu or multigpu", *given.arguments]
     with tempfile.TemporaryDirectory() as folder:
         reports, until = Path(folder), began + given.seconds
-        found = run([*marked, "tests/kernels"], given.root, given.parts, reports, began + 0.6 * given.seconds)
+        errors = run([*marked, "tests/kernels"], given.root, given.parts, reports, began + 0.6 * given.seconds)
         # Ranks that wait for each other have the GPU for themselves.
         others = [name for name in ("tests/runtime", "tests/bench", "tests/cli") if (given.root / name).is_dir()]
-        found += run([*marked, *others], given.root, 1, reports, until)
-    total = {**merged(found), "seconds": round(time.monotonic() - began, 1)}
+        errors += run([*marked, *others], given.root, 1, reports, until)
+        total = outcomes.summary(sorted(reports.glob("*.jsonl")))
+    total |= {"went_wrong": errors, "seconds": round(time.monotonic() - began, 1)}
     given.report.write_text(json.dumps(total), encoding="utf-8")
     print(f"GPU tests: {json.dumps(total)}", file=sys.stderr, flush=True)
-    return int(bool(total["failed"] or total["went_wrong"]))
+    return int(bool(total["failed"] or errors))
 
 
 if __name__ == "__main__":

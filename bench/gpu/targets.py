@@ -1,11 +1,10 @@
 """Targets on a GPU and the figures reached: kernels beside a copy in the same run, whole programs, host work.
 
-`make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out bench/results` writes a JSON file, in
-the form that compare and report read, and a page of the targets, into a folder named after the device, again after each
-row. The suite
-`python -m shardweave bench kernels` measures the same kernels without targets or a limit of time, on CPUs too. The
-ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
-buffers that rotate past the L2 cache. Every result is verified before it is timed. With `--dry` every line runs without
+`make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out bench/results` writes a JSON file,
+which compare and report read, and a page of the targets into a folder named after the device, again after each target.
+The suite `python -m shardweave bench kernels` measures the same kernels without targets or a time limit, on CPUs too.
+The ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
+buffers that rotate past the L2 cache. Every result is checked before it is timed. With `--dry` every line runs without
 a GPU, on tiny shapes, and no figure means anything.
 """
 
@@ -16,105 +15,253 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardweave.bench.gpu.device import clocks, gpu_machine
-from shardweave.bench.gpu.kernel_cases import cases
+from shardweave.bench.baselines.libraries import why_absent
+from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
+from shardweave.bench.gpu.kernel_cases import Case, cases
+from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
-from shardweave.bench.gpu.target_bench import Bench
-from shardweave.bench.gpu.target_rows import Row, as_markdown, as_results
-from shardweave.bench.gpu.token_rows import token_rows
-from shardweave.bench.harness.machine import slug
-from shardweave.bench.harness.result_file import Results
+from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
+from shardweave.bench.harness.machine import machine, now, output_of, slug
+from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.result_file import Missing, Results, Row
+from shardweave.bench.suites.host_cost import tables
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal
 from shardweave.kernels.signal import SHORTEST_POLL
 
+SUITE, CEILING = "kernels", "of the ceiling"
 HOST_TARGET_US = 15.0
+NO_FIGURE = "dry run: no figure"
+_CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 
 
-def host_rows(bench: Bench) -> None:
-    """Host time of a cached call, in a process of its own, which replaces transports by some that move nothing."""
-    rows = {
-        "windows": Row(
-            "host work of a cached call through windows, launches excluded, worst kind", "µs", HOST_TARGET_US, False
-        ),
-        "messages": Row(
-            "host work of a cached call by messages, launches and torch.distributed excluded, worst kind",
-            "µs", HOST_TARGET_US, False,
-        ),
-    }  # fmt: skip
-    found: list[list[dict[str, Any]]] = []
+@dataclass
+class Target:
+    """What a case has to reach, and once it has run, what it reaches.
 
-    def measured(row: Row, name: str) -> None:
-        if not found:
-            found.extend(_host_cost(bench))
-        row.value = max(kind[name] for kind in found[1])
-        row.detail = {"kinds": [a | b for a, b in zip(*found, strict=True)]} if name == "windows" else {}
+    Attributes:
+        unit: "of the ceiling": a share. "×": the fastest other contender ÷ ours; with `at_least=False` ours ÷ it. Else
+            that of the time of ours.
+        bound: the least value, or the most. None: there is no target.
+        measure: puts the rows of the case with this name into the sink of a `Measuring`.
+        rows: of the case, by contender.
+        missing: contenders without a row, and why.
+    """
 
-    for name, row in rows.items():
-        bench.measure(row, partial(measured, name=name))
+    case: str
+    unit: str
+    bound: float | None
+    at_least: bool
+    measure: Callable[[str], object]
+    rows: dict[str, Row] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    wrong: bool = False
+
+    def run(self, measuring: Measuring) -> None:
+        """Measure if time is left; an error is noted and does not end the run."""
+        results = Results("", "", "", {})
+        measuring.sink = Sink(SUITE, results.put)
+        try:
+            if measuring.left() < 0:
+                raise TimeoutError("no time was left")
+            self.measure(self.case)
+        except AssertionError as error:
+            measuring.sink.fault(self.case, "ours", str(error))
+        except Exception as error:
+            measuring.sink.absent(self.case, "ours", why_absent("ours", error))
+        self.rows = {row.contender: row for row in results.rows}
+        self.missing = {one.contender: one.why for one in (*results.absent, *results.faults)}
+        self.wrong = any(one.contender == "ours" for one in results.faults)
+
+    @property
+    def value(self) -> float | None:
+        """None where ours is missing, or all that it is compared with."""
+        ours = self.rows.get("ours")
+        others = [row.median for contender, row in self.rows.items() if contender not in ("ours", COPY)]
+        if ours is None or (self.unit == "×" and not others):
+            return None
+        if self.unit == CEILING:
+            return ours.share_of_ceiling
+        if self.unit == "×":
+            return min(others) / ours.median if self.at_least else ours.median / min(others)
+        return ours.median
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.bound is None:
+            return None
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def shown(self, dry: bool) -> str:
+        """The value and, of a ratio, the times of the others; or why there is no value."""
+        if "ours" in self.missing:
+            return f"not measured: {self.missing['ours']}"
+        others = [f"{contender} {row.median:.0f} µs" for contender, row in self.rows.items() if contender != "ours"]
+        note = "; ".join(others * (self.unit == "×") + [f"{name}: {why}" for name, why in self.missing.items()])
+        if self.value is None:
+            return f"not measured: nothing to compare with; {note}"
+        if dry:
+            return NO_FIGURE
+        return f"{self.value:.1%}" if self.unit == CEILING else f"{self.value:.2f} {self.unit} {note}".strip()
 
 
-def _host_cost(bench: Bench) -> list[list[dict[str, Any]]]:
-    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--json", "--device", bench.device.type]
-    command += ["--rounds", "1", "--calls", "2"] if bench.dry else ["--rounds", "7"]
+def targets(measuring: Measuring) -> Iterator[Target]:
+    """All lines of the page, in its order. Those that take longest, beside other libraries, come last."""
+    dry, device = measuring.dry, measuring.device
+    shape, side = ((31, 33), 32) if dry else ((8191, 8193), 24576)
+    large, few = (DRY_LARGE, DRY_FEW) if dry else (LARGE, FEW)
+    yield Target(
+        f"pack + unpack of S0 → S1, {shape[0]}×{shape[1]} bf16, 4 ranks: torch's ops ÷ ours", "×", 2.0, True,
+        partial(pack_and_unpack, measuring, shape),
+    )  # fmt: skip
+    yield Target(
+        f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False,
+        partial(whole_program, measuring, side),
+    )  # fmt: skip
+    kinds = cache(partial(host_cost, device, dry))  # one run for both
+    for transport, left_out in (
+        ("windows", "through windows, launches"),
+        ("messages", "by messages, launches and torch.distributed"),
+    ):
+        name = f"host work of a cached call {left_out} excluded, worst kind"
+        yield Target(name, "µs", HOST_TARGET_US, False, partial(host, measuring, kinds, transport))
+    yield Target(
+        "the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns", SHORTEST_POLL * 1e9,
+        True, partial(poll, measuring),
+    )  # fmt: skip
+    for box in cases(device, 1 << 13, 64) if dry else cases(device):
+        yield Target(box.name, CEILING, box.share or None, True, partial(boxes, measuring, box))
+    rank = VirtualRank(large, device)
+    push, route_and_push = partial(rank.push, False), partial(rank.push, True)
+    for name, make in (("push_rows", push), ("combine_rows", rank.combine)):
+        yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(measuring.tokens, make=make, shape=large))
+    yield Target(
+        f"route_tokens, {large}", "µs", 30.0, False, partial(measuring.latency, make=rank.routed, sets=FEW_SETS)
+    )
+    sets = measuring.sets(2 * few.moved, 2 * few.buffers)
+    yield Target(
+        f"decode: route + push + combine, {few}", "µs", 60.0, False,
+        lambda case: measuring.latency(case, VirtualRank(few, device).both, sets),
+    )  # fmt: skip
+    for name, bound, make, rivals in (
+        ("push_rows", 1.0, push, permuting),
+        ("combine_rows", 1.0, rank.combine, combining),
+        ("route + push", 1.2, route_and_push, routing_and_permuting),
+    ):
+        yield Target(
+            f"{name}: the best of others ÷ ours, {large}", "×", bound, True,
+            partial(measuring.tokens, make=make, shape=large, rivals=rivals(rank, dry), ceiling=False),
+        )  # fmt: skip
+
+
+def boxes(measuring: Measuring, box: Case, _: str) -> None:
+    measuring.boxes(box, beside_reference=False)
+
+
+def host(measuring: Measuring, kinds: Callable[[], list[dict[str, Any]]], transport: str, case: str) -> None:
+    """The slowest kind; all of them in the row of windows."""
+    slowest = max(kind[transport] for kind in kinds())
+    detail = {"kinds": kinds()} if transport == "windows" else {}
+    measuring.sink.row(case, "ours", "µs", [slowest], detail=detail)
+
+
+def host_cost(device: torch.device, dry: bool) -> list[dict[str, Any]]:
+    """Host time of cached calls, from a process of its own: it replaces transports by some that move nothing."""
+    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--json", "--device", device.type]
+    command += ["--rounds", "1", "--calls", "2"] if dry else ["--rounds", "7"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if ran.returncode:
-        raise RuntimeError((ran.stderr.splitlines() or ["no word"])[-1])
-    return json.loads(ran.stdout.splitlines()[-1])
+        raise RuntimeError((ran.stderr.splitlines() or ["no error text"])[-1])
+    return [a | b for a, b in zip(*json.loads(ran.stdout.splitlines()[-1]), strict=True)]
 
 
-def poll_row(bench: Bench) -> None:
-    """A wait ends after a number of polls, computed from a lower bound of the time of a poll: this row checks it."""
-    row = Row("the shortest poll of a signal that waits: what bounds in seconds take it to be", "ns",
-              SHORTEST_POLL * 1e9, True)  # fmt: skip
+def poll(measuring: Measuring, case: str) -> None:
+    """A wait ends after a number of polls, computed from a lower bound of the time of a poll: this measures it."""
+    device, polls, seconds = measuring.device, 20 if measuring.dry else 200_000, []
+    pads = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=device)
+    channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(device))
 
-    def measured(row: Row) -> None:
-        pads = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=bench.device)
-        channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(bench.device))
-        polls, found = 20 if bench.dry else 200_000, []
-        for _ in range(2 if bench.dry else 9):
-            channel.failure.error.zero_()
-            wait_for(bench.device)
-            began = time.perf_counter()
-            signal(channel, wait=True, polls=polls)
-            wait_for(bench.device)
-            found.append((time.perf_counter() - began) / polls)
-            if channel.failure.read() is None:
-                raise AssertionError("a signal that nobody sent has come")
-        row.value = min(found[1:]) * 1e9
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-    bench.measure(row, measured)
+    for _ in range(2 if measuring.dry else 9):
+        channel.failure.error.zero_()
+        wait()
+        began = time.perf_counter()
+        signal(channel, wait=True, polls=polls)
+        wait()
+        seconds.append((time.perf_counter() - began) / polls)
+        if channel.failure.read() is None:
+            raise AssertionError("a signal that nobody sent has arrived")
+    measuring.sink.row(case, "ours", "ns", [min(seconds[1:]) * 1e9])
 
 
-def wait_for(device: torch.device) -> None:
+def as_results(targets: Sequence[Target], about: dict[str, Any], dry: bool, command: str) -> Results:
+    """The rows as in all results, with each target in the row of ours."""
+    rows: list[Row] = []
+    absent: list[Missing] = []
+    faults: list[Missing] = []
+    for t in targets:
+        detail = {"target": t.bound, "at least": t.at_least, "reached": t.value, "of": t.unit, "met": t.met}
+        rows += [replace(r, detail=detail | dict(r.detail)) if name == "ours" else r for name, r in t.rows.items()]
+        for contender, why in t.missing.items():
+            (faults if t.wrong and contender == "ours" else absent).append(Missing(SUITE, t.case, contender, why))
+    return Results(now(), command, "dry" if dry else "full", about, tuple(rows), tuple(absent), tuple(faults))
+
+
+def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = False) -> str:
+    lines = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
+    lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
+    lines += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
+    lines += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
+    kinds: Sequence[Mapping[str, Any]] = ()
+    for target in targets:
+        ours, bound, figures = target.rows.get("ours"), "-", list[float | None]([None] * 3)
+        if ours and not dry:
+            rate = ours.bytes / ours.median / 1e3 if ours.bytes else None
+            ceiling = rate / ours.share_of_ceiling if rate and ours.share_of_ceiling else None
+            figures = [ours.median if ours.unit == "µs" else None, rate, ceiling]
+            kinds = ours.detail.get("kinds", kinds)
+        if target.bound is not None:
+            number = f"{target.bound:.0%}" if target.unit == CEILING else f"{target.bound:g} {target.unit}"
+            bound = f"{'≥' if target.at_least else '≤'} {number}"
+        met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met]
+        cells = [target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *(["", *tables(kinds)] if kinds else [])]) + "\n"
+
+
+def gpu_machine(device: torch.device) -> dict[str, Any]:
+    """`machine()` with the name, multiprocessors, memory, L2 cache, driver and clocks of the device."""
+    about: dict[str, Any] = {"device": "CPU, a dry run without figures"}
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        properties = torch.cuda.get_device_properties(device)
+        about = {
+            "device": properties.name,
+            "sms": properties.multi_processor_count,
+            "device_memory_gib": round(properties.total_memory / 2**30, 1),
+            "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
+        }
+    return {**about, "driver": nvidia_smi(device, "driver_version")[0], "clocks": clocks(device), **machine()}
 
 
-def program_rows(bench: Bench) -> None:
-    shape = (31, 33) if bench.dry else (8191, 8193)
-    row = Row(f"pack + unpack of S0 → S1, {shape[0]}×{shape[1]} bf16, 4 ranks: torch's ops ÷ ours", "×", 2.0, True)
-    bench.measure(row, lambda row: pack_and_unpack(row, shape, bench.device, bench.timer, bench.cache))
-    side = 32 if bench.dry else 24576
-    row = Row(f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False)
-    bench.measure(row, lambda row: whole_program(row, side, bench.device, bench.timer, bench.dry))
+def clocks(device: torch.device) -> dict[str, str]:
+    """The current and maximum clocks, and the power limit."""
+    return dict(zip(_CLOCKS, nvidia_smi(device, *_CLOCKS), strict=False))
 
 
-def run(bench: Bench) -> None:
-    """Measure all rows of the page."""
-    program_rows(bench)
-    host_rows(bench)
-    poll_row(bench)
-    for case in cases(bench.device, bench.dry):
-        row = Row(case.name, "of the ceiling", case.share or None, True)
-        bench.measure(row, partial(bench.kernel, case))
-    token_rows(bench, Row)
+def nvidia_smi(device: torch.device, *names: str) -> list[str]:
+    at = ["-i", str(device.index)] if device.index is not None else []
+    output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    return [value.strip() for value in output.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,20 +282,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
     folder.mkdir(parents=True, exist_ok=True)
     command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
+    sink = Sink(SUITE, Results("", "", "", {}).put)
+    rounds = 1 if arguments.dry else 9
+    measuring = Measuring(sink, device, True, rounds, dry=arguments.dry, seconds=arguments.seconds)
+    done: list[Target] = []
 
-    def write() -> Results:
-        """Write both files, after every row, so that a run that is killed keeps the rows before."""
-        results = as_results(bench.rows, about, arguments.dry, command)
+    def write() -> None:
+        results = as_results(done, about, arguments.dry, command)
         (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
-        (folder / "gpu_targets.md").write_text(as_markdown(bench.rows, about, arguments.dry), encoding="utf-8")
-        return results
+        (folder / "gpu_targets.md").write_text(as_markdown(done, about, arguments.dry), encoding="utf-8")
 
-    bench = Bench(device, arguments.dry, arguments.seconds, write)
-    run(bench)
+    for target in targets(measuring):
+        target.run(measuring)
+        done.append(target)
+        print(f"{target.case}: {target.shown(arguments.dry)}", file=sys.stderr, flush=True)
+        write()  # a run that is killed keeps what it has measured
     about["clocks_after"] = clocks(device)
-    results = write()
+    write()
     print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
-    return int(bool(results.faults))
+    return int(any(target.wrong for target in done))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Token dispatch on one GPU: what one of several virtual ranks does, whose peers' buffers are in the same memory.
+"""Token dispatch on one GPU: the work of one of several virtual ranks, whose peers' buffers are in the same memory.
 
-Times are the kernels' alone: virtual ranks have nobody to wait for. A token's rows and weights are small numbers whose
-sums are exact in any order, so every way to combine has to give the same bits.
+Times are the kernels' alone, since virtual ranks wait for nobody. Rows and weights are small numbers whose sums are
+exact in any order, so every contender has to combine them to the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.gpu.kernel_cases import poisoned, random_buffer
+from shardweave.bench.gpu.kernel_cases import Made, checked, poisoned, random_buffer
 from shardweave.kernels import (
     Buffers,
     Groups,
@@ -27,12 +27,13 @@ from shardweave.kernels import (
 )
 from shardweave.kernels.group_rows import PhysicalExperts
 
-FEW_SETS = 4  # of inputs that a router has just written: they are in the cache
-Made = tuple[Callable[[], object], Callable[[], bool]]
+FEW_SETS = 4  # of inputs; a router has just written them, so they may be in the cache
 
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a dispatch in which every rank has as many tokens."""
+
     tokens: int
     hidden: int
     top_k: int
@@ -44,21 +45,25 @@ class Shape:
 
     @property
     def moved(self) -> int:
-        """Bytes of rows that either direction has to read and write: a token's once, its pairs' once each."""
+        """Bytes of rows that dispatch or combine has to read and write: one row a token, and one for each pair."""
         return (1 + self.top_k) * self.tokens * self.hidden * 2
 
     @property
     def buffers(self) -> int:
-        """About as many bytes as the buffers of all ranks have together, of which a call touches one rank's part."""
+        """About the bytes of the buffers of all ranks; a call touches those of one."""
         return self.ranks * self.moved
 
 
+LARGE, FEW = Shape(4096, 7168, 8, 256, 8), Shape(128, 7168, 8, 256, 8)  # training and decoding of DeepSeek-V3
+DRY_LARGE, DRY_FEW = Shape(8, 64, 2, 8, 4), Shape(3, 64, 2, 8, 4)
+
+
 class VirtualRank:
-    """Rank `me` of a dispatch whose ranks all have as many tokens: its ids and weights, and what the others counted.
+    """Rank `me` of a dispatch: its ids and weights, and the counts of the other ranks.
 
     Attributes:
-        rows: of every destination's buffer, as many as the fullest gets.
-        at: of `rows` in memory where destinations' buffers follow each other: int64 [T, K], in the order of the ids.
+        rows: length of each destination's buffer, that of the fullest.
+        at: int64 [T, K]: the row of each (token, k) pair in memory in which the destinations' buffers adjoin.
     """
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
@@ -83,7 +88,7 @@ class VirtualRank:
         self.at = torch.empty_like(k).scatter_(1, k, destination * self.rows + self.located.row)
 
     def route(self) -> tuple[Groups, TokenRows]:
-        """All that comes before rows are pushed."""
+        """All kernels before rows are pushed."""
         routed = route_tokens(self.ids, self.shape.experts)
         share_counts(routed.counts, self.matrices, self.me)
         groups = group_rows(self.matrices.tensors[self.me], self.physical_experts, self.me, self.rows)
@@ -106,7 +111,7 @@ class VirtualRank:
         return whole, Buffers(whole.split(self.rows))
 
     def pushed(self, whole: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether every pair's row and weight are where they belong, and nothing else was written."""
+        """Whether every pair's row and weight are in their places, and nothing else was written."""
         rows = all(bool(whole[self.at[:, k]].equal(x)) for k in range(self.shape.top_k))
         written = self.ids.numel()
         poison = whole[:, 0].isnan().sum() + written == len(whole) and numbers.isnan().sum() + written == len(numbers)
@@ -129,34 +134,28 @@ class VirtualRank:
         return call, lambda: self.pushed(whole, numbers, x)
 
     def combine(self) -> Made:
-        (whole, buffers), out = self.buffers(random_buffer), poisoned(self.shape.tokens * self.shape.hidden,
-                                                                      torch.bfloat16, self.device)  # fmt: skip
+        whole, buffers = self.buffers(random_buffer)
+        out = poisoned(self.shape.tokens * self.shape.hidden, torch.bfloat16, self.device)
         out = out.view(self.shape.tokens, self.shape.hidden)
         return partial(combine_rows, self.located, buffers, out, self.weights), lambda: out.equal(self.combined(whole))
 
     def routed(self) -> Made:
         """route_tokens alone, of ids that are a copy of their own."""
-        ids = self.ids.clone()
-        found: list[Any] = []
+        ids, experts = self.ids.clone(), torch.arange(self.shape.experts, device=self.device)
 
-        def call() -> None:
-            found[:] = [route_tokens(ids, self.shape.experts)]
-
-        def right() -> bool:
-            physical_experts = torch.arange(self.shape.experts, device=self.device)
-            counts = (ids.view(-1, 1) == physical_experts).sum(0)
+        def right(routed: Any) -> bool:
+            counts = (ids.view(-1, 1) == experts).sum(0)
             # Each pair's place is the number of earlier pairs of its physical expert.
             order = torch.argsort(ids.view(-1), stable=True)
             place = torch.arange(ids.numel(), device=self.device) - (counts.cumsum(0) - counts)[ids.view(-1)[order]]
-            (one,) = found
             return bool(
-                one.physical_expert.equal(ids.int())
-                and one.place.view(-1)[order].equal(place.int())
-                and one.counts[:-1].equal(counts.int())
-                and one.counts[-1] == 0
+                routed.physical_expert.equal(ids.int())
+                and routed.place.view(-1)[order].equal(place.int())
+                and routed.counts[:-1].equal(counts.int())
+                and routed.counts[-1] == 0
             )
 
-        return call, right
+        return checked(lambda: route_tokens(ids, self.shape.experts), right)
 
     def both(self) -> Made:
         """A whole dispatch, and the combine of other values."""

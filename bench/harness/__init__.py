@@ -1,1 +1,1 @@
-"""How measurements are made, kept, compared and shown."""
+"""How measurements are made, stored, compared and shown."""

@@ -1,23 +1,20 @@
 """`python -m shardweave compare A.json B.json`: what B took by what A took, case by case, and whether that is noise.
 
-The rule. Of every row that both files have, the ratio B ÷ A of the medians gets an interval that holds 95 of 100
-resamplings (bootstrap, `RESAMPLED` times, a fixed seed; samples of the same requests are drawn together). Rounds of one
-run say little of the next run of the machine, so rows of contenders that are not ours, whose code no commit here
-changes, say how far the machine itself was off: the drift of a case is the largest of 1, the ninth decile of all their
-ratios, and their ratios on this case, with which ours was timed in turns. A row of ours has regressed if its whole
-interval lies above (1 + threshold) × drift and its best round is slower by more than that as well (of samples of the
-same requests: if three of four are slower at all); something else on the machine rarely lasts through all rounds.
-Improved is the same with A and B exchanged. What is counted ("×") has neither noise nor drift: there the means are
-compared, and any rise is a regression.
+Of every row that both files have, the ratio B ÷ A of the medians gets an interval that holds 95 of 100 resamplings
+(samples of the same requests are drawn together). The rows of other contenders, whose code no commit here changes, give
+the drift of the machine: for each case the largest of 1, the ninth decile of all their ratios, and their ratios on this
+case, which was timed in turns with ours. A row of ours is slower if its whole interval and its best round are above
+(1 + threshold) × drift, because other programs rarely disturb all rounds (samples of the same requests are no rounds:
+there the interval decides); it is faster if A is slower than B. Of counts ("×") the means are compared, and any rise is
+a regression.
 
-What went wrong in B fails as a regression does, and so does a row of ours that B lacks, of a suite that it measured
-whole.
+A wrong result in B fails as a regression does, and so does a row of ours that B lacks although it measured the suite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,35 +27,32 @@ from .result_file import Results, Row, read
 from .terminal import console_of_tables, table
 
 THRESHOLD = 0.10
-RESAMPLED = 4000
-_CONFIDENCE = 0.95
+_RESAMPLED = 4000
+_TAIL = 0.025  # on either side of the interval
 _SEED = 20
 _ROUNDING = 1e-9
-_FEWEST_YARDSTICKS = 3  # fewer say nothing of a machine
+_MIN_OTHERS = 3  # rows of others: fewer say nothing about a machine
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One row in both files: B by A, and its interval."""
+    """One row in both files: the ratio B ÷ A and its interval."""
 
     row: Row
     before: Row
     ratio: float
     low: float
     high: float
-    verdict: str  # "slower", "faster" or "", of ours alone
+    verdict: str  # of our rows: "slower", "faster" or ""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    rows: tuple[Compared, ...]
-    only_before: tuple[str, ...]
-    only_after: tuple[str, ...]
-    slower_machine: float
-    faster_machine: float
+    rows: list[Compared]
+    drift: float
     threshold: float
-    notes: tuple[str, ...]
-    failures: tuple[str, ...]  # faults in B, and rows of ours that it lacks
+    notes: list[str]
+    failures: list[str]  # faults in B, and rows of ours that it lacks
 
     @property
     def regressions(self) -> list[Compared]:
@@ -66,173 +60,136 @@ class Comparison:
 
 
 def compare(before: Results, after: Results, threshold: float = THRESHOLD, subset: bool = False) -> Comparison:
-    """
+    """Compare all rows that both have.
+
     Args:
-        subset: `after` may have fewer suites and cases: those it lacks are not named. So it is where other cases were
-            asked for.
+        subset: rows of cases that `after` did not measure are not named. The same holds if `after` was restricted to
+            other cases than `before`.
 
     Raises:
-        ArgumentError: a threshold that is negative, infinite or no number.
+        ArgumentError: a threshold that is negative, infinite or not a number.
     """
     if not (math.isfinite(threshold) and threshold >= 0):
         raise ArgumentError(f"--threshold: {threshold!r}; allowed: a finite number from 0 on, of which 0.1 is 10%")
     subset = subset or after.match not in ("", before.match)
-    old = {row.key: row for row in before.rows}
-    pairs = [(old[row.key], row) for row in after.rows if row.key in old and old[row.key].unit == row.unit]
-    found = [(a, b, *interval(a, b)) for a, b in pairs]
-    yardsticks = [(b.case, ratio) for _, b, ratio, _, _ in found if not b.is_ours and b.unit != "×"]
-    slower_machine, faster_machine = _drift([ratio for _, ratio in yardsticks])
-    by_case: dict[str, list[float]] = {}
-    for case, ratio in yardsticks:
-        by_case.setdefault(case, []).append(ratio)
+    old = {(row.key, row.unit): row for row in before.rows}
+    pairs = [(a, b, *interval(a, b)) for b in after.rows if (a := old.get((b.key, b.unit)))]
+    others = [(b.case, ratio) for _, b, ratio, _, _ in pairs if not b.is_ours and b.unit != "×"]
+    inverse = [(case, _inverse(ratio)) for case, ratio in others]
     rows = []
-    for a, b, ratio, low, high in found:
-        drift = max(slower_machine, *by_case.get(b.case, ()), 1.0), min(faster_machine, *by_case.get(b.case, ()), 1.0)
-        rows.append(Compared(b, a, ratio, low, high, _verdict(a, b, low, high, drift, threshold)))
-    both = {b.key for _, b in pairs}
-    suites = {row.suite for row in after.rows}
-    missing = [row for row in before.rows if row.key not in both and not (subset and row.suite not in suites)]
-    if subset:
-        cases = {(row.suite, row.case) for row in after.rows}
-        missing = [row for row in missing if (row.suite, row.case) in cases]
-    lacking = [] if subset or before.scale != after.scale else _lacking(missing, after)
-    return Comparison(
-        tuple(rows),
-        tuple(named(row) for row in missing),
-        tuple(named(row) for row in after.rows if row.key not in both),
-        slower_machine,
-        faster_machine,
-        threshold,
-        tuple(_notes(before, after, len(yardsticks))),
-        (*(f"WRONG in B: {fault}" for fault in after.faults), *(f"MISSING in B: {what}" for what in lacking)),
-    )
-
-
-def _lacking(missing: Sequence[Row], after: Results) -> Iterator[str]:
-    """What `after` neither has nor says to be at fault, of ours and of suites that it measured."""
-    suites = {r.suite for r in after.rows} | {a.suite for a in after.absent} | {f.suite for f in after.faults}
-    faults = {(fault.suite, fault.case, fault.contender) for fault in after.faults}
-    absent = {(one.suite, one.case, one.contender): f": {one.why}" for one in after.absent}
-    for row in missing:
-        if row.is_ours and row.suite in suites and row.key not in faults:
-            yield named(row) + absent.get(row.key, "")
-
-
-def _verdict(a: Row, b: Row, low: float, high: float, drift: tuple[float, float], threshold: float) -> str:
-    if not b.is_ours:
-        return ""
-    if b.unit == "×":
-        return "slower" if low > 1 + _ROUNDING else "faster" if high < 1 - _ROUNDING else ""
-    slower, faster = (1 + threshold) * drift[0], drift[1] / (1 + threshold)
-    if a.paired and b.paired and len(a.samples) == len(b.samples):
-        each = np.asarray(b.samples, float) / np.maximum(a.samples, _ROUNDING)
-        fewest, most = np.quantile(each, (0.25, 0.75))
-        slower_throughout, faster_throughout = fewest > 1, most < 1
-    else:
-        best = min(b.samples) / max(min(a.samples), _ROUNDING)
-        slower_throughout, faster_throughout = best > slower, best < faster
-    if low > slower and slower_throughout:
-        return "slower"
-    return "faster" if high < faster and faster_throughout else ""
+    for a, b, ratio, low, high in pairs:
+        verdict = ""
+        if b.is_ours and _is_slower(a, b, low, (1 + threshold) * _drift(others, b.case)):
+            verdict = "slower"
+        elif b.is_ours and _is_slower(b, a, _inverse(high), (1 + threshold) * _drift(inverse, b.case)):
+            verdict = "faster"
+        rows.append(Compared(b, a, ratio, low, high, verdict))
+    in_both = {one.row.key for one in rows}
+    cases = {row.key[:2] for row in after.rows}
+    suites = {suite for suite, _ in cases} | {one.suite for one in after.absent}
+    missing = [row for row in before.rows if row.key not in in_both and (not subset or row.key[:2] in cases)]
+    notes = _differences(before, after) + [f"only in A: {row.name}" for row in missing]
+    notes += [f"only in B: {row.name}" for row in after.rows if row.key not in in_both]
+    failures = [f"WRONG in B: {fault}" for fault in after.faults]
+    if not subset and before.scale == after.scale:
+        known = {one.key: f": {one.why}" for one in after.absent} | {one.key: None for one in after.faults}
+        for row in missing:
+            if row.is_ours and row.suite in suites and (reason := known.get(row.key, "")) is not None:
+                failures.append(f"MISSING in B: {row.name}{reason}")
+    return Comparison(rows, _drift(others), threshold, notes, failures)
 
 
 def interval(a: Row, b: Row) -> tuple[float, float, float]:
-    """B by A, and the interval's ends: of medians; of paired samples the median of ratios; of counts, of means."""
+    """The ratio b ÷ a and its interval: of medians; of paired samples the median of ratios; of counts the means."""
     x, y = np.asarray(a.samples, float), np.asarray(b.samples, float)
     if b.unit == "×":
-        ratio = float(np.mean(y) / np.mean(x)) if np.any(x) else math.inf if np.any(y) else 1.0
+        ratio = float(_quotients(np.mean(y), np.mean(x)))
         return ratio, ratio, ratio
     generator = np.random.default_rng(_SEED)
+
+    def medians(samples: np.ndarray) -> np.ndarray:
+        """The median, and those of resamplings."""
+        drawn = samples[generator.integers(len(samples), size=(_RESAMPLED, len(samples)))]
+        return np.append(np.median(samples), np.median(drawn, axis=1))
+
+    ratio, *drawn = medians(_quotients(y, x)) if _are_paired(a, b) else _quotients(medians(y), medians(x))
+    low, high = np.quantile(drawn, (_TAIL, 1 - _TAIL))
+    return float(ratio), float(low), float(high)
+
+
+def _are_paired(a: Row, b: Row) -> bool:
+    return a.paired and b.paired and len(a.samples) == len(b.samples)
+
+
+def _quotients(y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """0 ÷ 0 is 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        if a.paired and b.paired and len(x) == len(y):
-            ratios = _defined(y / x)
-            drawn = ratios[generator.integers(len(ratios), size=(RESAMPLED, len(ratios)))]
-            ratio, of_drawn = float(np.median(ratios)), np.median(drawn, axis=1)
-        else:
-            ratio = float(_defined(np.median(y) / np.median(x)))
-            of_drawn = _defined(_medians(y, generator) / _medians(x, generator))
-    tail = (1 - _CONFIDENCE) / 2
-    low, high = np.quantile(of_drawn, (tail, 1 - tail))
-    return ratio, float(low), float(high)
+        return np.nan_to_num(np.divide(y, x), nan=1.0, posinf=np.inf)
 
 
-def _medians(samples: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    return np.median(samples[generator.integers(len(samples), size=(RESAMPLED, len(samples)))], axis=1)
+def _inverse(ratio: float) -> float:
+    return 1 / ratio if ratio else math.inf
 
 
-def _defined(ratios: np.ndarray) -> np.ndarray:
-    """Nothing by nothing is 1."""
-    return np.where(np.isnan(ratios), 1.0, ratios)
+def _drift(others: Sequence[tuple[str, float]], case: str | None = None) -> float:
+    """How much slower the machine was, by the ratios of other contenders on each case."""
+    ratios = [ratio for _, ratio in others]
+    decile = float(np.quantile(ratios, 0.9)) if len(ratios) >= _MIN_OTHERS else 1.0
+    return max(1.0, decile, *(ratio for other, ratio in others if other == case))
 
 
-def _drift(yardsticks: Sequence[float]) -> tuple[float, float]:
-    if len(yardsticks) < _FEWEST_YARDSTICKS:
-        return 1.0, 1.0
-    low, high = np.quantile(yardsticks, (0.1, 0.9))
-    return max(1.0, float(high)), min(1.0, float(low))
+def _is_slower(a: Row, b: Row, low: float, allowed: float) -> bool:
+    """Whether `b` took more than `allowed` times what `a` took, in its whole interval and in its best round."""
+    if b.unit == "×":
+        return low > 1 + _ROUNDING
+    return low > allowed and (_are_paired(a, b) or min(b.samples) > allowed * min(a.samples))
 
 
-def named(row: Row) -> str:
-    return f"{row.suite}: {row.case}: {row.contender}"
-
-
-def _notes(before: Results, after: Results, yardsticks: int) -> list[str]:
-    notes = []
-    kinds = [kind(results.machine) for results in (before, after)]
-    if kinds[0] != kinds[1]:
-        notes.append(f"The machines are not of one kind: {kinds[0]} and {kinds[1]}. Ratios say little of the code.")
-    for name in ("torch", "triton", "python"):
-        versions = [results.machine.get(name) for results in (before, after)]
-        if versions[0] != versions[1]:
-            notes.append(f"{name} {versions[0]} in A, {versions[1]} in B: the others' code is not the same either.")
-    if before.faults:
-        notes.append(f"A has wrong results: {'; '.join(map(str, before.faults))}.")
-    if before.scale != after.scale:
-        notes.append(f"A is {before.scale}, B is {after.scale}: few cases are in both.")
-    if yardsticks < _FEWEST_YARDSTICKS:
-        notes.append("Too few rows of others are in both files to tell how far the machine itself was off.")
-    return notes
+def _differences(before: Results, after: Results) -> list[str]:
+    """What else differs than the code."""
+    a, b = (
+        {"kind of machine": kind(one.machine), "scale": one.scale, "torch": one.machine.get("torch"),
+         "triton": one.machine.get("triton"), "python": one.machine.get("python")}
+        for one in (before, after)
+    )  # fmt: skip
+    return [f"{key}: {a[key]} in A, {b[key]} in B: ratios say little of the code" for key in a if a[key] != b[key]]
 
 
 def show(comparison: Comparison) -> int:
-    """Print it; 1 where something of ours has regressed or is missing, something of B is wrong, or nothing could be
-    compared."""
+    """Print the comparison.
+
+    Returns:
+        The exit status: 1 if a row of ours is slower or missing, a result in B is wrong, or no row is in both files.
+    """
     c = comparison
-    heads = ("case", "contender", ""), ("A", "B", "unit", "B ÷ A", "interval")
-    console_of_tables().print(table(None, *heads, [_cells(one) for one in c.rows]))
+    cells = [
+        [escape(cell) for cell in (
+            f"{o.row.suite}: {o.row.case}", o.row.contender, o.verdict, f"{o.before.median:.4g}", f"{o.row.median:.4g}",
+            o.row.unit, f"{o.ratio:.2f}", f"{o.low:.2f} to {o.high:.2f}",
+        )]
+        for o in c.rows
+    ]  # fmt: skip
+    console_of_tables().print(table(None, ("case", "contender", ""), ("A", "B", "unit", "B ÷ A", "interval"), cells))
     print(
         f"\nRatios are B ÷ A, with the interval of 95 of 100 resamplings. Others' rows: the machine was "
-        f"{c.slower_machine:.2f} times as slow (ninth decile), {c.faster_machine:.2f} times (first decile).\n"
-        f"Regressed: the whole interval, and the best round, above {(1 + c.threshold) * c.slower_machine:.2f}, and "
+        f"{c.drift:.2f} times as slow (ninth decile).\n"
+        f"Regressed: the whole interval, and the best round, above {(1 + c.threshold) * c.drift:.2f}, and "
         f"above {1 + c.threshold:.2f} times what others took more on that case. Of counts: above 1."
     )
-    for note in c.notes:
-        print(note)
-    for name, only in (("A", c.only_before), ("B", c.only_after)):
-        for what in only:
-            print(f"only in {name}: {what}")
-    for failure in c.failures:
-        print(failure)
+    lines = [*c.notes, *c.failures]
+    lines += [f"REGRESSED: {o.row.name}: {o.ratio:.2f} ({o.low:.2f} to {o.high:.2f})" for o in c.regressions]
     if not c.rows:
-        print("Nothing is in both files: nothing was compared.")
-        return 1
-    for one in c.regressions:
-        print(f"REGRESSED: {named(one.row)}: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})")
-    if not c.regressions:
-        print(f"No regression beyond noise in {sum(one.row.is_ours for one in c.rows)} rows of ours.")
-    return int(bool(c.regressions or c.failures))
-
-
-def _cells(one: Compared) -> list[str]:
-    a, b = one.before, one.row
-    found = (f"{b.suite}: {b.case}", b.contender, one.verdict, f"{a.median:.4g}", f"{b.median:.4g}", b.unit,
-             f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}")  # fmt: skip
-    return [escape(cell) for cell in found]
+        lines.append("Nothing is in both files: nothing was compared.")
+    elif not c.regressions:
+        lines.append(f"No regression beyond noise in {sum(one.row.is_ours for one in c.rows)} rows of ours.")
+    print("\n".join(lines))
+    return int(bool(c.regressions or c.failures or not c.rows))
 
 
 def run(before: Path, after: Path, threshold: float) -> int:
-    """
+    """Compare two result files, print the comparison and return the exit status.
+
     Raises:
-        ArgumentError: a file that is missing, cut short, of another version or something else; as for `compare`.
+        ArgumentError: a file that cannot be read, or as for `compare`.
     """
     return show(compare(read(before, "A"), read(after, "B"), threshold))

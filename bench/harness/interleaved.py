@@ -1,7 +1,7 @@
 """Times several contenders in turns on every rank, so that a noisy machine favours none of them.
 
-Buffers rotate so that what a call reads is in no cache any more, as far as `MOST_SETS` of them go: with those of all
-ranks they are more than the last-level cache.
+Buffers take turns, so that what a call reads is no longer in a cache: with those of all ranks they are larger than the
+last-level cache, as far as `MOST_SETS` of them go.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,95 +20,91 @@ from torch.distributed.tensor import DTensor
 
 from .machine import last_level_cache
 
-KEPT = 4  # calls for which a caller keeps each output
-TURN_SECONDS = 0.03  # a turn has as many calls as take this long, so that leaving the barrier before it does not count
+KEPT = 4  # outputs of a contender that stay alive
+TURN_SECONDS = 0.03  # the least time of the calls of a turn, so that leaving the barrier before it does not count
 MOST_CALLS = 400
 MOST_SETS = 1024
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many sets of buffers take turns, and whether none is in the last-level cache when its turn comes."""
+    """How many sets of buffers take turns."""
 
     sets: int
-    set_bytes: int
+    set_bytes: int  # of all ranks
     cache_bytes: int
 
     @classmethod
     def of(cls, rank_bytes: int, ranks: int, cache_bytes: int | None = None) -> Rotation:
         """For calls that read `rank_bytes` on each of the ranks, which share the cache."""
         cache = last_level_cache() if cache_bytes is None else cache_bytes
-        each = max(rank_bytes * ranks, 1)
-        return cls(min(max(2, math.ceil(2 * cache / each) + 1), MOST_SETS), rank_bytes * ranks, cache)
+        set_bytes = rank_bytes * ranks
+        return cls(min(max(2, math.ceil(2 * cache / max(set_bytes, 1)) + 1), MOST_SETS), set_bytes, cache)
 
     @property
     def cold(self) -> bool:
+        """Whether no set is in the last-level cache when its turn comes."""
         return (self.sets - 1) * self.set_bytes > self.cache_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        return {"sets": self.sets, "set_bytes": self.set_bytes, "cache_bytes": self.cache_bytes, "cold": self.cold}
+        return {**asdict(self), "cold": self.cold}
 
 
 def rotating(call: Callable[[Any], Any], sets: Sequence[Any]) -> Callable[[], Any]:
-    """`call` on one set after the other, from the first again after the last."""
+    """`call` on one set after the other, and on the first again after the last."""
     turn = itertools.cycle(sets)
     return lambda: call(next(turn))
 
 
 def rotation_of(local: torch.Tensor, ranks: int, cache_bytes: int | None = None) -> Rotation:
-    """How tensors like it take turns, alike on all ranks; `ranks` of them share the cache. All of the default group
-    call it together."""
-    most = torch.tensor(local.numel() * local.element_size())
+    """The rotation of tensors like this one, the same on all ranks. All ranks of the default group call it together."""
+    most = torch.tensor(local.nbytes)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return Rotation.of(int(most), ranks, cache_bytes)
 
 
 def rotated(x: DTensor, cache_bytes: int | None = None) -> tuple[list[DTensor], Rotation]:
-    """`x` and copies of it, as many on all ranks of its mesh, and how they take turns. All ranks call it together."""
-    local = x.to_local()
-    rotation = rotation_of(local, x.device_mesh.size(), cache_bytes)
-    again = (
-        DTensor.from_local(
-            local.clone(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
-        for _ in range(rotation.sets - 1)
-    )
-    return [x, *again], rotation
+    """`x` and copies of it, and their rotation. All ranks of the default group call it together."""
+    local, mesh = x.to_local(), x.device_mesh
+    rotation = rotation_of(local, mesh.size(), cache_bytes)
+    layout: dict[str, Any] = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    more = (DTensor.from_local(local.clone(), mesh, x.placements, **layout) for _ in range(rotation.sets - 1))
+    return [x, *more], rotation
 
 
-def copies(most: int, rotation: Rotation) -> Callable[[], Any]:
-    """A bare copy of as many bytes: the ceiling of what is timed beside it."""
-    sources = [torch.ones(most, dtype=torch.uint8) for _ in range(rotation.sets)]
-    target = torch.zeros(most, dtype=torch.uint8)
-    return rotating(target.copy_, sources)
+def copies(nbytes: int, rotation: Rotation) -> Callable[[], Any]:
+    """A bare copy of so many bytes: the ceiling of what is timed beside it."""
+    sources = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(rotation.sets)]
+    return rotating(torch.zeros(nbytes, dtype=torch.uint8).copy_, sources)
 
 
 def time_sides(
     sides: Mapping[str, Callable[[], Any]],
     rounds: int,
-    kept: Mapping[str, int] | None = None,
     turn_seconds: float = TURN_SECONDS,
     finish: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds a call on this rank, one figure a round, of each side. All ranks of the default group call it together.
+    """Time the calls of each contender in turns. All ranks of the default group call it together.
 
     Args:
-        kept: outputs of a side that stay alive; `KEPT` where it is not named.
-        finish: waits for what calls have begun: once in each turn, within its time.
+        turn_seconds: a turn has as many calls as take this long.
+        finish: waits for pending calls; called once in each turn, within its time.
+
+    Returns:
+        For each contender the seconds of a call on this rank, one figure a round.
     """
-    alive: dict[str, deque[Any]] = {side: deque(maxlen=(kept or {}).get(side, KEPT)) for side in sides}
+    alive: dict[str, deque[Any]] = {side: deque(maxlen=KEPT) for side in sides}
 
     def turn(side: str, calls: int) -> float:
-        call, keep = sides[side], alive[side]
+        call, outputs = sides[side], alive[side]
         dist.barrier()
         start = time.perf_counter()
         for _ in range(calls):
-            keep.append(call())
+            outputs.append(call())
         finish()
         return (time.perf_counter() - start) / calls
 
-    # Twice as many calls as outputs are alive while it counts: the first bind programs and touch fresh pages, the next
-    # say how many make a turn, the same on all ranks.
+    # The first calls bind programs and touch fresh pages. The next determine how many calls make a turn, on all ranks.
     for side in sides:
         turn(side, 2 * KEPT)
     warm = torch.tensor([turn(side, 2 * KEPT) for side in sides])
@@ -122,12 +118,12 @@ def time_sides(
 
 
 def in_order(sides: Iterable[str], number: int) -> list[str]:
-    """The sides as they follow each other in a round: each round another begins."""
+    """The order of contenders in a round: each round starts with another."""
     names = list(sides)
     first = number % len(names)
     return names[first:] + names[:first]
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]], side: str) -> list[float]:
-    """Of each round the slowest rank's seconds."""
-    return [max(rounds) for rounds in zip(*(found[side] for found in by_rank), strict=True)]
+    """The seconds of the slowest rank in each round."""
+    return [max(rounds) for rounds in zip(*(seconds[side] for seconds in by_rank), strict=True)]

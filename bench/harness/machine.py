@@ -17,24 +17,20 @@ from typing import Any
 import torch
 import triton
 
-_CACHES = Path("/sys/devices/system/cpu")
-_GUESSED_CACHE = 64 << 20  # where the system does not say
+_DEFAULT_CACHE = 64 << 20  # if the system does not say
 
 
 def provenance() -> dict[str, Any]:
-    """What results begin with: this process's command, the time (UTC) and the machine; of JSON's types.
-
-    It starts CUDA where there are GPUs, so ranks are forked before.
-    """
+    """What results begin with, of JSON's types: this process's command, the time (UTC) and the machine. It starts CUDA
+    if there are GPUs, so ranks are forked before."""
     return {"command": command_line(), "date": now(), "machine": machine()}
 
 
 def command_line() -> str:
     """As this process was started: `python -m shardweave demo --ranks 4`."""
     words = sys.orig_argv[1:]
-    if words and words[0].startswith("-"):
-        return shlex.join(["python", *words])
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    is_module = bool(words) and words[0].startswith("-")
+    return shlex.join(["python", *words] if is_module else [Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def now() -> str:
@@ -42,91 +38,80 @@ def now() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, memory, GPUs, system and versions; of JSON's types."""
-    gpus = []
-    if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
+    """CPU, memory, GPUs, system, versions and commit; of JSON's types."""
+    root = Path(__file__).resolve().parents[2]
+    # Results that one command writes are no change for the next.
+    changes = output_of("git", "-C", root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(_memory() / 2**30, 1),
         "last_level_cache_mib": last_level_cache() / 2**20,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        **commit(),
-    }
-
-
-def kind(about: Mapping[str, Any]) -> str:
-    """A folder's name, for machines whose figures may be compared: `nvidia-h200`, `amd-epyc-2-cores`."""
-    gpus = about["gpus"]
-    if gpus:
-        return slug(gpus[0]) + (f"-x{len(gpus)}" if len(gpus) > 1 else "")
-    return slug(f"{about['cpu']} {about['cores']} cores")
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found and found[0] else platform.processor() or platform.machine()
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), limits: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that processes may still take without swapping: of the machine, or of the container, if that is less."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError, IndexError):
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups v2 and v1; "max" where there is none
-        with suppress(OSError, ValueError):
-            found.append(int((limits / name).read_text(encoding="ascii")))
-    return min(found)
-
-
-def last_level_cache(cpus: Path = _CACHES) -> int:
-    """Bytes of all caches of the last level together: buffers that take turns have to be more than these."""
-    levels: dict[int, dict[str, int]] = {}
-    for index in cpus.glob("cpu[0-9]*/cache/index*"):
-        try:
-            level, size, shared = (
-                (index / name).read_text(encoding="ascii").strip() for name in ("level", "size", "shared_cpu_list")
-            )
-            scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1])
-            levels.setdefault(int(level), {})[shared] = int(size[:-1]) * scale if scale else int(size)
-        except (OSError, ValueError):
-            continue
-    return sum(levels[max(levels)].values()) if levels else _GUESSED_CACHE
-
-
-def commit() -> dict[str, str]:
-    """Of the clone that this is a part of; "unknown" where it is installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    # What a command measures goes to the folder of results, and does not change what the next one measures.
-    changes = output_of("git", "-C", root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
-    return {
         "commit": output_of("git", "-C", root, "rev-parse", "HEAD"),
         "uncommitted_changes": changes or "none",
     }
 
 
-def output_of(*command: str) -> str:
-    """The first line that a command prints, or "unknown"."""
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    if ran.returncode:
-        return "unknown"
-    return next(iter(ran.stdout.splitlines()), "")
+def kind(about: Mapping[str, Any]) -> str:
+    """A folder's name for machines whose figures are comparable: `nvidia-h200`, `amd-epyc-2-cores`."""
+    gpus = about["gpus"]
+    return slug(f"{gpus[0]} x{len(gpus)}".removesuffix(" x1") if gpus else f"{about['cpu']} {about['cores']} cores")
 
 
 def slug(name: str) -> str:
     """A folder's name: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    with suppress(OSError):
+        if model := re.search(r"^model name\s*:[^\S\n]*(\S.*)$", cpuinfo.read_text(encoding="utf-8"), re.M):
+            return model[1]
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), limits: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that processes may still take without swapping: of the machine, or of the container, if that is less."""
+    least = _memory()
+    # KiB of the machine; bytes of cgroups v2 and v1, whose files have "max" if there is no limit.
+    for path, pattern, unit in (
+        (meminfo, r"^MemAvailable:\s*(\d+)", 1 << 10),
+        (limits / "memory.max", r"(\d+)", 1),
+        (limits / "memory/memory.limit_in_bytes", r"(\d+)", 1),
+    ):
+        with suppress(OSError):
+            if match := re.search(pattern, path.read_text(encoding="ascii"), re.M):
+                least = min(least, int(match[1]) * unit)
+    return least
+
+
+def last_level_cache(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of all caches of the last level together: buffers that take turns have to be more than these."""
+    caches: dict[tuple[int, str], int] = {}
+    for index in cpus.glob("cpu[0-9]*/cache/index*"):
+        with suppress(OSError, ValueError):
+            level, shared, size = (
+                (index / name).read_text(encoding="ascii").strip() for name in ("level", "shared_cpu_list", "size")
+            )
+            caches[int(level), shared] = int(size.removesuffix("K")) << 10  # always KiB
+    last = max((level for level, _ in caches), default=0)
+    return sum(size for (level, _), size in caches.items() if level == last) or _DEFAULT_CACHE
+
+
+def output_of(*command: str | Path) -> str:
+    """The first line that a command prints, or "unknown"."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return next(iter(done.stdout.splitlines()), "")

@@ -1,4 +1,4 @@
-"""Measured results as Markdown."""
+"""Measured results as Markdown, and the parts of it that the HTML report shares."""
 
 from __future__ import annotations
 
@@ -10,22 +10,30 @@ from typing import Any
 from .result_file import Results, Row, contenders
 
 UNIT = "of a round: median (quartiles); of several ranks each round is the slowest rank's"
-
+DRY = "A dry run on tiny sizes: no figure here means anything."
 WRONG = "Wrong results, and what has none because it failed:"
 
 
 def as_markdown(results: Results) -> str:
-    about = {"command": results.command, "date": results.date, "machine": results.machine}
-    lines = ["# Measured", "", *provenance_lines(about), ""]
-    if results.scale == "dry":
-        lines += ["**A dry run on tiny sizes: no figure here means anything.**", ""]
+    lines = ["# Measured", ""]
+    lines += provenance_lines({"command": results.command, "date": results.date, "machine": results.machine})
+    lines += ["", f"**{DRY}**"] if results.scale == "dry" else []
     if results.faults:
-        lines += [f"**{WRONG}**", "", *(f"- {fault}" for fault in results.faults), ""]
-    for suite, rows in groupby(results.rows, key=lambda row: row.suite):
-        lines += [f"## {suite}", "", *table(list(rows)), ""]
+        lines += ["", f"**{WRONG}**", "", *(f"- {fault}" for fault in results.faults)]
+    for suite, group in groupby(results.rows, key=lambda row: row.suite):
+        rows = list(group)
+        heads, body = table_cells(rows)
+        lines += ["", f"## {suite}", "", *table(heads, [cells for _, cells in body]), ""]
+        lines += [f"Times {UNIT}.", ""] if any(row.unit != "×" for row in rows) else []
+        lines += [f"- {line}" for line in remarks(rows)]
     if results.absent:
-        lines += ["Not measured:", "", *absent_lines(results), ""]
+        lines += ["", "Not measured:", "", *(f"- {line}" for line in absent_lines(results))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
 def provenance_lines(about: Mapping[str, Any]) -> list[str]:
@@ -36,73 +44,58 @@ def provenance_lines(about: Mapping[str, Any]) -> list[str]:
 def machine_lines(about: Mapping[str, Any]) -> list[str]:
     gpus = ", ".join(about["gpus"]) or "no GPU"
     cache = f"; last-level cache {about['last_level_cache_mib']:g} MiB" if "last_level_cache_mib" in about else ""
+    changed = about.get("uncommitted_changes", "none") not in ("none", "unknown")
+    system, python, torch, triton, commit = (
+        about.get(name, "?") for name in ("system", "python", "torch", "triton", "commit")
+    )
     return [
         f"{about['cpu']}, {about['cores']} cores, {about.get('memory_gib', '?')} GiB; {gpus}{cache}.",
-        f"{about.get('system', '?')}, Python {about.get('python', '?')}, torch {about.get('torch', '?')}, "
-        f"triton {about.get('triton', '?')}; commit {str(about.get('commit', '?'))[:12]}"
-        + ("." if about.get("uncommitted_changes", "none") in ("none", "unknown") else ", with uncommitted changes."),
+        f"{system}, Python {python}, torch {torch}, triton {triton}; commit {commit[:12]}"
+        f"{', with uncommitted changes' * changed}.",
     ]
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[tuple[Row, list[str]]]]:
-    """A line a case and contender, ours first. What others take by what ours takes stands beside the others; columns
-    with nothing in them are left out."""
+    """The heads, and the cells of each row, ours first in each case. Columns without any entry are left out."""
     heads = ["case", "contender", "median", "quartiles", "÷ ours", "bytes", "bound", "of bare copy", "cache"]
     body = []
     for case, group in groupby(rows, key=lambda row: row.case):
-        of_case = {row.contender: row for row in group}
-        names = contenders(list(of_case.values()))
-        ours = of_case[names[0]] if of_case[names[0]].is_ours else None
+        by_name = {row.contender: row for row in group}
+        ours, *_ = names = contenders(list(by_name.values()))
         for name in names:
-            row = of_case[name]
+            row, unit = by_name[name], by_name[ours].median if by_name[ours].is_ours and name != ours else 0.0
             low, high = row.quartiles
             cold = row.detail.get("rotation", {}).get("cold")
-            ratio = f"{row.median / ours.median:.2f}" if ours and row is not ours and ours.median else ""
-            share = "" if row.share_of_ceiling is None else f"{row.share_of_ceiling:.0%}"
-            cells = [case, name, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}", ratio,
-                     count(row.bytes), count(row.bound_bytes), share,
-                     "" if cold is None else "cold" if cold else "warm"]  # fmt: skip
-            body.append((row, cells))
-    kept = [place for place in range(len(heads)) if any(cells[place] for _, cells in body)]
-    return [heads[p] for p in kept], [(row, [cells[p] for p in kept]) for row, cells in body]
+            body.append((row, [
+                case, name, f"{figure(row.median)} {row.unit}", f"{figure(low)} to {figure(high)}",
+                f"{row.median / unit:.2f}" if unit else "",
+                *("" if count is None else f"{count:,}" for count in (row.bytes, row.bound_bytes)),
+                "" if row.share_of_ceiling is None else f"{row.share_of_ceiling:.0%}",
+                "" if cold is None else "cold" if cold else "warm",
+            ]))  # fmt: skip
+    shown = [i for i in range(len(heads)) if any(cells[i] for _, cells in body)]
+    return [heads[i] for i in shown], [(row, [cells[i] for i in shown]) for row, cells in body]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    heads, body = table_cells(rows)
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    lines += [f"| {' | '.join(cells)} |" for _, cells in body]
-    lines += ["", f"Times {UNIT}."] if any(row.unit != "×" for row in rows) else []
-    lines += [f"{line}." for line in bytes_are(rows)]
-    remarks = notes(rows)
-    return [*lines, "", *(f"- {line}" for line in remarks)] if remarks else lines
-
-
-def bytes_are(rows: Sequence[Row]) -> list[str]:
-    return [f"Bytes: {what}" for what in dict.fromkeys(r.detail["bytes are"] for r in rows if "bytes are" in r.detail)]
-
-
-def notes(rows: Sequence[Row]) -> list[str]:
-    """What is to be said of rows, each thing once."""
-    about: dict[str, list[Row]] = {}
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What bytes are counted, and the notes of rows, each once."""
+    counted = dict.fromkeys(row.detail["bytes are"] for row in rows if "bytes are" in row.detail)
+    notes: dict[str, list[Row]] = {}
     for row in rows:
         if row.note:
-            about.setdefault(row.note, []).append(row)
-    return [
-        f"{of[0].contender}: {note}" if len(of) > 1 else f"{of[0].case}, {of[0].contender}: {note}"
-        for note, of in about.items()
+            notes.setdefault(row.note, []).append(row)
+    return [f"Bytes: {what}" for what in counted] + [
+        f"{first.contender}: {note}" if more else f"{first.case}, {first.contender}: {note}"
+        for note, (first, *more) in notes.items()
     ]
 
 
 def absent_lines(results: Results) -> list[str]:
     """A line for each contender of a suite and each reason."""
     cases = Counter((one.suite, one.contender, one.why) for one in results.absent)
-    return [f"- {suite}: {who} ({n} case{'s' * (n > 1)}): {why}" for (suite, who, why), n in cases.items()]
+    return [f"{suite}: {who} ({n} case{'s' * (n > 1)}): {why}" for (suite, who, why), n in cases.items()]
 
 
 def figure(value: float) -> str:
     """Three digits, and no more than are whole."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def count(given: int | None) -> str:
-    return "" if given is None else f"{given:,}"

@@ -7,17 +7,20 @@ is better in every unit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ...errors import ArgumentError
 
 # Of a sample in pytest-benchmark's seconds; what is counted ("×") stands there as it is.
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "×": 1.0}
-_HEAD = ("datetime", "command", "scale", "match", "machine_info", "benchmarks", "absent", "faults")
+T = TypeVar("T")
+_HEAD = ("datetime", "command", "scale", "match", "machine_info", "absent", "faults")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Row:
         bound_bytes: the least that it has to be. None: no bound is known.
         share_of_ceiling: what a bare copy of the bytes takes in the same run, as a part of what this takes.
         paired: samples with the same index are of the same request in every run, not rounds of one.
-        detail: what else is to be said, of JSON's types.
+        detail: further information, of JSON's types.
     """
 
     suite: str
@@ -57,7 +60,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        low, *_, high = quantiles(self.samples * (1 + (len(self.samples) == 1)), n=4, method="inclusive")
+        low, high = np.quantile(self.samples, (0.25, 0.75)).tolist()
         return low, high
 
     @property
@@ -67,6 +70,10 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str]:
         return self.suite, self.case, self.contender
+
+    @property
+    def name(self) -> str:
+        return ": ".join(self.key)
 
     @property
     def seconds(self) -> list[float]:
@@ -80,29 +87,38 @@ class Row:
 
     @classmethod
     def of(cls, benchmark: Mapping[str, Any]) -> Row:
-        about = benchmark["extra_info"]
-        return cls(samples=tuple(one / UNITS[about["unit"]] for one in benchmark["stats"]["data"]), **about)
+        extra = benchmark["extra_info"]
+        return cls(samples=tuple(one / UNITS[extra["unit"]] for one in benchmark["stats"]["data"]), **extra)
 
 
 def is_ours(contender: str) -> bool:
     return contender == "ours" or contender.startswith("ours, ")
 
 
+def contenders(rows: Sequence[Row]) -> list[str]:
+    """Ours first, the others in the order of the rows."""
+    return sorted(dict.fromkeys(row.contender for row in rows), key=lambda name: not is_ours(name))
+
+
 @dataclass(frozen=True)
 class Missing:
-    """A contender without a row: it is not here, it refuses the case, or its result was wrong. Of a suite whose process
-    ended badly, with no case and no contender."""
+    """A contender without a row: it is not installed, it refuses the case, or its result was wrong. Without a case and
+    contender: a suite whose process failed."""
 
     suite: str
     case: str
     contender: str
     why: str
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.suite, self.case, self.contender
+
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.suite, self.case, self.contender, " ".join(self.why.split()))))
+        return ": ".join(filter(None, (*self.key, " ".join(self.why.split()))))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Results:
     """What one command measured.
 
@@ -110,29 +126,28 @@ class Results:
         scale: only results of one scale have the same cases.
         absent: what could not be measured, and why.
         faults: what went wrong, and so has no row.
-        match: only cases with this in their name were asked for.
+        match: only cases with this in their name were measured.
     """
 
     date: str
     command: str
     scale: str
     machine: Mapping[str, Any]
-    rows: tuple[Row, ...]
-    absent: tuple[Missing, ...] = ()
-    faults: tuple[Missing, ...] = ()
+    rows: Sequence[Row] = field(default_factory=list)
+    absent: Sequence[Missing] = field(default_factory=list)
+    faults: Sequence[Missing] = field(default_factory=list)
     match: str = ""
+
+    def put(self, kind: str, one: Row | Missing) -> None:
+        """Append to the list "rows", "absent" or "faults"."""
+        getattr(self, kind).append(one)
 
     def head(self) -> dict[str, Any]:
         """What the file has besides the benchmarks."""
-        return {
-            "datetime": self.date,
-            "command": self.command,
-            "scale": self.scale,
-            "match": self.match,
-            "machine_info": dict(self.machine),
-            "absent": [asdict(one) for one in self.absent],
-            "faults": [asdict(one) for one in self.faults],
-        }
+        lists = ([asdict(one) for one in some] for some in (self.absent, self.faults))
+        return dict(
+            zip(_HEAD, (self.date, self.command, self.scale, self.match, dict(self.machine), *lists), strict=True)
+        )
 
     def to_json(self) -> str:
         """For programs that do not run under pytest-benchmark."""
@@ -141,38 +156,30 @@ class Results:
 
 
 def read(path: Path, argument: str) -> Results:
-    """
-    Raises:
-        ArgumentError: the file is not there, cut short or something else; named by `argument`.
-    """
-    what = "what `python -m shardweave bench --json` writes"
-    given = load(path, argument, what, *_HEAD)
-    try:
-        rows = tuple(map(Row.of, given["benchmarks"]))
-        absent, faults = (tuple(Missing(**one) for one in given[name]) for name in ("absent", "faults"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"{argument}: {str(path)!r} is something else: {error!r}; allowed: {what}") from None
-    if len({row.key for row in rows}) < len(rows) or not (rows or absent or faults):
-        raise ArgumentError(f"{argument}: {str(path)!r} has no rows, or one of them twice; allowed: {what}")
-    machine = given["machine_info"]
-    return Results(given["datetime"], given["command"], given["scale"], machine, rows, absent, faults, given["match"])
-
-
-def load(path: Path, argument: str, what: str, *keys: str) -> dict[str, Any]:
-    """A JSON object that has these keys.
+    """Read a result file.
 
     Raises:
-        ArgumentError: it is something else, or cannot be read.
+        ArgumentError: the file is missing, cut short or something else; the text names `argument`.
+    """
+
+    def parse(content: Any) -> Results:
+        date, command, scale, match, machine, absent, faults = (content[name] for name in _HEAD)
+        rows = [Row.of(one) for one in content["benchmarks"]]
+        absent, faults = ([Missing(**one) for one in some] for some in (absent, faults))
+        if len({row.key for row in rows}) < len(rows) or not (rows or absent or faults):
+            raise ValueError("no rows, or one of them twice")
+        return Results(date, command, scale, machine, rows, absent, faults, match)
+
+    return load(path, argument, "what `python -m shardweave bench --json` writes", parse)
+
+
+def load(path: Path, argument: str, allowed: str, parse: Callable[[Any], T]) -> T:
+    """Parse the content of a JSON file.
+
+    Raises:
+        ArgumentError: the file cannot be read, or `parse` fails.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # a folder, no text, cut short
-        raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error}; allowed: {what}") from None
-    if not isinstance(given, dict) or not given.keys() >= set(keys):
-        raise ArgumentError(f"{argument}: {str(path)!r} is something else; allowed: {what}")
-    return given
-
-
-def contenders(rows: Sequence[Row]) -> list[str]:
-    """Ours first, the others in the order in which they come."""
-    return sorted(dict.fromkeys(row.contender for row in rows), key=lambda name: not is_ours(name))
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error!r}; allowed: {allowed}") from None

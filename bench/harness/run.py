@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ArgumentError
 from ..suites import SUITES
-from .compare import THRESHOLD, compare, named, show
-from .machine import kind, machine, now
+from .compare import THRESHOLD, compare, show
+from .machine import kind
 from .markdown import as_markdown
-from .measure import measured, suite
-from .result_file import Missing, Results, Row, read
+from .measure import measure, suite
+from .result_file import Results, read
 from .writable import check_writable
 
-HERE = Path(__file__).resolve().parents[1]
-COMMITTED = HERE / "results"
+COMMITTED = Path(__file__).resolve().parents[1] / "results"
 
 
 def run(
@@ -28,16 +27,19 @@ def run(
     check: bool,
     committed: Path = COMMITTED,
 ) -> int:
-    """Measure suites, show the table, write the files; 1 where a result was wrong, could not be measured, or, with
-    `check`, is slower than the committed one beyond noise.
+    """Measure suites, print the tables and write the files.
 
     Args:
         names: of `SUITES`; none: all.
-        out: a folder: `<kind of machine>/<scale>.json` and `.md` go there.
-        check: compare with `<kind of machine>/<scale>.json` in `committed`; says so where there is none.
+        out: write JSON and Markdown to `<kind of machine>/<scale>` in this folder.
+        check: compare with `<kind of machine>/<scale>.json` in `committed`, if there is one.
+
+    Returns:
+        The exit status: 1 if a result was wrong or could not be measured, or, with `check`, is slower than the
+        committed one beyond noise.
 
     Raises:
-        ArgumentError: a suite that there is not, no case with that name, a file that cannot be written.
+        ArgumentError: an unknown suite, no case with that name, a file that cannot be written.
     """
     for name in names:
         if name not in SUITES:
@@ -53,60 +55,46 @@ def run(
     if not any(cases.values()):
         raise ArgumentError(f"--match: {match!r} is in no case's name of {', '.join(chosen)}; allowed: part of one")
     options = ["--quick"] * (scale == "quick") + [f"--match {match!r}"] * bool(match)
-    command = " ".join(["python -m shardweave bench", *chosen, *options])
-    results = _measured(cases, scale, command, match)
+    results = measure(cases, scale, " ".join(["python -m shardweave bench", *chosen, *options]), match)
     print(as_markdown(results))
-    about = kind(results.machine)
-    written = {} if json_path is None else {json_path: results.to_json()}
+    folder = kind(results.machine)
+    files = {} if json_path is None else {json_path: results.to_json()}
     if out is not None:
-        (out / about).mkdir(exist_ok=True)
-        written |= {out / about / f"{scale}.json": results.to_json(), out / about / f"{scale}.md": as_markdown(results)}
-    for path, content in written.items():
+        (out / folder).mkdir(exist_ok=True)
+        files |= {out / folder / f"{scale}.json": results.to_json(), out / folder / f"{scale}.md": as_markdown(results)}
+    for path, content in files.items():
         path.write_text(content, encoding="utf-8")
         print(f"written: {path}", file=sys.stderr)
-    slower = check and _checked(results, committed / about / f"{scale}.json")
+    slower = check and _is_slower(results, committed / folder / f"{scale}.json")
     return int(bool(slower or results.faults or not results.rows))
 
 
-def _measured(cases: Mapping[str, Sequence[str]], scale: str, command: str = "", match: str = "") -> Results:
-    """Measures each suite in a process of its own."""
-    rows: list[Row] = []
-    absent: list[Missing] = []
-    faults: list[Missing] = []
-    for name, selected in cases.items():
-        if selected:
-            found = measured(name, selected, scale)
-            rows += found.rows.values()
-            absent += (Missing(name, *key, why) for key, why in found.absent.items())
-            faults += (Missing(name, *key, why) for key, why in found.all_faults().items())
-    return Results(now(), command, scale, machine(), tuple(rows), tuple(absent), tuple(faults), match)
-
-
-def _checked(results: Results, baseline: Path) -> int:
+def _is_slower(results: Results, baseline: Path) -> bool:
+    """Compare with committed results, and measure again what looks slower: other programs on the machine may have
+    slowed all rounds of a case."""
     if not baseline.exists():
         print(
             f"Nothing to compare with: there are no committed results of this kind of machine ({baseline.parent.name}, "
             f"{results.scale}).\nTo commit some: python -m shardweave bench"
             f"{' --quick' if results.scale == 'quick' else ''} --out bench/results"
         )
-        return 0
+        return False
     before = read(baseline, "baseline")
     print(f"Against {baseline}:\n")
-    found = compare(before, results, THRESHOLD, subset=True)
-    status = show(found)
-    if not found.regressions:
-        return status
-    # What else the machine did meanwhile may have lasted through all rounds of a case: it does not come again.
+    comparison = compare(before, results, THRESHOLD, subset=True)
+    status = show(comparison)
+    if not comparison.regressions:
+        return bool(status)
     cases: dict[str, list[str]] = {}
-    for one in found.regressions:
+    for one in comparison.regressions:
         cases.setdefault(one.row.suite, []).append(one.row.case)
     print("\nOnce more, the cases of these:\n", flush=True)
-    again = _measured(cases, results.scale)
-    second = {one.row.key: one for one in compare(before, again, THRESHOLD, subset=True).rows}
-    lasting = [one for one in found.regressions if one.row.key not in second or second[one.row.key].verdict == "slower"]
+    again = compare(before, measure(cases, results.scale), THRESHOLD, subset=True)
+    # A row that could not be measured again counts as slower.
+    once = {one.row.key for one in again.rows if one.verdict != "slower"}
+    lasting = [one for one in comparison.regressions if one.row.key not in once]
     for one in lasting:
-        ratios = [f"{c.ratio:.2f}" for c in (one, second.get(one.row.key)) if c is not None]
-        print(f"REGRESSED, twice: {named(one.row)}: {', '.join(ratios)}")
+        print(f"REGRESSED, twice: {one.row.name}: {one.ratio:.2f}")
     if not lasting:
         print("None of them is slower beyond noise once more.")
-    return int(bool(lasting or found.failures))
+    return bool(lasting or comparison.failures)

@@ -1,4 +1,4 @@
-"""What commands print on: a console of the width that there is, tables, and a bar of progress."""
+"""The console, tables and progress bar of commands."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_PLAIN_WIDTH = 170  # of a table that no terminal bounds
+_PLAIN_WIDTH = 170  # columns, of a file or a pipe
 
 
 def console_of_tables() -> Console:
-    """On stdout, as wide as the terminal; of a file or a pipe 170 columns."""
+    """A console on stdout, as wide as the terminal."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
 def table(title: str | None, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """
+    """A table whose first columns are texts, which are folded, and whose other columns are figures.
+
     Args:
-        title, rows: with rich's marks.
-        texts, figures: the columns' names, those of texts, which are folded, first.
+        title, rows: with rich's markup.
+        texts, figures: the names of the columns.
     """
     view = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
     for name in texts:

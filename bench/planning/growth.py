@@ -18,9 +18,8 @@ class Growth:
 
     Attributes:
         about: the rule in words.
-        dims: mesh dims in row-major order. The ranks of the last are neighbours; the first has the replicas.
-        fixed: the sizes of the dims that do not grow.
-        capped: the dim that grows first, and its largest size. Replicas grow after it.
+        capped: the mesh dim that grows first, and its largest size. Replicas grow after it.
+        fixed: the sizes of the dims that do not grow. The ranks of the last are neighbours.
         flattened: mesh dims that flatten several of these, by name.
         gradients: the mesh dim over which gradients of weights are reduced in a program that was recorded without
             replicas; they are reduced over replicas too. Tensors whose first size is 1 (a batch of one sequence) are no
@@ -28,9 +27,8 @@ class Growth:
     """
 
     about: str
-    dims: tuple[str, ...]
-    fixed: Mapping[str, int]
     capped: tuple[str, int]
+    fixed: Mapping[str, int]
     flattened: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gradients: str | None = None
 
@@ -41,8 +39,8 @@ class Growth:
             return None
         name, largest = self.capped
         size = math.gcd(left, largest)
-        sizes = {**self.fixed, name: size, self.dims[0]: left // size}
-        return Mesh([sizes[dim] for dim in self.dims], self.dims)
+        sizes = {"replicas": left // size, name: size, **self.fixed}
+        return Mesh(tuple(sizes.values()), tuple(sizes))
 
     def mesh(self, full_mesh: Mesh, names: Sequence[str]) -> Mesh:
         """The submesh of the named dims that contains the first rank.
@@ -71,7 +69,7 @@ class Growth:
             )
         if self.gradients in names and entry.shape[:1] != (1,):
             if isinstance(source.placements[names.index(self.gradients)], Partial) and not target.has_partial:
-                names = (self.dims[0], *names)
+                names = ("replicas", *names)
                 source, target = _with_replicas(Partial(), source), _with_replicas(Replicate(), target)
         mesh = self.mesh(full_mesh, names)
         shape = entry.shape
@@ -87,32 +85,20 @@ def _with_replicas(placement: Placement, layout: Layout) -> Layout:
 
 _TENSOR = "tensor parallelism stays within a node of 8"
 GROWTHS = {
-    "llama3_8b": Growth(
-        f"{_TENSOR}; FSDP's shards grow up to 64, then its replicas",
-        ("replicas", "dp", "tp"),
-        {"tp": 8},
-        ("dp", 64),
-    ),
-    "llama3_70b": Growth(
-        f"{_TENSOR}; FSDP's shards grow up to 128, then its replicas",
-        ("replicas", "dp", "tp"),
-        {"tp": 8},
-        ("dp", 128),
-    ),
+    "llama3_8b": Growth(f"{_TENSOR}; FSDP's shards grow up to 64, then its replicas", ("dp", 64), {"tp": 8}),
+    "llama3_70b": Growth(f"{_TENSOR}; FSDP's shards grow up to 128, then its replicas", ("dp", 128), {"tp": 8}),
     "deepseek_v3": Growth(
         "expert parallelism of 32 and tensor parallelism of 2 stay; FSDP's shards grow up to 8 for experts and 256 for "
         "the rest, then its replicas",
-        ("replicas", "fsdp", "ep", "tp"),
-        {"ep": 32, "tp": 2},
         ("fsdp", 8),
+        {"ep": 32, "tp": 2},
         {"dp": ("fsdp", "ep")},
     ),
     "solver": Growth(
         f"{_TENSOR}; data parallelism, over which weights are cut too, grows up to 128, then replicas, over which "
         "gradients of weights are summed as well",
-        ("replicas", "dp", "tp"),
-        {"tp": 8},
         ("dp", 128),
+        {"tp": 8},
         gradients="dp",
     ),
 }

@@ -1,9 +1,8 @@
 """torch's plans and shardweave's plans over pairs of layouts: bytes, collectives, peak memory and cost.
 
 `python -m shardweave.bench.planning.plans --out FILE` makes and counts plans; nothing is timed (`bench plan` does that)
-or communicated. torch's plans come from its own planner on a fake process group, and its collectives are counted as
-issued: shards padded to the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true
-one.
+or communicated. torch's plans come from its own planner, and its collectives are counted as issued: shards padded to
+the largest of their group, all-reduce as reduce-scatter and all-gather, all-to-all as a true one.
 
 torch's graph planner takes tens of milliseconds for a pair of layouts of a 3-D tensor on a 3-D mesh, so that all pairs
 take most of an hour of CPU time. By default a seeded sample, one in `EVERY` pairs of each mesh and shape, is counted;
@@ -16,16 +15,14 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
-from typing import Any
-
-import torch.distributed as dist
 
 import shardweave
 from shardweave import Layout, Link, Mesh, Topology
@@ -36,7 +33,7 @@ from shardweave.planner.exchange.layout_change import layout_change
 from ...errors import ArgumentError
 from ..baselines.stock_plans import Counted, count_stock, stock
 from ..harness.machine import provenance
-from ..harness.markdown import provenance_lines
+from ..harness.markdown import provenance_lines, table
 from ..harness.writable import check_writable
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2), (4, 2, 2))
@@ -48,7 +45,24 @@ TOPOLOGIES = (
     replace(shardweave.NVLINK_INFINIBAND, name="2 nodes × 8, slow network", network=Link(50.0, 1.0, False, 10.0)),
 )
 EVERY = 20
+_GRAPH = {"torch greedy": False, "torch graph": True}
+_OURS = "shardweave"
 _ROUNDING = 0.005  # µs: costs are whole nanoseconds per step
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The plans for one pair of layouts.
+
+    Attributes:
+        bound: bytes that a rank must receive at least, of the rank with most.
+        counted: by planner; empty for a partial source.
+        prices: torch's price ÷ shardweave's by topology and planner, if shardweave's plan costs anything.
+    """
+
+    bound: int
+    counted: dict[str, Counted]
+    prices: dict[tuple[str, str], float]
 
 
 def layouts(mesh_dims: int, tensor_dims: int, partial: bool = False) -> list[Layout]:
@@ -58,13 +72,6 @@ def layouts(mesh_dims: int, tensor_dims: int, partial: bool = False) -> list[Lay
         options.append(shardweave.Partial())
     every = [Layout(placements) for placements in product(options, repeat=mesh_dims)]
     return [layout for layout in every if layout.has_partial == partial]
-
-
-def sampled_pairs(mesh: Mesh, shape: tuple[int, ...], every: int, partial: bool = False) -> list[tuple[Layout, Layout]]:
-    """A seeded sample, one in `every`, of the pairs of layouts; `partial`: sources with partial placements."""
-    sources, targets = layouts(mesh.ndim, len(shape), partial), layouts(mesh.ndim, len(shape))
-    pairs = list(product(sources, targets))
-    return Random(7).sample(pairs, -(-len(pairs) // every))
 
 
 def count_ours(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Counted, int]:
@@ -83,92 +90,77 @@ def spread(shape: tuple[int, ...]) -> Mesh:
     return Mesh(shape, ranks=(*range(half), *range(8, 8 + half)))
 
 
-def us_with_sums(mesh: Mesh, shape: tuple[int, ...], route: Sequence[Layout], topology: Topology) -> float:
-    """The price of a route of torch's with reductions: a collective that reduces is as cheap as it can be made."""
-    total = 0.0
-    for a, b in pairwise(route):
-        reduces = any(isinstance(p, shardweave.Partial) and p != b.placements[m] for m, p in enumerate(a.placements))
-        if reduces:
-            total += shardweave.redistribute_cost(mesh, shape, "float32", a, b, topology)
-        else:
-            total += us(mesh, shape, [(a, b)], topology)[0]
-    return total
+@cache
+def collective_us(mesh: Mesh, shape: tuple[int, ...], before: Layout, after: Layout, topology: Topology) -> float:
+    """The price of one of torch's collectives: if it reduces, of the cheapest program that does it; otherwise of an
+    exchange, which moves no more."""
+    moved = zip(before.placements, after.placements, strict=True)
+    if any(isinstance(a, shardweave.Partial) and a != b for a, b in moved):
+        return shardweave.redistribute_cost(mesh, shape, "float32", before, after, topology)
+    exchange = layout_change(mesh, "float32", before, after, topology.node_size)
+    (price,) = step_prices([exchange], shape, topology, unbounded=1)
+    return price.us
 
 
-def us(mesh: Mesh, shape: tuple[int, ...], routes: Sequence[Sequence[Layout]], topology: Topology) -> list[float]:
-    """The price of exchanges from layout to layout, of some routes; torch's collectives between these move no less."""
-    steps = [layout_change(mesh, "float32", a, b, topology.node_size) for route in routes for a, b in pairwise(route)]
-    left = iter(step_prices(steps, shape, topology, unbounded=len(steps)))
-    return [sum(next(left).us for _ in pairwise(route)) for route in routes]
+def measure(mesh_shape: tuple[int, ...], shape: tuple[int, ...], partial: bool = False, every: int = 1) -> list[Pair]:
+    """The plans for a seeded sample, one in `every`, of the pairs of layouts; `partial`: with a partial source."""
+    mesh, nodes = Mesh(mesh_shape), spread(mesh_shape)
+    every_pair = list(product(layouts(mesh.ndim, len(shape), partial), layouts(mesh.ndim, len(shape))))
+    pairs = []
+    for source, target in Random(7).sample(every_pair, -(-len(every_pair) // every)):
+        if source == target:
+            continue
+        routes = {name: stock(mesh_shape, graph).layouts(shape, source, target) for name, graph in _GRAPH.items()}
+        counted, bound, prices = dict[str, Counted](), 0, dict[tuple[str, str], float]()
+        if not partial:
+            counted = {name: count_stock(mesh, shape, route) for name, route in routes.items()}
+            counted[_OURS], bound = count_ours(mesh, shape, source, target)
+        for topology in TOPOLOGIES:
+            ours = shardweave.redistribute_cost(nodes, shape, "float32", source, target, topology)
+            for name, route in routes.items() if ours > _ROUNDING else ():
+                theirs = sum(collective_us(nodes, shape, a, b, topology) for a, b in pairwise(route))
+                prices[topology.name, name] = 1.0 if abs(theirs - ours) <= _ROUNDING else theirs / ours
+        pairs.append(Pair(bound, counted, prices))
+    return pairs
 
 
-def percentiles(values: Sequence[float]) -> str:
+def _spread_of(values: Sequence[float]) -> list[str]:
     ranked = sorted(values)
-    return (
-        f"{statistics.median(ranked):.2f} | {statistics.mean(ranked):.2f} | {ranked[int(0.9 * len(ranked))]:.1f} | "
-        f"{ranked[-1]:.1f} | {sum(v <= 1 for v in ranked) / len(ranked):.1%}"
-    )
+    p90, most = ranked[int(0.9 * len(ranked))], ranked[-1]
+    return [f"{statistics.median(ranked):.2f}", f"{statistics.mean(ranked):.2f}", f"{p90:.2f}", f"{most:.1f}"]
 
 
-def compare(shapes: Sequence[tuple[int, ...]], every: int = 1) -> Iterator[str]:
-    """The rows of the first table: bytes, collectives, peak."""
-    counted_plans: dict[str, list[tuple[Counted, int]]] = {"torch greedy": [], "torch graph": [], "shardweave": []}
-    moving = dict.fromkeys(counted_plans, 0)
-    with_zero = 0
-    for mesh_shape in MESHES:
-        mesh, greedy, graph = Mesh(mesh_shape), stock(mesh_shape, False), stock(mesh_shape, True)
-        for shape in shapes:
-            for source, target in sampled_pairs(mesh, shape, every):
-                if source == target:
-                    continue
-                ours, bound = count_ours(mesh, shape, source, target)
-                counted = {
-                    "torch greedy": count_stock(mesh, shape, greedy.layouts(shape, source, target)),
-                    "torch graph": count_stock(mesh, shape, graph.layouts(shape, source, target)),
-                    "shardweave": ours,
-                }
-                with_zero += not bound
-                for name, count in counted.items():
-                    if bound:
-                        counted_plans[name].append((count, bound))
-                    else:
-                        moving[name] += count.received > 0
-    for name, plans in counted_plans.items():
-        steps = [min(count.collectives, 4) for count, _ in plans]
-        shares = " / ".join(f"{steps.count(k) / len(steps):.0%}" for k in (1, 2, 3, 4))
-        peaks = [count.peak for count, _ in plans]
-        yield (
-            f"| {name} | {len(plans)} | {percentiles([count.received / bound for count, bound in plans])} | {shares} | "
-            f"{statistics.mean(peaks):.2f} / {max(peaks):.1f} | {moving[name]} of {with_zero} |"
-        )
+def byte_table(pairs: Sequence[Pair]) -> list[str]:
+    """Bytes, collectives and peak memory of each planner."""
+    heads = ("planner", "pairs", "median", "mean", "p90", "max", "at 1.0", "1 / 2 / 3 / 4+ collectives",
+             "peak ÷ largest shard, mean / max", "other pairs, bound 0: that move")  # fmt: skip
+    moving, others = ([pair for pair in pairs if bool(pair.bound) == moves] for moves in (True, False))
+    rows = []
+    for name in (*_GRAPH, _OURS):
+        ratios = [pair.counted[name].received / pair.bound for pair in moving]
+        steps = [min(pair.counted[name].collectives, 4) for pair in moving]
+        peaks = [pair.counted[name].peak for pair in moving]
+        moved = sum(pair.counted[name].received > 0 for pair in others)
+        rows.append((
+            name, len(moving), *_spread_of(ratios), f"{sum(r <= 1 for r in ratios) / len(ratios):.1%}",
+            " / ".join(f"{steps.count(k) / len(steps):.0%}" for k in (1, 2, 3, 4)),
+            f"{statistics.mean(peaks):.2f} / {max(peaks):.1f}", f"{moved} of {len(others)}",
+        ))  # fmt: skip
+    return table(heads, rows)
 
 
-def compare_prices(
-    topology: Topology, shapes: Sequence[tuple[int, ...]], partial: bool = False, every: int = 1
-) -> Iterator[str]:
-    """The rows of the tables of costs: torch's steps as exchanges ÷ shardweave's plan for the same topology."""
-    ratios: dict[str, list[float]] = {"torch greedy": [], "torch graph": []}
-    for mesh_shape in MESHES:
-        mesh, planners = spread(mesh_shape), [stock(mesh_shape, "graph" in name) for name in ratios]
-        for shape in shapes:
-            for source, target in sampled_pairs(mesh, shape, every, partial):
-                ours = shardweave.redistribute_cost(mesh, shape, "float32", source, target, topology)
-                if ours <= _ROUNDING:
-                    continue
-                routes = [planner.layouts(shape, source, target) for planner in planners]
-                if partial:
-                    prices_of = [us_with_sums(mesh, shape, route, topology) for route in routes]
-                else:
-                    prices_of = us(mesh, shape, routes, topology)
-                for values, theirs in zip(ratios.values(), prices_of, strict=True):
-                    values.append(1.0 if abs(theirs - ours) <= _ROUNDING else theirs / ours)
-    for name, values in ratios.items():
-        ranked = sorted(values)
-        yield (
-            f"| {topology.name} | {name} | {len(values)} | {statistics.median(values):.2f} | "
-            f"{statistics.mean(values):.2f} | {ranked[int(0.9 * len(ranked))]:.2f} | {ranked[-1]:.1f} | "
-            f"{ranked[0]:.3f} | {sum(v == 1 for v in values) / len(values):.0%} | {sum(v < 1 for v in values)} |"
-        )
+def price_table(pairs: Sequence[Pair]) -> list[str]:
+    """Prices of torch's plans ÷ those of shardweave's."""
+    heads = ("topology", "planner", "pairs", "median", "mean", "p90", "max", "min", "as cheap",
+             "cheaper than shardweave's")  # fmt: skip
+    rows = []
+    for key in product((topology.name for topology in TOPOLOGIES), _GRAPH):
+        values = [pair.prices[key] for pair in pairs if key in pair.prices]
+        equal, cheaper = (sum(map(test, values)) for test in ((1.0).__eq__, (1.0).__gt__))
+        rows.append((
+            *key, len(values), *_spread_of(values), f"{min(values):.3f}", f"{equal / len(values):.0%}", cheaper
+        ))  # fmt: skip
+    return table(heads, rows)
 
 
 WASTEFUL = (
@@ -183,70 +175,53 @@ WASTEFUL = (
 )
 
 
-def wasteful() -> Iterator[str]:
-    """Rows of single redistributions of 8192² float32: MiB that the rank receives that receives most."""
+def wasteful_table() -> list[str]:
+    """Single redistributions of 8192² float32: MiB that the rank receives that receives most."""
+    rows = []
     for mesh_shape, source, target in WASTEFUL:
         mesh, shape, pair = Mesh(mesh_shape), (8192, 8192), (Layout.parse(source), Layout.parse(target))
         program = plan(mesh, shape, "float32", *pair)
-        stock_mib = ["-", "-"]  # torch's placements do not say an order
+        stock_mib: list[object] = ["-", "-"]  # torch's placements do not express an order
         if "@" not in target:
-            routes = [stock(mesh_shape, graph).layouts(shape, *pair) for graph in (False, True)]
-            stock_mib = [str(count_stock(mesh, shape, route).received >> 20) for route in routes]
-        bound = "-" if program.bytes_bound is None else str(max(program.bytes_bound) >> 20)
+            routes = [stock(mesh_shape, graph).layouts(shape, *pair) for graph in _GRAPH.values()]
+            stock_mib = [count_stock(mesh, shape, route).received >> 20 for route in routes]
+        bound = "-" if program.bytes_bound is None else max(program.bytes_bound) >> 20
         ours = f"{max(program.bytes_received) >> 20} in {program.exchanges}"
-        yield f"| {'×'.join(map(str, mesh_shape))} | {source} → {target} | {' | '.join(stock_mib)} | {ours} | {bound} |"
-
-
-def _section(section: tuple[str, Any, int]) -> list[str]:
-    kind, argument, every = section
-    if kind == "bytes":
-        return list(compare(argument, every))
-    return list(compare_prices(argument, EVEN + UNEVEN, kind == "sums", every))
-
-
-def join() -> None:
-    """torch plans on a process group; this one moves nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(map(math.prod, MESHES)))
+        rows.append(("×".join(map(str, mesh_shape)), f"{source} → {target}", *stock_mib, ours, bound))
+    return table(("mesh", "", *_GRAPH, _OURS, "bound"), rows)
 
 
 def report(every: int) -> str:
-    sections = [
-        ("bytes", EVEN, every),
-        ("bytes", UNEVEN, every),
-        *(("prices", topology, every) for topology in TOPOLOGIES),
-        *(("sums", topology, every) for topology in TOPOLOGIES),
-    ]
-    pairs = "All pairs" if every == 1 else f"A seeded sample, 1 in {every}, of all pairs"
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=join) as pool:
-        even, uneven, *priced = pool.map(_section, sections)
-    without, sums = priced[: len(TOPOLOGIES)], priced[len(TOPOLOGIES) :]
-    head = "| topology | planner | pairs | median | mean | p90 | max | min | as cheap | cheaper than shardweave's |"
+    tasks = list(product(MESHES, EVEN + UNEVEN, (False, True), (every,)))
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        measured = dict(zip(tasks, pool.map(measure, *zip(*tasks, strict=True)), strict=True))
+
+    def pairs(shapes: Iterable[tuple[int, ...]], partial: bool) -> list[Pair]:
+        return [pair for m, s, p, _ in tasks if s in shapes and p == partial for pair in measured[m, s, p, every]]
+
+    sample = "All pairs" if every == 1 else f"A seeded sample, 1 in {every}, of all pairs"
+    even, uneven = (", ".join("×".join(map(str, shape)) for shape in shapes) for shapes in (EVEN, UNEVEN))
     lines = [
         "# Plans: torch's and shardweave's",
         "",
         *provenance_lines(provenance()),
         "",
-        f"{pairs} of layouts without partial, in the default order, on meshes",
+        f"{sample} of layouts without partial, in the default order, on meshes",
         f"{', '.join('×'.join(map(str, m)) for m in MESHES)};",
         "the rank that receives most, divided by the bound of the rank that must receive most. Counted, not timed.",
         "shardweave's plans are those for one NVLink domain; every rank of every one of them receives its own bound.",
         "",
-        "| planner | pairs | median | mean | p90 | max | at 1.0 | 1 / 2 / 3 / 4+ collectives | peak ÷ largest shard, "
-        "mean / max | other pairs, bound 0: that move |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, shapes, rows in (("even", EVEN, even), ("uneven", UNEVEN, uneven)):
-        lines.append(f"| **{name} shapes {', '.join('×'.join(map(str, s)) for s in shapes)}** | | | | | | | | | |")
-        lines += rows
-    lines += [
+        f"Even shapes {even}:",
+        "",
+        *byte_table(pairs(EVEN, False)),
+        "",
+        f"Uneven shapes {uneven}:",
+        "",
+        *byte_table(pairs(UNEVEN, False)),
         "",
         "Single ones, 8192×8192 float32: MiB that the rank receives that receives most, and shardweave's exchanges.",
         "",
-        "| mesh | | torch greedy | torch graph | shardweave | bound |",
-        "|---|---|---|---|---|---|",
-        *wasteful(),
+        *wasteful_table(),
         "",
         "## Prices",
         "",
@@ -255,16 +230,12 @@ def report(every: int) -> str:
         "its collectives), divided by the price of shardweave's plan for the topology: on one node, and with half of",
         "each mesh on either of two nodes of 8 (2×2 on ranks 0, 1, 8, 9).",
         "",
-        head,
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(row for rows in without for row in rows),
+        *price_table(pairs(EVEN + UNEVEN, False)),
         "",
-        f"{pairs} of the same meshes and shapes with a partial source and a target without (torch makes nothing",
+        f"{sample} of the same meshes and shapes with a partial source and a target without (torch makes nothing",
         "partial). A collective of torch's that reduces is priced as the cheapest program that does it.",
         "",
-        head,
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(row for rows in sums for row in rows),
+        *price_table(pairs(EVEN + UNEVEN, True)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -282,7 +253,6 @@ def main() -> None:
         check_writable("--out", arguments.out)
     except ArgumentError as error:
         parser.error(str(error))
-    join()
     text = report(arguments.every)
     if arguments.out is None:
         print(text)

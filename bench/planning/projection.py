@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import shardweave
@@ -30,14 +30,12 @@ from ...runtime.tracing.trace_file import Entry, Trace
 from ..baselines.stock_plans import issued, stock
 from ..harness.machine import provenance
 from ..harness.result_file import load as load_json
-from ..harness.theme import standalone
 from ..harness.writable import check_writable
 from ..workloads.record_workloads import RECORDED
 from ..workloads.trace_cases import distinct
 from . import validation
 from .growth import GROWTHS
-from .projection_report import report
-from .projection_rows import Row
+from .projection_report import Row, report
 
 RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
 LARGEST_DOMAIN = 64  # ranks that one NVLink domain is taken to have
@@ -47,36 +45,33 @@ TOPOLOGIES = (
     Topology("flat InfiniBand", 1, _INFINIBAND, _INFINIBAND, shardweave.NVLINK_INFINIBAND.memory_gigabytes_per_s),
     shardweave.NVLINK_NODE,
 )
-"""By what is drawn first. In the flat one each GPU is a node of its own."""
+"""In the order in which they are drawn. In the flat one each GPU is a node of its own."""
 
 
 def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:
     """All redistributions of some workloads that cost anything."""
     for name in names:
         growth = GROWTHS[name]
-        entries = [(case.entries[0], case.cost.calls) for case in distinct(load(name))]
-        for full_mesh in filter(None, map(growth.full_mesh, sizes)):
-            for topology in topologies:
-                if topology.node_size is not None or full_mesh.size <= LARGEST_DOMAIN:
-                    for recorded, calls in entries:
-                        yield from _row(
-                            name, recorded, growth.grown(recorded, full_mesh), calls, full_mesh.size, topology
-                        )
+        cases = [(case.entries[0], case.cost.calls) for case in distinct(load(name))]
+        for full_mesh, topology in product(filter(None, map(growth.full_mesh, sizes)), topologies):
+            if topology.node_size is None and full_mesh.size > LARGEST_DOMAIN:
+                continue
+            for recorded, calls in cases:
+                entry = growth.grown(recorded, full_mesh)
+                request = entry.mesh, entry.shape, entry.dtype, Layout.parse(entry.source), Layout.parse(entry.target)
+                ours, stock = shardweave.redistribute_cost(*request, topology), stock_us(*request, topology)
+                if not (ours or stock):
+                    continue
+                case = f"{recorded.source} → {recorded.target}, {recorded.dtype}{list(recorded.shape)}"
+                mesh, nbytes = str(entry.mesh), received(entry, topology)
+                of_stock = (
+                    (None, nbytes, None) if stock is None else (round(stock, 3), nbytes, stock_received(*request))
+                )
+                yield Row(name, case, topology.name, full_mesh.size, mesh, calls, round(ours, 3), *of_stock)
 
 
 def load(name: str) -> Trace:
     return Trace.read(RECORDED / f"{name}.json")
-
-
-def _row(name: str, recorded: Entry, entry: Entry, calls: int, ranks: int, topology: Topology) -> Iterator[Row]:
-    request = entry.mesh, entry.shape, entry.dtype, Layout.parse(entry.source), Layout.parse(entry.target)
-    ours = shardweave.redistribute_cost(*request, topology)
-    theirs = stock_us(*request, topology)
-    if ours or theirs:
-        case = f"{recorded.source} → {recorded.target}, {recorded.dtype}{list(recorded.shape)}"
-        us = round(ours, 3), None if theirs is None else round(theirs, 3)
-        nbytes = received(entry, topology), None if theirs is None else stock_received(*request)
-        yield Row(name, case, topology.name, ranks, str(entry.mesh), calls, *us, *nbytes)
 
 
 def stock_layouts(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout] | None:
@@ -103,7 +98,7 @@ def stock_us(
 
 
 def sampled(mesh: Mesh) -> list[int]:
-    """Up to five mesh positions, different along every mesh dim, whose programs are made."""
+    """Up to five mesh positions, different along every mesh dim, for which programs are made."""
     return sorted({0, min(1, mesh.size - 1), mesh.size // 3, mesh.size // 2, mesh.size - 1})
 
 
@@ -117,8 +112,9 @@ def stock_received(mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layou
     """The bytes received by the sampled rank that receives most, by torch's collectives with their padding."""
     layouts = stock_layouts(mesh, shape, source, target)
     assert layouts is not None
-    received_bytes = [sum(issued(mesh, shape, a, b, r) for a, b in pairwise(layouts)) for r in sampled(mesh)]
-    return max(received_bytes) * ITEMSIZE[dtype]
+    return ITEMSIZE[dtype] * max(
+        sum(issued(mesh, shape, a, b, rank) for a, b in pairwise(layouts)) for rank in sampled(mesh)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,10 +131,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_writable("--out", folder / "projection.json")
         measured = folder / "validation.json"
         if arguments.validate:
-            runs = validation.measure(_numbers(arguments.validate))
+            sizes = arguments.validate.split(",")
+            if not all(size.isdecimal() and int(size) > 1 for size in sizes):
+                raise ArgumentError(
+                    f"--validate: {arguments.validate!r}; allowed: numbers of ranks above 1, separated by commas"
+                )
+            runs = validation.measure(list(map(int, sizes)))
             measured.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
-        what = "what --validate writes there, or no such file"
-        known = load_json(measured, "--out", what, "command", "machine", "runs") if measured.exists() else None
+        known = None
+        if measured.exists():
+            known = load_json(
+                measured, "--out", "what --validate writes there, or no such file",
+                lambda content: {key: content[key] for key in ("command", "date", "machine", "runs")},
+            )  # fmt: skip
         rows = list(project(arguments.only or list(GROWTHS), [n for n in RANKS if n <= arguments.largest], TOPOLOGIES))
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -146,26 +151,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except subprocess.CalledProcessError as failure:
         print(f"error: the validation failed: {failure}", file=sys.stderr)
         return 1
-    from ..harness.charts import cost_against_ranks
+    from ..harness.charts import cost_against_ranks, standalone
 
     about = provenance()
     picture = cost_against_ranks(rows)
     if picture is not None:
         (folder / "projection.svg").write_text(standalone(picture), encoding="utf-8")
-    lines = ",\n  ".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)
-    text = f'{json.dumps(about, ensure_ascii=False)[:-1]},\n "rows": [\n  {lines}\n ]}}\n'
-    (folder / "projection.json").write_text(text, encoding="utf-8")
-    text = report(about, rows, known, TOPOLOGIES)
-    (folder / "projection.md").write_text(text, encoding="utf-8")
-    print(text)
+    lines = ",\n  ".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)  # one row a line
+    content = f'{json.dumps(about, ensure_ascii=False)[:-1]},\n "rows": [\n  {lines}\n ]}}\n'
+    (folder / "projection.json").write_text(content, encoding="utf-8")
+    page = report(about, rows, known, TOPOLOGIES)
+    (folder / "projection.md").write_text(page, encoding="utf-8")
+    print(page)
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 1 for part in parts):
-        raise ArgumentError(f"--validate: {text!r}; allowed: numbers of ranks above 1, separated by commas")
-    return list(map(int, parts))
 
 
 if __name__ == "__main__":

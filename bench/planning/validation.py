@@ -20,6 +20,7 @@ from shardweave import Program, Topology
 from ...planner import Mesh
 from ...runtime.tracing.trace_file import Cost, Entry, Trace
 from ..baselines.stock_dtensor import Unsuitable, mesh_for, respell
+from ..harness.markdown import table
 from ..workloads import load_workloads
 
 BOUNDS = ("nothing moves", "latency", "bandwidth")
@@ -107,25 +108,18 @@ def errors(cases: Sequence[dict[str, Any]]) -> list[float]:
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     """A Markdown table: the errors of each run and of all runs, by what most of the cost is."""
-    lines = [
-        "| ranks | transport | bound by | cases | median error | worst | worst case |",
-        "|---|---|---|---|---|---|---|",
-    ]
     every = [case for run in runs for case in run["cases"]]
-    for ranks, transport, cases in (
-        *((run["ranks"], run["transport"], run["cases"]) for run in runs),
-        ("all", "all", every),
-    ):
-        for bound in BOUNDS:
-            lines += _row(ranks, transport, bound, [case for case in cases if case["bound"] == bound])
-    return [*lines, *_row("all", "all", "all", every)]
-
-
-def _row(ranks: int | str, transport: str, bound: str, cases: Sequence[dict[str, Any]]) -> list[str]:
-    if not cases:
-        return []
-    ratios = errors(cases)
-    worst = max(cases, key=lambda case: errors([case]))
-    text = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
-    figures = f"{len(ratios)} | {statistics.median(ratios):.0%} | {ratios[-1]:.0%}"
-    return [f"| {ranks} | {transport} | {bound} | {figures} | {text} |"]
+    groups = [*((run["ranks"], run["transport"], run["cases"]) for run in runs), ("all", "all", every)]
+    cells = []
+    for ranks, transport, cases in groups:
+        by_bound = {bound: [case for case in cases if case["bound"] == bound] for bound in BOUNDS}
+        if cases is every:
+            by_bound["all"] = every
+        for bound, some in by_bound.items():
+            if some:
+                worst, each = max(some, key=lambda case: errors([case])), errors(some)
+                text = f"{worst['name']}: {worst['predicted_us']:.0f} for {worst['measured_us']:.0f} µs"
+                cells.append(
+                    (ranks, transport, bound, len(each), f"{statistics.median(each):.0%}", f"{each[-1]:.0%}", text)
+                )
+    return table(("ranks", "transport", "bound by", "cases", "median error", "worst", "worst case"), cells)

@@ -2,29 +2,26 @@
 transport that moves nothing; and what it costs on the transports that GPUs use.
 
 `python -m shardweave.bench.suites.host_cost` times `DTensor.redistribute` of small tensors, cached, both sides in
-turns. The fake process group returns at once and sums nothing; on the null transport nobody is met, nothing is written
-to peers and nothing that they would have sent is summed. What is left is the host's: specs, dispatch, plans looked up,
-buffers made, and the copies that stay on the rank. Then the loop inside it, as ranks on GPUs run it: through windows,
-where launches are left out, and by messages, where those are left out as well and only the store is told
-(`host_transports`).
+turns. The fake process group returns at once and sums nothing; the null transport has no peers, and nothing is written
+to them or summed for them. What is left is the host's work: specs, dispatch, lookup of plans, buffers, and the copies
+that stay on the rank. Then the loop inside it, as ranks on GPUs run it: through windows, without launches, and by
+messages, without launches and sending (`host_transports`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
-from unittest import mock
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor as stock_inner
@@ -33,25 +30,19 @@ import shardweave
 from shardweave.bench.harness.machine import provenance
 from shardweave.bench.harness.markdown import provenance_lines
 from shardweave.bench.suites.host_transports import (
-    Alone,
-    MirrorTransport,
-    SilentTransport,
-    as_on_a_gpu,
+    NullTransports,
     counted_launches,
-    nothing_is_sent,
+    device_transports,
+    nothing_is_moved,
+    on_device_transports,
     without_launches,
 )
 from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.dtensor.local import run_redistribution
 from shardweave.runtime.dtensor.redistribute_options import RedistributeOptions
 from shardweave.runtime.executor import call as call_module
-from shardweave.runtime.executor.copies import Copies, Reduction, is_plain_memory
-from shardweave.runtime.executor.step_put import PutStep
-from shardweave.runtime.transports.requests import Barrier
-from shardweave.runtime.transports.select import AnyTransport
 
 RANKS = 4
-SCRATCH = 1 << 20  # bytes; more than any shard here
 ROUNDS, CALLS = 15, 400
 KINDS: tuple[tuple[str, tuple[int, ...], Placement, Placement], ...] = (
     ("R → S0", (64, 64), Replicate(), Shard(0)),
@@ -65,74 +56,72 @@ KINDS: tuple[tuple[str, tuple[int, ...], Placement, Placement], ...] = (
 )
 
 
-class NullTransport:
-    """Hands out memory that recycles, as a pool does whose tensors die soon, and meets nobody."""
+class Sampled(NamedTuple):
+    """One kind of redistribution.
 
-    one_sided = recycles = True
-    windows = None
-    name, backend, error, busy, pending, rank = "null", "", None, False, None, 0
+    Attributes:
+        times: microseconds of the host for a cached call, one for each round. Through `DTensor.redistribute`: "stock"
+            and "ours". The loop inside it, from a local tensor and two specs to a local tensor: "inner_stock"; ours
+            through "windows" and by "messages", without launches, and on a GPU "launched", through windows.
+        windows, messages: launches of a call, by class.
+    """
 
-    def __init__(self) -> None:
-        self.rendezvous = Alone(0, RANKS)
-        self._kept: dict[Any, list[torch.Tensor]] = {}
-        self._bytes: dict[int, torch.Tensor] = {}
+    kind: str
+    times: dict[str, list[float]]
+    windows: Mapping[str, int]
+    messages: Mapping[str, int]
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        kept = self._kept.setdefault((tuple(shape), dtype), [])
-        if len(kept) < 2:
-            kept.append(torch.empty(tuple(shape), dtype=dtype, device=device))
-            self._bytes[kept[-1].data_ptr()] = kept[-1].view(-1).view(torch.uint8)
-        kept.reverse()
-        return kept[0].detach()
-
-    def address(self, buffer: torch.Tensor) -> int:
-        return buffer.data_ptr()
-
-    def open(self, address: int, nbytes: int) -> torch.Tensor:
-        return self._bytes[address]
-
-    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
-        return None
-
-    def answer(self, request: Barrier) -> list[None]:
-        if request.meanwhile is not None:
-            request.meanwhile()
-        return [None] * len(request.peers)
+    def to_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Medians: through `DTensor.redistribute`, and in the loop inside it."""
+        of = {side: median(times) for side, times in self.times.items()}
+        through = {"kind": self.kind, **{side: of[side] for side in ("stock", "ours", "inner_stock")}}
+        return through, {
+            "kind": self.kind, "windows": of["windows"], "windows_launched": of.get("launched"),
+            "boxes": self.windows["PreparedLaunch"], "signals": self.windows["PreparedSignal"],
+            "messages": of["messages"], "messages_boxes": sum(self.messages.values()),
+        }  # fmt: skip
 
 
-class ScratchTransport(NullTransport):
-    """Peers whose buffers are all one that nobody reads: pushes to it cost the host of a GPU what real ones do."""
+def sample(device: str, rounds: int, calls: int, kinds: Iterable[str] | None = None) -> Iterator[Sampled]:
+    """Time the kinds with these names, by default all, after `prepare(device)`."""
+    mesh = init_device_mesh(device, (RANKS,))
+    for name, shape, source, target in KINDS:
+        if kinds is not None and name not in kinds:
+            continue
+        whole = torch.ones(shape, device=device)
+        local = whole.chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else whole
+        x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+        specs = x._spec, DTensorSpec(mesh, (target,), x._spec.tensor_meta)
+        redistribute = partial(x.redistribute, placements=[target])
+        windows, messages = (
+            partial(run_redistribution, local, *specs, RedistributeOptions(transport=transport))
+            for transport in ("symmetric_memory", "process_group")
+        )
+        transports, times = device_transports(device, RANKS), defaultdict[str, list[float]](list)
+        with on_device_transports(device, transports):
+            launches = counted_launches(windows), counted_launches(messages)
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-        self._bytes[self._scratch.data_ptr()] = self._scratch
+        def timed(side: str, call: Callable[[], Any], times: dict[str, list[float]] = times) -> None:
+            times[side].append(microseconds(call, calls, device))
 
-    def answer(self, request: Barrier) -> list[int]:  # type: ignore[override]
-        super().answer(request)
-        return [self._scratch.data_ptr()] * len(request.peers)
-
-
-class NullTransports:
-    """In place of the transports of a process group: the null transport, or by its name one that GPUs use."""
-
-    named: dict[str, AnyTransport] = {}
-
-    def choose(self, ranks: tuple[int, ...], device: torch.device, asked: str | None) -> tuple[Any, str]:
-        if asked is not None:
-            return self.named[asked], "requested"
-        return NullTransport() if is_plain_memory(device) else ScratchTransport(device), "nothing is to be moved"
-
-
-def push_to_nobody(step: PutStep, x: torch.Tensor, copies: Copies, address: Any, nbytes: int) -> None:
-    if address is not None:
-        push(step, x, copies, address, nbytes)
+        for _ in range(rounds):
+            with nothing_is_moved(device):
+                timed("stock", redistribute)
+                timed("inner_stock", partial(stock_inner, local, *specs))
+                with shardweave.installed():
+                    timed("ours", redistribute)
+            with on_device_transports(device, transports):
+                with without_launches():
+                    timed("windows", windows)
+                    timed("messages", messages)
+                if device == "cuda":
+                    timed("launched", windows)
+        yield Sampled(name, times, *launches)
+    delegated = shardweave.stats().delegations
+    assert not delegated, f"left to torch: {delegated}"
 
 
-push = PutStep.push
-
-
-def microseconds(call: Callable[[], Any], number: int = CALLS, device: str = "cpu") -> float:
+def microseconds(call: Callable[[], Any], number: int, device: str) -> float:
     began = time.perf_counter()
     for _ in range(number):
         call()
@@ -142,95 +131,8 @@ def microseconds(call: Callable[[], Any], number: int = CALLS, device: str = "cp
     return took
 
 
-def measure(rounds: int, number: int = CALLS, device: str = "cpu") -> list[list[dict[str, Any]]]:
-    """Of each kind medians of rounds in turns, microseconds of the host for a cached call. First through
-    `DTensor.redistribute`: "stock", "ours", and "inner_stock", the loop inside it, from a local tensor and two specs to
-    a local tensor. Then that loop of ours, as ranks on GPUs run it; without a GPU the same but for launches, which
-    cannot be made: "windows" with launches left out, "windows_launched" (None without a GPU), "messages" with nothing
-    sent; "boxes" and "signals" are launches through windows, "messages_boxes" those by messages."""
-    mesh = init_device_mesh(device, (RANKS,))
-    through, inside = [], []
-    for name, shape, source, target in KINDS:
-        with nothing_is_moved(device):
-            times = sampled(mesh, shape, source, target, rounds, number)
-        through.append({"kind": name, **{side: statistics.median(found) for side, found in times.items()}})
-        with transports_of_gpus(device):
-            times, counts, sent = sampled_on_device_transports(mesh, shape, source, target, rounds, number)
-        median = {side: statistics.median(found) for side, found in times.items()}
-        inside.append(
-            {"kind": name, "windows": median["windows"], "windows_launched": median.get("launched"),
-             "boxes": counts["PreparedLaunch"], "signals": counts["PreparedSignal"], "messages": median["messages"],
-             "messages_boxes": sum(sent.values())}
-        )  # fmt: skip
-    delegated = shardweave.stats().delegations
-    assert not delegated, f"left to torch: {delegated}"
-    return [through, inside]
-
-
-def sampled(
-    mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
-) -> dict[str, list[float]]:
-    """Microseconds of a call by round: "stock", "ours" and "inner_stock"."""
-    device = mesh.device_type
-    local, specs = given(mesh, shape, source, target)
-    x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-    call = partial(x.redistribute, placements=[target])
-    inner_stock = partial(stock_inner, local, *specs)
-    times: dict[str, list[float]] = {"stock": [], "ours": [], "inner_stock": []}
-    for _ in range(rounds):
-        times["stock"].append(microseconds(call, number, device))
-        times["inner_stock"].append(microseconds(inner_stock, number, device))
-        with shardweave.installed():
-            times["ours"].append(microseconds(call, number, device))
-    return times
-
-
-@contextmanager
-def transports_of_gpus(device: str) -> Iterator[None]:
-    """In this block programs find the transports that ranks on GPUs use, with nobody else in them."""
-    here = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
-    with as_on_a_gpu(here), nothing_is_sent():
-        NullTransports.named = {
-            "symmetric_memory": MirrorTransport(RANKS, here),
-            "process_group": SilentTransport(RANKS),
-        }
-        yield
-
-
-def sampled_on_device_transports(
-    mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement, rounds: int, number: int
-) -> tuple[dict[str, list[float]], Counter[str], Counter[str]]:
-    """Microseconds of a call by round: "windows", "messages" and, on a GPU, "launched"; and what is launched through
-    windows and by messages."""
-    device = mesh.device_type
-    local, specs = given(mesh, shape, source, target)
-    windows, messages = (
-        partial(run_redistribution, local, *specs, RedistributeOptions(transport=transport))
-        for transport in NullTransports.named
-    )
-    counts, sent = counted_launches(windows), counted_launches(messages)
-    times: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        with without_launches():
-            times.setdefault("windows", []).append(microseconds(windows, number, device))
-            times.setdefault("messages", []).append(microseconds(messages, number, device))
-        if device == "cuda":
-            times.setdefault("launched", []).append(microseconds(windows, number, device))
-    return times, counts, sent
-
-
-def given(
-    mesh: DeviceMesh, shape: tuple[int, ...], source: Placement, target: Placement
-) -> tuple[torch.Tensor, tuple[DTensorSpec, DTensorSpec]]:
-    """Rank 0's local tensor, and the specs it goes between."""
-    whole = torch.ones(shape, device=mesh.device_type)
-    local = whole.chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else whole
-    x = DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-    return local, (x._spec, DTensorSpec(mesh, (target,), x._spec.tensor_meta))
-
-
 def prepare(device: str) -> None:
-    """The transport and the group that moves nothing, in the places where programs look for theirs; for good."""
+    """Put the null transport and the group that moves nothing where programs look for theirs; for good."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
@@ -240,15 +142,20 @@ def prepare(device: str) -> None:
     torch.set_num_threads(1)
 
 
-@contextmanager
-def nothing_is_moved(device: str) -> Iterator[None]:
-    """In this block nothing is written to peers, nor reduced that they would have sent; but by launches, which may as
-    well be made."""
-    with ExitStack() as stack:
-        if is_plain_memory(torch.device(device)):
-            stack.enter_context(mock.patch.object(PutStep, "push", push_to_nobody))
-            stack.enter_context(mock.patch.object(Reduction, "__call__", lambda *_: None))
-        yield
+def tables(kinds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The lines of both tables, from `Sampled.to_dict()`."""
+    yield "| kind | stock, fake group | shardweave, null transport | ours ÷ stock |"
+    yield "|---|---|---|---|"
+    for k in kinds:
+        yield f"| {k['kind']} | {k['stock']:.1f} | {k['ours']:.1f} | {k['ours'] / k['stock']:.2f} |"
+    yield "\nThe loop inside it, as ranks on GPUs run it. Through windows: launches (of boxes + of signals) left out."
+    yield "By messages: those left out too, nothing sent.\n"
+    yield "| kind | windows | launches | launched | messages | launches | stock |"
+    yield "|---|---|---|---|---|---|---|"
+    for k in kinds:
+        launched = "no GPU" if k["windows_launched"] is None else f"{k['windows_launched']:.1f}"
+        cells = k["kind"], f"{k['windows']:.1f}", f"{k['boxes']} + {k['signals']}", launched, f"{k['messages']:.1f}"
+        yield f"| {' | '.join(cells)} | {k['messages_boxes']} | {k['inner_stock']:.1f} |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -258,30 +165,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="two lists of one JSON object for each kind")
     arguments = parser.parse_args(argv)
-    rounds, number = arguments.rounds, arguments.calls
-    prepare(arguments.device)
-    through, inside = measure(rounds, number, arguments.device)
+    rounds, calls, device = arguments.rounds, arguments.calls, arguments.device
+    prepare(device)
+    through, inside = zip(*(kind.to_dict() for kind in sample(device, rounds, calls)), strict=True)
     if arguments.json:
         print(json.dumps([through, inside]))
         return
     print("\n".join(provenance_lines(provenance())) + "\n")
-    note = " Stock's S0 → S1 is an all-gather and a chunk here, as on any CPU." if arguments.device == "cpu" else ""
+    note = " Stock's S0 → S1 is an all-gather and a chunk here, as on any CPU." if device == "cpu" else ""
     print(
         f"Microseconds of the host for a cached DTensor.redistribute, float32, mesh of {RANKS}; median of {rounds} "
-        f"rounds\nof {number} calls.{note}\n"
+        f"rounds\nof {calls} calls.{note}\n"
     )
-    print("| kind | stock, fake group | shardweave, null transport | ours ÷ stock |\n|---|---|---|---|")
-    for c in through:
-        print(f"| {c['kind']} | {c['stock']:.1f} | {c['ours']:.1f} | {c['ours'] / c['stock']:.2f} |")
-    print(
-        "\nThe loop inside it, as ranks on GPUs run it. Through windows: launches (of boxes + of signals) left out. By "
-        "messages:\nthose left out too, nothing sent.\n"
-    )
-    print("| kind | windows | launches | launched | messages | launches |\n|---|---|---|---|---|---|")
-    for c in inside:
-        launched = "no GPU" if c["windows_launched"] is None else f"{c['windows_launched']:.1f}"
-        cells = c["kind"], f"{c['windows']:.1f}", f"{c['boxes']} + {c['signals']}", launched, f"{c['messages']:.1f}"
-        print(f"| {' | '.join(cells)} | {c['messages_boxes']} |")
+    print("\n".join(tables([a | b for a, b in zip(through, inside, strict=True)])))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,20 @@
-"""`python -m shardweave.bench.suites.moe`: a small mixture-of-experts transformer, its experts shared out to the ranks.
+"""`python -m shardweave.bench.suites.moe`: a small mixture-of-experts transformer, its experts sharded over the ranks.
 
 All ranks train one model, its mixtures under ExpertParallel and data-parallel otherwise, each on its own sequences of
 the text; rank 0 also trains the same model alone on all of them, in plain torch, and the losses are compared. With
-`--fsdp 2` experts are shared out to so many groups of ranks alike, and FSDP2 shards them once more over the groups, and
-all else over all ranks; its collectives are shardweave's.
+`--fsdp 2` there are two groups of ranks, each with all experts, and FSDP2 shards the experts once more over the groups
+and everything else over all ranks; its collectives are shardweave's.
 
-What has to be equal. Both compute in float32 the same products and sum them in other orders: a token's experts, the
-tokens of a weight's gradient, the ranks of an averaged one. Losses therefore differ by float32 roundings, which
-training carries on, and now and then a router's near tie falls otherwise and moves one token. So losses have to agree
-within `TOLERANCE`, of a loss.
+Both compute the same products in float32 and sum them in other orders: a token's experts, the tokens of a weight's
+gradient, the ranks of an averaged one. So losses differ by float32 roundings, which training carries on, and
+occasionally a near tie in a router moves one token. Losses have to agree within `TOLERANCE`.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +22,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import shardweave
-
 from ...errors import ArgumentError
-from ..harness.collect import messages_of
-from ..harness.ranks import Send
+from ..harness.ranks import Send, messages_of
 from ..workloads.moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
-from ..workloads.transformer import Sizes
-from .training import LENGTH, SEQUENCES, batch, run_program, show_losses, text
+from ..workloads.transformer import Sizes, Transformer
+from .training import LENGTH, SEQUENCES, Trainer, batch, counted, run_program, show_losses, show_setting, text
 
 STEPS = 30
 LEARNING_RATE = 1e-3
@@ -41,7 +34,16 @@ LEARNING_RATE = 1e-3
 # ties, each of which moves one of thousands of tokens from one expert to another that its router scores alike.
 TOLERANCE = 1e-4
 SIZES, EXPERT_SIZES = Sizes(blocks=2), ExpertSizes()
-_ROWS = 8  # steps shown
+_ROWS = 8  # faults shown
+
+
+def average_gradients(model: Transformer) -> None:
+    """The loss is the mean of the ranks' losses. An expert's gradient contains the tokens of all ranks already."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        if not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
@@ -51,53 +53,35 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     model = build_moe(SIZES, EXPERT_SIZES, seed=0)
     share_experts(model, mesh["ep"], EXPERT_SIZES, SEQUENCES * LENGTH)
     if fsdp > 1:
-        shard_fully(model, mesh["fsdp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    alone = build_moe(SIZES, EXPERT_SIZES, seed=0) if rank == 0 else None
-    alone_optimizer = None if alone is None else torch.optim.AdamW(alone.parameters(), lr=LEARNING_RATE)
+        shard_fully(model, mesh["fsdp"])  # which averages gradients itself
+    ours = Trainer(model, average_gradients if fsdp == 1 else lambda model: None, lr=LEARNING_RATE)
+    alone = Trainer(build_moe(SIZES, EXPERT_SIZES, 0), lambda model: None, lr=LEARNING_RATE) if rank == 0 else None
     data = text()
     for step in range(config["steps"]):
         parts = [batch(data, step, replica, size) for replica in range(size)]
-        loss = model(*parts[rank])
-        loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            # The loss is the mean of the ranks' losses, which FSDP makes. An expert's gradient has all ranks' tokens in
-            # it already.
-            if fsdp > 1:
-                continue
-            if not isinstance(parameter, DTensor):
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= size
-        optimizer.step()
-        optimizer.zero_grad()
-        found = {"loss": loss.item()}
-        if alone is not None and alone_optimizer is not None:
-            whole = alone(*(torch.cat(halves) for halves in zip(*parts, strict=True)))
-            whole.backward()
-            alone_optimizer.step()
-            alone_optimizer.zero_grad()
-            found["alone"] = whole.item()
-        send(found)
-    dispatchers: list[Any] = [m.token_dispatcher for m in model.modules() if isinstance(m, Experts)]
+        losses = {"loss": ours.step(*parts[rank])}
+        if alone is not None:
+            losses["alone"] = alone.step(*(torch.cat(of_ranks) for of_ranks in zip(*parts, strict=True)))
+        send(losses)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    dispatchers: list[Any] = [module.token_dispatcher for module in experts]
     for dispatcher in dispatchers:
         dispatcher.check()
-    weight: Any = next(m for m in model.modules() if isinstance(m, Experts)).w1
+    weight: Any = experts[0].w1
     send(
         {
             "explain": dispatchers[0].explain(),
             "parameters": sum(p.numel() for p in model.parameters()),
             "placements": str(weight.placements),
-            "calls": dict(shardweave.stats().calls),
-            "delegations": dict(shardweave.stats().delegations),
+            **counted(),
         }
     )
 
 
 def outcome_of(by_rank: list[list[dict[str, Any]]], fsdp: int) -> dict[str, Any]:
-    """What the ranks' messages come to; `faults` has what is not as the head of this file says it has to be."""
+    """The results of all ranks; `faults` lists losses that differ by more than `TOLERANCE`."""
     *steps, last = zip(*by_rank, strict=True)
-    ours = [statistics.fmean(found["loss"] for found in step) for step in steps]
+    ours = [statistics.fmean(rank["loss"] for rank in step) for step in steps]
     alone = [step[0]["alone"] for step in steps]
     differences = [abs(a - b) / abs(b) for a, b in zip(ours, alone, strict=True)]
     return {
@@ -107,31 +91,23 @@ def outcome_of(by_rank: list[list[dict[str, Any]]], fsdp: int) -> dict[str, Any]
         "losses": {"ranks": ours, "one process": alone},
         "largest_difference": max(differences),
         "tolerance": TOLERANCE,
-        # Written so that nan is a fault.
         "faults": [
             f"step {step + 1}: loss {ours[step]:.7f} of the ranks, {alone[step]:.7f} of one process"
             for step, difference in enumerate(differences)
-            if not difference <= TOLERANCE
+            if not difference <= TOLERANCE  # so that a NaN is a fault
         ],
-        **{name: last[0][name] for name in ("parameters", "placements", "calls", "delegations")},
-        "explain": last[0]["explain"],
+        **{name: last[0][name] for name in ("parameters", "placements", "calls", "delegations", "explain")},
     }
 
 
 def show(outcome: dict[str, Any]) -> None:
     ours, alone = outcome["losses"].values()
-    print(
-        f"{outcome['ranks']} ranks on {os.cpu_count()} cores, {outcome['mesh']}, torch {torch.__version__}, one thread "
-        f"each.\n{SIZES.blocks} blocks of width {SIZES.width}, {EXPERT_SIZES.experts} experts of hidden "
-        f"{EXPERT_SIZES.hidden} in each, top {EXPERT_SIZES.top_k}; {outcome['parameters'] / 1e6:.2f} million float32 "
-        f"parameters; {outcome['ranks'] * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
-    )
+    experts = f"{EXPERT_SIZES.experts} experts of hidden {EXPERT_SIZES.hidden} in each, top {EXPERT_SIZES.top_k};"
+    blocks = f"{SIZES.blocks} blocks of width {SIZES.width}, {experts}"
+    show_setting(outcome, outcome["mesh"], outcome["ranks"], blocks, outcome["ranks"])
     print(outcome["explain"])
-    print(
-        f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by transport: {outcome['calls']}; ", end=""
-    )
-    print(f"left to torch: {outcome['delegations'] or 'none'}.")
-    print()
+    print(f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by transport: {outcome['calls']}; left to "
+          f"torch: {outcome['delegations'] or 'none'}.\n")  # fmt: skip
     show_losses({"loss, ranks": ours, "one process": alone})
     print(f"Losses differ by {outcome['largest_difference']:.1e} of a loss at most; allowed: {TOLERANCE:g}.")
     for fault in outcome["faults"][:_ROWS]:
@@ -154,17 +130,10 @@ def run(ranks: int, steps: int, fsdp: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="shardweave.bench.suites.moe", description="Train a mixture of experts by token dispatch, and alone."
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: %(default)s)")
-    parser.add_argument(
-        "--fsdp", type=int, default=1, help="groups that experts are sharded over (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
-    given = parser.parse_args(argv)
-    return run_program(lambda: run(given.ranks, given.steps, given.fsdp), show, given.json)
+    return run_program(
+        run, show, argv, "moe", "Train a mixture of experts by token dispatch, and alone.",
+        steps=(STEPS, "steps"), ranks=(4, "processes to start"), fsdp=(1, "groups that experts are sharded over"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Dispatch and combine of a layer's tokens, on ranks of this machine, with experts that do nothing: the way there and
-back, by shardweave, by torch.distributed's all-to-alls, and by torchtitan where it is installed.
+"""Dispatch and combine of a layer's tokens on ranks of this machine, with experts that do nothing: by shardweave, by
+torch.distributed's all-to-alls, and by torchtitan where it is installed.
 
-Checked first, results and gradients, with experts that each multiply by a number of their own. Inputs rotate past the
-last-level cache. Bytes are those of rows that cross between ranks, there and back, for the rank that sends and receives
-most: all contenders move one row an entry; the bound sends a token once to a rank that has several of its experts, and
-gets one sum back.
+Results and gradients are checked first, with experts that each multiply by a number of their own. Inputs rotate past
+the last-level cache. Bytes are those of rows that cross between ranks, in both directions, of the rank with most: all
+contenders move one row for each (token, k) pair; the bound sends a token once to a rank that has several of its
+experts, and gets one sum back.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardweave.bench.baselines.libraries import why_absent
-from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
-from shardweave.bench.baselines.torchtitan_dispatch import (
+from shardweave.bench.baselines.token_layers import (
     EXPERTS,
     TOP_K,
     Layer,
     expert_scale,
     faults_of,
+    plain_layer,
     shardweave_layer,
     torchtitan_layer,
 )
-from shardweave.bench.harness.collect import run_ranks
-from shardweave.bench.harness.interleaved import Rotation, copies, rotating, slowest, time_sides
+from shardweave.bench.harness.interleaved import Rotation, copies, rotating, time_sides
 from shardweave.bench.harness.measure import Sink
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
+from shardweave.bench.suites.rank_rows import put, result
 
 RANKS = 4
 SUITE = "dispatch"
@@ -73,30 +72,7 @@ def test_dispatch(record: Callable[[], None]) -> None:
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     wanted = [shape for shape in shapes(scale) if str(shape) in names]
-    run_ranks(rank_main, RANKS, {"shapes": wanted, "scale": scale}, partial(put, sink))
-
-
-def put(sink: Sink, case: str, by_rank: list[dict[str, Any]]) -> None:
-    sink.begin(case)
-    seconds = [found["seconds"] for found in by_rank]
-    moved, bound = (max(found[name] for found in by_rank) for name in ("bytes", "bound"))
-    copied = median(slowest(seconds, "copy"))
-    for contender in CONTENDERS:
-        if contender in by_rank[0]["absent"]:
-            sink.absent(case, contender, by_rank[0]["absent"][contender])
-            continue
-        faults = [f"rank {r}: {text}" for r, found in enumerate(by_rank) for text in found["faults"].get(contender, [])]
-        if faults:
-            sink.fault(case, contender, "; ".join(faults))
-            continue
-        samples = slowest(seconds, contender)
-        sink.row(
-            case, contender, "µs", [one * 1e6 for one in samples],
-            bytes=bound if contender == "copy" else moved,
-            bound_bytes=bound,
-            share_of_ceiling=copied / median(samples) if bound else None,
-            detail={**by_rank[0]["detail"], "bytes are": _BYTES_ARE},
-        )  # fmt: skip
+    run_ranks(rank_main, RANKS, {"shapes": wanted, "scale": scale}, lambda case, by_rank: put(sink, by_rank, case))
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
@@ -105,20 +81,20 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         layers: dict[str, Layer] = {
             "ours": shardweave_layer(mesh, shape.hidden, shape.tokens),
             "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
-            "torch.distributed": lambda x, ids, weights, scale: dispatch_and_combine(x, ids, weights, EXPERTS, scale),
+            "torch.distributed": plain_layer,
         }
         absent = {}
         try:
             layers["torchtitan"] = torchtitan_layer(mesh)
         except ImportError as error:
             absent["torchtitan"] = why_absent("torchtitan", error)
-        send({"case": str(shape), "absent": absent, **_measured(shape, layers, rank, size, config["scale"])})
+        send({"case": str(shape), **_measured(shape, layers, rank, size, config["scale"]), "absent": absent})
 
 
 def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, scale: str) -> dict[str, Any]:
     rotation = Rotation.of(shape.tokens * shape.hidden * 4, size, 1 if scale == "dry" else None)
     inputs = [inputs_of(shape, rank * rotation.sets + i) for i in range(rotation.sets)]
-    faults = {name: faults_of(layer, expert_scale(rank, size), *inputs[0]) for name, layer in layers.items()}
+    checked = {name: faults_of(layer, expert_scale(rank, size), *inputs[0]) for name, layer in layers.items()}
 
     def call(layer: Layer, given: tuple[torch.Tensor, ...]) -> Any:
         x, ids, weights, gradient = given
@@ -130,13 +106,14 @@ def _measured(shape: Tokens, layers: dict[str, Layer], rank: int, size: int, sca
     moved, bound = bytes_of(shape, inputs[0][1], rank, size)
     sides = {name: rotating(partial(call, layer), inputs) for name, layer in layers.items()}
     sides["copy"] = copies(bound, Rotation.of(bound, size, 1 if scale == "dry" else None))
-    return {
-        "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
-        "faults": faults,
-        "bytes": moved,
-        "bound": bound,
-        "detail": {"ranks": size, "tokens": shape.tokens, "hidden": shape.hidden, "rotation": rotation.to_dict()},
-    }
+    return result(
+        time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale]),
+        faults={name: "; ".join(faults) for name, faults in checked.items() if faults},
+        bytes=dict.fromkeys(layers, moved) | {"copy": bound},
+        bound=bound,
+        detail={"ranks": size, "tokens": shape.tokens, "hidden": shape.hidden, "rotation": rotation.to_dict(),
+                "bytes are": _BYTES_ARE},
+    )  # fmt: skip
 
 
 def bytes_of(shape: Tokens, ids: torch.Tensor, rank: int, size: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Planning: what a plan takes that nobody asked for before, and how many bytes plans move, as multiples of the bound.
+"""Planning: the time of a plan that is not cached, and the bytes that plans move, as multiples of the bound.
 
 Times are of single plans, each of another request, and a sample is one of them: the same request has the same place in
-every run. Bytes are counted, not timed: the rank that receives most by the rank that has to, over seeded pairs of
-layouts without partial; torch's collectives as `bench/baselines/stock_plans.py` counts them.
+every run. Bytes are counted, not timed: those of the rank that receives most by those of the rank that has to, over
+seeded pairs of layouts without partial; torch's collectives as `bench/baselines/stock_plans.py` counts them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def cold_cases() -> dict[str, Topology | None]:
 
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
     del scale
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(cold_cases(), ("ours",))
-    return found | {
+    return dict.fromkeys(cold_cases(), ("ours",)) | {
         _DEFAULT_ORDERS: _SIDES,
         _ONE_RANK: ("ours",),
         f"{BYTES}, even shapes": _SIDES,
@@ -49,7 +48,6 @@ def test_plan(record: Callable[[], None]) -> None:
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     from shardweave.bench.planning import plans
 
-    plans.join()
     plan((2,), (4,), "float32", "S0", "R")  # imports, not a plan that is measured
     detail = {"mesh": list(plan_times.MESH), "pairs": PAIRS[scale], "garbage collection": "left out"}
     pairs = plan_times.requests(PAIRS[scale])
@@ -77,12 +75,12 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
 def _beside_stock(scale: str, sink: Sink) -> None:
     """Each request by all three, one after the other; of shapes that no other case has planned.
 
-    Of both sides the planner alone, from layouts that have been read: torch's makes a list of placements to go through,
-    ours the program of a rank, with its boxes.
+    Only the planners are timed, from parsed layouts: torch's returns a list of placements to go through, ours the
+    program of a rank, with its boxes.
     """
     from shardweave.bench.baselines.stock_plans import stock
 
-    random, found = Random(11), dict[str, list[float]]()
+    random, times = Random(11), dict[str, list[float]]()
     wanted: list[tuple[tuple[int, ...], Layout, Layout]] = []
     for _, source, target in plan_times.requests(100 * STOCK_PAIRS[scale], seed=5):
         both = source + target
@@ -96,13 +94,13 @@ def _beside_stock(scale: str, sink: Sink) -> None:
             "stock, graph": stock(plan_times.MESH, True).planning(shape, a, b),
         }
         for side, call in calls.items():
-            found.setdefault(side, []).extend(plan_times.milliseconds([call]))
-    for side, samples in found.items():
+            times.setdefault(side, []).extend(plan_times.milliseconds([call]))
+    for side, samples in times.items():
         sink.row(_DEFAULT_ORDERS, side, "ms", samples, paired=True, detail={"pairs": len(wanted)})
 
 
 def _count(case: str, shapes: Sequence[tuple[int, ...]], pairs: int, sink: Sink) -> None:
-    """Of a seeded sample of all pairs that `bench/planning/plans.py` counts, those with something to move."""
+    """Count a seeded sample of all pairs that `bench/planning/plans.py` counts, of those that move something."""
     from shardweave.bench.baselines.stock_plans import count_stock, stock
     from shardweave.bench.planning.plans import MESHES, count_ours, layouts
 
@@ -112,19 +110,19 @@ def _count(case: str, shapes: Sequence[tuple[int, ...]], pairs: int, sink: Sink)
         for shape in shapes
         for source, target in product(layouts(mesh.ndim, len(shape)), repeat=2)
     ]
-    found: dict[str, list[float]] = {side: [] for side in _SIDES}
+    ratios: dict[str, list[float]] = {side: [] for side in _SIDES}
     for mesh, shape, source, target in Random(7).sample(every, len(every)):
-        if len(found["ours"]) == pairs:
+        if len(ratios["ours"]) == pairs:
             break
         if source == target:
             continue
         ours, bound = count_ours(mesh, shape, source, target)
         if not bound:
             continue
-        found["ours"].append(ours.received / bound)
+        ratios["ours"].append(ours.received / bound)
         for side, graph in (("stock, greedy", False), ("stock, graph", True)):
             counted = count_stock(mesh, shape, stock(mesh.shape, graph).layouts(shape, source, target))
-            found[side].append(counted.received / bound)
+            ratios[side].append(counted.received / bound)
     detail = {"pairs": pairs, "of": len(every), "meshes": list(map(list, MESHES)), "shapes": list(map(list, shapes))}
-    for side, samples in found.items():
+    for side, samples in ratios.items():
         sink.row(case, side, "×", samples, paired=True, detail=detail)

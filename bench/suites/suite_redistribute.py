@@ -1,12 +1,11 @@
 """Redistributions on ranks of this machine: by shardweave, stock DTensor, one packed all-to-all as COSTA does it, and
 the one call of torch.distributed that is meant for it.
 
-The demo's (weights and activations of real models' sizes, scaled, placed as a sharding solver places them; FSDP2's own
-program issues single collectives, where both plans are the same), and sweeps over sizes. Every result is checked
-before it is timed. And tensors of a new length in every call: what a request takes of whose shape nothing is ready, on
-either side. Sources rotate past the last-level cache; outputs are new tensors, kept for some calls. Bytes are
-those that the rank receives that receives most, of stock and plain calls as gloo moves them; the ceiling is a bare copy
-of the bytes that it has to receive, by all ranks at once.
+The demo's cases (weights and activations of real models' sizes, scaled, placed as a sharding solver places them), and
+sweeps over sizes; every result is checked before it is timed. Then tensors of a new length in every call: requests for
+whose shape neither side has anything ready. Sources rotate past the last-level cache; outputs are new tensors, kept for
+some calls. Bytes are those of the rank that receives most, of stock and plain calls as gloo moves them; the ceiling is
+a bare copy of the bytes that a rank has to receive, by all ranks at once.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,28 +25,20 @@ from torch.distributed.tensor import DTensor
 
 import shardweave
 from shardweave.bench.baselines.packed_all_to_all import PackedAllToAll
-from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, faults_of, held, mesh_for, respell
+from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, held, mesh_for, respell
 from shardweave.bench.baselines.stock_plans import Stock, count_stock
-from shardweave.bench.harness.collect import run_ranks
-from shardweave.bench.harness.interleaved import (
-    KEPT,
-    Rotation,
-    copies,
-    in_order,
-    rotated,
-    rotating,
-    slowest,
-    time_sides,
-)
+from shardweave.bench.harness.interleaved import KEPT, Rotation, copies, in_order, rotated, rotating, time_sides
 from shardweave.bench.harness.machine import available_memory
 from shardweave.bench.harness.measure import Sink
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
+from shardweave.bench.suites.rank_rows import put, result
 from shardweave.bench.workloads import Workload, load_workloads
 
 RANKS = 4
 SUITE = "redistribute"
 SWEEPS = {"all-gather": ("S0", "R"), "re-shard": ("S0", "S1"), "reduce-scatter": ("P", "S0")}
 PACKED, PLAIN = "packed all-to-all", "torch.distributed"
+BY_DTENSOR = ("ours", "ours, on gloo", "stock")
 SIDES = {"full": (64, 128, 256, 512, 1024, 2048, 4096), "quick": (128, 512, 2048), "dry": (12,)}
 ROUNDS = {"full": 15, "quick": 9, "dry": 1}
 NEW_LENGTHS = ("S0", "R"), ("R", "S0"), ("S0", "S1"), ("P", "S0"), ("P", "R")
@@ -57,25 +47,28 @@ _TURN_SECONDS = {"full": 0.03, "quick": 0.02, "dry": 0.0}
 _BYTES_ARE = "received, by the rank that receives most"
 
 
+def _workload(title: str, model: str, source: str, target: str, shape: tuple[int, int]) -> Workload:
+    return Workload(title, model, (RANKS,), ("x",), source, target, "float32", shape, shape)
+
+
 def sweep(scale: str) -> list[Workload]:
-    found = []
-    for name, (source, target) in SWEEPS.items():
-        for n in SIDES[scale]:
-            title = f"{name} {n}×{n} float32"
-            found.append(
-                Workload(title, name, (RANKS,), ("x",), source, target, "float32", (n, n), (n, n)),
-            )
-    return found
+    return [
+        _workload(f"{name} {n}×{n} float32", name, *layouts, (n, n))
+        for name, layouts in SWEEPS.items()
+        for n in SIDES[scale]
+    ]
 
 
 def new_lengths(scale: str) -> list[Workload]:
     """The first of the tensors of each case whose length is another in every call."""
-    found = []
-    for number, (source, target) in enumerate(NEW_LENGTHS[:1] if scale == "dry" else NEW_LENGTHS):
-        shape = _SHORTEST + 1000 * number, _COLUMNS[scale]
-        title = f"a new length in each call, {source} → {target}, n×{shape[1]} float32"
-        found.append(Workload(title, "new lengths", (RANKS,), ("x",), source, target, "float32", shape, shape))
-    return found
+    columns = _COLUMNS[scale]
+    return [
+        _workload(
+            f"a new length in each call, {source} → {target}, n×{columns} float32", "new lengths", source, target,
+            (_SHORTEST + 1000 * number, columns),
+        )
+        for number, (source, target) in enumerate(NEW_LENGTHS[:1] if scale == "dry" else NEW_LENGTHS)
+    ]  # fmt: skip
 
 
 def workloads(scale: str) -> list[Workload]:
@@ -88,11 +81,11 @@ def workloads(scale: str) -> list[Workload]:
 
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
     swept = {one.name for one in sweep(scale)}
-    found = {}
+    contenders = {}
     for one in workloads(scale):
         by_hand = [PACKED] * (not one.partial) + [PLAIN] * (one.name in swept)
-        found[one.name] = ("ours", "ours, on gloo", "stock", *by_hand, "copy")
-    return found | {one.name: ("ours", "ours, on gloo", "stock") for one in new_lengths(scale)}
+        contenders[one.name] = (*BY_DTENSOR, *by_hand, "copy")
+    return contenders | {one.name: BY_DTENSOR for one in new_lengths(scale)}
 
 
 def test_redistribute(record: Callable[[], None]) -> None:
@@ -110,23 +103,15 @@ def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
                 continue
             for contender in contenders[one.name]:
                 sink.absent(one.name, contender, f"{needed >> 20} MiB of memory are needed, and {free >> 20} are free")
-
-    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
-        sink.begin(case)
-        first = by_rank[0]
-        if "unsuitable" in first:
-            for contender in contenders[case]:
-                sink.absent(case, contender, first["unsuitable"])
-            return
-        put(case, by_rank, sink)
-
     changing = [one for one in new_lengths(scale) if one.name in names]
-    run_ranks(rank_main, RANKS, {"workloads": wanted, "new_lengths": changing, "scale": scale}, together)
+    config = {"workloads": wanted, "new_lengths": changing, "scale": scale, "contenders": contenders}
+    # Stock's faults are no reason not to time it: they are noted.
+    run_ranks(rank_main, RANKS, config, lambda case, by_rank: put(sink, by_rank, case, timed_if_wrong=["stock"]))
 
 
 def memory_of(one: Workload, contenders: int) -> int:
-    """About as many bytes as all ranks hold at once of a case: sources that rotate, what a bare copy reads, outputs
-    that are kept by each contender, and what results are checked with."""
+    """About the bytes that all ranks hold at once for a case: sources that rotate, buffers of the bare copy, outputs
+    that each contender keeps, and the tensors that results are checked with."""
     sizes = (RANKS,) if len(one.mesh) == 1 else mesh_for(RANKS)
     item = getattr(torch, one.dtype).itemsize
     local, out = (
@@ -136,27 +121,6 @@ def memory_of(one: Workload, contenders: int) -> int:
     rotating = (Rotation.of(size, RANKS).sets * size for size in (local, out))
     checked = one.numel * (item + 8 * one.partial) + 2 * out
     return RANKS * (sum(rotating) + contenders * (KEPT + 1) * out + checked)
-
-
-def put(case: str, by_rank: list[dict[str, Any]], sink: Sink) -> None:
-    """Rows of one case, or what is wrong with it. Stock's faults are no reason not to time it: they are said."""
-    first = by_rank[0]
-    faults = faults_of(by_rank)
-    copied = median(slowest([found["seconds"] for found in by_rank], "copy")) if first["must_move"] else 0.0
-    for contender in first["seconds"]:
-        samples = [seconds * 1e6 for seconds in slowest([found["seconds"] for found in by_rank], contender)]
-        wrong = faults.get(contender)
-        if wrong and contender != "stock":
-            sink.fault(case, contender, "; ".join(wrong))
-            continue
-        sink.row(
-            case, contender, "µs", samples,
-            bytes=first["bytes"].get(contender),
-            bound_bytes=first["bound"],
-            share_of_ceiling=copied / median(samples) * 1e6 if first["must_move"] else None,
-            note=f"its result is wrong: {'; '.join(wrong)}" if wrong else "",
-            detail=first["detail"],
-        )  # fmt: skip
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
@@ -172,7 +136,8 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
         try:
             case = Case(workload, meshes[key])
         except Unsuitable as reason:
-            send({"case": workload.name, "unsuitable": str(reason)})
+            absent = dict.fromkeys(config["contenders"][workload.name], str(reason))
+            send({"case": workload.name, **result({}, absent=absent)})
             continue
         send({"case": workload.name, **measure_case(case, meshes[key], planners[sizes], config["scale"])})
     for workload in config["new_lengths"]:
@@ -181,10 +146,10 @@ def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
 
 
 def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
-    """The sides in turns, each time with a length that neither side has seen; the first rounds are not counted."""
+    """Time the sides in turns, each time with a length that neither side has seen; the first rounds do not count."""
     length, columns = first.shape
     faults: dict[str, str] = {}
-    seconds: dict[str, list[float]] = {side: [] for side in ("ours", "ours, on gloo", "stock")}
+    seconds: dict[str, list[float]] = {side: [] for side in BY_DTENSOR}
     for number in range(_FIRST_ROUNDS + rounds):
         for side in in_order(seconds, number):
             length += 1
@@ -192,15 +157,14 @@ def measure_new_lengths(first: Workload, mesh: DeviceMesh, rounds: int) -> dict[
             call = redistribute_calls(case)[side]
             dist.barrier()
             began = time.perf_counter()
-            found = call(case.source)
+            output = call(case.source)
             took = time.perf_counter() - began
             if number >= _FIRST_ROUNDS:
                 seconds[side].append(took)
-            if fault := case.fault(found.to_local(), pairwise=side == "stock"):
+            if fault := case.fault(output.to_local(), pairwise=side == "stock"):
                 faults[side] = fault
     detail = {"mesh": list(mesh.shape), "source": first.source, "target": first.target, "longest": length}
-    return {"seconds": seconds, "faults": faults, "digests": {}, "box": "", "bytes": {}, "bound": None,
-            "must_move": False, "detail": detail}  # fmt: skip
+    return result(seconds, faults=faults, detail=detail)
 
 
 def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> dict[str, Any]:
@@ -210,27 +174,26 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
     calls = calls_of(case, mesh, program)
     faults, digests = {}, {}
     for contender, call in calls.items():
-        found = call(case.source)
-        local = found.to_local() if isinstance(found, DTensor) else found
+        output = call(case.source)
+        local = output.to_local() if isinstance(output, DTensor) else output
         fault = case.fault(local, pairwise=contender in ("stock", PLAIN))
         if fault:
             faults[contender] = fault
         if contender.startswith("ours"):
             digests[contender] = digest(local)
-        del found, local
+        del output, local
     received = max(program.bytes_received)
     sets, rotation = rotated(case.source, 1 if scale == "dry" else None)
     sides = {contender: rotating(call, sets) for contender, call in calls.items()}
     sides["copy"] = copies(received, Rotation.of(received, mesh.size(), 1 if scale == "dry" else None))
-    return {
-        "seconds": time_sides(sides, ROUNDS[scale], {"copy": 1}, _TURN_SECONDS[scale]),
-        "faults": faults,
-        "digests": digests,
-        "box": str([(part.start, part.stop) for part in case.box]),
-        "bytes": bytes_of(case, planner, program),
-        "bound": None if program.bytes_bound is None else max(program.bytes_bound),
-        "must_move": received > 0,
-        "detail": {
+    return result(
+        time_sides(sides, ROUNDS[scale], _TURN_SECONDS[scale]),
+        faults=faults,
+        digests=digests,
+        box=str([(part.start, part.stop) for part in case.box]),
+        bytes=bytes_of(case, planner, program),
+        bound=None if program.bytes_bound is None else max(program.bytes_bound),
+        detail={
             "mesh": list(mesh.shape),
             "source": case.source_text,
             "target": case.target_text,
@@ -242,7 +205,7 @@ def measure_case(case: Case, mesh: DeviceMesh, planner: Stock, scale: str) -> di
             "rotation": rotation.to_dict(),
             "kept outputs": KEPT,
         },
-    }
+    )
 
 
 def redistribute_calls(case: Case) -> dict[str, Callable[[DTensor], Any]]:
@@ -265,17 +228,15 @@ def calls_of(case: Case, mesh: DeviceMesh, program: shardweave.Program) -> dict[
 
 
 def bytes_of(case: Case, planner: Stock, program: shardweave.Program) -> dict[str, int]:
-    """What the rank receives that receives most, by contender. Of stock where its layouts say all: shard orders they do
-    not."""
-    received = max(program.bytes_received)
-    found = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), received)
+    """Bytes that the rank with most receives, by contender. Stock's are not known for shard orders."""
+    received = dict.fromkeys(("ours", "ours, on gloo", PACKED, PLAIN, "copy"), max(program.bytes_received))
     if "/" not in case.source_text + case.target_text:
         layouts = shardweave.Layout.parse(case.source_text), shardweave.Layout.parse(case.target_text)
         counted = count_stock(program.mesh, case.shape, planner.layouts(case.shape, *layouts), gloo=True)
-        found["stock"] = counted.received // 4 * case.dtype.itemsize
+        received["stock"] = counted.received // 4 * case.dtype.itemsize
     if case.source_text == "P":  # reduced whole by gloo for stock and for the plain call alike
-        found[PLAIN] = found["stock"]
-    return found
+        received[PLAIN] = received["stock"]
+    return received
 
 
 def _of_local(by_hand: Callable[[torch.Tensor], torch.Tensor], x: DTensor) -> torch.Tensor:
@@ -292,30 +253,27 @@ def _packed(case: Case, mesh: shardweave.Mesh) -> PackedAllToAll:
 
 def _plain(case: Case, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The one call of torch.distributed that is meant for it, where shards are even."""
-    group, n = mesh.get_group(0) if mesh.ndim == 1 else None, mesh.size()
-    if group is None or any(size % n for size in case.shape):
+    layouts, n = (case.source_text, case.target_text), mesh.size()
+    if mesh.ndim > 1 or any(size % n for size in case.shape) or layouts not in SWEEPS.values():
         return None
-    rows, columns = case.shape
+    group, (rows, columns) = mesh.get_group(0), case.shape
+    if layouts == SWEEPS["re-shard"]:
+
+        def re_shard(x: torch.Tensor) -> torch.Tensor:
+            packed = x.view(rows // n, n, columns // n).transpose(0, 1).contiguous()
+            out = torch.empty_like(packed)
+            dist.all_to_all_single(out, packed, group=group)
+            return out.view(rows, columns // n)
+
+        return re_shard
     # Newer versions of torch have other names for both.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    collective, length = (gather, rows) if layouts == SWEEPS["all-gather"] else (reduce, rows // n)
 
-    def all_gather(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(rows, columns)
-        gather(out, x, group=group)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(length, columns)
+        collective(out, x, group=group)
         return out
 
-    def re_shard(x: torch.Tensor) -> torch.Tensor:
-        packed = x.view(rows // n, n, columns // n).transpose(0, 1).contiguous()
-        out = torch.empty_like(packed)
-        dist.all_to_all_single(out, packed, group=group)
-        return out.view(rows, columns // n)
-
-    def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(rows // n, columns)
-        reduce(out, x, group=group)
-        return out
-
-    return {("S0", "R"): all_gather, ("S0", "S1"): re_shard, ("P", "S0"): reduce_scatter}.get(
-        (case.source_text, case.target_text)
-    )
+    return call

@@ -1,4 +1,4 @@
-"""What it costs to zero rows that hold no token: a layer's dispatch and combine, with `zero_rows` and without, by the
+"""The cost of zeroing rows that hold no token: a layer's dispatch and combine, with `zero_rows` and without, by the
 size of its buffers, timed in turns on the same ranks.
 
     python -m shardweave.bench.suites.token_zeroing
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardweave.bench.harness.collect import run_ranks
 from shardweave.bench.harness.interleaved import slowest, time_sides
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 EXPERTS, TOP_K = 32, 4
@@ -32,14 +31,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=1024)
-    given = vars(parser.parse_args())
-    print(f"{given}, top {TOP_K} of {EXPERTS} experts, float32; zeroed over not zeroed, medians of {ROUNDS} rounds")
+    options = vars(parser.parse_args())
+    print(f"{options}, top {TOP_K} of {EXPERTS} experts, float32; zeroed over not zeroed, medians of {ROUNDS} rounds")
     print("| transport | capacity | forward | forward and backward |\n|---|---|---|---|")
-    run_ranks(rank_main, given["ranks"], given, put)
+    run_ranks(rank_main, options["ranks"], options, show)
 
 
-def put(case: str, by_rank: list[dict[str, Any]]) -> None:
-    seconds = [found["seconds"] for found in by_rank]
+def show(case: str, by_rank: list[dict[str, Any]]) -> None:
+    seconds = [rank["seconds"] for rank in by_rank]
     ratios = []
     for passes in ("forward", "both"):
         zeroed, plain = (median(slowest(seconds, f"{passes}, {zero}")) for zero in (True, False))

@@ -2,15 +2,14 @@
 `shardweave.install()`.
 
 Both models are built from one seed, read the same text and live in the same ranks; they take turns step by step, so
-that a noisy machine favours neither. After the steps asked for come as many again, which are timed; the losses of all
-are compared before a time is shown.
+that a noisy machine favours neither. After the requested steps come as many again, which are timed; all losses are
+compared before a time is shown.
 
-What has to be equal. The passes gather, which is exact, and add up: activations along tp, gradients along dp. With two
-ranks along a mesh dim a sum has two terms, and a + b is b + a to the bit, so losses and parameters have to be bitwise
-equal. With more, gloo's ring begins each part of a tensor at another rank and shardweave adds in ascending order of
-ranks, so float32 sums differ in their last bits and training carries that on: the losses have to agree within
-`TOLERANCE`. On both sides gloo adds up the gradients' norms, over both mesh dims: they are of a placement that
-`install()` leaves to torch.
+Gathers are exact; activations are summed along tp, gradients along dp. With two ranks along a mesh dim a sum has two
+terms, and a + b is b + a to the bit, so losses and parameters have to be bitwise equal. With more, gloo's ring begins
+each part of a tensor at another rank and shardweave adds in ascending order of ranks, so float32 sums differ in their
+last bits and training carries that on: the losses have to agree within `TOLERANCE`. On both sides gloo sums the norms
+of gradients over both mesh dims, in a placement that `install()` leaves to torch.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ import shardweave
 
 from ...errors import ArgumentError
 from ..baselines.stock_dtensor import mesh_for
-from ..harness.collect import messages_of
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines
-from ..harness.ranks import RanksFailed, Send
+from ..harness.ranks import RanksFailed, Send, messages_of
 from ..harness.writable import check_writable
 from ..workloads.transformer import Sizes, Transformer, build
 
 SIDES = ("torch", "shardweave")
 STEPS = 30
-LEAST_STEPS = 2  # a median and quartiles want two
+LEAST_STEPS = 2  # for a median and quartiles
 SEQUENCES = 4  # a step, for each rank along dp
 LENGTH = 128
 LEARNING_RATE = 3e-3
@@ -71,60 +69,72 @@ def batch(data: torch.Tensor, step: int, replica: int, replicas: int) -> tuple[t
 
 
 class Trainer:
-    """A side: its model, its optimizer, and whether shardweave is installed while it steps."""
+    """A model with its optimizer.
 
-    def __init__(self, model: Transformer, installed: bool) -> None:
-        self.model, self.installed = model, installed
-        if installed:
-            shardweave.adapt_fsdp(model)  # FSDP2's gathers and reduce-scatters never call redistribute
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    Args:
+        finish: what happens to gradients before the optimizer uses them.
+    """
 
-    def step(self, tokens: torch.Tensor, following: torch.Tensor) -> dict[str, float]:
-        """The loss of this rank's sequences, and the seconds of a whole step on this rank."""
-        dist.barrier()
-        start = time.perf_counter()
-        with shardweave.installed() if self.installed else nullcontext():
-            loss = self.model(tokens, following)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        return {"loss": loss.item(), "seconds": time.perf_counter() - start}
+    def __init__(self, model: Transformer, finish: Callable[[Transformer], object], **options: Any) -> None:
+        self.model, self._finish = model, finish
+        self._optimizer = torch.optim.AdamW(model.parameters(), **options)
+
+    def step(self, tokens: torch.Tensor, following: torch.Tensor) -> float:
+        """One step; the loss of these sequences."""
+        loss = self.model(tokens, following)
+        loss.backward()
+        self._finish(self.model)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item()
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
     """A rank: sends a message a step, then one about parameters and redistributions."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # stock's advice about its own plans, once a rank
     mesh = init_device_mesh("cpu", mesh_for(size), mesh_dim_names=("dp", "tp"))
-    trainers = {side: Trainer(build(Sizes(), mesh, seed=0), side == "shardweave") for side in SIDES}
-    data = text()
+    models = {side: build(Sizes(), mesh, seed=0) for side in SIDES}
+    shardweave.adapt_fsdp(models["shardweave"])  # FSDP2's gathers and reduce-scatters never call redistribute
+
+    def clip(model: Transformer) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+
+    trainers, data = {side: Trainer(models[side], clip, lr=LEARNING_RATE, fused=True) for side in SIDES}, text()
     for step in range(2 * config["steps"]):
         if step == config["steps"]:
             shardweave.stats().reset()
-        given = batch(data, step, mesh["dp"].get_local_rank(), mesh["dp"].size())
-        # Each side goes first in every other step.
-        send({side: trainers[side].step(*given) for side in (SIDES, SIDES[::-1])[step % 2]})
-    pairs = zip(*(trainers[side].model.parameters() for side in SIDES), strict=True)
-    counted = shardweave.stats()
+        sequences, results = batch(data, step, mesh["dp"].get_local_rank(), mesh["dp"].size()), {}
+        for side in (SIDES, SIDES[::-1])[step % 2]:
+            dist.barrier()
+            start = time.perf_counter()
+            with shardweave.installed() if side == "shardweave" else nullcontext():
+                loss = trainers[side].step(*sequences)
+            results[side] = {"loss": loss, "seconds": time.perf_counter() - start}
+        send(results)
+    pairs = zip(*(models[side].parameters() for side in SIDES), strict=True)
     send(
         {
             "parameters_equal": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs),
-            "parameters": sum(p.numel() for p in trainers["torch"].model.parameters()),
-            "calls": dict(counted.calls),
-            "delegations": dict(counted.delegations),
+            "parameters": sum(p.numel() for p in models["torch"].parameters()),
+            **counted(),
         }
     )
 
 
+def counted() -> dict[str, Any]:
+    """The calls of this rank by transport, and those left to torch by reason."""
+    return {"calls": dict(shardweave.stats().calls), "delegations": dict(shardweave.stats().delegations)}
+
+
 def outcome_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """What the ranks' messages come to; `faults` has what is not as the head of this file says it has to be. Seconds
-    are those of the slowest rank, in the second half."""
+    """The results of all ranks; `faults` lists differences beyond those that the head of this file allows. Seconds are
+    those of the slowest rank, in the second half."""
     *steps, last = zip(*by_rank, strict=True)
     mesh, half = mesh_for(len(by_rank)), len(steps) // 2
-    losses = {side: [[found[side]["loss"] for found in step] for step in steps] for side in SIDES}
-    seconds = {side: [max(found[side]["seconds"] for found in step) for step in steps[half:]] for side in SIDES}
+    losses = {side: [[rank[side]["loss"] for rank in step] for step in steps] for side in SIDES}
+    seconds = {side: [max(rank[side]["seconds"] for rank in step) for step in steps[half:]] for side in SIDES}
     pairs = list(zip(*(chain.from_iterable(losses[side]) for side in SIDES), strict=True))
-    exact, equal = max(mesh) <= 2, all(found["parameters_equal"] for found in last)
+    exact, equal = max(mesh) <= 2, all(rank["parameters_equal"] for rank in last)
     return {
         "mesh": mesh,
         "steps": half,
@@ -141,26 +151,22 @@ def outcome_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _faults(losses: dict[str, list[list[float]]], tp: int, bound: float) -> list[str]:
-    found = []
+    faults = []
     for step, (theirs, ours) in enumerate(zip(losses["torch"], losses["shardweave"], strict=True), 1):
         for rank, (a, b) in enumerate(zip(theirs, ours, strict=True)):
             if not abs(a - b) <= bound * abs(a):  # so that a NaN is a fault
-                found.append(f"step {step}, rank {rank}: loss {b!r}, torch's is {a!r}")
+                faults.append(f"step {step}, rank {rank}: loss {b!r}, torch's is {a!r}")
             first = rank - rank % tp  # ranks along tp compute the same loss
             if b != ours[first]:
-                found.append(f"step {step}: ranks {first} and {rank} have losses {ours[first]!r} and {b!r}")
-    return found
+                faults.append(f"step {step}: ranks {first} and {rank} have losses {ours[first]!r} and {b!r}")
+    return faults
 
 
 def show(outcome: dict[str, Any]) -> None:
-    """Losses, and where they are as they have to be, times."""
+    """Losses and, if they agree, times."""
     sizes, (dp, tp), steps = Sizes(), outcome["mesh"], outcome["steps"]
-    print(
-        f"{dp * tp} ranks on {os.cpu_count()} cores, mesh dp{dp} tp{tp}, torch {torch.__version__}, one thread each.\n"
-        f"{sizes.blocks} blocks of width {sizes.width} with {sizes.heads} heads, "
-        f"{outcome['parameters'] / 1e6:.2f} million float32 parameters; "
-        f"{dp * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
-    )
+    blocks = f"{sizes.blocks} blocks of width {sizes.width} with {sizes.heads} heads,"
+    show_setting(outcome, f"mesh dp{dp} tp{tp}", dp * tp, blocks, dp)
     show_losses({f"loss, {side}": losses[:steps] for side, losses in outcome["losses"].items()})
     if outcome["faults"]:
         print(f"The sides differ by more than they may ({len(outcome['faults'])} faults), so no times are shown:")
@@ -186,6 +192,14 @@ def show(outcome: dict[str, Any]) -> None:
         print(f"  {count / steps:g} left to torch: {reason.partition(';')[0]}")
 
 
+def show_setting(outcome: dict[str, Any], mesh: str, ranks: int, blocks: str, replicas: int) -> None:
+    print(
+        f"{ranks} ranks on {os.cpu_count()} cores, {mesh}, torch {torch.__version__}, one thread each.\n"
+        f"{blocks} {outcome['parameters'] / 1e6:.2f} million float32 parameters; "
+        f"{replicas * SEQUENCES} sequences of {LENGTH} bytes a step.\n"
+    )
+
+
 def show_losses(losses: dict[str, Sequence[float]]) -> None:
     """Some steps of two sides, the first and the last among them."""
     (first, a), (second, b) = losses.items()
@@ -196,13 +210,29 @@ def show_losses(losses: dict[str, Sequence[float]]) -> None:
 
 
 def run_program(
-    run: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None], json_path: Path | None
+    run: Callable[..., dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+    **helps: tuple[int, str],
 ) -> int:
-    """Run, show where it was run and what was found, write the JSON; 2 for a bad argument, 1 for faults or ranks that
-    were lost."""
+    """Run with the options of the command line, show the outcome and write it as JSON; returns the exit status: 2 for a
+    bad argument, 1 for faults or lost ranks.
+
+    Args:
+        run: takes the options as keyword arguments.
+        helps: default and help of each option besides --json.
+    """
+    parser = argparse.ArgumentParser(prog=f"shardweave.bench.suites.{prog}", description=description)
+    for name, (default, text) in helps.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    options = vars(parser.parse_args(argv))
+    json_path = options.pop("json")
     try:
         check_writable("--json", json_path)
-        outcome = run()
+        outcome = run(**options)
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -235,15 +265,10 @@ def run(ranks: int, steps: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="shardweave.bench.suites.training",
-        description="Train by stock DTensor and under shardweave, side by side.",
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help="and as many again, timed (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
-    given = parser.parse_args(argv)
-    return run_program(lambda: run(given.ranks, given.steps), show, given.json)
+    return run_program(
+        run, show, argv, "training", "Train by stock DTensor and under shardweave, side by side.",
+        steps=(STEPS, "and as many again, timed"), ranks=(4, "processes to start"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 FSDP2's own program, on the same weights, issues single collectives, where torch's plans and shardweave's are the same.
 
-Each JSON file is one model; each case fixes mesh, source and target layout (text form), dtype, full shape and the shape
-it is run at on CPU. The scaled shape follows from the full one by one rule, `scaled_down`, and nothing else about a
-case changes: `load_workloads` refuses a file that strays from it.
+Each JSON file is one model; each case fixes mesh, source and target layout (text form), dtype and full shape. On a CPU
+it is run at the shape that follows from the full one by one rule, `scaled_down`; nothing else about a case changes.
 
 `recorded/` has traces of whole models at full shapes, made by `python -m shardweave.bench.workloads.record_workloads`;
 a test holds that the solver's program among them does each case here: the shape, the dtype, and both layouts.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,11 @@ class Workload:
 
 
 def load_workloads(folder: Path | None = None) -> list[Workload]:
-    """All cases, in the files' and their own order. Raises ValueError where a file breaks the rules above."""
+    """All cases, in the files' and their own order.
+
+    Raises:
+        ValueError: two cases have one name, or a layout has not one token for each mesh dim.
+    """
     files = sorted((folder or Path(__file__).parent).glob("*.json"))
     workloads = [
         Workload(
@@ -65,28 +69,15 @@ def load_workloads(folder: Path | None = None) -> list[Workload]:
             target=case["target"],
             dtype=case["dtype"],
             full_shape=tuple(case["shape"]),
-            shape=tuple(case["scaled"]),
+            shape=tuple(map(scaled_down, case["shape"])),
         )
         for data in (json.loads(file.read_text(encoding="utf-8")) for file in files)
         for case in data["cases"]
     ]
-    for workload in workloads:
-        _check(workload)
-    names = [workload.name for workload in workloads]
-    if len(set(names)) != len(names):
-        raise ValueError(f"workload names must differ: {sorted(name for name in set(names) if names.count(name) > 1)}")
+    names = Counter(workload.name for workload in workloads)
+    for w in workloads:
+        if {len(w.mesh_names), len(w.source.split()), len(w.target.split())} != {len(w.mesh)} or names[w.name] > 1:
+            raise ValueError(
+                f"{w}: its name must be unique, and each layout and mesh_names have one entry per mesh dim"
+            )
     return workloads
-
-
-def _check(workload: Workload) -> None:
-    expected = tuple(scaled_down(size) for size in workload.full_shape)
-    if workload.shape != expected:
-        raise ValueError(
-            f"{workload.name}: scaled shape {workload.shape} is not {expected}, "
-            f"which dividing {workload.full_shape} by {SCALED_DOWN_BY} gives"
-        )
-    for what, text in (("source", workload.source), ("target", workload.target)):
-        if len(text.split()) != len(workload.mesh):
-            raise ValueError(f"{workload.name}: {what} {text!r} needs one token for each dim of mesh {workload.mesh}")
-    if len(workload.mesh_names) != len(workload.mesh):
-        raise ValueError(f"{workload.name}: {len(workload.mesh_names)} names for mesh {workload.mesh}")

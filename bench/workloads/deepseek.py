@@ -1,8 +1,8 @@
-"""A transformer like DeepSeek-V3, of latent attention and mixtures of experts, and how it lies on a mesh of data,
+"""A transformer like DeepSeek-V3, with latent attention and mixtures of experts, and its placement on a mesh of data,
 expert and tensor parallelism.
 
-Made to be recorded on fake tensors: these hold no ids, so routing is balanced, and each rank's tokens go to all ranks
-alike. Which rank's token goes where is no redistribution.
+For recording on fake tensors, which hold no ids: so routing is balanced, and each rank sends as many tokens to every
+rank. The exchange of tokens is no redistribution.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class DeepSeekSizes:
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose queries, and keys with values, are made of narrow vectors. These are made where the
-    sequence is sharded, so that what is gathered is narrow."""
+    """Causal attention whose queries, keys and values are projected from narrow vectors. These are computed where the
+    sequence is sharded, so that narrow tensors are gathered."""
 
     def __init__(self, sizes: DeepSeekSizes) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class LatentAttention(nn.Module):
 
 
 class BalancedExperts(nn.Module):
-    """A SwiGLU for each expert, over the tokens that a balanced routing sends it."""
+    """A SwiGLU for each expert, on the tokens that balanced routing sends it."""
 
     def __init__(self, sizes: DeepSeekSizes) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class BalancedExperts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Routed experts, and one that every token goes to."""
+    """Routed experts, and a shared one."""
 
     def __init__(self, sizes: DeepSeekSizes) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _heads(x: torch.Tensor, head: int) -> torch.Tensor:
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    """What every rank along tp holds alike. Each uses it for a part, so its gradients are to be summed."""
+    """A tensor that is equal on all ranks along tp. Each computes a part with it, so its gradients are summed."""
     return x.to_local(grad_placements=(Partial(),)) if isinstance(x, DTensor) else x
 
 
@@ -178,7 +178,7 @@ def share(
     tensor: DeviceMesh,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Put a model, its parameters on "meta", on a mesh.
+    """Place a model, whose parameters are on "meta", on a mesh.
 
     Args:
         data, expert_data: what FSDP2 shards all parameters over, and those of experts; replicas along the first of two.

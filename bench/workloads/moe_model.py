@@ -1,6 +1,6 @@
-"""The transformer of `transformer.py` with mixtures of experts for feed-forwards, and how those lie on a mesh.
+"""The transformer of `transformer.py` with mixtures of experts for feed-forwards, and their placement on a mesh.
 
-On one process a mixture is plain torch: what a sharded one has to equal.
+On one process a mixture is plain torch, the reference for a sharded one.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """[R, width] of x [R, width], whose group e ends at row offsets[e]; rows past the last group are anything."""
-        # In float32, to be held against one process; on a GPU this is three calls of torch._grouped_mm in bfloat16.
+        """[R, width] of x [R, width], whose group e ends at row offsets[e]; rows past the last group are undefined."""
+        # In float32, for the comparison with one process; on a GPU: three calls of torch._grouped_mm in bfloat16.
         sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
         *groups, rest = x.split([*sizes, len(x) - sum(sizes)])
         weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))

@@ -2,8 +2,8 @@
 model code.
 
 Whole models, all of their layers at full width, for one step, forward and backward, on fake tensors in a process group
-that moves nothing: rank 0's view of a mesh of any size, in a process that has neither the memory nor the ranks. Each
-trace's `calls` are therefore those of a step.
+that moves nothing: rank 0's view of a mesh of any size, in one process without the memory for it. The `calls` of a
+trace are those of a step.
 
 A batch is one sequence for each rank of data parallelism, in bfloat16 with gradients reduced in float32.
 """
@@ -60,7 +60,7 @@ class Workload:
 
 
 def step(model: Transformer, length: int) -> None:
-    """Forward and backward of one sequence, of a model that has its place on a mesh and its parameters on "meta"."""
+    """Forward and backward of one sequence, of a model that is placed on a mesh, with its parameters on "meta"."""
     model.to_empty(device="cpu")
     tokens = torch.zeros(1, length, dtype=torch.int64)
     model(tokens, tokens).backward()
@@ -77,8 +77,8 @@ def llama(mesh: DeviceMesh, sizes: Sizes, length: int) -> None:
 
 
 def deep_seek(mesh: DeviceMesh, sizes: DeepSeekSizes, length: int) -> None:
-    """FSDP2 with replicas, expert, tensor and sequence parallelism; then the experts' weights whole, as a checkpoint
-    for one process has them."""
+    """FSDP2 with replicas, expert, tensor and sequence parallelism; then the full weights of the last experts, as in a
+    checkpoint for one process."""
     with torch.device("meta"):
         model = deepseek.deep_seek(sizes)
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ WORKLOADS = {
 
 
 def recorded(program: Callable[[DeviceMesh], None], sizes: Mapping[str, int]) -> Trace:
-    """What rank 0 of a mesh redistributes in a program; no other rank is needed.
+    """The redistributions of rank 0 of a mesh in a program; no other rank is needed.
 
     Raises:
         ArgumentError: this process is in a process group already.

@@ -1,4 +1,4 @@
-"""What an automatic sharding solver makes of a model: DTensors on the whole mesh, and `redistribute` between them.
+"""A model as an automatic sharding solver places it: DTensors on the whole mesh, and `redistribute` between them.
 
 Layers of Llama-3-8B's sizes and experts of DeepSeek-V3's. Every weight is cut by both mesh dims and gathered over the
 first where it is used, its gradient reduced to where it came from; sequences are cut by both, or by one and heads by
@@ -52,13 +52,13 @@ def fsdp_order(mesh: DeviceMesh) -> tuple[Placement, Placement]:
 
 
 def made(mesh: DeviceMesh, size: tuple[int, ...], dtype: torch.dtype, *placements: Placement) -> DTensor:
-    found = dt.empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
-    found.requires_grad_()
-    return found
+    tensor = dt.empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
+    tensor.requires_grad_()
+    return tensor
 
 
 def gathered(weight: DTensor, *placements: Placement) -> DTensor:
-    """For use in bfloat16; gradients are reduced in float32."""
+    """A weight for use in bfloat16; gradients are reduced in float32."""
     return weight.redistribute(placements=placements, forward_dtype=torch.bfloat16, backward_dtype=torch.float32)
 
 

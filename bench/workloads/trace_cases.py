@@ -1,4 +1,4 @@
-"""The distinct redistributions of a trace, as cases to replay or to price, and the memory that they take."""
+"""The distinct redistributions of a trace, as cases to replay or to price, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from . import scaled_down
 
 @dataclass(frozen=True)
 class Case:
-    """One distinct redistribution, from however many places.
+    """One distinct redistribution, from all its places.
 
     Attributes:
-        entries: one, or one for each of several meshes that are alike and have no rank in common, as those along a dim
-            of a larger mesh: in the program their ranks do it at the same time, and so they do here.
+        entries: one, or one for each of several equal meshes without common ranks, as along a dim of a larger mesh:
+            their ranks redistribute at the same time, in the program and in a replay.
         cost: calls of a rank, and the bytes that it receives in each, as they were recorded.
-        shape, bytes_received: as they are here: the recorded ones, or scaled.
+        shape, bytes_received: the recorded ones, or scaled.
     """
 
     entries: tuple[Entry, ...]
@@ -41,20 +41,20 @@ class Case:
 
     @property
     def collective(self) -> str | None:
-        """What FSDP2 calls; None where DTensor redistributes."""
+        """The collective that FSDP2 calls; None where DTensor redistributes."""
         return FSDP_COLLECTIVES[self.entry.source, self.entry.target] if self.entry.fsdp else None
 
     @property
     def ranks(self) -> int:
-        """How many take part in it."""
+        """The number of ranks that take part."""
         return len({rank for entry in self.entries for mesh in meshes_of(entry) for rank in mesh.rank_array.tolist()})
 
     def of_rank(self, rank: int) -> Entry:
-        """The entry of the mesh that a rank is in; any where it is in none."""
+        """The entry of the mesh that contains a rank; the first one for other ranks."""
         return next((entry for entry in self.entries if rank in entry.mesh.rank_array), self.entry)
 
     def scaled(self) -> Case:
-        """With an eighth of every size of 64 and more, and the bytes that the rank that gets most of those receives."""
+        """With an eighth of every size of 64 and more, and the bytes that then the rank with most receives."""
         entry, shape = self.entry, tuple(map(scaled_down, self.shape))
         if entry.fsdp:  # whose flat tensors are padded to even shards
             shape = tuple(-(-n // entry.mesh.shape[-1]) * entry.mesh.shape[-1] for n in shape)
@@ -69,8 +69,7 @@ def meshes_of(entry: Entry) -> tuple[Mesh, Mesh]:
 
 
 def distinct(trace: Trace, of_ranks: Sequence[Trace] = ()) -> list[Case]:
-    """The redistributions, wherever they were asked for, and by whichever of several meshes alike; what moves most
-    bytes first.
+    """The redistributions, from all places and all of several equal meshes; those that move most bytes first.
 
     Args:
         of_ranks: the traces that `trace` was merged from; none: it is of one rank, or of ranks that do the same. Ranks
@@ -81,13 +80,13 @@ def distinct(trace: Trace, of_ranks: Sequence[Trace] = ()) -> list[Case]:
         one = replace(entry, where="", traced=False)
         kind = one if one.target_mesh else replace(one, mesh=Mesh(one.mesh.shape, one.mesh.names))
         families.setdefault(kind, {}).setdefault(one, []).append(entry)
-    found = []
+    cases = []
     for family in families.values():
         ranks = [rank for one in family for rank in one.mesh.rank_array.tolist()]
         together = len(ranks) == len(set(ranks))
         apart = [family] if together else [{one: places} for one, places in family.items()]
-        found += [_case(alike, of_ranks or [trace]) for alike in apart]
-    return sorted(found, key=lambda case: -case.cost.total_bytes)
+        cases += [_case(alike, of_ranks or [trace]) for alike in apart]
+    return sorted(cases, key=lambda case: -case.cost.total_bytes)
 
 
 def _place(entry: Entry) -> str:
@@ -107,10 +106,10 @@ def _case(family: dict[Entry, list[Entry]], of_ranks: Sequence[Trace]) -> Case:
 
 
 def check_memory(cases: Sequence[Case], cache_bytes: int) -> None:
-    """Refuse what would have ranks killed; cases come one after the other, so each counts alone.
+    """Check that each case fits into memory, since ranks would be killed; they run one after the other.
 
     Raises:
-        ArgumentError: a case needs more than there is.
+        ArgumentError: a case needs more memory than is free.
     """
     there = available_memory()
     needed, case = max(((_bytes_needed(case, cache_bytes), case) for case in cases), key=lambda pair: pair[0])
@@ -125,9 +124,8 @@ def check_memory(cases: Sequence[Case], cache_bytes: int) -> None:
 
 
 def _bytes_needed(case: Case, cache_bytes: int) -> int:
-    """Of all ranks together, with what is alive while they are timed: the sources that take turns, for an all-reduce
-    in place twice, and a copy of one for peers; of either side `KEPT` outputs, one that is being made, and what it is
-    made of."""
+    """Of all ranks together while they are timed: the sources that take turns, twice for an all-reduce in place, and a
+    copy of one for peers; of either side `KEPT` outputs, a new one, and the buffers that it is computed from."""
     sources = targets = largest = 0
     for entry in case.entries:
         (mesh, other), itemsize = meshes_of(entry), ITEMSIZE[entry.dtype]

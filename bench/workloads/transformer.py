@@ -1,4 +1,4 @@
-"""A Llama-like transformer, small and over bytes unless told otherwise, and how it lies on a mesh of data and tensor
+"""A Llama-like transformer, by default small and with bytes as tokens, and its placement on a mesh of data and tensor
 parallelism."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, which takes rotary angles too, and a feed-forward, each of what is normed before and added after."""
+    """Attention, which also takes rotary angles, and a feed-forward, each between a norm and a residual sum."""
 
     def __init__(self, width: int, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ OUTSIDE: dict[str, ParallelStyle] = {
     "norm": SequenceParallel(),
     "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-"""How what is around the blocks lies along tensor parallelism."""
+"""Placements along tensor parallelism of the parts around the blocks."""
 FEED_FORWARD: dict[str, ParallelStyle] = {
     "feed_forward_norm": SequenceParallel(),
     "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -154,7 +154,7 @@ def build(sizes: Sizes, mesh: DeviceMesh, seed: int) -> Transformer:
 
 
 def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
-    """Put a model on a mesh of data and one of tensor parallelism; a collective, but for parameters on "meta".
+    """Place a model on a mesh of data and one of tensor parallelism; a collective, except for parameters on "meta".
 
     Along `tensor` heads, the SwiGLU's columns and the vocabulary are sharded, and activations between them by sequence;
     along `data` every parameter is, by FSDP2 (of a mesh of two dims replicas are, along the first).

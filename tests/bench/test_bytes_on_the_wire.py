@@ -20,12 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardweave
-from shardweave.bench.baselines.plain_dispatch import dispatch_and_combine
 from shardweave.bench.baselines.stock_dtensor import Case
 from shardweave.bench.baselines.stock_plans import Stock
-from shardweave.bench.baselines.torchtitan_dispatch import EXPERTS, shardweave_layer
-from shardweave.bench.harness.collect import run_ranks
-from shardweave.bench.harness.ranks import Send
+from shardweave.bench.baselines.token_layers import plain_layer, shardweave_layer
+from shardweave.bench.harness.ranks import Send, messages_of
 from shardweave.bench.suites.suite_dispatch import Tokens, inputs_of
 from shardweave.bench.suites.suite_dispatch import bytes_of as bytes_of_tokens
 from shardweave.bench.suites.suite_redistribute import bytes_of, calls_of
@@ -33,9 +31,9 @@ from shardweave.bench.workloads import Workload
 
 RANKS, SIDE = 4, 1024
 SHARED_MEMORY = "ours"
-# Redistributions in which every rank receives as many.
+# Redistributions in which every rank receives the same number of bytes.
 CASES = [((4,), "S0", "R"), ((4,), "S0", "S1"), ((4,), "P", "S0"), ((4,), "P", "R"), ((2, 2), "S0 S1", "R R")]
-# Headers of packets, of 64 KiB on a loopback, and what gloo says beside the data; and of two barriers.
+# Headers of packets, of 64 KiB on a loopback; gloo's messages beside the data and those of two barriers.
 MOST_HEADERS, MOST_BESIDE = 0.01, 1 << 14
 _SIOCSIFFLAGS, _IFF_UP_RUNNING = 0x8914, 0x41
 
@@ -47,72 +45,59 @@ def test_bytes_by_formula_are_those_on_the_wire() -> None:
         pytest.skip("no network namespace can be made here")
     done = subprocess.run([*alone, sys.executable, __file__], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    cases = json.loads(done.stdout.splitlines()[-1])
-    assert len(cases) == len(CASES) + 1
-    for case, ways in cases.items():
-        for way, (said, came) in ways.items():
-            if way == SHARED_MEMORY:
-                said = 0
-            assert said <= came <= said * (1 + MOST_HEADERS) + MOST_BESIDE, f"{case}, {way}: {said} said, {came} came"
+    messages = json.loads(done.stdout.splitlines()[-1])
+    assert len(messages) == len(CASES) + 1
+    for message in messages:
+        for contender, (formula, received) in message["contenders"].items():
+            expected = 0 if contender == SHARED_MEMORY else formula
+            most = expected * (1 + MOST_HEADERS) + MOST_BESIDE
+            assert expected <= received <= most, f"{message['case']}, {contender}: {expected} expected, {received}"
 
 
 def main() -> None:
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
-    found: dict[str, dict[str, tuple[int, float]]] = {}
-
-    def together(case: str, by_rank: list[dict[str, Any]]) -> None:
-        found[case] = by_rank[0]["ways"]
-
-    run_ranks(rank_main, RANKS, {}, together)
-    print(json.dumps(found))
+    print(json.dumps(messages_of(rank_main, RANKS, {})[0]))
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:
-    del config
     for sizes, source, target in CASES:
         names = tuple("xy"[: len(sizes)])
         mesh, shape = init_device_mesh("cpu", sizes, mesh_dim_names=names), (SIDE, SIDE)
         name = f"{source} → {target}"
         case = Case(Workload(name, "", sizes, names, source, target, "float32", shape, shape), mesh)
         program = shardweave.plan(mesh, shape, "float32", source, target)
-        said = bytes_of(case, Stock(sizes, graph=False), program)
-        ways = {w: (said[w], came(partial(way, case.source), size)) for w, way in calls_of(case, mesh, program).items()}
-        send({"case": name, "ways": ways})
-    send({"case": "dispatch", "ways": dispatched(rank, size)})
-
-
-def dispatched(rank: int, size: int) -> dict[str, tuple[int, float]]:
-    """By all ranks, which do not receive as many: the mean."""
-    mesh, shape = init_device_mesh("cpu", (size,)), Tokens(tokens=256, hidden=512, backward=False)
-    x, ids, weights, _ = inputs_of(shape, rank)
-    said = torch.tensor(bytes_of_tokens(shape, ids, rank, size)[0])
-    dist.all_reduce(said)
+        formula = bytes_of(case, Stock(sizes, graph=False), program)
+        calls = {contender: partial(call, case.source) for contender, call in calls_of(case, mesh, program).items()}
+        send({"case": name, "contenders": {c: (formula[c], received_by(call, size)) for c, call in calls.items()}})
+    # Of token dispatch ranks do not receive the same number of bytes: the mean.
+    mesh, tokens = init_device_mesh("cpu", (size,)), Tokens(tokens=256, hidden=512, backward=False)
+    x, ids, weights, _ = inputs_of(tokens, rank)
+    total = torch.tensor(bytes_of_tokens(tokens, ids, rank, size)[0])
+    dist.all_reduce(total)
     layers = {
-        "ours, on gloo": shardweave_layer(mesh, shape.hidden, shape.tokens, "process_group"),
-        "torch.distributed": lambda *given: dispatch_and_combine(*given[:3], EXPERTS, given[3]),
+        "ours, on gloo": shardweave_layer(mesh, tokens.hidden, tokens.tokens, "process_group"),
+        "torch.distributed": plain_layer,
     }
     with torch.no_grad():
-        return {
-            way: (int(said) // size, came(lambda layer=layer: layer(x, ids, weights, None), size))
-            for way, layer in layers.items()
-        }
+        received = {c: received_by(partial(layer, x, ids, weights, None), size) for c, layer in layers.items()}
+    send({"case": "dispatch", "contenders": {c: (int(total) // size, nbytes) for c, nbytes in received.items()}})
 
 
-def came(call: Callable[[], Any], ranks: int) -> float:
-    """Bytes a rank and call."""
+def received_by(call: Callable[[], Any], ranks: int) -> float:
+    """The bytes that a call receives on a rank."""
     call()  # connections are made, programs bound
+    counts = []
+    for action in (lambda: None, call):
+        dist.barrier()  # nothing moves until all have read
+        action()
+        dist.barrier()
+        counts.append(received_on_loopback())
     dist.barrier()
-    before = received()
-    dist.barrier()  # nothing moves until all have read
-    call()
-    dist.barrier()
-    after = received()
-    dist.barrier()
-    return (after - before) / ranks
+    return (counts[1] - counts[0]) / ranks
 
 
-def received() -> int:
+def received_on_loopback() -> int:
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     (loopback,) = (line for line in lines if line.lstrip().startswith("lo:"))
     return int(loopback.partition(":")[2].split()[0])

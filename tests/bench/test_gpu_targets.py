@@ -1,4 +1,4 @@
-"""The GPU's benchmark, without a GPU: every line of it runs on tiny shapes, and says no figure that it has not got."""
+"""The GPU's benchmark without a GPU: every line of it runs on tiny shapes, and reports no figure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,33 +19,28 @@ import torch
 from warm_python import run_python
 
 from shardweave.__main__ import main
-from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets
-from shardweave.bench.gpu.kernel_cases import Case, cases, rotation
-from shardweave.bench.gpu.target_bench import Bench
-from shardweave.bench.gpu.target_rows import NO_FIGURE, Row, as_markdown, as_results
+from shardweave.bench.baselines.token_kernels import Rival
+from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets, token_cases
+from shardweave.bench.gpu.kernel_cases import Made, cases
+from shardweave.bench.gpu.measuring import Measuring, rotation
+from shardweave.bench.gpu.targets import NO_FIGURE, Target, as_markdown, as_results
+from shardweave.bench.gpu.token_cases import LARGE, Shape, VirtualRank, verified
 from shardweave.bench.harness import markdown
-from shardweave.bench.harness.result_file import read
+from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.result_file import Results, Row, read
 
 pytestmark = pytest.mark.plan
 CPU = torch.device("cpu")
+SMALL = Shape(tokens=40, hidden=16, top_k=3, experts=8, ranks=4)
 
 
 @pytest.mark.interp
 def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     report = tmp_path / "tests.json"
     report.write_text('{"tests": 3, "failed": ["a.b"]}')
-    command = [
-        sys.executable,
-        "-m",
-        "shardweave.bench.gpu.targets",
-        "--dry",
-        "--out",
-        str(tmp_path),
-        "--tests",
-        str(report),
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = run_python(command, env=environment, timeout=500)
+    command = [sys.executable, "-m", "shardweave.bench.gpu.targets", "--dry", "--out", str(tmp_path)]
+    command += ["--tests", str(report)]
+    ran = run_python(command, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=500)
     assert ran.returncode == 0, ran.stderr
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert sorted(path.name for path in folder.iterdir()) == ["gpu_targets.json", "gpu_targets.md"]
@@ -56,7 +52,7 @@ def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     assert {one.contender for one in found.absent} <= {"torchao", "torchtitan"}
     page = (folder / "gpu_targets.md").read_text()
     assert page.count(f"| {NO_FIGURE} |") == len(ours) and "| yes |" not in page
-    # Others read it as they read the suites'.
+    # The JSON is like that of the suites.
     assert {row.unit for row in found.rows} == {"µs", "ns"} and "kernels" in markdown.as_markdown(found)
     assert main(["compare", str(folder / "gpu_targets.json"), str(folder / "gpu_targets.json")]) == 0
 
@@ -68,28 +64,78 @@ def test_targets_without_gpu_exit_with_2(tmp_path: Path, capsys: pytest.CaptureF
     assert "error: no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+class Bench:
+    """Measures into memory; each call returns the seconds that it takes."""
+
+    def __init__(self, dry: bool = False, seconds: float = 100.0) -> None:
+        self.measuring = Measuring(Sink("kernels", Results("", "", "", {}).put), CPU, True, 1, dry=dry, seconds=seconds)
+        self.measuring.timer = SimpleNamespace(  # type: ignore[assignment]
+            prepare=lambda calls: (calls[0](), calls[0])[1],  # as a capture calls
+            time=lambda prepared: {side: [call()] for side, call in prepared.items()},
+        )
+
+    def beside(self, ours: Made, rivals: list[Rival]) -> Target:
+        def measure(case: str) -> None:
+            self.measuring.time(case, {"ours": lambda: ours}, 1 << 20, 2, rivals)
+
+        target = Target("x", "×", 1.2, True, measure)
+        target.run(self.measuring)
+        return target
+
+
+def takes(seconds: float, right: bool = True) -> Made:
+    return lambda: seconds, lambda: right
+
+
 def test_wrong_results_are_not_timed() -> None:
-    bench = Bench(CPU, True, 100.0)
-    case = cases(CPU, True)[0]
+    case = cases(CPU, 1 << 13, 64)[0]
     call, right = case.make()
     assert not right()  # before the call the target is poisoned
     call()
     assert right()
-    wrong = Case(case.name, 0.9, case.moved, lambda: (lambda: None, lambda: False))
-    row = Row(case.name, "of the ceiling", 0.9, True)
-    bench.measure(row, lambda row: bench.kernel(wrong, row))
-    assert row.value is None and row.note == "not measured: AssertionError: the result is wrong" and row.met is None
-    notes: list[str] = []
-    late = Bench(CPU, True, -1.0, lambda: notes.append(row.note))
-    late.measure(row, lambda row: pytest.fail("begun too late"))
-    assert notes == ["not measured: no time was left"]
+    wrong = Bench().beside(takes(1.0, False), [])
+    assert wrong.value is None and wrong.shown(False) == "not measured: the result is wrong" and wrong.wrong
+    late = Target("x", "µs", 0.9, True, lambda case: pytest.fail("begun too late"))
+    late.run(Bench(seconds=-1.0).measuring)
+    assert late.shown(False) == "not measured: TimeoutError: no time was left" and late.value is None
+
+
+def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
+    def absent() -> Made:
+        raise ModuleNotFoundError("No module named 'nothing'")
+
+    others = [Rival("slow", lambda: takes(6e-6)), Rival("fast", lambda: takes(3e-6))]
+    others += [Rival("wrong", lambda: takes(1e-6, False)), Rival("late", lambda: takes(1e-6), 1e9)]
+    results = iter([1e-6] * 2)  # of two sets of buffers
+    others += [Rival("uncaptured", lambda: (lambda: next(results), lambda: True)), Rival("nothing", absent)]
+    line = Bench().beside(takes(2e-6), others)
+    assert line.value == pytest.approx(1.5) and line.met and not line.wrong
+    text = line.shown(False)
+    assert text.startswith("1.50 × slow 6 µs; fast 3 µs; ")
+    assert set(text.split("; ")[2:]) == {
+        "wrong: the result is wrong", "late: no time was left",
+        "nothing: ModuleNotFoundError: No module named 'nothing'",
+        "uncaptured: StopIteration: ",
+    }  # fmt: skip
+    assert set(line.missing) == {"wrong", "late", "nothing", "uncaptured"} and set(line.rows) == {
+        "ours",
+        "slow",
+        "fast",
+    }
+    assert "wrong" in as_markdown([line], {"device": "d"})
+    # Where nothing is timed, a rival that fails is an error, except if it is not installed.
+    failing = Bench(dry=True).beside(takes(2e-6), [Rival("fails", lambda: takes(1 / 0))])
+    assert failing.value is None and "ZeroDivisionError" in failing.shown(True)
+    alone = Bench().beside(takes(2e-6), [Rival("nothing", absent)])
+    assert alone.value is None and "not measured: nothing to compare with; nothing: " in alone.shown(False)
 
 
 def test_every_case_counts_the_bytes_that_it_moves() -> None:
-    for case in cases(CPU, False):
+    for case in cases(CPU):
         assert 48 << 20 <= case.moved <= 513 << 20, case.name
         # Nothing of a set of buffers is left in the cache when its turn comes again.
         assert rotation(case.moved, 50 << 20) * case.moved >= 4 * (50 << 20)
+    assert LARGE.moved == 9 * 4096 * 7168 * 2
 
 
 @pytest.fixture
@@ -135,96 +181,165 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_a_call_is_timed_in_a_graph(cuda: SimpleNamespace) -> None:
-    outside = []
-
-    def call() -> None:
-        if cuda.capturing is None:
-            outside.append(1)
-        else:
-            cuda.capturing.calls += 1
-
-    times = graph_timing.GraphTimer(rounds=5).time([call, call])
-    assert len(times.rounds) == 5 and times.seconds == pytest.approx(1e-6) and times.spread < 1e-6
-    assert len(outside) == 4 and cuda.synchronized == 7  # two sets, before either graph; a short one, then the rounds
-
-
-def test_sides_are_timed_in_turns(cuda: SimpleNamespace) -> None:
+def test_calls_are_timed_in_graphs_and_in_turns(cuda: SimpleNamespace) -> None:
     order: list[str] = []
 
     def call(name: str, calls: int) -> Callable[[], None]:
         def one() -> None:
-            order.append(name)
+            order.append(name + " outside" * (cuda.capturing is None))
             if cuda.capturing is not None:
                 cuda.capturing.calls += calls
 
         return one
 
     sides = {"one": [call("one", 1)], "three": [call("three", 3)] * 2}
-    times = graph_timing.GraphTimer(rounds=5).time_in_turns(sides)
-    assert times["one"].seconds == pytest.approx(1e-6) and times["three"].seconds == pytest.approx(3e-6)
-    assert all(len(found.rounds) == 5 for found in times.values())
+
+    def time(timer: graph_timing.Timer, names: str = "one three") -> dict[str, list[float]]:
+        return timer.time({name: timer.prepare(sides[name]) for name in names.split()})
+
+    times = time(graph_timing.GraphTimer(rounds=5))
+    assert times == {"one": pytest.approx([1e-6] * 5), "three": pytest.approx([3e-6] * 5)}
+    # Every set before either graph; of each side two short graphs, then the rounds.
+    assert order.count("three outside") == 4 and cuda.synchronized == 2 * 2 + 2 * 5
     order.clear()
-    host = graph_timing.HostTimer(rounds=2).time_in_turns(sides)
-    assert order == ["one", "three", "three", "three", "three", "one"] and len(host["one"].rounds) == 2
+    host = time(graph_timing.HostTimer(rounds=2))
+    assert [name.split()[0] for name in order] == ["one", "three", "three", "three", "three", "one"]
+    assert len(host["one"]) == 2
     order.clear()
-    graph_timing.HostTimer(rounds=1, least_seconds=1e-3).time_in_turns({"one": sides["one"]})
+    time(graph_timing.HostTimer(rounds=1, least_seconds=1e-3), "one")
     assert len(order) > 10  # a round is as long as it has to be
 
 
+def line(case: str, unit: str, bound: float | None, at_least: bool, missing: str = "", **rows: Row) -> Target:
+    return Target(case, unit, bound, at_least, lambda case: None, rows, {"ours": missing} if missing else {})
+
+
+def row(case: str, contender: str, median: float, unit: str = "µs", **rest: Any) -> Row:
+    return Row("kernels", case, contender, unit, (median,), **rest)
+
+
 def test_markdown_shows_met_targets() -> None:
-    detail = {"microseconds": 123.4, "gigabytes_per_s": 4000.0, "ceiling_gigabytes_per_s": 4300.0}
-    kind = {
-        "kind": "S0 → R",
-        "stock": 80,
-        "ours": 40,
-        "inner_stock": 50,
-        "windows": 9,
-        "windows_launched": 14,
-        "boxes": 2,
-        "signals": 3,
-        "messages": 30,
-    }
-    rows = [
-        Row("copy", "of the ceiling", 0.92, True, 0.93, "", detail),
-        Row("narrow", "of the ceiling", 0.8, True, 0.5, "", detail),
-        Row("graph", "×", 1.15, False, 1.1, "", {"microseconds": 5.0}),
-        Row("absent", "×", 2.0, True, None, "not measured: RuntimeError: no profiler"),
-        Row("host", "µs", 15.0, False, 9.0, "", {"kinds": [kind]}),
+    kind = {"kind": "S0 → R", "stock": 80, "ours": 40, "inner_stock": 50, "windows": 9, "windows_launched": 14,
+            "boxes": 2, "signals": 3, "messages": 30, "messages_boxes": 1}  # fmt: skip
+    ours = row("copy", "ours", 123.4, bytes=493_600_000, share_of_ceiling=0.93)
+    lines = [
+        line("copy", "of the ceiling", 0.92, True, ours=ours),
+        line("narrow", "of the ceiling", 0.8, True, ours=replace(ours, share_of_ceiling=0.5)),
+        line("graph", "×", 1.15, False, ours=row("graph", "ours", 5.5), sum=row("graph", "its kernels' sum", 5.0)),
+        line("absent", "×", 2.0, True, "RuntimeError: no profiler"),
+        line("host", "µs", 15.0, False, ours=row("host", "ours", 9.0, detail={"kinds": [kind]})),
     ]
-    text = as_markdown(rows, {"device": "NVIDIA H200", "driver": "580.1"})
-    assert "| copy | 93.0% | ≥ 92% | yes | 123.4 | 4000.0 | 4300.0 |" in text
-    assert "| narrow | 50.0% | ≥ 80% | **no** |" in text and "| graph | 1.10 × | ≤ 1.15 × | yes | 5.0 | - | - |" in text
+    text = as_markdown(lines, {"device": "NVIDIA H200", "driver": "580.1"})
+    assert "| copy | 93.0% | ≥ 92% | yes | 123.4 | 4000.0 | 4301.1 |" in text
+    assert "| narrow | 50.0% | ≥ 80% | **no** |" in text
+    assert "| graph | 1.10 × sum 5 µs | ≤ 1.15 × | yes | 5.5 | - | - |" in text
     assert "| absent | not measured: RuntimeError: no profiler | ≥ 2 × | - | - | - | - |" in text
-    assert "| S0 → R | 80.0 | 40.0 | 50.0 | 9.0 | 14.0 | 2 + 3 | 30.0 |" in text
+    assert "| S0 → R | 80.0 | 40.0 | 0.50 |" in text and "| S0 → R | 9.0 | 2 + 3 | 14.0 | 30.0 | 1 | 50.0 |" in text
 
 
-def test_a_result_file_has_the_rounds_of_every_contender() -> None:
-    times, copied = graph_timing.Times((2e-6, 3e-6, 4e-6)), graph_timing.Times((1.5e-6,))
-    rows = [
-        Row("copy (no target)", "of the ceiling", None, True, 0.5, "", {"spread": 0.1},
-            {"ours": times, "copy": copied}, 64, {"torchao": "not installed"}),
-        Row("host", "µs", 15.0, False, 9.0),
-        Row("late", "µs", 15.0, False, None, "not measured: no time was left"),
-        Row("wrong", "µs", 15.0, False, None, "not measured: AssertionError: the result is wrong"),
+def test_result_file_has_the_target_beside_the_row_of_ours() -> None:
+    ours, copied = row("copy", "ours", 3.0, bytes=64, share_of_ceiling=0.5), row("copy", "copy", 1.5)
+    lines = [
+        line("copy", "of the ceiling", None, True, ours=ours, copy=copied),
+        line("host", "µs", 15.0, False, ours=row("host", "ours", 9.0)),
+    ]
+    lines[0].missing["torchao"] = "not installed"
+    wrong = line("wrong", "µs", 15.0, False, "the result is wrong")
+    wrong.wrong = True
+    found = as_results([*lines, wrong], {"gpus": []}, False, "x")
+    assert [(r.case, r.contender, r.median) for r in found.rows] == [
+        ("copy", "ours", 3.0), ("copy", "copy", 1.5), ("host", "ours", 9.0)
     ]  # fmt: skip
-    found = as_results(rows, {"gpus": []}, False, "x")
-    assert [(row.case, row.contender, row.median) for row in found.rows] == [
-        ("copy", "ours", pytest.approx(3)), ("copy", "copy", pytest.approx(1.5)), ("host", "ours", 9.0),
-    ]  # fmt: skip
-    assert (found.rows[0].bytes, found.rows[0].share_of_ceiling) == (64, pytest.approx(0.5))
+    assert (found.rows[0].bytes, found.rows[0].share_of_ceiling) == (64, 0.5) and not found.rows[1].detail
     assert found.rows[2].detail == {"target": 15.0, "at least": False, "reached": 9.0, "of": "µs", "met": True}
-    assert [(one.case, one.contender) for one in found.absent] == [("copy", "torchao"), ("late", "ours")]
+    assert [(one.case, one.contender) for one in found.absent] == [("copy", "torchao")]
     assert [one.case for one in found.faults] == ["wrong"]
 
 
+@pytest.fixture(scope="module")
+def rank() -> VirtualRank:
+    return VirtualRank(SMALL, CPU)
+
+
+def test_rows_of_a_virtual_rank(rank: VirtualRank) -> None:
+    """Of every slot the rows of lower ranks come first, then its own by token and k."""
+    matrix = rank.matrices.tensors[rank.me]
+    assert (matrix >= 0).all() and matrix[:, -1].sum() == 0
+    seen: dict[int, int] = {}
+    for t in range(SMALL.tokens):
+        for k in range(SMALL.top_k):
+            slot = int(rank.ids[t, k])
+            owner, first = slot // 2, slot - slot % 2
+            begin = int(matrix[:, first:slot].sum() + matrix[: rank.me, slot].sum())
+            assert rank.at[t, k] == owner * rank.rows + begin + seen.get(slot, 0)
+            seen[slot] = seen.get(slot, 0) + 1
+
+
+MADE: dict[str, Callable[[VirtualRank], Made]] = {
+    "push": lambda rank: rank.push(routing=False),
+    "route + push": lambda rank: rank.push(routing=True),
+    "combine": lambda rank: rank.combine(),
+    "both": lambda rank: rank.both(),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_results_are_wrong_before_a_call_and_right_after(rank: VirtualRank, name: str) -> None:
+    call, right = MADE[name](rank)
+    assert not right()
+    call()
+    assert right()
+    call()
+    assert right()
+    with pytest.raises(AssertionError, match="wrong"):
+        verified([(lambda: None, MADE[name](rank)[1])])
+
+
+def test_a_row_too_many_or_out_of_place_is_seen(rank: VirtualRank) -> None:
+    x, (whole, _), (numbers, _) = rank.tokens(), rank.buffers(token_cases.poisoned), rank.numbers()
+    for k in range(SMALL.top_k):
+        whole[rank.at[:, k]] = x
+    numbers[rank.at] = rank.weights
+    assert rank.pushed(whole, numbers, x)
+    others = torch.ones(len(whole), dtype=torch.bool).index_fill(0, rank.at.view(-1), False).nonzero().view(-1)
+    for spoil in (
+        lambda whole, numbers: whole[others[0]].fill_(0),
+        lambda whole, numbers: numbers[others[0]].fill_(0),
+        lambda whole, numbers: whole[rank.at[5, 1]].add_(1),
+        lambda whole, numbers: numbers[rank.at[5, 1]].add_(1),
+    ):
+        rows, weights = whole.clone(), numbers.clone()
+        spoil(rows, weights)
+        assert not rank.pushed(rows, weights, x)
+
+
+def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, right = rank.routed()
+    call()
+    assert right()
+    for part in range(3):
+        real = token_cases.route_tokens
+
+        def wrong(ids: torch.Tensor, experts: int, part: int = part, real: Callable = real) -> object:
+            found = real(ids, experts)
+            found[part].view(-1)[1] += 1
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(token_cases, "route_tokens", wrong)
+            call()
+        assert not right()
+
+
 def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: one\n  multigpu: several\n")
+    helpers = Path(__file__).parents[1] / "helpers"  # of the conftest
+    settings = f"[pytest]\npythonpath = {helpers}\nmarkers =\n  gpu: one\n  multigpu: several\n"
+    (folder / "pytest.ini").write_text(settings)
     for name, tests in bodies.items():
         file = folder / f"tests/{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        said = [f"@pytest.mark.gpu\ndef test_{i}():\n    {body}\n" for i, body in enumerate(tests)]
-        file.write_text("import pytest\n" + "".join(said))
+        functions = [f"@pytest.mark.gpu\ndef test_{i}():\n    {body}\n" for i, body in enumerate(tests)]
+        file.write_text("import pytest\n" + "".join(functions))
     shutil.copy(Path(__file__).parents[1] / "conftest.py", folder / "tests")
 
 
@@ -248,9 +363,10 @@ def test_run_that_times_out_is_killed_with_its_children(tmp_path: Path) -> None:
     folder_of_tests(tmp_path, {"runtime/test_b": ("pass", stays)})
     (tmp_path / "reports").mkdir()
     until = time.monotonic() + 30
-    (found,) = run_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
+    (error,) = run_tests.run(["tests/runtime"], tmp_path, 1, tmp_path / "reports", until)
+    found = outcomes.summary((tmp_path / "reports").glob("*.jsonl"))
     assert found["tests"] == 1 and not found["failed"] and found["running"] == ["tests/runtime/test_b.py::test_1"]
-    assert found["error"] == "out of time, within tests/runtime/test_b.py::test_1: tests/runtime"
+    assert error == "out of time, within tests/runtime/test_b.py::test_1: tests/runtime"
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
@@ -260,5 +376,5 @@ def test_summary_of_truncated_outcomes(tmp_path: Path) -> None:
     file = tmp_path / "outcomes"
     file.write_text("\n".join(json.dumps([*line, ""]) for line in lines) + '\n["b", "pas')
     want = {"tests": 1, "failures": 0, "errors": 2, "skipped": 0, "failed": ["a", "c.py"], "running": ["b"]}
-    assert outcomes.summary(file) == want
-    assert not any(outcomes.summary(tmp_path / "nothing").values())
+    assert outcomes.summary([file]) == want
+    assert not any(outcomes.summary([tmp_path / "nothing"]).values())

@@ -6,19 +6,17 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from shardweave.__main__ import main
 from shardweave.bench.harness import html_report
-from shardweave.bench.harness.result_file import Missing, Results, Row, read
-from shardweave.bench.harness.theme import THEME, standalone
-from shardweave.bench.planning.projection_rows import Row as Projected
+from shardweave.bench.harness.result_file import Missing, Results, read
+from shardweave.bench.planning.projection_report import read_projection
 from shardweave.errors import ArgumentError
 
 pytest.importorskip("matplotlib", reason="the report's pictures are drawn by matplotlib")
@@ -28,120 +26,93 @@ from shardweave.bench.harness import charts
 
 pytestmark = pytest.mark.plan
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-ABOUT = {"cpu": "A <CPU> & more", "cores": 2, "gpus": [], "torch": "2.13.0", "commit": "abc"}
+PROJECTION = RESULTS / "projection" / "projection.json"
 
 
-def everything() -> Results:
-    rows = [
-        Row("redistribute", f"all-gather {n}×{n}", side, "µs", (factor * n, factor * n * 1.1), n * n, n * n, 0.5,
-            detail={"sweep": "all-gather", "source": "S0", "target": "R", "tensor_bytes": 4 * n * n})
-        for side, factor in (("ours", 1.0), ("stock", 9.0), ("copy", 0.3)) for n in (64, 256, 1024)
-    ]  # fmt: skip
-    rows += [Row("kernels", "copy, <64> B", side, "µs", (t,), 1 << 20, 1 << 20, 1 / t) for side, t in
-             (("ours", 2.0), ("index_select", 3.0), ("copy", 1.0))]  # fmt: skip
-    rows += [Row("host", "S0 → R", side, "µs", (t,)) for side, t in (("ours", 40.0), ("stock", 80.0))]
-    rows += [Row("plan", "bytes ÷ bound, even", side, "×", s, paired=True) for side, s in
-             (("ours", (1.0, 1.0)), ("stock, greedy", (2.0, 7.5)), ("stock, graph", (1.0, 3.0)))]  # fmt: skip
-    absent, wrong = Missing("kernels", "a", "torchao", "no <GPU>"), Missing("host", "a <b>", "ours", "3 differ")
-    return Results("2026-01-02T03:04:05", "bench", "quick", ABOUT, tuple(rows), (absent,), (wrong,))
+def committed() -> Results:
+    """Committed results, with texts that have to be escaped."""
+    results = read(sorted(RESULTS.glob("*/quick.json"))[0], "RESULTS")
+    rows = [replace(row, case=row.case.replace("runs of", "<runs>")) for row in results.rows]
+    absent, fault = Missing("kernels", "a", "torchao", "no <GPU>"), Missing("host", "a <b>", "ours", "3 differ")
+    machine = {**results.machine, "cpu": "A <CPU> & more"}
+    return replace(results, machine=machine, rows=rows, absent=[absent], faults=[fault])
 
 
-def projected() -> dict[str, Any]:
-    rows = [
-        Projected("Llama", case, topology, n, f"{n} (tp)", calls, 1.0 * n, 3.0 * n, 1, 2)
-        for case, calls in (("a", 2), ("b", 5)) for topology in ("flat", "nodes of 8") for n in (8, 1024, 131072)
-    ]  # fmt: skip
-    return {"command": "python -m shardweave.bench.planning.projection", "rows": rows}
-
-
-class Page(HTMLParser):
-    """Elements opened and closed in order, ids, links and what would be loaded."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.tags: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open, self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        self.open += [tag] * (tag != "meta")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.tags.append(tag)
-        self.ids += [given["id"]] if "id" in given else []
-        self.links += [given[n] for n in ("href", "src", "srcset", "data", "action", "xlink:href") if n in given]
-        self.links += re.findall(r"url\(([^)]*)\)", " ".join(given.values()))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, tag
-
-
-def test_page_is_well_formed_and_loads_nothing() -> None:
-    text = html_report.page([everything(), everything()], projected())
-    page = Page(text)
-    assert page.tags.count("svg") == 2 * 3 + 1
-    assert len(set(page.ids)) == len(page.ids), "two pictures share a name"
-    assert page.links and all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+def test_page_is_well_formed_and_self_contained() -> None:
+    text = html_report.page([committed(), committed()], read_projection(PROJECTION, "A"))
+    elements = list(ElementTree.fromstring(text).iter())
+    assert [element.tag for element in elements].count("svg") == 2 * 3 + 1
+    ids = [element.attrib["id"] for element in elements if "id" in element.attrib]
+    assert len(set(ids)) == len(ids), "two pictures share an id"
+    attributes = [item for element in elements for item in element.items()]
+    links = [value for name, value in attributes if name in ("href", "src", "srcset", "data", "action")]
+    links += [link for _, value in attributes for link in re.findall(r"url\(([^)]*)\)", value)]
+    assert links and all(link.startswith("#") and link[1:] in ids for link in links)
     assert "http:" not in text and "https:" not in text and "@import" not in text and "<script" not in text
-    assert "A &lt;CPU&gt; &amp; more" in text and "copy, &lt;64&gt; B" in text and "no &lt;GPU&gt;" in text
-    assert '<ul class="wrong"><li>host: a &lt;b&gt;: ours: 3 differ</li></ul>' in text
-    few = replace(everything(), rows=tuple(row for row in everything().rows if row.suite == "host"))
-    assert "svg" not in Page(html_report.page([few])).tags
+    assert (
+        "A &lt;CPU&gt; &amp; more" in text and "4-byte aligned, &lt;runs&gt; 4 KiB" in text and "no &lt;GPU&gt;" in text
+    )
+    assert "<ul><li>host: a &lt;b&gt;: ours: 3 differ</li></ul>" in text
+    few = replace(committed(), rows=[row for row in committed().rows if row.suite == "host"])
+    assert "<svg" not in html_report.page([few])
 
 
-def test_pictures_take_their_colours_from_the_style_sheet() -> None:
-    style, body = html_report.page([everything()], projected()).split("</style>")
-    names = set(re.findall(r"var\(--(\w+)\)", body))
-    light, dark = style.split("@media (prefers-color-scheme: dark)")
-    assert all(f"--{name}: #" in light and f"--{name}: #" in dark for name in names | set(charts.NAMES))
-    # Nothing is left in a colour of its own: it would be lost on one of the backgrounds.
-    assert not re.findall(r"(?:fill|stroke)[:=]\s*[\"']?#[0-9a-f]{3,6}", body)
-    alone = standalone(charts.cost_against_ranks(projected()["rows"]) or "")
-    assert alone.startswith("<svg ") and THEME in alone
+_GRID = "#b0b0b0"
 
 
-def test_cost_over_ranks_is_what_the_committed_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def luminance(colour: str) -> float:
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_pictures_contrast_with_light_and_dark_pages() -> None:
+    for colour in charts.COLOURS.values():
+        assert all(contrast(colour, page) >= 3 for page in ("#ffffff", "#121212")), colour
+    _, body = html_report.page([committed()], read_projection(PROJECTION, "A")).split("</style>", 1)
+    painted = set(re.findall(r"(?:fill|stroke)[:=]\s*[\"']?(#\w+|currentColor)", body))
+    assert "currentColor" in painted and painted <= {*charts.COLOURS.values(), "currentColor", _GRID}
+    alone = charts.standalone(charts.cost_against_ranks(read_projection(PROJECTION, "A")["rows"]) or "")
+    assert alone.startswith("<svg ") and "prefers-color-scheme: dark" in alone
+
+
+def test_chart_of_costs_has_the_figures_of_the_committed_page(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: dict[str, list[float]] = {}
 
-    def seen(figure: Figure, name: str, about: str) -> str:
+    def svg_of(figure: Figure) -> str:
         for ax in figure.axes:
             lines.update({f"{ax.get_title('left')}, {one.get_label()}": list(one.get_ydata()) for one in ax.lines})
         return "<svg>"
 
-    monkeypatch.setattr(charts, "themed", seen)
-    folder = RESULTS / "projection"
-    charts.cost_against_ranks(html_report.read_projection(folder / "projection.json")["rows"])
-    table = (folder / "projection.md").read_text(encoding="utf-8").split("| workload | topology |")[1].split("\n\n")[0]
+    monkeypatch.setattr(charts, "svg_of", svg_of)
+    charts.cost_against_ranks(read_projection(PROJECTION, "A")["rows"])
+    page = PROJECTION.with_suffix(".md").read_text(encoding="utf-8")
     compared = 0
-    for line in table.splitlines()[2:]:
+    for line in page.split("| workload | topology |")[1].split("\n\n")[0].splitlines()[2:]:
         workload, topology, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         pairs = [tuple(map(float, cell.split(" / "))) for cell in cells if cell != "-"]
-        for place, side in enumerate(("ours", "stock")):
-            ms = lines[f"{workload}, {side}, {topology}"]
-            assert ms == pytest.approx([pair[place] for pair in pairs], abs=0.051)
-            compared += len(ms)
+        for side, expected in zip(("ours", "stock"), zip(*pairs, strict=True), strict=True):
+            assert lines[f"{workload}, {side}, {topology}"] == pytest.approx(expected, abs=0.051)
+            compared += len(expected)
     assert compared > 100
 
 
-def test_files_in_and_out(tmp_path: Path) -> None:
-    given, file, out = tmp_path / "r.json", tmp_path / "projection.json", tmp_path / "report.html"
-    given.write_text(everything().to_json(), encoding="utf-8")
-    data = {**projected(), "rows": [asdict(row) for row in projected()["rows"]]}
-    file.write_text(json.dumps(data))
-    assert main(["report", str(given), "-o", str(out), "--projection", str(file)]) == 0
-    assert Page(out.read_text()).tags.count("svg") == 4
-    for text in (json.dumps(data)[:200], "[]", json.dumps({**data, "rows": [{"workload": "x"}]})):
+def test_report_files(tmp_path: Path) -> None:
+    results, file, out = tmp_path / "r.json", tmp_path / "projection.json", tmp_path / "report.html"
+    results.write_text(committed().to_json(), encoding="utf-8")
+    assert main(["report", str(results), "-o", str(out), "--projection", str(PROJECTION)]) == 0
+    assert out.read_text().count("<svg") == 4
+    for text in (PROJECTION.read_text()[:200], "[]", '{"command": "", "rows": [{"workload": "x"}]}'):
         file.write_text(text)
         with pytest.raises(ArgumentError, match="--projection: "):
-            html_report.read_projection(file)
+            read_projection(file, "--projection")
     with pytest.raises(ArgumentError, match="--out: .*no/report.html' cannot be written"):
-        html_report.run([given], tmp_path / "no/report.html", None)
+        html_report.run([results], tmp_path / "no/report.html", None)
 
 
 def starts(browser: str | None) -> bool:
@@ -149,7 +120,7 @@ def starts(browser: str | None) -> bool:
 
 
 BROWSER = next(filter(starts, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FAULTS = {  # in what is shown, and what each is called
+FAULTS = {  # put into the pictures, and the names of the findings
     "": "",
     "picture.style.width = '150px'": "px high",
     "picture.style.background = 'rgb(120, 120, 120)'": "contrast",
@@ -165,7 +136,7 @@ FAULTS = {  # in what is shown, and what each is called
 def test_pictures_of_the_committed_results_can_be_read(scheme: str, number: int, tmp_path: Path) -> None:
     """Without a word on the console; and with faults put in, to see that they would be seen."""
     results = [read(path, path.name) for path in sorted(RESULTS.glob("*/quick.json"))]
-    text = html_report.page(results, html_report.read_projection(RESULTS / "projection" / "projection.json"))
+    text = html_report.page(results, read_projection(PROJECTION, "A"))
     page, look = tmp_path / "report.html", (Path(__file__).parent / "picture_faults.js").read_text(encoding="utf-8")
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,19 @@ from shardweave.bench.harness import machine
 from shardweave.bench.planning import projection, projection_report, validation
 from shardweave.bench.planning.growth import GROWTHS, Growth
 from shardweave.bench.planning.projection import TOPOLOGIES, project, received, stock_received
-from shardweave.bench.planning.projection_rows import totals
+from shardweave.bench.planning.projection_report import totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.layouts.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
-from shardweave.runtime.tracing.trace_file import Entry, Trace
+from shardweave.runtime.tracing.trace_file import Entry
 
 pytestmark = pytest.mark.plan
 
-GROWTH = Growth(
-    "",
-    ("replicas", "fsdp", "ep", "tp"),
-    {"ep": 2, "tp": 2},
-    ("fsdp", 4),
-    {"dp": ("fsdp", "ep")},
-)
+GROWTH = Growth("", ("fsdp", 4), {"ep": 2, "tp": 2}, {"dp": ("fsdp", "ep")})
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape"),
-    [
-        (4, (1, 1, 2, 2)),
-        (8, (1, 2, 2, 2)),
-        (16, (1, 4, 2, 2)),
-        (48, (3, 4, 2, 2)),
-        (1 << 17, (1 << 13, 4, 2, 2)),
-        (1, None),
-        (9, None),
-    ],
+    ("ranks", "shape"), [(4, (1, 1, 2, 2)), (8, (1, 2, 2, 2)), (48, (3, 4, 2, 2)), (1, None), (9, None)]
 )
 def test_full_mesh_sizes(ranks: int, shape: tuple[int, ...] | None) -> None:
     full_mesh = GROWTH.full_mesh(ranks)
@@ -65,32 +50,34 @@ def entry(names: tuple[str, ...], shape: tuple[int, ...], source: str, target: s
     return Entry(Mesh((2,) * len(names), names), None, shape, "float32", source, target, where)
 
 
+def grown(growth: Growth, ranks: int, *request: Any) -> Entry:
+    full_mesh = growth.full_mesh(ranks)
+    assert full_mesh is not None
+    return growth.grown(entry(*request), full_mesh)
+
+
 def test_grown_entry() -> None:
-    full_mesh = GROWTH.full_mesh(48)
-    assert full_mesh is not None
-    flat = GROWTH.grown(entry(("dp",), (10,), "S0", "R", "FSDP gathers x"), full_mesh)
-    assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the ranks that there are"
-    assert GROWTH.grown(entry(("fsdp",), (10,), "S0", "R"), full_mesh).shape == (10,)
+    flat = grown(GROWTH, 48, ("dp",), (10,), "S0", "R", "FSDP gathers x")
+    assert flat.mesh.shape == (8,) and flat.shape == (16,), "padded to the size of the group"
+    assert grown(GROWTH, 48, ("fsdp",), (10,), "S0", "R").shape == (10,)
     solver = GROWTHS["solver"]
-    full_mesh = solver.full_mesh(2048)
-    assert full_mesh is not None
-    weight = solver.grown(entry(("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0"), full_mesh)
+    weight = grown(solver, 2048, ("dp", "tp"), (64, 8), "P S0", "S0 S0 @ 0:1,0")
     assert weight.mesh.shape == (2, 128, 8) and (weight.source, weight.target) == ("P P S0", "R S0 S0 @ 0:2,1")
-    for kept in (entry(("dp", "tp"), (1, 64, 8), "P S2", "S1 S2"), entry(("dp", "tp"), (64, 8), "S0 P", "S0 R")):
-        assert solver.grown(kept, full_mesh).mesh.shape == (128, 8)
-    for wrong in (entry(("pp",), (4,), "S0", "R"), entry(("dp", "tp"), (12,), "S0/3 R", "R R")):
+    for no_gradient in (((1, 64, 8), "P S2", "S1 S2"), ((64, 8), "S0 P", "S0 R")):
+        assert grown(solver, 2048, ("dp", "tp"), *no_gradient).mesh.shape == (128, 8)
+    for refused in ((("pp",), (4,), "S0", "R"), (("dp", "tp"), (12,), "S0/3 R", "R R")):
         with pytest.raises(ArgumentError, match="allowed"):
-            solver.grown(wrong, full_mesh)
+            grown(solver, 2048, *refused)
 
 
-def test_grown_recorded_workloads() -> None:
-    for name, growth in GROWTHS.items():
-        assert name in WORKLOADS
-        for ranks in projection.RANKS[4:]:
-            full_mesh = growth.full_mesh(ranks)
-            assert full_mesh is not None and full_mesh.size == ranks
-            for found in projection.load(name).redistributions:
-                growth.grown(found, full_mesh)
+@pytest.mark.parametrize("name", GROWTHS)
+def test_grown_recorded_workloads(name: str) -> None:
+    trace, workload = projection.load(name), WORKLOADS[name]
+    assert trace.world_size == Mesh(tuple(workload.mesh.values())).size
+    for full_mesh in map(GROWTHS[name].full_mesh, projection.RANKS[4:]):
+        assert full_mesh is not None and full_mesh.size in projection.RANKS
+        for recorded in trace.redistributions:
+            GROWTHS[name].grown(recorded, full_mesh)
 
 
 def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> set[tuple[int, ...]]:
@@ -103,7 +90,7 @@ def held(shape: tuple[int, ...], layout: Layout, mesh: Mesh, position: int) -> s
 )
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.name)
 def test_received_equals_brute_force(layouts: tuple[str, str], topology: shardweave.Topology) -> None:
-    """The ranks at both ends and in the middle: what each lacks, at each step, of what it ends with."""
+    """The elements that a rank lacks before each step, of the sampled rank with most."""
     mesh, shape = Mesh((4, 2), ("dp", "tp")), (22, 6)
     program = shardweave.plan(mesh, shape, "float32", *layouts, topology=topology)
     lacking = [
@@ -114,21 +101,30 @@ def test_received_equals_brute_force(layouts: tuple[str, str], topology: shardwe
     assert received(Entry(mesh, None, shape, "float32", *layouts, ""), topology) == 4 * max(lacking)
 
 
-def test_stock_received() -> None:
-    """By what its collectives bring: (n - 1) parts, padded, of each."""
-    mesh, shape = Mesh((4, 2)), (16, 6)
-    gather = stock_received(mesh, shape, "bfloat16", Layout.parse("S0 S1"), Layout.parse("R S1"))
-    assert gather == 3 * 4 * 3 * 2
-    both = stock_received(mesh, shape, "float32", Layout.parse("S0 S1"), Layout.parse("R R"))
-    assert both == 4 * (4 * 3 + 3 * 4 * 6), "the inner mesh dim first"
-    assert stock_received(mesh, shape, "float32", Layout.parse("P R"), Layout.parse("S0 R")) == 4 * 3 * 4 * 6
-    assert stock_received(Mesh((1, 2)), shape, "float32", Layout.parse("S0 R"), Layout.parse("R R")) == 0
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "elements"),
+    [
+        ((4, 2), "S0 S1", "R S1", 3 * 4 * 3),
+        ((4, 2), "S0 S1", "R R", 4 * 3 + 3 * 4 * 6),  # the inner mesh dim first
+        ((4, 2), "P R", "S0 R", 3 * 4 * 6),
+        ((1, 2), "S0 R", "R R", 0),
+    ],
+)
+def test_stock_received(mesh: tuple[int, ...], source: str, target: str, elements: int) -> None:
+    """(n - 1) padded parts in each collective."""
+    layouts = Layout.parse(source), Layout.parse(target)
+    assert stock_received(Mesh(mesh), (16, 6), "bfloat16", *layouts) == 2 * elements
+    assert stock_received(Mesh(mesh), (16, 6), "float32", *layouts) == 4 * elements
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 2)], ids=str)
 def test_stock_layouts_without_process_group(shape: tuple[int, ...]) -> None:
-    """On a mesh without one they are those of a real mesh, in any order of shards."""
-    texts = ["S0 S0", "R S0", "S0 R", "P S0", "S0 S1", "S1 S0", "S0 S0 @ 0:1,0", "P R"]
+    """They are those of a mesh with a process group, in any order of shards."""
+    more = " R" * (len(shape) - 2)
+    texts = [
+        text.replace("|", more) for text in ("S0 S0|", "R S0|", "S0 R|", "P S0|", "S0 S1|", "S1 S0|", "S0 S0| @ 0:1,0",
+                                             "P R|")
+    ]  # fmt: skip
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         mesh = init_device_mesh("cpu", shape)
@@ -136,37 +132,54 @@ def test_stock_layouts_without_process_group(shape: tuple[int, ...]) -> None:
         for a, b, graph in product(texts, texts, (False, True)):
             if a == b or "P" in b:
                 continue
-            extra = " R" * (len(shape) - 2)
-            a, b = (text.partition(" @")[0] + extra + "".join(text.partition(" @")[1:]) for text in (a, b))
             source, target = Layout.parse(a), Layout.parse(b)
-            real = _gen_transform_infos_non_cached(
-                spec_of_layout(source, mesh, meta), spec_of_layout(target, mesh, meta), use_graph_based_transform=graph
-            )
+            specs = (spec_of_layout(layout, mesh, meta) for layout in (source, target))
+            real = _gen_transform_infos_non_cached(*specs, use_graph_based_transform=graph)
             layouts = Stock(shape, graph).layouts((64, 32), source, target)
-            assert layouts[0] == source and layouts[-1] == target and len(layouts) == len(real) + 1
+            assert layouts[0] == source and layouts[-1] == target
             changed = [
-                [m for m in range(len(shape)) if x.placements[m] != y.placements[m]]
-                for x, y in zip(layouts, layouts[1:], strict=False)
+                [m for m in range(len(shape)) if x.placements[m] != y.placements[m]] for x, y in pairwise(layouts)
             ]
             assert changed == [[step.mesh_dim] for step in real]
     finally:
         dist.destroy_process_group()
 
 
+def case(name: str, predicted: float, bound: str = "bandwidth") -> dict[str, Any]:
+    return {"name": name, "bound": bound, "predicted_us": predicted, "measured_us": 4.0}
+
+
+CASES = [case("a", 2.0, "nothing moves"), case("b", 4.0, "nothing moves"), case("c", 12.0)]
+RUNS = [
+    {"ranks": 2, "transport": "w", "cases": CASES},
+    {"ranks": 4, "transport": "w", "cases": CASES[1:]},
+]
+
+
+def test_validation_errors_by_bound() -> None:
+    assert validation.errors(CASES) == [0.0, 1.0, 2.0]
+    assert validation.rows(RUNS)[2:] == [
+        "| 2 | w | nothing moves | 2 | 50% | 100% | a: 2 for 4 µs |",
+        "| 2 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
+        "| 4 | w | nothing moves | 1 | 0% | 0% | b: 4 for 4 µs |",
+        "| 4 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
+        "| all | all | nothing moves | 3 | 0% | 100% | a: 2 for 4 µs |",
+        "| all | all | bandwidth | 2 | 200% | 200% | c: 12 for 4 µs |",
+        "| all | all | all | 5 | 100% | 200% | c: 12 for 4 µs |",
+    ]
+
+
 def test_rows_and_report() -> None:
     rows = list(project(["solver", "llama3_8b"], [8, 32], TOPOLOGIES))
     assert {(row.workload, row.ranks) for row in rows} == set(product(["solver", "llama3_8b"], [8, 32]))
     assert {row.topology for row in rows} == {t.name for t in TOPOLOGIES}
-    for row in rows:
-        assert row.ours_us > 0 or row.stock_us
-        # torch is priced by the same plans, step by step.
-        assert row.stock_us is not None and row.stock_us > 0.9 * row.ours_us, row
-    for (workload, topology, ranks), (ours, theirs) in totals(rows).items():
-        of = [row for row in rows if (row.workload, row.topology, row.ranks) == (workload, topology, ranks)]
-        assert ours == pytest.approx(sum(row.calls * row.ours_us for row in of) / 1e3) and theirs >= 0.99 * ours
+    # torch is priced by the same plans, step by step.
+    assert all(row.stock_us is not None and row.stock_us > max(0, 0.9 * row.ours_us) for row in rows)
+    for key, (ours, theirs) in totals(rows).items():
+        some = [row for row in rows if (row.workload, row.topology, row.ranks) == key]
+        assert ours == pytest.approx(sum(row.calls * row.ours_us for row in some) / 1e3) and theirs >= 0.99 * ours
     about = {"command": "c", "machine": machine.machine()}
-    runs = [{"ranks": 2, "transport": "process_group", "cases": [case("a", 2.0, "latency")]}]
-    text = projection_report.report(about, rows, {**about, "runs": runs}, TOPOLOGIES)
+    text = projection_report.report(about, rows, {**about, "runs": RUNS}, TOPOLOGIES)
     links = [line.split(" | ") for line in text.splitlines() if "assumed, not measured |" in line]
     assert [(cells[0].strip("| "), cells[1].partition(",")[0], *cells[2:4]) for cells in links] == [
         ("NVLink nodes of 8 on InfiniBand", "inside a node", "5", "450"),
@@ -174,8 +187,7 @@ def test_rows_and_report() -> None:
         ("flat InfiniBand", "between nodes", "20", "50"),
         ("one NVLink domain", "inside a node", "5", "450"),
     ]
-    assert "| llama3_8b | flat InfiniBand |" in text
-    assert "| 2 | process_group | latency | 1 | 100% | 100% | a: 2 for 4 µs |" in text
+    assert "| llama3_8b | flat InfiniBand |" in text and "\n".join(validation.rows(RUNS)) in text
     assert "Predicted" not in projection_report.report(about, rows, None, TOPOLOGIES)
 
 
@@ -189,36 +201,15 @@ def test_files_of_a_projection(tmp_path: Path) -> None:
 def test_invalid_arguments_exit_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projection, "find_spec", lambda name: None)
-    assert projection.main(["--out", str(tmp_path)]) == 2 and "matplotlib is not here" in capsys.readouterr().err
-    monkeypatch.setattr(projection, "find_spec", lambda name: True)
-    assert projection.main(["--out", str(tmp_path / "no")]) == 2
-    assert "allowed: a file in a folder that is there" in capsys.readouterr().err
-    assert projection.main(["--out", str(tmp_path), "--validate", "1"]) == 2
-    assert "numbers of ranks above 1" in capsys.readouterr().err
     (tmp_path / "validation.json").write_text('{"command": ')
-    assert projection.main(["--out", str(tmp_path)]) == 2 and "error: --out: " in capsys.readouterr().err
-
-
-def case(name: str, predicted: float, bound: str = "bandwidth") -> dict[str, Any]:
-    return {"name": name, "bound": bound, "predicted_us": predicted, "measured_us": 4.0}
-
-
-def test_validation_errors_by_bound() -> None:
-    cases = [case("a", 2.0, "nothing moves"), case("b", 4.0, "nothing moves"), case("c", 12.0)]
-    assert validation.errors(cases) == [0.0, 1.0, 2.0]
-    rows = validation.rows(
-        [{"ranks": 2, "transport": "w", "cases": cases}, {"ranks": 4, "transport": "w", "cases": cases[1:]}]
-    )
-    assert rows[2:] == [
-        "| 2 | w | nothing moves | 2 | 50% | 100% | a: 2 for 4 µs |",
-        "| 2 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
-        "| 4 | w | nothing moves | 1 | 0% | 0% | b: 4 for 4 µs |",
-        "| 4 | w | bandwidth | 1 | 200% | 200% | c: 12 for 4 µs |",
-        "| all | all | nothing moves | 3 | 0% | 100% | a: 2 for 4 µs |",
-        "| all | all | bandwidth | 2 | 200% | 200% | c: 12 for 4 µs |",
-        "| all | all | all | 5 | 100% | 200% | c: 12 for 4 µs |",
-    ]
+    for is_here, arguments, text in (
+        (None, [str(tmp_path)], "matplotlib is not here"),
+        (True, [str(tmp_path / "no")], "allowed: a file in a folder that is there"),
+        (True, [str(tmp_path), "--validate", "1"], "numbers of ranks above 1"),
+        (True, [str(tmp_path)], "error: --out: "),
+    ):
+        monkeypatch.setattr(projection, "find_spec", lambda name, is_here=is_here: is_here)
+        assert projection.main(["--out", *arguments]) == 2 and text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -249,9 +240,3 @@ def test_validation_runs_calibrate_and_replay() -> None:
         for case in run["cases"]:
             assert case["predicted_us"] > topology.call_us > 0 and case["measured_us"] > 0
             assert (case["bound"] == "nothing moves") == ("split" in case["name"])
-
-
-def test_recorded_traces_have_their_world_size() -> None:
-    for name, workload in WORKLOADS.items():
-        trace: Trace = projection.load(name)
-        assert trace.world_size == len(Mesh(tuple(workload.mesh.values())).rank_array)

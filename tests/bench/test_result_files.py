@@ -1,4 +1,4 @@
-"""Result files: what is written is what is read, and where it comes from."""
+"""Result files: reading what was written, Markdown, and where results come from."""
 
 from __future__ import annotations
 
@@ -18,70 +18,70 @@ from shardweave.errors import ArgumentError
 
 pytestmark = pytest.mark.plan
 ABOUT = {"cpu": "AMD EPYC", "cores": 2, "gpus": [], "memory_gib": 24.0, "torch": "2.13.0", "commit": "abc"}
-ROWS = (
+ROWS = [
     Row("redistribute", "a | b", "ours", "µs", (1.0, 2.5, 4.0), 100, 100, 0.5, detail={"rotation": {"cold": True}}),
     Row("redistribute", "a | b", "stock", "µs", (10.0, 30.0, 20.0), 300, 100, 0.05, note="its result is wrong: x"),
     Row("plan", "bytes ÷ bound", "ours", "×", (1.0,), paired=True),
-)
-RESULTS = Results(
-    "2026-01-02T03:04:05+00:00",
-    "python -m shardweave bench",
-    "quick",
-    ABOUT,
-    ROWS,
-    (Missing("kernels", "a", "torchao", "none"),),
-    (Missing("redistribute", "a | b", "ours, windows", "3 elements\ndiffer"), Missing("host", "", "", "ended with -9")),
-    "a |",
-)
+]
+ABSENT = [Missing("kernels", "a", "torchao", "none")]
+FAULTS = [Missing("redistribute", "a | b", "ours, windows", "3 elements\ndiffer"), Missing("host", "", "", "status -9")]
+RESULTS = Results("2026-01-02T03:04:05+00:00", "bench", "quick", ABOUT, ROWS, ABSENT, FAULTS, "a |")
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_read_returns_what_was_written(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     file.write_text(RESULTS.to_json())
-    found = read(file, "A")
-    assert replace(found, rows=()) == replace(RESULTS, rows=())
-    for row, want in zip(found.rows, ROWS, strict=True):
-        assert row.extra_info == want.extra_info and row.samples == pytest.approx(want.samples)
+    results = read(file, "A")
+    assert replace(results, rows=ROWS) == RESULTS
+    for row, expected in zip(results.rows, ROWS, strict=True):
+        assert row.extra_info == expected.extra_info and row.samples == pytest.approx(expected.samples)
     assert (ROWS[0].median, ROWS[0].quartiles, ROWS[2].quartiles) == (2.5, (1.75, 3.25), (1.0, 1.0))
-    for wrong in ((), (-1.0,), (float("nan"),), (float("inf"),)):
-        with pytest.raises(ValueError):
-            replace(ROWS[0], samples=wrong)
 
 
-def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("samples", [(), (-1.0,), (float("nan"),), (float("inf"),)])
+def test_rows_refuse_samples_that_are_no_times(samples: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError):
+        replace(ROWS[0], samples=samples)
+
+
+def test_read_refuses_other_files(tmp_path: Path) -> None:
     text, file = RESULTS.to_json(), tmp_path / "r.json"
-    given = json.loads(text)
-    (row, *_) = given["benchmarks"]
-    wrong = [{"machine_info": {}}, {"benchmarks": [row, row]}, {"benchmarks": [{}]}, {"faults": [{"suite": "host"}]}]
+    content = json.loads(text)
+    (row, *_) = content["benchmarks"]
+    wrong = [{"benchmarks": [row, row]}, {"benchmarks": [{}]}, {"faults": [{"suite": "host"}]}]
     wrong += [{"benchmarks": [{**row, "stats": {"data": [-1.0]}}]}, {"benchmarks": [], "absent": [], "faults": []}]
-    for content in (text[:40], text[:-3], "[]", "[" * 100_000, *(json.dumps({**given, **one}) for one in wrong[1:])):
-        file.write_text(content)
+    for other in (text[:40], text[:-3], "[]", "[" * 100_000, *(json.dumps({**content, **one}) for one in wrong)):
+        file.write_text(other)
         with pytest.raises(ArgumentError, match="^A: .*r.json' .*; allowed: what `python -m shardweave bench"):
             read(file, "A")
     with pytest.raises(ArgumentError, match="A: .*none.json' cannot be read: "):
         read(tmp_path / "none.json", "A")
 
 
-def test_results_as_markdown() -> None:
+def test_as_markdown() -> None:
     text = as_markdown(RESULTS)
-    assert "| a | b | ours | 2.5 µs | 1.75 to 3.25 |  | 100 | 100 | 50% | cold |" in text
-    assert "| a | b | stock | 20 µs | 15 to 25 | 8.00 | 300 | 100 | 5% |  |" in text
-    assert "its result is wrong: x" in text and "- kernels: torchao (1 case): none" in text
-    assert "- redistribute: a | b: ours, windows: 3 elements differ\n- host: ended with -9\n" in text
+    for part in (
+        "| a | b | ours | 2.5 µs | 1.75 to 3.25 |  | 100 | 100 | 50% | cold |",
+        "| a | b | stock | 20 µs | 15 to 25 | 8.00 | 300 | 100 | 5% |  |",
+        "its result is wrong: x",
+        "- kernels: torchao (1 case): none",
+        "- redistribute: a | b: ours, windows: 3 elements differ\n- host: status -9\n",
+    ):
+        assert part in text
     assert "no figure" not in text and "no figure" in as_markdown(replace(RESULTS, scale="dry"))
 
 
-def test_machines_are_described_and_of_one_kind(tmp_path: Path) -> None:
+def test_machine_kind_and_cpu_model(tmp_path: Path) -> None:
     assert machine.kind(ABOUT) == "amd-epyc-2-cores"
+    assert machine.kind({**ABOUT, "gpus": ["NVIDIA H100"]}) == "nvidia-h100"
     assert machine.kind({**ABOUT, "gpus": ["NVIDIA H100"] * 8}) == "nvidia-h100-x8"
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A CPU\nmodel name\t: A CPU\n")
     assert machine.cpu_model(tmp_path / "cpuinfo") == "A CPU" and machine.cpu_model(tmp_path / "none")
-    assert (
-        machine.output_of("no-such-command-anywhere") == machine.output_of(sys.executable, "-c", "exit(1)") == "unknown"
-    )
+    for command in (("no-such-command-anywhere",), (sys.executable, "-c", "exit(1)")):
+        assert machine.output_of(*command) == "unknown"
 
 
-def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/a/python3", "-m", "shardweave", "demo", "--only", "a b"])
     about = machine.provenance()
     assert json.loads(json.dumps(about)) == about and datetime.fromisoformat(about["date"]).tzinfo is not None
@@ -93,23 +93,23 @@ def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> No
     assert machine.command_line() == "shardweave demo -m"
 
 
-def test_caches_of_the_last_level_are_added_up(tmp_path: Path) -> None:
-    for cpu, caches in {0: ((1, "32K", "0"), (3, "16384K", "0-1")), 2: ((1, "32K", "2"), (3, "16M", "2-3"))}.items():
-        for i, (level, size, shared) in enumerate(caches):
-            folder = tmp_path / f"cpu{cpu}/cache/index{i}"
-            folder.mkdir(parents=True)
-            for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
-                (folder / name).write_text(text + "\n")
+def test_last_level_cache_adds_up_caches(tmp_path: Path) -> None:
+    for cpu, index, level, size, shared in ((0, 0, 1, 32, "0"), (0, 1, 3, 16384, "0-1"), (2, 0, 1, 32, "2"),
+                                            (2, 1, 3, 16384, "2-3"), (3, 1, 3, 16384, "2-3")):  # fmt: skip
+        folder = tmp_path / f"cpu{cpu}/cache/index{index}"
+        folder.mkdir(parents=True)
+        for name, text in (("level", level), ("size", f"{size}K"), ("shared_cpu_list", shared)):
+            (folder / name).write_text(f"{text}\n")
     assert machine.last_level_cache(tmp_path) == 32 << 20
     assert machine.last_level_cache(tmp_path / "none") == 64 << 20
 
 
-def test_the_memory_there_is(tmp_path: Path) -> None:
+def test_available_memory(tmp_path: Path) -> None:
     meminfo, limits = tmp_path / "meminfo", tmp_path / "cgroup"
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine.available_memory(tmp_path / "none", limits) == whole
     meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   700 kB\n")
     limits.mkdir()
-    for limit, want in (("max", 700 << 10), (str(300 << 10), 300 << 10)):
+    for limit, expected in (("max", 700 << 10), (str(300 << 10), 300 << 10)):
         (limits / "memory.max").write_text(f"{limit}\n")
-        assert machine.available_memory(meminfo, limits) == want
+        assert machine.available_memory(meminfo, limits) == expected

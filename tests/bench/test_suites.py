@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,43 +16,56 @@ import torch.distributed as dist
 from warm_python import run_python
 
 from shardweave.__main__ import main
+from shardweave.bench.harness import measure as measuring
 from shardweave.bench.harness import run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
-from shardweave.bench.harness.measure import Found, Sink, measured, suite
-from shardweave.bench.harness.result_file import Missing, read
-from shardweave.bench.suites import SUITES
+from shardweave.bench.harness.measure import Put, Sink, suite
+from shardweave.bench.harness.result_file import Missing, Results, read
+from shardweave.bench.suites import SUITES, suite_redistribute, token_zeroing
+from shardweave.bench.suites.rank_rows import put, result
+from shardweave.bench.suites.suite_redistribute import measure, memory_of, workloads
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
 OPTIONAL = {"torchtitan", "torchao", "ours, windows, launched"}
 
 
-def here(name: str, cases: list[str], scale: str = "dry") -> Found:
-    """Of suites that leave a process as it was, but for what is put back here: without the start of another."""
-    out, threads = io.StringIO(), torch.get_num_threads()
+def collected(name: str, measure: Callable[[Sink], object]) -> Results:
+    """The results that are put into the sink of a suite."""
+    results = Results("", "", "", {})
+    measure(Sink(name, results.put))
+    return results
+
+
+def keys(results: Results) -> set[tuple[str, str]]:
+    return {(one.case, one.contender) for some in (results.rows, results.absent) for one in some}
+
+
+def here(name: str, cases: list[str], scale: str = "dry") -> Results:
+    """Measured in this process, of suites that leave it as it was, except for what is restored here."""
+    threads = torch.get_num_threads()
     try:
-        suite(name).measure(cases, scale, Sink(name, out))
+        return collected(name, lambda sink: suite(name).measure(cases, scale, sink))
     finally:
         torch.set_num_threads(threads)
         if dist.is_initialized():
             dist.destroy_process_group()
-    return Found.of(out.getvalue().splitlines())
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "name",
-    # `test_pytest_finds_them …` runs the first, `test_host_cost.py` what the other consists of.
+    # `test_pytest_benchmark_plays …` runs the first, `test_host_cost_times_every_kind` what the other consists of.
     [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "host") else ()) for s in SUITES],
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")
-    found = here(name, list(cases)) if name in ("kernels", "plan") else measured(name, list(cases), "dry")
-    assert found.failed is None and not found.faults
-    wanted = {(case, contender) for case, contenders in cases.items() for contender in contenders}
-    assert found.rows.keys() | found.absent.keys() == wanted
-    assert {contender for _, contender in found.absent} <= OPTIONAL
-    for row in found.rows.values():
+    in_process = name in ("kernels", "plan")
+    results = here(name, list(cases)) if in_process else measuring.measure({name: list(cases)}, "dry")
+    assert not results.faults
+    assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
+    assert {one.contender for one in results.absent} <= OPTIONAL
+    for row in results.rows:
         assert row.median >= 0 and row.suite == name
         if row.bytes and row.bound_bytes and row.is_ours:
             assert row.bytes >= row.bound_bytes
@@ -67,23 +82,23 @@ def test_kernels_are_measured_on_a_gpu() -> None:
         "route_tokens",
     )
     cases = {c: of for c, of in suite("kernels").cases("quick").items() if c.startswith(starts)}
-    found = here("kernels", list(cases), "quick")
-    assert not found.faults and not found.absent and len(cases) == 6
-    assert found.rows.keys() == {(case, contender) for case, contenders in cases.items() for contender in contenders}
-    for (case, contender), row in found.rows.items():
-        assert contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
-        assert row.detail["rotation"].get("cold", True), case
-        assert (row.share_of_ceiling is None) == case.startswith("route_tokens")
+    results = here("kernels", list(cases), "quick")
+    assert not results.faults and not results.absent and len(cases) == 6
+    assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
+    for row in results.rows:
+        assert row.contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
+        assert row.detail["rotation"].get("cold", True), row.case
+        assert (row.share_of_ceiling is None) == row.case.startswith("route_tokens")
 
 
 _AS_ON_A_GPU = """
-import json, sys, torch
+import json, torch
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.suites import suite_kernels as s
 s.has_gpu, s.here = lambda: True, lambda: torch.device("cpu")
-cases = s.cases("dry")
-s.measure(list(cases), "dry", Sink("kernels", sys.stdout))
-print(json.dumps([[c, list(of)] for c, of in cases.items()]))
+cases, put = s.cases("dry"), []
+s.measure(list(cases), "dry", Sink("kernels", lambda kind, one: put.append([kind, one.case, one.contender])))
+print(json.dumps([put, [[case, one] for case, contenders in cases.items() for one in contenders]]))
 """
 
 
@@ -95,15 +110,14 @@ def test_kernels_are_measured_as_on_a_gpu() -> None:
         [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *lines, cases = done.stdout.splitlines()
-    found = Found.of(lines)
-    wanted = {(case, contender) for case, contenders in json.loads(cases) for contender in contenders}
-    assert not found.faults and found.rows.keys() | found.absent.keys() == wanted
-    assert {contender for _, contender in found.absent} <= {"torchtitan", "torchao"}
+    put, expected = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(names for _, *names in put) == sorted(expected)
+    assert not [names for kind, *names in put if kind == "faults"]
+    assert {contender for kind, _, contender in put if kind == "absent"} <= {"torchtitan", "torchao"}
 
 
 @pytest.mark.multi
-def test_pytest_finds_them_and_plays_what_was_measured(tmp_path: Path) -> None:
+def test_pytest_benchmark_plays_measured_rounds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", "--scale", "dry"]
     command += ["-k", "test_redistribute", "--benchmark-json", str(tmp_path / "b.json")]
     # A worker of pytest-xdist measures nothing.
@@ -126,69 +140,74 @@ def test_bench_writes_compares_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each contender of each case takes a microsecond, times a factor."""
-    committed, asked = tmp_path / "committed", suite("dispatch").cases("quick")
-    first, *_ = asked
+    committed, contenders = tmp_path / "committed", suite("dispatch").cases("quick")
+    first, *_ = contenders
     factors: list[float] = []  # of ours, in one run after the other
     wrong: dict[str, str | None] = {}
 
-    def found(name: str, cases: list[str], scale: str) -> Found:
-        out = io.StringIO()
-        sink, factor = Sink(name, out), factors.pop(0) if factors else 1.0
+    def run_process(name: str, cases: list[str], scale: str, put: Put) -> int:
+        sink, factor = Sink(name, put), factors.pop(0) if factors else 1.0
         for case in cases:
-            for contender in asked[case]:
+            for contender in contenders[case]:
                 if contender == "torchtitan":
                     sink.absent(case, contender, "not installed")
                 elif contender != "ours" or case not in wrong:
                     sink.row(case, contender, "µs", [factor if contender == "ours" else 1.0] * 3)
                 elif wrong[case]:
                     sink.fault(case, contender, str(wrong[case]))
-        of_lines = Found.of(out.getvalue().splitlines())
-        of_lines.note_unmeasured({case: asked[case] for case in cases})
-        return of_lines
+        return 0
 
     def bench(match: str = "", check: bool = False, out: Path | None = None) -> tuple[int, str]:
         status = run.run(["dispatch"], "quick", match, tmp_path / "r.json", out, check, committed)
         return status, capsys.readouterr().out
 
-    monkeypatch.setattr(run, "measured", found)
+    monkeypatch.setattr(measuring, "run_process", run_process)
     monkeypatch.setattr(sys, "argv", ["shardweave"])
-    status, said = bench(check=True)
-    assert status == 0 and "there are no committed results of this kind of machine" in said
+    status, shown = bench(check=True)
+    assert status == 0 and "there are no committed results of this kind of machine" in shown
     results = read(tmp_path / "r.json", "A")
     assert results.command == "python -m shardweave bench dispatch --quick" and results.absent
     assert bench(out=committed)[0] == 0
     (folder,) = committed.iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["quick.json", "quick.md"]
-    status, said = bench("T 16", check=True)
-    assert status == 0 and "No regression beyond noise" in said
+    status, shown = bench("T 16", check=True)
+    assert status == 0 and "No regression beyond noise" in shown
     factors[:] = [2.0, 2.0]
-    status, said = bench(check=True)
-    assert status == 1 and "REGRESSED: dispatch: T 16" in said and "REGRESSED, twice: dispatch: T 16" in said
+    status, shown = bench(check=True)
+    assert status == 1 and "REGRESSED: dispatch: T 16" in shown and "REGRESSED, twice: dispatch: T 16" in shown
     factors[:] = [2.0, 1.0]  # what is slow once is not slow
-    status, said = bench(check=True)
-    assert status == 0 and "None of them is slower beyond noise once more" in said
+    status, shown = bench(check=True)
+    assert status == 0 and "None of them is slower beyond noise once more" in shown
     for fault, why in (("3 elements differ", "3 elements differ"), (None, "nothing was measured")):
         wrong[first] = fault
-        status, said = bench()
-        assert status == 1 and f"- dispatch: {first}: ours: {why}" in said
+        status, shown = bench()
+        assert status == 1 and f"- dispatch: {first}: ours: {why}" in shown
         results = read(tmp_path / "r.json", "A")
-        assert results.faults == (Missing("dispatch", first, "ours", why),)
-        assert {row.contender for row in results.rows if row.case == first} == {*asked[first]} - {"ours", "torchtitan"}
+        assert results.faults == [Missing("dispatch", first, "ours", why)]
+        assert {row.contender for row in results.rows if row.case == first} == {*contenders[first]} - {
+            "ours",
+            "torchtitan",
+        }
         assert main(["compare", str(folder / "quick.json"), str(tmp_path / "r.json")]) == 1
 
 
 @pytest.mark.plan
-def test_bad_arguments_are_one_error_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
-        (("bench", "everything"), "suite: 'everything'; allowed: redistribute, kernels"),
-        (("bench", "plan", "--match", "nonsense"), "--match: 'nonsense' is in no case's name"),
-        (("bench", "plan", "--json", "/no/where.json"), "--json: '/no/where.json' cannot be written"),
-        (("bench", "plan", "--out", "/proc/none"), "--out: '/proc/none' cannot be made"),
-        (("report", "/no/where.json"), "RESULTS: '/no/where.json' cannot be read"),
-    ):
-        assert main(arguments) == 2
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ") and said in shown
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("bench everything", "suite: 'everything'; allowed: redistribute, kernels"),
+        ("bench plan --match nonsense", "--match: 'nonsense' is in no case's name"),
+        ("bench plan --json /no/where.json", "--json: '/no/where.json' cannot be written"),
+        ("bench plan --out /proc/none", "--out: '/proc/none' cannot be made"),
+        ("report /no/where.json", "RESULTS: '/no/where.json' cannot be read"),
+    ],
+)
+def test_bad_arguments_are_one_error_and_status_2(
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and text in shown
 
 
 @pytest.mark.plan
@@ -198,7 +217,7 @@ def test_buffers_rotate_past_the_cache() -> None:
         assert rotation.sets >= 2 and rotation.cold == ((rotation.sets - 1) * 4 * rank_bytes > 32 << 20)
         assert rotation.cold
     tiny = Rotation.of(16, 4, cache_bytes=32 << 20)
-    assert tiny.sets == 1024 and not tiny.cold  # and it is said
+    assert tiny.sets == 1024 and not tiny.cold
     seen: list[int] = []
     call = rotating(seen.append, [1, 2, 3])
     for _ in range(7):
@@ -209,9 +228,78 @@ def test_buffers_rotate_past_the_cache() -> None:
 
 
 @pytest.mark.plan
-def test_what_was_found_before_a_process_was_ended_is_kept() -> None:
-    out = io.StringIO()
-    Sink("plan", out).row("a", "ours", "ms", [1.0])
-    found = Found.of([*out.getvalue().splitlines(), '{"row": {"sui'])
-    found.failed = "ended with -9"
-    assert list(found.rows) == [("a", "ours")] and found.all_faults() == {("", ""): "ended with -9"}
+def test_results_of_a_killed_process_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_process(name: str, cases: list[str], scale: str, put: Put) -> int:
+        Sink(name, put).row("a", "ours", "ms", [1.0])
+        return -9
+
+    monkeypatch.setattr(measuring, "run_process", run_process)
+    results = measuring.measure({"plan": ["a", "b"]}, "dry")
+    assert [row.case for row in results.rows] == ["a"]
+    (fault,) = results.faults
+    assert str(fault) == "plan: the process that measured ended with -9; its output is above"
+
+
+@pytest.mark.plan
+def test_host_cost_times_every_kind() -> None:
+    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--rounds", "1", "--calls", "20"]
+    shown = run_python(command, timeout=300)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout
+    rows = [line.split("|")[1:-1] for line in shown.stdout.splitlines() if line.startswith("| ")]
+    beside, on_devices = rows[:9], rows[9:]
+    assert len(on_devices) == 9 and all(len(row) == 4 for row in beside) and all(len(row) == 7 for row in on_devices)
+    # Two of boxes, as much as one exchange takes, and three signals; nothing is launched where there is no GPU.
+    launches = {row[0].strip(): (row[2].strip(), int(row[5])) for row in on_devices[1:]}
+    assert launches["S0 → S1"] == ("2 + 3", 2) and launches["P → R"][0] == "4 + 6", launches
+    # torch copies what a rank keeps of its own.
+    assert launches["R → S0"] == ("0 + 0", 0) and launches["nothing to do"] == ("0 + 0", 0), launches
+
+
+@pytest.mark.long
+@pytest.mark.multi
+def test_token_zeroing_has_a_row_for_each_transport_and_capacity(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["token_zeroing", "--ranks", "2", "--tokens", "8", "--hidden", "16"])
+    token_zeroing.main()
+    shown = capfd.readouterr().out
+    number = r"[\d.]+ \([\d.]+ ms\)"
+    rows = re.findall(rf"^\| (\w+) \| (.+) \| {number} \| {number} \|$", shown, re.M)
+    sizes = ["1.25", "1.5", "2.0", "worst case (2.0)"]
+    assert rows == [(transport, size) for transport in ("shared_memory", "process_group") for size in sizes]
+
+
+@pytest.mark.plan
+def test_wrong_results_are_not_timed_except_those_of_stock() -> None:
+    def rank(**changed: Any) -> dict[str, Any]:
+        seconds = {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]}
+        return {**result(seconds, digests={"ours": "x"}, bytes={"ours": 8, "copy": 8}, bound=8), **changed}
+
+    def results(*by_rank: dict[str, Any]) -> Results:
+        return collected("redistribute", lambda sink: put(sink, by_rank, "case", ["stock"]))
+
+    right = results(rank(), rank(seconds={"ours": [4e-5, 1e-5], "stock": [1e-5, 1e-5], "copy": [2e-6, 1e-6]}))
+    assert not right.faults
+    assert right.rows[0].contender == "ours" and right.rows[0].samples == pytest.approx((40, 20))  # the slowest rank's
+    assert right.rows[0].share_of_ceiling == pytest.approx(1.5 / 30)
+    (fault,) = results(rank(), rank(digests={"ours": "y"})).faults
+    assert fault.contender == "ours" and "replicas differ" in fault.why
+    assert not results(rank(), rank(digests={"ours": "y"}, box="c")).faults
+    wrong = results(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
+    assert [str(fault) for fault in wrong.faults] == ["redistribute: case: ours: rank 1: 3 differ"]
+    assert {row.contender: row.note for row in wrong.rows}["stock"] == "its result is wrong: rank 1: 4 differ"
+
+
+@pytest.mark.plan
+def test_cases_that_exceed_free_memory_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    second, largest = sorted(workloads("full"), key=lambda one: memory_of(one, 5))[-2:]
+    monkeypatch.setattr(suite_redistribute, "available_memory", lambda: memory_of(largest, 5))
+    monkeypatch.setattr(
+        suite_redistribute, "run_ranks",
+        lambda main, ranks, config, together: begun.extend(one.name for one in config["workloads"]),
+    )  # fmt: skip
+    absent = collected("redistribute", lambda sink: measure([largest.name, second.name], "full", sink)).absent
+    assert begun == [second.name] and {one.case for one in absent} == {largest.name}
+    assert all("MiB of memory are needed" in one.why for one in absent)

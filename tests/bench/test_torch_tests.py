@@ -63,17 +63,15 @@ class Small(unittest.TestCase):
 
 SLEEPY = """
 import time
-import unittest
 
-class Sleepy(unittest.TestCase):
-    def test_a(self):
-        pass
+def test_a():
+    pass
 
-    def test_b(self):
-        time.sleep(600)
+def test_b():
+    time.sleep(600)
 
-    def test_c(self):
-        pass
+def test_c():
+    pass
 """
 
 
@@ -114,16 +112,16 @@ def test_timeout_of_a_file(tmp_path: Path) -> None:
     file.write_text(SLEEPY)
     column = run(file, tmp_path, installed=False, only=None, timeout=15)
     assert column.timed_out and column.seconds < 60
-    assert column.passed == {"test_sleepy.py::Sleepy::test_a"}
-    assert column.how("test_sleepy.py::Sleepy::test_b") == "did not end in the time that the file has"
-    assert column.how("test_sleepy.py::Sleepy::test_c") == "did not run"
+    assert column.passed == {"test_sleepy.py::test_a"}
+    assert column.how("test_sleepy.py::test_b") == "did not end in the time that the file has"
+    assert column.how("test_sleepy.py::test_c") == "did not run"
 
 
 def test_bad_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "has no test_*.py" in capfd.readouterr().err
-    (tmp_path / "test_none.py").touch()
-    assert main([str(tmp_path), "--jobs", "0"]) == 2
-    assert "--jobs, --timeout: 0" in capfd.readouterr().err
-    assert main([str(tmp_path), "--out", "/no/where.md"]) == 2
-    assert "--out: '/no/where.md' cannot be written" in capfd.readouterr().err
+    for options, text in (
+        ((), "has no test_*.py"),
+        (("--jobs", "0"), "--jobs, --timeout: 0"),
+        (("--out", "/no/where.md"), "--out: '/no/where.md' cannot be written"),
+    ):
+        assert main([str(tmp_path), *options]) == 2 and text in capfd.readouterr().err
+        (tmp_path / "test_none.py").touch()

@@ -71,9 +71,9 @@ def test_check_memory_fails_before_ranks_start(
     monkeypatch.setattr(replay, "last_level_cache", lambda: 1)
     monkeypatch.setattr(trace_cases, "available_memory", lambda: needed - 1)
     assert main(["replay", str(trace)]) == 2
-    said = capfd.readouterr().err
-    assert "S0 S1 → R S1 of bfloat16[128256, 4096], a.py:1 embedding, takes some 22.51 GiB" in said
-    assert all(option in said for option in ("--scaled", "--only", "--most", "--topology"))
+    shown = capfd.readouterr().err
+    assert "S0 S1 → R S1 of bfloat16[128256, 4096], a.py:1 embedding, takes some 22.51 GiB" in shown
+    assert all(option in shown for option in ("--scaled", "--only", "--most", "--topology"))
     cases = distinct(Trace.read(trace))
     monkeypatch.setattr(trace_cases, "available_memory", lambda: needed)
     check_memory(cases, 1)

@@ -1,4 +1,4 @@
-"""The example that trains: equal losses on real ranks, and that unequal ones would be noticed."""
+"""The programs that train: losses of real ranks are equal, and unequal ones are noticed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from warm_python import run_python
 
-from shardweave.bench.suites.training import LENGTH, TOLERANCE, batch, main, outcome_of, text
+from shardweave.bench.baselines import token_layers
+from shardweave.bench.suites import moe, training
+from shardweave.bench.suites.training import LENGTH, TOLERANCE, batch, outcome_of, text
+from shardweave.bench.workloads.moe_model import Experts, ExpertSizes, MixtureOfExperts
+
+
+def train(
+    tmp_path: Path, program: str, *arguments: str, transport: str = "shared_memory"
+) -> tuple[dict[str, Any], str]:
+    """The JSON, and what is shown, of three steps."""
+    command = [sys.executable, "-m", f"shardweave.bench.suites.{program}", *arguments, "--steps", "3"]
+    environment = {**os.environ, "SHARDWEAVE_TRANSPORT": transport}
+    done = run_python([*command, "--json", str(tmp_path / "report.json")], env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads((tmp_path / "report.json").read_text())
+    assert done.stdout.startswith(f"`python {' '.join(command[1:])}")
+    assert f"`, {outcome['date']}.\n" in done.stdout and outcome["machine"]["commit"][:12] in done.stdout
+    return outcome, done.stdout
 
 
 @pytest.mark.multi
@@ -24,27 +43,38 @@ from shardweave.bench.suites.training import LENGTH, TOLERANCE, batch, main, out
     ],
 )
 def test_both_sides_train_alike(ranks: int, transport: str, tmp_path: Path) -> None:
-    report = tmp_path / "training.json"
-    done = run_python(
-        [sys.executable, "-m", "shardweave.bench.suites.training"]
-        + ["--ranks", str(ranks), "--steps", "3", "--json", str(report)],
-        env={**os.environ, "SHARDWEAVE_TRANSPORT": transport},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(report.read_text())
-    assert (
-        done.stdout.startswith(f"`{found['command']}`, {found['date']}.\n") and found["machine"]["cpu"] in done.stdout
-    )
-    theirs, ours = found["losses"]["torch"], found["losses"]["shardweave"]
+    outcome, _ = train(tmp_path, "training", "--ranks", str(ranks), transport=transport)
+    theirs, ours = outcome["losses"]["torch"], outcome["losses"]["shardweave"]
     assert len(theirs) == len(ours) == 6
     if ranks == 4:  # two terms a sum
-        assert found["exact"] and theirs == ours and found["parameters_equal"]
+        assert outcome["exact"] and theirs == ours and outcome["parameters_equal"]
     else:
-        assert not found["exact"] and found["largest_difference"] <= TOLERANCE
+        assert not outcome["exact"] and outcome["largest_difference"] <= TOLERANCE
     assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.8 * ours[0]
-    assert list(found["calls"]) == [transport] and found["calls"][transport] % 3 == 0
-    assert not found["delegations"]
+    assert list(outcome["calls"]) == [transport] and outcome["calls"][transport] % 3 == 0
+    assert not outcome["delegations"]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("ranks", [4, pytest.param(3, marks=pytest.mark.long)])
+def test_experts_train_as_on_one_process(ranks: int, tmp_path: Path) -> None:
+    """Three ranks have three, three and two of eight experts, as torch.chunk gives them."""
+    outcome, shown = train(tmp_path, "moe", "--ranks", str(ranks))
+    ours, alone = outcome["losses"]["ranks"], outcome["losses"]["one process"]
+    assert len(ours) == len(alone) == 3 and not outcome["faults"]
+    # So few steps carry nothing on yet: what is left are the float32 roundings of a step.
+    assert ours == pytest.approx(alone, rel=2e-6)
+    assert ours[0] == pytest.approx(math.log(256), rel=0.1) and ours[-1] < 0.95 * ours[0]
+    assert "shared_memory: 8 experts as" in shown
+
+
+@pytest.mark.multi
+def test_experts_under_fsdp_train_as_on_one_process(tmp_path: Path) -> None:
+    outcome, shown = train(tmp_path, "moe", "--fsdp", "2")
+    assert outcome["losses"]["ranks"] == pytest.approx(outcome["losses"]["one process"], rel=2e-6)
+    assert not outcome["faults"] and "fsdp2 ep2" in shown
+    assert outcome["placements"].startswith("(_StridedShard(dim=0, sf=2), Shard(dim=0))")
+    assert outcome["delegations"] == {} and set(outcome["calls"]) == {"shared_memory"}
 
 
 def faults(ours: list[list[float]], theirs: list[list[float]], equal: bool = True) -> list[str]:
@@ -73,6 +103,17 @@ def test_unequal_losses_are_faults() -> None:
 
 
 @pytest.mark.plan
+@pytest.mark.parametrize("loss", [5.002, math.nan])
+def test_unequal_losses_of_experts_are_faults(loss: float) -> None:
+    steps = [[{"loss": 5.0, "alone": 5.0}, {"loss": 4.0, "alone": loss}], [{"loss": 5.0}, {"loss": 6.0}]]
+    by_rank = [[*own, dict.fromkeys(("explain", "parameters", "placements", "calls", "delegations"))] for own in steps]
+    outcome = moe.outcome_of(by_rank, 1)
+    assert outcome["losses"]["ranks"] == [5.0, 5.0] and len(outcome["faults"]) == 1
+    by_rank[0][1]["alone"] = 5.0001
+    assert not moe.outcome_of(by_rank, 1)["faults"]
+
+
+@pytest.mark.plan
 def test_the_text_and_its_batches() -> None:
     data = text()
     header = bytes(data[:200].tolist()).decode()
@@ -83,18 +124,69 @@ def test_the_text_and_its_batches() -> None:
 
 
 @pytest.mark.plan
+def test_one_process_is_the_mixture_in_float64() -> None:
+    """The reference of the comparison, against every expert applied to every token."""
+    torch.manual_seed(3)
+    mixture = MixtureOfExperts(16, ExpertSizes(experts=5, top_k=3, hidden=12))
+    x = torch.randn(2, 7, 16)
+    got = mixture(x)
+    wide, w = x.double().flatten(0, 1), {n: p.detach().double() for n, p in mixture.experts.named_parameters()}
+    scores, ids = mixture.router(x).flatten(0, 1).double().topk(3, dim=-1)
+    weights = scores.softmax(-1)
+    want = torch.zeros_like(wide)
+    for e in range(5):
+        done = (torch.nn.functional.silu(wide @ w["w1"][e].T) * (wide @ w["w3"][e].T)) @ w["w2"][e].T
+        want += (weights * (ids == e)).sum(1, keepdim=True) * done
+    assert torch.allclose(got.flatten(0, 1).double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.plan
+def test_experts_read_their_groups_and_nothing_else() -> None:
+    torch.manual_seed(4)
+    experts = Experts(8, ExpertSizes(experts=3, top_k=1, hidden=8))
+    x = torch.randn(9, 8)
+    x[6:] = float("nan")
+    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
+    got = experts(x, offsets)
+    assert got.shape == x.shape and got[:6].isfinite().all()
+    only = experts(torch.cat((x[2:6], x[:2])), torch.tensor([0, 0, 4], dtype=torch.int32))
+    assert torch.equal(only[:4], got[2:6])
+
+
+@pytest.mark.plan
+def test_wrong_layer_is_a_fault() -> None:
+    """On one process, where dispatch is nothing: the oracle of the comparison finds what is off and only that."""
+    g = torch.Generator().manual_seed(1)
+    t, k, h = 6, token_layers.TOP_K, 8
+    x = torch.randn(t, h, generator=g).requires_grad_()
+    ids = torch.randint(0, token_layers.EXPERTS, (t, k), generator=g)
+    weights = torch.rand(t, k, generator=g).requires_grad_()
+    gradient = torch.randn(t, h, generator=g)
+    for shift, wrong in ((0, []), (1, ["y", "dx", "dweights"])):
+
+        def layer(x, ids, weights, scale, shift=shift):
+            return x * (weights * token_layers.factor(ids + shift).float()).sum(1, keepdim=True)
+
+        found = token_layers.faults_of(layer, lambda rows, counts: rows, x, ids, weights, gradient)
+        assert [fault.split()[0] for fault in found] == wrong
+
+
+@pytest.mark.plan
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("program", "options", "text"),
     [
-        (("--ranks", "6"), "allowed: 2, 4, 8"),
-        (("--ranks", "1"), "--ranks: 1"),
-        (("--steps", "1"), "allowed: 2 or more"),
-        (("--json", "/no/where.json"), "cannot be written"),
+        (training, ("--ranks", "6"), "allowed: 2, 4, 8"),
+        (training, ("--ranks", "1"), "--ranks: 1"),
+        (training, ("--steps", "1"), "allowed: 2 or more"),
+        (training, ("--json", "/no/where.json"), "cannot be written"),
+        (moe, ("--ranks", "1"), "--ranks: 1; allowed"),
+        (moe, ("--steps", "0"), "--steps: 0; allowed"),
+        (moe, ("--json", "/nowhere/at/all.json"), "--json: '/nowhere/at/all.json' cannot be written"),
     ],
 )
 def test_a_bad_option_is_one_error_and_status_2(
-    options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+    program: Any, options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(options) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and text in said.err
+    assert program.main(options) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and text in shown.err

@@ -1,15 +1,23 @@
-"""The workloads keep their rules, and the demo's oracle cuts as torch.chunk does."""
+"""The workloads and their oracle; the committed traces: they load, and the programs still make them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardweave import Layout
 from shardweave.bench.baselines.stock_dtensor import Unsuitable, held, mesh_for, placements, respell
 from shardweave.bench.workloads import load_workloads, scaled_down
+from shardweave.bench.workloads.deepseek import DeepSeekSizes
+from shardweave.bench.workloads.record_workloads import RECORDED, WORKLOADS, deep_seek, llama, main, recorded, solver
+from shardweave.bench.workloads.solver_program import SolverSizes
+from shardweave.bench.workloads.transformer import Sizes
+from shardweave.runtime.tracing.trace_file import Entry, Trace
 
 pytestmark = pytest.mark.plan
 
@@ -30,11 +38,14 @@ def test_scaled_down_keeps_parity(full: int, scaled: int) -> None:
     assert scaled_down(full) == scaled and (full - scaled) % 2 == 0
 
 
-def test_a_case_that_breaks_the_rule_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{}, {"name": "y", "source": "S0"}, {"name": "y", "mesh_names": ["a"]}])
+def test_case_with_a_known_name_or_another_number_of_mesh_dims_is_refused(change: dict, tmp_path: Path) -> None:
     case = {"name": "x", "mesh": [2, 2], "mesh_names": ["a", "b"], "source": "S0 R", "target": "R R"}
-    case |= {"dtype": "float32", "shape": [129, 4], "scaled": [16, 4]}
-    (tmp_path / "bad.json").write_text(json.dumps({"model": "m", "cases": [case]}))
-    with pytest.raises(ValueError, match=r"\(16, 4\) is not \(17, 4\)"):
+    case |= {"dtype": "float32", "shape": [129, 4]}
+    (tmp_path / "good.json").write_text(json.dumps({"model": "m", "cases": [case]}))
+    assert load_workloads(tmp_path)[0].shape == (17, 4)
+    (tmp_path / "bad.json").write_text(json.dumps({"model": "m", "cases": [case | change]}))
+    with pytest.raises(ValueError, match="must be unique, and each layout"):
         load_workloads(tmp_path)
 
 
@@ -59,3 +70,84 @@ def test_respell_follows_the_mesh() -> None:
     with pytest.raises(Unsuitable, match="no shard order"):
         respell("S0/4 S0", (2, 2), (2, 2))
     assert [mesh_for(n) for n in (1, 2, 4, 6, 8, 9)] == [(1, 1), (1, 2), (2, 2), (2, 3), (2, 4), (3, 3)]
+
+
+TRACES = {name: Trace.read(RECORDED / f"{name}.json") for name in WORKLOADS}
+_LLAMA = Sizes(2, 64, 8, 4, 96, 128, 10_000.0)
+_SMALL: dict[str, tuple[Callable[[DeviceMesh], None], dict[str, int]]] = {
+    "llama3_8b": (lambda mesh: llama(mesh, _LLAMA, 16), {"replicas": 2, "dp": 2, "tp": 2}),
+    "deepseek_v3": (
+        lambda mesh: deep_seek(mesh, DeepSeekSizes(2, 1, 64, 4, 32, 16, 8, 4, 8, 96, 8, 16, 2, 128), 16),
+        {"replicas": 2, "fsdp": 2, "ep": 2, "tp": 2},
+    ),
+    "solver": (
+        lambda mesh: solver(mesh, SolverSizes(32, 64, 8, 4, 96, 64, 8, 32, 16, 2, 64, 37, 7)),
+        {"dp": 2, "tp": 2},
+    ),
+}
+
+
+def kinds(trace: Trace) -> set[tuple]:
+    return {
+        (e.mesh.names, e.dtype, len(e.shape), e.source, e.target, e.where.split(" ")[0] == "FSDP")
+        for e in trace.redistributions
+    }
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_small_models_record_equal_kinds(name: str) -> None:
+    small = recorded(*_SMALL[name])
+    assert kinds(small) == kinds(TRACES[name]) and not small.left_out
+
+
+def test_calls_and_sizes_are_of_whole_models() -> None:
+    """By what is known of the models."""
+    for name, layers, width, kv, hidden in (
+        ("llama3_8b", 32, 4096, 1024, 14336),
+        ("llama3_70b", 80, 8192, 1024, 28672),
+    ):
+        found = TRACES[name].redistributions
+        weights = 2 * width * (width + kv) + 3 * width * hidden
+        block = weights // 8 + 2 * width  # norms are whole on every rank along tp
+        gathers = {e: c for e, c in found.items() if e.where.startswith("FSDP gathers blocks.*")}
+        assert {e.shape for e in gathers} == {(block,)} and sum(c.calls for c in gathers.values()) == 2 * layers
+        reduces = {e: c for e, c in found.items() if e.where.startswith("FSDP reduces blocks.*")}
+        assert [(e.shape, e.dtype, c.calls) for e, c in reduces.items()] == [((block,), "float32", layers)]
+        scattered = sum(c.calls for e, c in found.items() if (e.source, e.target) == ("P", "S1"))
+        # wo and w2 of each block and the embedding; backward what each block and the output gather.
+        assert scattered == 2 * (2 * layers + 1)
+    experts = [
+        c.calls
+        for e, c in TRACES["deepseek_v3"].redistributions.items()
+        if ".experts " in e.where and "reduces" in e.where
+    ]
+    assert experts == [58]
+    # Experts as FSDP2 places them: cut by expert parallelism first.
+    whole = {
+        (e.shape, e.source, e.target)
+        for e in TRACES["deepseek_v3"].redistributions
+        if e.shape[:1] == (256,) and e.mesh.ndim > 1
+    }
+    assert whole == {
+        ((256, 7168, 2048), "R S0 S0 S2 @ 0:2,1", "R R R R"),
+        ((256, 2048, 7168), "R S0 S0 S1 @ 0:2,1", "R R R R"),
+    }
+
+
+def key(entry: Entry) -> tuple:
+    return entry.shape, entry.dtype, entry.source, entry.target
+
+
+def test_every_case_of_the_demo_is_recorded() -> None:
+    """One source of truth: what the hand-written cases say is what the solver's program does, on a mesh of any size."""
+    found = {key(entry) for entry in TRACES["solver"].redistributions}
+    missing = []
+    for case in load_workloads():
+        source, target = (str(Layout.parse(text, case.mesh)) for text in (case.source, case.target))
+        if (case.full_shape, case.dtype, source, target) not in found:
+            missing.append((case.name, case.full_shape, case.dtype, source, target))
+    assert not missing
+
+
+def test_unknown_workload_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert main(["nothing"]) == 2 and "allowed: llama3_8b" in capsys.readouterr().err

@@ -223,7 +223,7 @@ def test_invalid_arguments_exit_with_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("shardweave.bench.harness.ranks._Child", None)  # starts no rank
+    monkeypatch.setattr("shardweave.bench.harness.ranks._Rank", None)  # starts no rank
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     try:

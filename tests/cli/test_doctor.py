@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardweave import stats
-from shardweave.bench.harness.ranks import Ranks, Send
+from shardweave.bench.harness.ranks import Send, messages_of
 from shardweave.cli import doctor, self_test
 from shardweave.errors import UnsupportedError
 from shardweave.runtime import supported_versions
@@ -234,9 +234,7 @@ def choose_each(rank: int, size: int, config: dict, send: Send) -> None:
 @pytest.mark.parametrize("node_size", [None, 1, 2, 3, 4])
 def test_transports_are_those_that_ranks_choose(monkeypatch: pytest.MonkeyPatch, node_size: int | None) -> None:
     set_environment(monkeypatch, None, node_size)
-    choices: list[dict] = []
-    with Ranks(choose_each, 4, {}, 30.0) as ranks:
-        ranks.supervise(lambda rank, message: choices.append(message) if rank == 0 else None, lambda rank, line: None)
+    choices, *_ = messages_of(choose_each, 4, {})
     assert [choice["requested"] for choice in choices] == [None, *NAMES]
     for choice in choices:
         value, _ = doctor.chosen(range(4), 4, choice["requested"], node_size, torch.device("cpu"), "gloo", True)

@@ -9,6 +9,7 @@ import os
 for _name in (
     "torch.distributed.tensor",
     "shardweave",
+    "numpy.ma",  # which np.unique imports when it is first called
     *filter(None, os.environ.pop("SHARDWEAVE_TEST_RANK_MODULES").split(",")),
 ):
     try:

@@ -14,8 +14,7 @@ import triton
 
 from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.aot import TARGETS, accesses
-from shardweave.bench.codegen.specialisations import of_ranks, specialisations
-from shardweave.bench.codegen.token_specialisations import token_specialisations
+from shardweave.bench.codegen.launches import of_ranks, specialisations
 from shardweave.kernels import StridedBoxes, copy_launches, reduce_launches
 from shardweave.kernels.copy_boxes import copy_boxes_kernel, copy_constants
 from shardweave.kernels.reduce_boxes import reduce_boxes_kernel, reduce_constants
@@ -60,7 +59,10 @@ def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> StridedBox
 def compile_kernel(kernel, target: str, constants: dict):
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    return aot.compile_kernel(kernel, target, constants)
+    pointers = ("descriptors", "source_table", "target_table", "table", "pad", "error")
+    kinds = {name: "*i64" if name in pointers else "i64" for name in kernel.arg_names}
+    signature = kinds | dict.fromkeys(constants.keys() & kinds.keys(), "constexpr")
+    return aot.compile_kernel(kernel, target, constants, signature, pointers[:3])
 
 
 def assert_no_spill(compiled, target: str) -> None:
@@ -268,4 +270,4 @@ def test_narrow_accesses_and_spills_are_reported():
 def test_all_specialisations_of_programs_are_vectorised():
     if not isinstance(copy_boxes_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    assert_sound(aot.measure([*specialisations(), *token_specialisations()], list(TARGETS), 2))
+    assert_sound(aot.measure(specialisations()))

@@ -54,7 +54,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
 def test_credit_protects_window_until_read(how: str, size: int) -> None:
     check_how(how)
     # Counts pass 2**32 on the way.
-    wrong = run_pads(window_rounds, size, 100 if how == "kernel" else 400, 0.1, start=(1 << 32) - 50)
+    wrong = run_pads(window_rounds, size, 80 if how == "kernel" else 200, 0.1, start=(1 << 32) - 40)
     assert wrong == [[]] * size
 
 
@@ -86,7 +86,7 @@ def barrier_rounds(rank: Rank, rounds: int) -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_barrier_waits_for_all_ranks(how: str) -> None:
     check_how(how)
-    run_pads(barrier_rounds, 3, 40 if how == "kernel" else 200)
+    run_pads(barrier_rounds, 3, 40 if how == "kernel" else 100)
 
 
 def late_once(rank: Rank) -> None:

@@ -10,12 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from test_aot import TARGETS, accesses, assert_no_spill
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
-from shardweave.bench.codegen.specialisations import KERNELS
-from shardweave.bench.codegen.token_specialisations import Layer, TokenSpecialisation, token_specialisations
+from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
 from shardweave.kernels.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.copy_rows import copy_rows_kernel, fill_rows_kernel
 from shardweave.kernels.dtypes import ELEMENTS
@@ -50,16 +48,11 @@ POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.s
 def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    constants = dict(constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
     kinds = {**POINTER_OF, **pointers}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
-    # What torch allocates, as the launcher finds it.
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=TARGETS[target], options=options)
+    # What torch allocates is aligned, as the launcher finds it.
+    aligned = [name for name, kind in signature.items() if kind.startswith("*")]
+    return aot.compile_kernel(kernel, target, constants, signature, aligned)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -198,21 +191,23 @@ def test_rows_of_any_length_compile(target, hidden):
 
 # Small layers that cover both routing kernels, tables, weights, sums, padding and unaligned addresses.
 LAYERS = (
-    Layer("large", 7168, 8, 256, 2, 300, align=8, zero_rows=True),
-    Layer("decode", 4096, 2, 8, 2, 4, dtype=torch.float32, ids=torch.int32),
-    Layer("odd", 30, 3, 5, 2, 7, dtype=torch.float16, odd=True, experts_twice=True, save="copy", zero_rows=True),
-    Layer("batched", 64, 1, 5, 2, 7, expert_capacity=3, layout="batched"),
+    Layer("large", 7168, 8, 256, 2, 300, options={"align": 8, "zero_rows": True}),
+    Layer("decode", 4096, 2, 8, 2, 4, torch.float32, torch.int32),
+    Layer(
+        "odd", 30, 3, 5, 2, 7, torch.float16, odd=True, experts_twice=True, options={"save": "copy", "zero_rows": True}
+    ),
+    Layer("batched", 64, 1, 5, 2, 7, options={"expert_capacity": 3, "layout": "batched"}),
 )
 
 
 @pytest.fixture(scope="module")
-def launched() -> list[TokenSpecialisation]:
+def launched() -> list[Specialisation]:
     if not isinstance(push_rows_kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    return token_specialisations(LAYERS)
+    return specialisations(dispatches(LAYERS))
 
 
-def test_all_token_kernels_are_launched(launched: list[TokenSpecialisation]) -> None:
+def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     assert {s.kernel for s in launched} | {"copy_boxes", "reduce_boxes"} == set(KERNELS)
     assert {"signal", "route_few", "weigh_rows"} <= set(KERNELS)
 
@@ -229,7 +224,7 @@ def test_all_token_kernels_are_launched(launched: list[TokenSpecialisation]) -> 
     assert JITFunction.run.__module__ == "triton.runtime.jit" and torch.empty(2).data_ptr() % 64 == 0
 
 
-def test_recorded_launches_equal_triton_compilation(launched: list[TokenSpecialisation]) -> None:
+def test_recorded_launches_equal_triton_compilation(launched: list[Specialisation]) -> None:
     push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
     assert push.signature["x"] == "i64" and push.signature["tokens"] == "i32"
     assert push.signature["buffers"] == "*i64" and push.signature["row_in"] == "*i32"
@@ -243,7 +238,7 @@ def test_recorded_launches_equal_triton_compilation(launched: list[TokenSpeciali
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_launched_token_kernels_are_vectorised(launched: list[TokenSpecialisation], target: str) -> None:
+def test_launched_token_kernels_are_vectorised(launched: list[Specialisation], target: str) -> None:
     once = {(s.kernel, s.constants.get("ALIGN")): s for s in reversed(launched)}
     assert len(once) >= len(KERNELS) - 2 + 5
     for s in once.values():
@@ -251,7 +246,7 @@ def test_launched_token_kernels_are_vectorised(launched: list[TokenSpecialisatio
         assert aot.faults(s, target, results) == [], (str(s), results)
 
 
-def test_narrow_row_accesses_are_reported(launched: list[TokenSpecialisation]) -> None:
+def test_narrow_row_accesses_are_reported(launched: list[Specialisation]) -> None:
     push = next(s for s in launched if s.kernel == "push_rows" and s.constants["K"] == 8 and s.constants["HAS_WEIGHTS"])
     assert push.vectors == (16, 16) and push.row_accesses == (1, 9)
     # 4 KiB a program of 128 threads: two accesses of 16 bytes for each piece.

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import brute_force_oracle as oracle
@@ -95,21 +96,28 @@ def test_simulate_equals_slicing_the_whole(case: oracle.Case, first: int) -> Non
         prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed)
 
 
+# Steps through the pairs that are coprime to the number of layouts reach every target.
 @CASES
 @pytest.mark.parametrize(
-    ("backend", "reduction"),
+    ("backend", "reduction", "every"),
     [
-        ("gloo", "ordered"),
-        ("nccl", "fast"),
+        ("gloo", "ordered", 13),
+        ("nccl", "fast", 13),
         *(
-            pytest.param(*of, marks=pytest.mark.long)
-            for of in ((None, "ordered"), ("nccl", "ordered"), ("gloo", "fast"))
+            pytest.param(backend, reduction, 7, marks=pytest.mark.long)
+            for backend, reduction in product((None, "gloo", "nccl"), ("ordered", "fast"))
+            if backend or reduction == "ordered"
         ),
     ],
 )
-def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, backend: str | None, reduction: str) -> None:  # type: ignore[name-defined]
+def test_simulate_two_sided_equals_slicing_the_whole(
+    case: oracle.Case,  # type: ignore[name-defined]
+    backend: str | None,
+    reduction: str,
+    every: int,
+) -> None:
     offset = [None, "gloo", "nccl"].index(backend) + 3 * (reduction == "fast")
-    for source, target in case.pairs()[offset::7]:
+    for source, target in case.pairs()[offset::every]:
         contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
         prove(
             case.mesh_shape, case.shape, torch.float32, source, target, contributed,
@@ -118,11 +126,16 @@ def test_simulate_two_sided_equals_slicing_the_whole(case: oracle.Case, backend:
 
 
 @CASES
+@pytest.mark.parametrize("every", [23, pytest.param(11, marks=pytest.mark.long)])
 @pytest.mark.parametrize("node_size", [2, 4])
-def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(case: oracle.Case, node_size: int) -> None:  # type: ignore[name-defined]
+def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(
+    case: oracle.Case,  # type: ignore[name-defined]
+    node_size: int,
+    every: int,
+) -> None:
     slow = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
     topology = replace(shardweave.NVLINK_INFINIBAND, node_size=node_size, network=slow)
-    for source, target in case.pairs()[::11]:
+    for source, target in case.pairs()[::every]:
         contributed = integers(oracle.contribution_shape(case.mesh_shape, case.shape, source), source + target)
         prove(case.mesh_shape, case.shape, torch.float32, source, target, contributed, topology=topology)
 
@@ -130,14 +143,23 @@ def test_simulate_of_programs_over_nodes_equals_slicing_the_whole(case: oracle.C
 # Ops
 
 
-@pytest.mark.parametrize("one_sided", [True, False])
+@pytest.mark.parametrize(
+    ("mesh", "shape", "one_sided", "every"),
+    [
+        *((*of, one_sided, 7) for of in (((2, 4), (7, 3)), ((3, 2), (5,))) for one_sided in (True, False)),
+        ((2, 2), (5, 6), False, 7),
+        ((2, 2), (5, 6), True, 5),
+        pytest.param((2, 2), (5, 6), True, 1, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("op", ["avg", "max", "min", "prod"])
-@pytest.mark.parametrize(("mesh", "shape"), [((2, 2), (5, 6)), ((2, 4), (7, 3)), ((3, 2), (5,))], ids=str)
-def test_simulate_reduces_by_every_op(mesh: tuple[int, ...], shape: tuple[int, ...], op: str, one_sided: bool) -> None:
+def test_simulate_reduces_by_every_op(
+    mesh: tuple[int, ...], shape: tuple[int, ...], op: str, one_sided: bool, every: int
+) -> None:
     texts = list(oracle.layout_texts(2, ("R", f"P{op}", *(f"S{d}" for d in range(len(shape))))))
     pairs = [(source, target) for source in texts for target in texts]
-    # All pairs on 2×2; a few on other meshes and with two-sided ranks.
-    for source, target in pairs[:: 1 if one_sided and mesh == (2, 2) else 7]:
+    for source, target in pairs[::every]:
         size = oracle.contribution_shape(mesh, shape, source)
         seed = source + target + op
         contributed = integers(size, seed, -2, 2, 1) if op == "prod" else integers(size, seed)
@@ -335,8 +357,7 @@ def test_simulate_every_dtype(dtype: torch.dtype, wide: torch.dtype, one_sided: 
     for mesh, shape in (((2, 2), (7, 5)), ((2, 4), (9, 6)), ((4,), (13,))):
         texts = list(oracle.layout_texts(len(mesh), ("R", "P", "S0", "S1")[: 2 + len(shape)]))
         pairs = [(a, b) for a in texts for b in texts]
-        # Steps that are coprime to the number of layouts reach every target.
-        every = 1 if mesh == (4,) or (dtype in (torch.int64, torch.bool) and mesh == (2, 2) and one_sided) else 13
+        every = 1 if mesh == (4,) or (dtype is torch.int64 and mesh == (2, 2) and one_sided) else 13
         for source, target in pairs[:: every if one_sided else 29 if len(mesh) > 1 else 2]:
             low = 0 if dtype in (torch.uint8, torch.bool) else -2
             size = oracle.contribution_shape(mesh, shape, source)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 from test_agreement import misfit, outcome, sharded
+from test_disagreement import dispatcher, fits, tokens
 from test_process_group_on_devices import pairs
-from test_token_disagreement import dispatcher, fits, tokens
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 

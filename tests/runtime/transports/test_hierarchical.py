@@ -278,10 +278,10 @@ def test_batch_exchanges_inside_and_across_nodes() -> None:
 
 @pytest.mark.multi
 def test_other_meshes_topologies_and_batches() -> None:
-    assert min(run_ranks(to_other_meshes, 4, "hierarchical", environment=PRETENDED)) == 200
+    assert min(run_ranks(to_other_meshes, 4, "hierarchical", environment=PRETENDED)) == 100
     assert (
         run_ranks(on_nodes, 4, "hierarchical", environment={**PRETENDED, "SHARDWEAVE_TRANSPORT": "hierarchical"})
-        == [144] * 4
+        == [72] * 4
     )
     assert run_ranks(batches, 4, "hierarchical", environment=PRETENDED) == [270] * 4
 

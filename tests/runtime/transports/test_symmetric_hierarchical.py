@@ -52,8 +52,8 @@ def test_random_redistributions_give_the_bits_of_shared_memory(ranks: int, count
 
 
 def test_other_meshes_topologies_and_batches() -> None:
-    assert min(run_ranks(to_other_meshes, 4, "symmetric_memory", environment=SYMMETRIC)) == 200
-    assert run_ranks(on_nodes, 4, "symmetric_memory", environment=SYMMETRIC) == [144] * 4
+    assert min(run_ranks(to_other_meshes, 4, "symmetric_memory", environment=SYMMETRIC)) == 100
+    assert run_ranks(on_nodes, 4, "symmetric_memory", environment=SYMMETRIC) == [72] * 4
     assert run_ranks(batches, 4, "symmetric_memory", environment=SYMMETRIC) == [270] * 4
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from moe_reference import Tokens, assert_near, tokens_of
 from rank_processes import run_ranks
-from test_token_processes import poisoned
+from test_processes import poisoned
 from torch import nn
 
 from shardweave.errors import ArgumentError

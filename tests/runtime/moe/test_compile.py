@@ -239,8 +239,8 @@ def test_operator_of_destroyed_dispatcher_raises():
         ops._dispatch_op(state, [], handle, xs, ids, weights)
 
 
-def as_one_rank(rank: int, backend: str | None) -> list:
-    """Two layers of one dispatcher with different T; returns results and gradients."""
+def as_one_rank(rank: int, backend: str | None, compiling: int) -> list:
+    """Two layers of one dispatcher with different T, compiled on the first ranks; returns results and gradients."""
     d = TokenDispatcher(num_experts=E, top_k=K, hidden=H, max_tokens=16, dtype=torch.float32, align=4)
 
     def layer(x, weights, ids):
@@ -251,16 +251,18 @@ def as_one_rank(rank: int, backend: str | None) -> list:
 
     t = tokens_of(rank, 5 + rank, K, E, H, torch.float32, "holes")
     x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
-    y = (compiled(layer, backend) if backend else layer)(x, weights, t.ids)
+    y = (compiled(layer, backend) if backend and rank < compiling else layer)(x, weights, t.ids)
     y.backward(t.gradient)
     d.check()
     return [y.tolist(), x.grad.tolist(), weights.grad.tolist()]
 
 
+# Ranks of an SPMD program compile it alike: in the gate one of them, beside one that does not.
 @pytest.mark.multi
+@pytest.mark.parametrize("compiling", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_processes_compiled(backend):
-    assert run_ranks(as_one_rank, 2, backend) == run_ranks(as_one_rank, 2, None)
+def test_processes_compiled(backend, compiling):
+    assert run_ranks(as_one_rank, 2, backend, compiling) == run_ranks(as_one_rank, 2, None, 0)
 
 
 @pytest.mark.gpu

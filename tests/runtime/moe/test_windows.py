@@ -15,8 +15,8 @@ import torch.distributed as dist
 from moe_reference import tokens_of
 from rank_processes import end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard
+from test_processes import SETTINGS, E, H, K, given, leaf, raw, rounds_of, virtual_rounds
 from test_symmetric import OVERLAPPING, gpu, transport_of  # noqa: F401
-from test_token_processes import SETTINGS, E, H, K, given, leaf, raw, rounds_of, virtual_rounds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -59,7 +59,7 @@ def layer_under_the_guard(rank: int) -> None:
 def test_interpreted_kernels_equal_virtual_ranks(size: int) -> None:
     """Bitwise equal to virtual ranks."""
     virtual = f"[t.digest(rounds) for rounds in t.virtual_rounds({size}, rounds=1)]"
-    assert interpreted("test_token_windows", f"t.run_ranks(t.in_the_interpreter, {size}) == {virtual}") == "True"
+    assert interpreted("test_windows", f"t.run_ranks(t.in_the_interpreter, {size}) == {virtual}") == "True"
 
 
 def among_others(rank: int) -> list[bytes]:
@@ -242,7 +242,7 @@ def test_unusual_settings_equal_virtual_ranks() -> None:
 
 
 def again_in_backward(rank: int, how: str) -> list[bytes]:
-    """Two layers, compiled or checkpointed."""
+    """Two layers, compiled or checkpointed: one rank compiles them."""
     d = TokenDispatcher(**SETTINGS, transport="symmetric_memory")
 
     def layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,8 @@ def again_in_backward(rank: int, how: str) -> list[bytes]:
             x = d.combine(torch.tanh(routed.x), routed, add=x)
         return x
 
-    run = torch.compile(layers, backend="aot_eager", fullgraph=True) if how == "compiled" else layers
+    compiles = how == "compiled" and rank == 0
+    run = torch.compile(layers, backend="aot_eager", fullgraph=True) if compiles else layers
     collected = []
     for i in range(2):
         t = given(rank, i)
@@ -304,7 +305,7 @@ def late_in_the_interpreter() -> str:
 
 
 def test_kernels_do_not_read_stale_window_as_counts() -> None:
-    assert interpreted("test_token_windows", "t.late_in_the_interpreter()") in (
+    assert interpreted("test_windows", "t.late_in_the_interpreter()") in (
         "['MeetingTimeoutError', None]",
         "['PeerError', None]",
     )
