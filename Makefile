@@ -5,7 +5,8 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 
-# Commands and ranks of tests are processes by the hundred, which would each compile the sources again.
+# Commands and ranks of tests are processes by the hundred, which would each compile the sources again. Those of packages
+# are compiled when they are first imported, not by pip, which compiles all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
@@ -26,9 +27,9 @@ demo: $(READY)
 bench: $(READY)
 	"$(BIN)/python" -m shardweave bench --quick --check $(ARGS)
 
-# Files of tests are shared out to so many processes; most tests start processes of their own as well.
+# Files of tests are shared out to so many processes; most tests start processes of their own as well, and some wait.
 # They come in the order of conftest.py: what takes long first.
-WORKERS ?= 2
+WORKERS ?= 3
 test: $(READY)
 	"$(BIN)/pytest" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
@@ -79,5 +80,6 @@ gpu:
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (torch is downloaded once, if pip has not got it)"
 	$(PYTHON) -m venv "$(VENV)"
-	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable ".[dev]" -c constraints.txt
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+	    torch==2.13.0 --editable ".[dev]" -c constraints.txt
 	@printf '%s' "$(CURDIR)" > "$@"

@@ -39,6 +39,7 @@ _SIOCSIFFLAGS, _IFF_UP_RUNNING = 0x8914, 0x41
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_bytes_by_formula_are_those_on_the_wire() -> None:
     alone = ["unshare", "--map-root-user", "--net"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:

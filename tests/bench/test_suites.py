@@ -117,6 +117,7 @@ def test_kernels_are_measured_as_on_a_gpu() -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_pytest_benchmark_plays_measured_rounds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", "--scale", "dry"]
     command += ["-k", "test_redistribute", "--benchmark-json", str(tmp_path / "b.json")]
