@@ -82,4 +82,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv "$(VENV)"
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-compile \
 	    torch==2.13.0 --editable ".[dev]" -c constraints.txt
+	"$(BIN)/python" -c "import shardweave.bench.harness.ranks"
 	@printf '%s' "$(CURDIR)" > "$@"

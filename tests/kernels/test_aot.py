@@ -35,6 +35,12 @@ DTYPES = [
 ]
 
 
+each_target = pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=pytest.mark.long) if t in ("sm_80", "sm_100") else t for t in TARGETS]
+)
+"""One GPU of each vendor, and the others in `make test-long`."""
+
+
 def boxes_of(kind: str, contributors: int = 1, fill: bool = False) -> StridedBoxes:
     """A 512 x 512 box in which every vector fits ("wide"), or one column too many ("odd"), and so on."""
     rows, cols = 512, 512
@@ -140,7 +146,7 @@ def test_reduce_boxes_is_vectorised_and_does_not_spill(target, dtype, op, contri
         assert results["load", 16] >= min(contributors, 2), results
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize(
     ("dtype", "out"),
     [
@@ -178,7 +184,7 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("use", SIGNALS)
 def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_path):
     constants = signal_constants(**SIGNALS[use])

@@ -54,7 +54,7 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
 def test_credit_protects_window_until_read(how: str, size: int) -> None:
     check_how(how)
     # Counts pass 2**32 on the way.
-    wrong = run_pads(window_rounds, size, 80 if how == "kernel" else 200, 0.1, start=(1 << 32) - 40)
+    wrong = run_pads(window_rounds, size, 48 if how == "kernel" else 200, 0.1, start=(1 << 32) - 24)
     assert wrong == [[]] * size
 
 

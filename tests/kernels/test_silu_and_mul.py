@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_aot import TARGETS, assert_no_spill
+from test_aot import TARGETS, assert_no_spill, each_target
 from test_token_kernels_aot import compile_kernel, row_launch, wide
 from token_cases import POISON
 from triton.runtime import interpreter
@@ -126,7 +126,7 @@ def test_silu_and_mul_work_is_bounded_by_num_rows(monkeypatch):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_silu_and_mul_is_vectorised_and_does_not_spill(target, dtype):
     # Rows of one piece: loops over pieces are unrolled.

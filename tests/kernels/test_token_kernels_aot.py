@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_aot import TARGETS, accesses, assert_no_spill
+from test_aot import TARGETS, accesses, assert_no_spill, each_target
 from triton.runtime.jit import JITFunction
 
 from shardweave.bench.codegen import aot
@@ -55,7 +55,7 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     return aot.compile_kernel(kernel, target, constants, signature, aligned)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("physical_experts, looked_up", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
 def test_route_tokens_does_not_spill(target, physical_experts, looked_up):
     padded = max(32, triton.next_power_of_2(physical_experts))
@@ -69,7 +69,7 @@ def test_route_tokens_does_not_spill(target, physical_experts, looked_up):
     assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("physical_experts", [3, 300, MOST_PHYSICAL_EXPERTS])
 def test_group_rows_and_share_counts_do_not_spill(target, physical_experts):
     padded = max(32, triton.next_power_of_2(physical_experts))
@@ -82,7 +82,7 @@ def test_group_rows_and_share_counts_do_not_spill(target, physical_experts):
         assert_no_spill(compile_kernel(share_counts_kernel, target, constants, counts="*i32"), target)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("k", [1, 3, 32])
 def test_locate_rows_and_gather_values_do_not_spill(target, k):
     width = triton.next_power_of_2(k)
@@ -106,7 +106,7 @@ def wide(compiled, target: str) -> tuple[int, int]:
     return results["load", 16], results["store", 16]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_push_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "PADDING": 8, "HAS_WEIGHTS": True}
@@ -131,7 +131,7 @@ def fused_operations(compiled) -> list[str]:
     return [line for line in fused if not re.search(r"_mix.* 1\.0,|_mix.*, (?:neg\()?0\b", line)]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("dtype, hidden, k", ROWS, ids=str)
 def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k):
     constants = {**row_launch(dtype, hidden), "K": k, "DTYPE": ELEMENTS[dtype], "HAS_WEIGHTS": True, "HAS_ADD": True}
@@ -144,7 +144,7 @@ def test_combine_rows_is_vectorised_and_does_not_spill(target, dtype, hidden, k)
     assert not fused_operations(compiled)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype):
     constants = {**row_launch(dtype, 7168), "DTYPE": ELEMENTS[dtype], "SOFT": False, "enable_fp_fusion": False}
@@ -154,7 +154,7 @@ def test_weigh_rows_is_vectorised_and_does_not_spill(target, dtype):
     assert loads == 2 * stores > 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 def test_copy_rows_is_vectorised_and_does_not_spill(target):
     constants = {"H": 7168, "COLS": 2048, "WORD": tl.int16, "ALIGN": 16, "num_warps": 4}
     compiled = compile_kernel(copy_rows_kernel, target, constants)
@@ -162,7 +162,7 @@ def test_copy_rows_is_vectorised_and_does_not_spill(target):
     assert wide(compiled, target) == (2048 * 2 // (16 * TARGETS[target].warp_size * 4),) * 2
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@each_target
 def test_fill_rows_is_vectorised_and_does_not_spill(target):
     """From any first row on."""
     constants = {"H": 7168, "COLS": 2048, "WORD": tl.int16, "ALIGN": 16, "num_warps": 4}

@@ -110,7 +110,7 @@ def test_compiled_equals_eager_for_any_number_of_tokens(one_sided, weighted, giv
         assert any(y.any() for y in collected[0][:2]) and (not given or collected[0][-1] > 0 or count < 5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_a_compiler, pytest.mark.long])])
 def test_compile_keeps_unused_and_equal_calls(backend, monkeypatch):
     """An unused dispatch; two equal ones, each with its combine, and their backward."""
     d = virtual()
