@@ -1,7 +1,7 @@
 """The runtime: transports, the executor of programs, DTensor, MoE and tracing."""
 
 from .dtensor.batch import redistribute_batch
-from .dtensor.checkpoint import LoadPlanner, SavePlanner
+from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner
 from .dtensor.drop_in import redistribute_local_tensor
 from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
 from .dtensor.install import install, installed, is_installed, uninstall

@@ -372,7 +372,7 @@ def many(rank: int, base: str) -> list[str]:
     mesh, x, messages = init_device_mesh("cpu", (2,)), whole((2100,), torch.bfloat16), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardweave.runtime.dtensor.checkpoint").addHandler(handler)
+    logging.getLogger("shardweave.runtime.dtensor.distributed_checkpoint").addHandler(handler)
     layout = by_view(_StridedShard(0, split_factor=1050))
     dcp.save({"w": dtensor_of(x, mesh, layout)}, checkpoint_id=base, planner=shardweave.SavePlanner())
     into = {"w": poisoned(x, mesh, plain(Shard(0)))}
