@@ -20,7 +20,7 @@ class ProcessGroupCache(dict[K, V]):
 
     A look-up is `dict.get`. A new key in a full cache first removes the oldest eighth of the entries.
 
-    Call `forget_dead_groups` before a value is stored: it notes the group, whose end empties the caches.
+    Call `forget_dead_groups` before a look-up, since the default process group may have changed.
     """
 
     __slots__ = ("_max_entries",)

@@ -141,10 +141,10 @@ def _why_delegate(
 
 def _backend_obstacle(device: torch.device) -> str | None:
     """Why the default process group cannot carry programs on `device`, or None."""
+    forget_dead_groups()
     try:
         return _backend_obstacles[device]
     except KeyError:
-        forget_dead_groups()
         obstacle = _backend_obstacles[device] = why_not_backend(device)
         return obstacle
 

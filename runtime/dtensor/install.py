@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner import NVLINK_NODE, Topology
@@ -137,10 +138,12 @@ def _apply(options: RedistributeOptions | None) -> None:
 
 @cache
 def _warn_of_versions() -> None:
-    """Warn, once, if torch or triton is a version that shardweave is not tested with."""
+    """Warn, once and on rank 0, if torch or triton is a version that shardweave is not tested with."""
+    level = logging.WARNING if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
     for name in SUPPORTED:
         if not is_supported(name):
-            _logger.warning(
+            _logger.log(
+                level,
                 "%s %s is not tested with shardweave, which requires %s; its names fit, so install() goes on",
                 name, installed_version(name), requirement(name),
             )  # fmt: skip

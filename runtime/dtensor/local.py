@@ -80,11 +80,11 @@ def run_redistribution(
 
 def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:
     """The request bound to a transport, from the cache if it was bound before."""
+    forget_dead_groups()
     # With the ids of the meshes: meshes of the same ranks are equal, but may have different process groups.
     key = (current, target, id(current.mesh), id(target.mesh), x.shape, x.stride(), x.dtype, x.device, options)
     bound = _bound.get(key)
     if bound is None:
-        forget_dead_groups()
         bound = _bound[key] = _bind(x, current, target, options)
     return bound
 

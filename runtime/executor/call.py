@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,28 +184,21 @@ def transport_for(
     """The transport of some ranks and the reason for it. The program that is bound next may use the process groups
     `groups` and those of `meshes`."""
     requested = requested or requested_transport()
-    key = (ranks, device, requested, *map(id, meshes), *map(id, groups))
+    key = ranks, device, requested
     chosen = _chosen.get(key)
     if chosen is None:
-        transport, why = current_transports().choose(ranks, device, requested)
-        distinct = {id(mesh): mesh for mesh in meshes}.values()
-        usable = [*groups, *(group for mesh in distinct for group in _groups_of(mesh))]
-        chosen = _chosen[key] = _ChosenTransport(transport, why, usable, meshes)
-    transport = chosen.transport
+        chosen = _chosen[key] = current_transports().choose(ranks, device, requested)
+    transport, why = chosen
     if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
-        transport.use_groups(chosen.groups)
-    return transport, chosen.why
+        distinct = {id(mesh): mesh for mesh in meshes}.values()
+        transport.use_groups([*groups, *(group for mesh in distinct for group in _groups_of(mesh))])
+    return transport, why
 
 
-class _ChosenTransport(NamedTuple):
-    transport: AnyTransport
-    why: str
-    groups: list[dist.ProcessGroup]  # that programs may use
-    meshes: tuple[DeviceMesh, ...]  # kept alive: the cache key has their ids
-
-
-# By ranks, device, requested transport, and the ids of meshes and groups.
-_chosen: ProcessGroupCache[tuple, _ChosenTransport] = ProcessGroupCache(2048)
+# By ranks, device and requested transport.
+_chosen: ProcessGroupCache[tuple[tuple[int, ...], torch.device, str | None], tuple[AnyTransport, str]] = (
+    ProcessGroupCache(2048)
+)
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -102,7 +102,11 @@ def _counters(mode: _CachingTorchDispatchMode | _CachedTorchDispatchMode) -> dic
     """The counters of a checkpointed region, which begin anew when it is recomputed."""
     if hasattr(mode, "func_counter"):
         return mode.func_counter
-    return mode.__dict__.setdefault(_DECISIONS, defaultdict(int))  # before torch 2.13
+    # Before torch 2.13. A backward pass that recomputes the region has an id; -1 in forward.
+    backward, attributes = torch._C._current_graph_task_id(), mode.__dict__
+    if attributes.get(_DECISIONS, (None,))[0] != backward:
+        attributes[_DECISIONS] = backward, defaultdict(int)
+    return attributes[_DECISIONS][1]
 
 
 _requests: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}

@@ -83,7 +83,7 @@ def lower(
     if order is None:
         return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
     itemsize = ITEMSIZE[program.dtype]
-    # Shards are cut as by torch.chunk: the first member has the largest one, the last member the smallest.
+    # The first member's shard is empty only if all are. Along one mesh dim it is the largest.
     before, after = (
         math.prod(shape(step, members[0])) * itemsize for shape in (program.shape_before, program.shape_after)
     )
@@ -151,7 +151,11 @@ def _is_all_gather(step: Exchange) -> bool:
 
 
 def _are_even(program: Program, step: Exchange, members: Sequence[int]) -> bool:
-    """Whether the shards of all members have the same number of elements before a step."""
+    """Whether the shards of all members have the same number of elements before a step.
+
+    Each cut leaves the first part at least the average and the last part at most that, so these two are equal only if
+    all are.
+    """
     first, last = (math.prod(program.shape_before(step, p)) for p in (members[0], members[-1]))
     return first == last
 

@@ -24,6 +24,7 @@ NAMES = {
     "torch._C._cuda_getCurrentRawStream": "the current stream, in each call on a GPU",
     "torch._C._cuda_getDevice": "launches of kernels on the current device",
     "torch._C._current_autograd_node": "a trace's column of what is backward",
+    "torch._C._current_graph_task_id": "selective activation checkpointing before torch 2.13",
     "torch._C._distributed_c10d._SymmetricMemory.rendezvous": "symmetric memory on GPUs: the rendezvous of a buffer",
     "torch._C._distributed_c10d._SymmetricMemory.set_group_info": "symmetric memory on GPUs: the groups of its windows",
     "torch._C._distributed_c10d._register_process_group": "symmetric memory on GPUs: the groups of its windows",

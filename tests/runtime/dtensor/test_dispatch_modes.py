@@ -474,3 +474,33 @@ def test_delegations_are_logged_once_per_reason() -> None:
             assert line.startswith("left to torch: ") and why in line and "S(0)" in line and "delegations" in line
     (alone,) = run_ranks(logged, 1)
     assert {level for level, line in alone if "world size 1" in line} == {"DEBUG"}
+
+
+def two_backward_passes(rank: int) -> None:
+    """A region that saves nothing may be recomputed again, by the decisions of its forward."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [S0], src_data_rank=None).requires_grad_()
+
+    def block(y: DTensor) -> DTensor:
+        return y.redistribute(placements=[R]).square().redistribute(placements=[S0]).sin()
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    gradients = []
+    stats = shardweave.stats()
+    with shardweave.installed():
+        loss = checkpoint(block, x, use_reentrant=False, context_fn=contexts).to_local().sum()
+        for _ in range(2):
+            x.grad = None
+            loss.backward(retain_graph=True)
+            gradients.append(x.grad.to_local())
+    assert not stats.delegations, stats.delegations
+    assert gradients[0].equal(gradients[1])
+    whole = torch.arange(12.0).reshape(6, 2).requires_grad_()
+    whole.square().sin().sum().backward()
+    assert torch.allclose(gradients[0], whole.grad.chunk(2)[rank])
+
+
+def test_recomputation_in_two_backward_passes() -> None:
+    run_ranks(two_backward_passes, 2)
