@@ -9,6 +9,7 @@ from .combine_rows import combine_rows, gather_values
 from .compare_words import WordComparison
 from .copy_boxes import CopyTable, copy_boxes, copy_boxes_cpu, copy_boxes_kernel, copy_launches, copy_table
 from .copy_rows import copy_rows, fill_rows
+from .count_pairs import MOST_PHYSICAL_EXPERTS, CountedPairs, count_pairs
 from .group_rows import Groups, PhysicalExperts, group_rows, share_counts
 from .launch import interpreted, on_device, uploaded
 from .locate_rows import MOST_K, locate_rows
@@ -16,7 +17,6 @@ from .pairs_cpu import Pairs
 from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
-from .route_tokens import MOST_PHYSICAL_EXPERTS, Routed, route_tokens
 from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
 from .signal import build_signal, polls_within, signal
 from .silu_and_mul import silu_and_mul, silu_and_mul_backward
@@ -42,7 +42,7 @@ __all__ = [
     "Launch",
     "LaunchConfig",
     "ReduceTable",
-    "Routed",
+    "CountedPairs",
     "RowLaunch",
     "PhysicalExperts",
     "SourceRows",
@@ -73,7 +73,7 @@ __all__ = [
     "reduce_launches",
     "reduce_table",
     "reduce_views",
-    "route_tokens",
+    "count_pairs",
     "share_counts",
     "signal",
     "silu_and_mul",

@@ -137,7 +137,7 @@ def group_rows(
     """Lay out the rows of all destinations' buffers.
 
     Args:
-        matrix: int32 [W, S + 1]; row r holds the counts of route_tokens on rank r.
+        matrix: int32 [W, S + 1]; row r holds the counts of count_pairs on rank r.
         me: this rank, 0 to W - 1.
         capacity: rows of each destination's buffer, a multiple of `align`.
         align: alignment of groups, in rows. All padded groups together are below 2**31 rows.

@@ -56,7 +56,7 @@ def locate_rows(
     """Return each pair's destination and row there, sorted by destination and k within each token.
 
     Args:
-        physical_expert, place: int32 [T, K], contiguous, from route_tokens; K up to 32.
+        physical_expert, place: int32 [T, K], contiguous, from count_pairs; K up to 32.
         groups: from group_rows on this rank; only `start` and `limit` are read.
         physical_experts: the ranks of the physical experts.
 

@@ -143,7 +143,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
     for name, make in (("push_rows", push), ("combine_rows", rank.combine)):
         yield Target(f"{name}, {large}", CEILING, 0.85, True, partial(measuring.tokens, make=make, shape=large))
     yield Target(
-        f"route_tokens, {large}", "µs", 30.0, False, partial(measuring.latency, make=rank.routed, sets=FEW_SETS)
+        f"count_pairs, {large}", "µs", 30.0, False, partial(measuring.latency, make=rank.routed, sets=FEW_SETS)
     )
     sets = measuring.sets(2 * few.moved, 2 * few.buffers)
     yield Target(

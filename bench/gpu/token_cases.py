@@ -19,10 +19,10 @@ from shardweave.kernels import (
     Groups,
     TokenRows,
     combine_rows,
+    count_pairs,
     group_rows,
     locate_rows,
     push_rows,
-    route_tokens,
     share_counts,
 )
 from shardweave.kernels.group_rows import PhysicalExperts
@@ -77,7 +77,7 @@ class VirtualRank:
         self.weights = 2.0 ** -torch.randint(0, 3, self.ids.shape, generator=generator).float().to(device)
         each = shape.experts // shape.ranks
         self.physical_experts = PhysicalExperts.divided(tuple(range(0, shape.experts + 1, each)), device)
-        counts = [route_tokens(i, shape.experts).counts for i in ids]
+        counts = [count_pairs(i, shape.experts).counts for i in ids]
         # Rows of peers are there from the beginning; the own one is written by every dispatch.
         self.matrices = Buffers([torch.stack(counts) for _ in ids])
         for matrix in self.matrices.tensors:
@@ -89,7 +89,7 @@ class VirtualRank:
 
     def route(self) -> tuple[Groups, TokenRows]:
         """All kernels before rows are pushed."""
-        routed = route_tokens(self.ids, self.shape.experts)
+        routed = count_pairs(self.ids, self.shape.experts)
         share_counts(routed.counts, self.matrices, self.me)
         groups = group_rows(self.matrices.tensors[self.me], self.physical_experts, self.me, self.rows)
         return groups, locate_rows(routed.physical_expert, routed.place, groups, self.physical_experts)
@@ -140,7 +140,7 @@ class VirtualRank:
         return partial(combine_rows, self.located, buffers, out, self.weights), lambda: out.equal(self.combined(whole))
 
     def routed(self) -> Made:
-        """route_tokens alone, of ids that are a copy of their own."""
+        """count_pairs alone, of ids that are a copy of their own."""
         ids, experts = self.ids.clone(), torch.arange(self.shape.experts, device=self.device)
 
         def right(routed: Any) -> bool:
@@ -155,7 +155,7 @@ class VirtualRank:
                 and routed.counts[-1] == 0
             )
 
-        return checked(lambda: route_tokens(ids, self.shape.experts), right)
+        return checked(lambda: count_pairs(ids, self.shape.experts), right)
 
     def both(self) -> Made:
         """A whole dispatch, and the combine of other values."""

@@ -56,7 +56,7 @@ def token_cases(scale: str) -> dict[str, tuple[str, ...]]:
         f"push_rows, {large}": ("index_select", "torchtitan", _COMPILED, COPY),
         f"combine_rows, {large}": ("index_select + sum", "index_add", "torchtitan", _COMPILED, COPY),
         f"route + push, {large}": ("argsort + index_select", "torchao", "torchtitan", _COMPILED, COPY),
-        f"route_tokens, {large}": (COPY,),
+        f"count_pairs, {large}": (COPY,),
         f"decode: route + push + combine, {few}": (COPY,),
     }
 

@@ -318,7 +318,7 @@ def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) 
     call()
     assert right()
     for part in range(3):
-        real = token_cases.route_tokens
+        real = token_cases.count_pairs
 
         def wrong(ids: torch.Tensor, experts: int, part: int = part, real: Callable = real) -> object:
             found = real(ids, experts)
@@ -326,7 +326,7 @@ def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) 
             return found
 
         with monkeypatch.context() as patched:
-            patched.setattr(token_cases, "route_tokens", wrong)
+            patched.setattr(token_cases, "count_pairs", wrong)
             call()
         assert not right()
 

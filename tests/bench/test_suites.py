@@ -79,7 +79,7 @@ def test_kernels_are_measured_on_a_gpu() -> None:
         "copy, 16-byte aligned, runs of 512 B",
         "reduction, 8 contributors, bf16",
         "transposition",
-        "route_tokens",
+        "count_pairs",
     )
     cases = {c: of for c, of in suite("kernels").cases("quick").items() if c.startswith(starts)}
     results = here("kernels", list(cases), "quick")
@@ -88,7 +88,7 @@ def test_kernels_are_measured_on_a_gpu() -> None:
     for row in results.rows:
         assert row.contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
         assert row.detail["rotation"].get("cold", True), row.case
-        assert (row.share_of_ceiling is None) == row.case.startswith("route_tokens")
+        assert (row.share_of_ceiling is None) == row.case.startswith("count_pairs")
 
 
 _AS_ON_A_GPU = """

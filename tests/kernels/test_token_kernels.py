@@ -15,10 +15,10 @@ from shardweave.errors import ArgumentError
 from shardweave.kernels.addresses import KEPT_TABLES, AddressTables
 from shardweave.kernels.combine_rows import combine_rows, combine_rows_reference, gather_values
 from shardweave.kernels.copy_rows import copy_rows, fill_rows
+from shardweave.kernels.count_pairs import count_pairs
 from shardweave.kernels.group_rows import Groups, PhysicalExperts, group_rows, share_counts
 from shardweave.kernels.locate_rows import locate_rows
 from shardweave.kernels.push_rows import push_rows, push_rows_reference
-from shardweave.kernels.route_tokens import route_tokens
 from shardweave.kernels.rows import Buffers, ChosenBuffers, TokenRows
 from shardweave.kernels.weigh_rows import weigh_rows
 
@@ -100,25 +100,25 @@ def each_case(test):
 @pytest.mark.parametrize(
     "tokens, k, experts", [(1, 1, 1), (0, 4, 8), (5, 3, 3), (40, 8, 60), (128, 8, 256), (300, 5, 300)]
 )
-def test_route_tokens(device, tokens, k, experts, dtype):
+def test_count_pairs(device, tokens, k, experts, dtype):
     """Up to 1,024 pairs in one launch; (300, 5) in two."""
     for kind in KINDS:
         rng = np.random.default_rng(hash((tokens, k)) % 1000)
         case = Case([routing(rng, kind, tokens, k, experts)], experts, (0, experts)).solve()
-        got = route_tokens(torch.from_numpy(case.ids[0]).to(dtype).to(device), experts)
+        got = count_pairs(torch.from_numpy(case.ids[0]).to(dtype).to(device), experts)
         same(got.physical_expert, i32(case.physical_expert[0]))
         same(got.place, i32(case.place[0]))
         same(got.counts, i32(case.matrix[0]))
 
 
-def test_route_tokens_of_many_blocks(device, monkeypatch):
+def test_count_pairs_of_many_blocks(device, monkeypatch):
     """More ids than blocks, so that each ranks several times; replicated experts and strided ids."""
-    monkeypatch.setattr(sys.modules["shardweave.kernels.route_tokens"], "MOST_BLOCKS", 3)
+    monkeypatch.setattr(sys.modules["shardweave.kernels.count_pairs"], "MOST_BLOCKS", 3)
     rng = np.random.default_rng(5)
     physical_expert_of = [rng.permutation(17)[:11]]
     case = Case([routing(rng, "odd", 371, 5, 11)], 11, (0, 17), physical_expert_of=physical_expert_of).solve()
     ids = torch.from_numpy(case.ids[0]).to(device).t().contiguous().t()
-    got = route_tokens(ids, 11, i32(physical_expert_of[0], device), 17)
+    got = count_pairs(ids, 11, i32(physical_expert_of[0], device), 17)
     same(got.physical_expert, i32(case.physical_expert[0]))
     same(got.place, i32(case.place[0]))
     same(got.counts, i32(case.matrix[0]))
@@ -402,12 +402,12 @@ def test_gather_values(device, kind, given):
 @pytest.mark.parametrize(
     "call, text",
     [
-        (lambda: route_tokens(torch.zeros(3, dtype=torch.int64), 4), "ids: torch.int64 of shape"),
-        (lambda: route_tokens(torch.zeros(3, 2), 4), "ids: torch.float32"),
-        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 0), "num_physical_experts: 0"),
-        (lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, None, 5), "num_physical_experts: 5"),
+        (lambda: count_pairs(torch.zeros(3, dtype=torch.int64), 4), "ids: torch.int64 of shape"),
+        (lambda: count_pairs(torch.zeros(3, 2), 4), "ids: torch.float32"),
+        (lambda: count_pairs(torch.zeros(3, 2, dtype=torch.int64), 0), "num_physical_experts: 0"),
+        (lambda: count_pairs(torch.zeros(3, 2, dtype=torch.int64), 4, None, 5), "num_physical_experts: 5"),
         (
-            lambda: route_tokens(torch.zeros(3, 2, dtype=torch.int64), 4, torch.zeros(3)),
+            lambda: count_pairs(torch.zeros(3, 2, dtype=torch.int64), 4, torch.zeros(3)),
             "physical_expert_of: torch.float32",
         ),
         (lambda: group_rows(torch.zeros(2, 3).int(), two_experts(), 0, 8), "matrix: torch.int32"),

@@ -16,18 +16,18 @@ from shardweave.bench.codegen import aot
 from shardweave.bench.codegen.launches import KERNELS, Layer, Specialisation, dispatches, specialisations
 from shardweave.kernels.combine_rows import combine_rows_kernel, gather_values_kernel
 from shardweave.kernels.copy_rows import copy_rows_kernel, fill_rows_kernel
-from shardweave.kernels.dtypes import ELEMENTS
-from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows, share_counts_kernel
-from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
-from shardweave.kernels.push_rows import push_rows_kernel
-from shardweave.kernels.route_tokens import (
+from shardweave.kernels.count_pairs import (
     MOST_PHYSICAL_EXPERTS,
+    count_few_pairs_kernel,
     count_pairs_kernel,
     count_rows,
     few_warps,
     place_rows_kernel,
-    route_few_kernel,
 )
+from shardweave.kernels.dtypes import ELEMENTS
+from shardweave.kernels.group_rows import group_rows_kernel, group_warps, rank_rows, share_counts_kernel
+from shardweave.kernels.locate_rows import locate_rows_kernel, tokens_at_a_time
+from shardweave.kernels.push_rows import push_rows_kernel
 from shardweave.kernels.rows import RowLaunch, row_constants
 from shardweave.kernels.weigh_rows import weigh_rows_kernel
 
@@ -57,14 +57,14 @@ def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
 
 @each_target
 @pytest.mark.parametrize("physical_experts, looked_up", [(3, True), (256, False), (MOST_PHYSICAL_EXPERTS, True)])
-def test_route_tokens_does_not_spill(target, physical_experts, looked_up):
+def test_count_pairs_does_not_spill(target, physical_experts, looked_up):
     padded = max(32, triton.next_power_of_2(physical_experts))
     count = {"EXPERTS": padded, "HAS_TABLE": looked_up, "num_warps": 4}
     ids = {"ids": "*i64", "counts_out": "*i32"}
     assert_no_spill(compile_kernel(count_pairs_kernel, target, count, **ids), target)
     for pairs in (32, 1024):
         few = {"EXPERTS": padded, "PAIRS": pairs, "HAS_TABLE": looked_up, "num_warps": few_warps(pairs)}
-        assert_no_spill(compile_kernel(route_few_kernel, target, few, **ids), target)
+        assert_no_spill(compile_kernel(count_few_pairs_kernel, target, few, **ids), target)
     place = {"EXPERTS": padded, "BLOCKS": 128, "ROWS": count_rows(padded), "num_warps": 8}
     assert_no_spill(compile_kernel(place_rows_kernel, target, place, **ids), target)
 

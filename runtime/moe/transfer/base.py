@@ -14,16 +14,16 @@ import torch
 from ....kernels import (
     AddressTables,
     Buffers,
+    CountedPairs,
     Groups,
     PhysicalExperts,
-    Routed,
     combine_rows,
     copy_rows,
+    count_pairs,
     fill_rows,
     gather_values,
     group_rows,
     locate_rows,
-    route_tokens,
     weigh_rows,
 )
 from ...transports.base import Transport
@@ -138,14 +138,14 @@ class TokenTransfer:
         Args:
             outs: memory for copies of rows and weights; default: the result is the transport's memory.
         """
-        routed = route_tokens(
+        counted = count_pairs(
             tokens.ids, self.config.num_experts, self._physical_expert_of, self.physical_experts.count
         )
         # What arrives in a window is copied once, straight to where it is wanted.
         own = outs if outs and self.in_windows else (self._rows_to_receive(), self._new_numbers())
-        into, matrix = yield from self._share(DISPATCH, own, routed.counts)
+        into, matrix = yield from self._share(DISPATCH, own, counted.counts)
         assert matrix is not None
-        record = self._located(routed, matrix, (outs or own)[1])
+        record = self._located(counted, matrix, (outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         yield from self._deliver(Delivery(DISPATCH, record, tokens.x, into, tokens.weights))
         return _copied(own, outs, record.groups)[0], record
@@ -222,9 +222,9 @@ class TokenTransfer:
         """Return `read` of all ranks' `given` buffers, which `record.rows` index."""
         raise NotImplementedError
 
-    def _located(self, routed: Routed, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         groups = self._grouped(matrix, self.physical_experts)
-        rows = locate_rows(routed.physical_expert, routed.place, groups, self.physical_experts)
+        rows = locate_rows(counted.physical_expert, counted.place, groups, self.physical_experts)
         return DispatchRecord(weights, groups, rows, matrix)
 
     def _grouped(self, matrix: torch.Tensor, physical_experts: PhysicalExperts) -> Groups:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, Groups, Routed, TokenRows, locate_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, TokenRows, locate_rows, push_rows
 from ....planner import NVLINK_INFINIBAND, price_splits
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
@@ -53,7 +53,7 @@ class FixedTransfer(SendRecvTransfer):
         before = rows.cumsum(-1) - rows
         return before - before[..., self._first]
 
-    def _located(self, routed: Routed, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         counts = matrix[:, :-1].long()
         fitting = torch.minimum(counts, (self._capacity - self._before(counts)).clamp(min=0))
         groups = self._grouped(torch.cat((fitting.int(), matrix[:, -1:]), 1), self.physical_experts)
@@ -61,7 +61,7 @@ class FixedTransfer(SendRecvTransfer):
         groups = groups._replace(overflow=groups.overflow + exceeding)
         start = (self._chunk + self._before(groups.limit.long())).int()
         in_chunks = groups._replace(start=start)
-        rows = locate_rows(routed.physical_expert, routed.place, in_chunks, self.physical_experts)
+        rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
         no_padding = torch.zeros(1, dtype=torch.int64, device="cpu")
         sizes = self._sizes_of_all
         chunks = Chunks(sizes.clone(), sizes.clone(), no_padding, self._places(fitting, groups))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import Buffers, Groups, PhysicalExperts, Routed, locate_rows, padding_rows, push_rows
+from ....kernels import Buffers, CountedPairs, Groups, PhysicalExperts, locate_rows, padding_rows, push_rows
 from ...statistics import stats
 from ...transports.requests import Transfer
 from ..config import DispatchConfig
@@ -58,13 +58,13 @@ class SendRecvTransfer(TokenTransfer):
         yield from self._exchange(operation, sent, ones, received, ones)
         return own, received
 
-    def _located(self, routed: Routed, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
+    def _located(self, counted: CountedPairs, matrix: torch.Tensor, weights: torch.Tensor) -> DispatchRecord:
         on_host = self._read(matrix)
         groups = self._grouped(matrix, self.physical_experts)
         chunks, starts = self._planned(on_host, groups if self.device == _HOST else None)
         chunks = chunks._replace(places=self._upload(chunks.places))
         in_chunks = groups._replace(start=self._upload(starts))
-        rows = locate_rows(routed.physical_expert, routed.place, in_chunks, self.physical_experts)
+        rows = locate_rows(counted.physical_expert, counted.place, in_chunks, self.physical_experts)
         return DispatchRecord(weights, groups, rows, matrix, chunks)
 
     def _planned(self, matrix: torch.Tensor, groups: Groups | None) -> tuple[Chunks, torch.Tensor]:

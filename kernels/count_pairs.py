@@ -1,4 +1,4 @@
-"""route_tokens: count the (token, k) pairs of each physical expert and number them.
+"""count_pairs: count the (token, k) pairs of each physical expert and number them.
 
 A physical expert is an expert or one of its replicas. Pairs of one physical expert are numbered in order of (token, k).
 The first launch counts each block's pairs with a histogram. In the second, each block adds the counts of the blocks
@@ -26,8 +26,8 @@ MOST_SINGLE = 1024  # ids of one program
 MOST_PHYSICAL_EXPERTS = 2048
 
 
-class Routed(NamedTuple):
-    """The result of route_tokens."""
+class CountedPairs(NamedTuple):
+    """The result of count_pairs."""
 
     physical_expert: torch.Tensor
     """int32 [T, K]: the physical expert of each pair, -1 for none."""
@@ -118,7 +118,7 @@ def place_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "physical_experts"])
-def route_few_kernel(
+def count_few_pairs_kernel(
     ids,  # [pairs]
     expert_table,  # int32 [experts]
     expert_out,  # int32 [pairs]
@@ -148,12 +148,12 @@ def route_few_kernel(
     tl.store(counts_out + physical_experts, tl.sum(bad.to(tl.int32), 0))
 
 
-def route_tokens(
+def count_pairs(
     ids: torch.Tensor,
     num_experts: int,
     physical_expert_of: torch.Tensor | None = None,
     num_physical_experts: int | None = None,
-) -> Routed:
+) -> CountedPairs:
     """Count and number the (token, k) pairs of this rank's tokens.
 
     Args:
@@ -184,7 +184,7 @@ def route_tokens(
     if ids.numel() >= 1 << 31:
         raise ArgumentError(f"ids: {ids.numel()} of them; allowed: below 2**31")
     if not runs_on(ids.device):
-        return route_tokens_cpu(ids, num_experts, physical_expert_of, physical_experts)
+        return count_pairs_cpu(ids, num_experts, physical_expert_of, physical_experts)
     ids, pairs = ids.contiguous(), ids.numel()
     physical_expert = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     place = torch.empty_like(physical_expert)
@@ -194,11 +194,11 @@ def route_tokens(
     if pairs <= MOST_SINGLE:
         width = max(CHUNK.value, power_of_two(pairs))
         with on_device(ids.device):
-            route_few_kernel[(1,)](
+            count_few_pairs_kernel[(1,)](
                 ids, table, physical_expert, place, counts, pairs, num_experts, physical_experts,
                 EXPERTS=padded, PAIRS=width, HAS_TABLE=has_table, num_warps=few_warps(width),
             )  # fmt: skip
-        return Routed(physical_expert, place, counts)
+        return CountedPairs(physical_expert, place, counts)
     rounds = cdiv(pairs, BLOCK.value * MOST_BLOCKS)
     blocks = cdiv(pairs, BLOCK.value * rounds)
     # Each block's count of bad ids follows the counts of all blocks.
@@ -213,11 +213,11 @@ def route_tokens(
             physical_expert, place, scratch, bad, counts, pairs, physical_experts, rounds, blocks,
             EXPERTS=padded, BLOCKS=power_of_two(blocks), ROWS=count_rows(padded), num_warps=8,
         )  # fmt: skip
-    return Routed(physical_expert, place, counts)
+    return CountedPairs(physical_expert, place, counts)
 
 
 def few_warps(pairs: int) -> int:
-    """Warps of route_few_kernel: the comparisons of a chunk take 32 registers per thread."""
+    """Warps of count_few_pairs_kernel: the comparisons of a chunk take 32 registers per thread."""
     return max(1, min(16, pairs // 64))
 
 
@@ -226,10 +226,10 @@ def count_rows(padded_experts: int) -> int:
     return max(1, 8192 // padded_experts)
 
 
-def route_tokens_cpu(
+def count_pairs_cpu(
     ids: torch.Tensor, num_experts: int, physical_expert_of: torch.Tensor | None, num_physical_experts: int
-) -> Routed:
-    """route_tokens in torch operations."""
+) -> CountedPairs:
+    """count_pairs in torch operations."""
     flat = ids.reshape(-1).long()
     valid = (flat >= 0) & (flat < num_experts)
     physical_expert = torch.where(valid, flat, -1)
@@ -245,4 +245,4 @@ def route_tokens_cpu(
     counts = torch.empty(num_physical_experts + 1, dtype=torch.int32, device=ids.device)
     counts[:-1] = per_physical_expert[1:]
     counts[-1] = (~valid & (flat != -1)).sum()
-    return Routed(physical_expert.int().view(ids.shape), place.int().view(ids.shape), counts)
+    return CountedPairs(physical_expert.int().view(ids.shape), place.int().view(ids.shape), counts)
