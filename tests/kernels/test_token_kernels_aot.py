@@ -209,14 +209,14 @@ def launched() -> list[Specialisation]:
 
 def test_all_token_kernels_are_launched(launched: list[Specialisation]) -> None:
     assert {s.kernel for s in launched} | {"copy_boxes", "reduce_boxes"} == set(KERNELS)
-    assert {"signal", "route_few", "weigh_rows"} <= set(KERNELS)
+    assert {"signal", "count_few_pairs", "weigh_rows"} <= set(KERNELS)
 
     def of(kernel: str, name: str) -> set:
         return {s.constants[name] for s in launched if s.kernel == kernel}
 
     assert of("push_rows", "PADDING") == {1, 4, 8} and of("push_rows", "HAS_WEIGHTS") == {True, False}
     assert of("combine_rows", "HAS_ADD") == of("combine_rows", "HAS_WEIGHTS") == {True, False}
-    assert of("group_rows", "BATCHED") == of("route_few", "HAS_TABLE") == {True, False}
+    assert of("group_rows", "BATCHED") == of("count_few_pairs", "HAS_TABLE") == {True, False}
     assert {s.constants["ALIGN"] for s in launched if s.kernel == "push_rows"} == {2, 4, 16}
     # A window's signals: wait with credit, barrier, leave and spoil with poison of every size, refusal, and failure.
     assert len([s for s in launched if s.kernel == "signal"]) == 2 + 4 + 4 + 2
@@ -231,7 +231,7 @@ def test_recorded_launches_equal_triton_compilation(launched: list[Specialisatio
     assert push.signature["weights"] == "*fp32" and push.signature["K"] == "constexpr"
     assert set(push.aligned) == {name for name, kind in push.signature.items() if kind.startswith("*")}
     assert push.constants["num_warps"] == 4 and "x" not in push.constants
-    assert {s.signature["ids"] for s in launched if s.kernel == "route_few"} == {"*i32", "*i64"}
+    assert {s.signature["ids"] for s in launched if s.kernel == "count_few_pairs"} == {"*i32", "*i64"}
     assert all(not s.constants["enable_fp_fusion"] for s in launched if s.kernel in ("combine_rows", "weigh_rows"))
     signal = next(s for s in launched if s.kernel == "signal")
     assert signal.signature["host_error"] == signal.signature["words"] == "i64"
