@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # Inductor makes scalar code. Else it first compiles a dozen programs to find out which vectors this machine has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Few of its programs are compiled in one environment: headers compiled once cost more than they save.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 patch_triton_once()
 _RANKS = ("moe", "transports", "executor", "dtensor", "tracing", "cli", "docs", "bench", "runtime")
 _ORDER = {folder: place for place, folder in enumerate((*_RANKS, "kernels", "planner"))}

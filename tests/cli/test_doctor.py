@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from warm_python import run_python
 
 from shardweave import stats
 from shardweave.bench.harness.ranks import Send, messages_of
@@ -31,9 +32,12 @@ Usage = namedtuple("Usage", "total used free")
 def run_doctor(path: Path, before: tuple[str, ...] = (), **environment: str) -> tuple[int, dict[str, dict]]:
     """Run the command in a process, behind the command `before`, and check that it prints every problem. Returns its
     exit status and its findings by name."""
-    command = [*before, sys.executable, "-m", "shardweave", "doctor", "--json", str(path)]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWEAVE_")}
-    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "shardweave", "doctor", "--json", str(path)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWEAVE_")} | environment
+    if before:
+        done = subprocess.run([*before, *command], env=env, capture_output=True, text=True, timeout=120)
+    else:
+        done = run_python(command, env=env, timeout=120)
     assert path.exists() and "Traceback" not in done.stderr, done.stdout + done.stderr
     findings = json.loads(path.read_text())
     problems = [finding for finding in findings if finding["problem"]]
@@ -123,7 +127,7 @@ def test_supported_versions_are_those_of_pyproject() -> None:
 
 
 @pytest.mark.multi
-def test_a_transport_that_does_not_work_is_run_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_transport_is_reported_with_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_SEGMENTS", "named")
     monkeypatch.setattr(segments, "NAMED_FOLDER", str(tmp_path / "missing"))
     outcomes = self_test.self_test()

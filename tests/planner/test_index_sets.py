@@ -96,11 +96,7 @@ def test_held_spans_match_torch_chunk(extent: int, cuts: list[tuple[int, int, in
     assert (spans[:, 0] < spans[:, 1]).all() and (spans[1:, 0] > spans[:-1, 1]).all()
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
-@given(st.integers(0, 60), parts, parts)
-def test_common_runs_match_intersection(
-    extent: int, held: list[tuple[int, int, int]], wanted: list[tuple[int, int, int]]
-) -> None:
+def check_common_runs(extent: int, held: list[tuple[int, int, int]], wanted: list[tuple[int, int, int]]) -> None:
     a, b = indices(extent, held), indices(extent, wanted)
     found = []
     for source, target, count, length, source_step, target_step in common_runs(
@@ -112,6 +108,20 @@ def test_common_runs_match_intersection(
                 assert here == there
                 found.append(int(here))
     assert found == sorted(set(a.tolist()) & set(b.tolist()))
+
+
+SPANS = st.integers(0, 60), parts, parts
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(*SPANS)
+def test_common_runs_match_intersection(extent: int, held: list, wanted: list) -> None:
+    check_common_runs(extent, held, wanted)
+
+
+@pytest.mark.long
+def test_common_runs_match_intersection_long() -> None:
+    settings(max_examples=5000, deadline=None, database=None)(given(*SPANS)(check_common_runs))()
 
 
 def test_common_runs_compact_for_many_spans() -> None:

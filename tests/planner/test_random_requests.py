@@ -155,7 +155,7 @@ def test_plan_random_requests(request: Request) -> None:
     check(request)
 
 
-@QUICK
+@settings(QUICK, max_examples=100)
 @given(requests(), requests())
 def test_plan_independent_of_history(first: Request, second: Request) -> None:
     check_history(first, second)
