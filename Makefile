@@ -1,5 +1,5 @@
-# make demo | bench | test | test-long | test-nightly | nightly | test-torch | check | docs | gpu: each sets up what it
-# needs.
+# make demo | bench | test | test-long | test-nightly | nightly | test-torch | test-newest | check | docs | docs-site | gpu:
+# each sets up what it needs.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -17,7 +17,7 @@ ifneq ($(shell cat "$(READY)" 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo bench test test-long test-nightly nightly test-torch check docs gpu
+.PHONY: demo bench test test-long test-nightly nightly test-torch test-newest check docs docs-site gpu
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -49,10 +49,25 @@ nightly: test test-nightly
 # on numpy 2.4, in any loop over a number that is no constant.
 TORCH ?= 2.11.0
 NUMPY ?= numpy<2.4
+TORCH_VENV ?= .venv-torch-$(TORCH)
+TORCH_TESTS ?= tests/runtime
 test-torch:
-	$(PYTHON) -m venv ".venv-torch-$(TORCH)"
-	".venv-torch-$(TORCH)/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" "$(NUMPY)" --editable ".[dev]"
-	".venv-torch-$(TORCH)/bin/pytest" -m "not long" tests/runtime $(ARGS)
+	$(PYTHON) -m venv "$(TORCH_VENV)"
+	sed -E '/^(numpy|torch|triton)==/d' constraints.txt > "$(TORCH_VENV)/constraints.txt"
+	"$(TORCH_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+	    "torch==$(TORCH)" "$(NUMPY)" --editable ".[dev]" -c "$(TORCH_VENV)/constraints.txt"
+	"$(TORCH_VENV)/bin/python" -c "import shardweave.bench.harness.ranks"
+	"$(TORCH_VENV)/bin/pytest" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(TORCH_TESTS) $(ARGS)
+
+# What depends on torch's and triton's internals, on the newest release that is supported.
+NEWEST ?= 2.15.0
+DEPENDS_ON_INTERNALS := \
+    tests/runtime/dtensor tests/runtime/tracing tests/runtime/test_torch_private_names.py \
+    tests/runtime/test_process_group_cache.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_activation.py \
+    tests/runtime/transports/test_backends.py tests/runtime/transports/test_symmetric_memory.py \
+    tests/kernels/test_aot.py tests/kernels/test_token_kernels_aot.py tests/cli/test_doctor.py
+test-newest:
+	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(DEPENDS_ON_INTERNALS)"
 
 # mypy does not follow an editable install, and the clone's folder may have any name: it gets a link with the right one.
 check: $(READY)
@@ -61,11 +76,17 @@ check: $(READY)
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
 	    MYPYPATH="$$links" "$(BIN)/mypy" -p shardweave
 	"$(BIN)/lint-imports"
+	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && $(SPHINX) . "$$site"
 
 # docs/api from the docstrings, and docs/pictures: the tests check that they are up to date.
 docs: $(READY)
 	"$(BIN)/python" docs/api_reference.py
 	"$(BIN)/python" docs/pictures.py
+
+# The site, in site/. Dead links and headings, missing pictures and pages without a place in the sidebar are errors.
+SPHINX = "$(BIN)/sphinx-build" --quiet --fail-on-warning --keep-going --conf-dir docs
+docs-site: $(READY)
+	trees=$$(mktemp -d) && trap 'rm -rf "$$trees"' EXIT && $(SPHINX) --doctree-dir "$$trees" . site
 
 # For a machine with a GPU and no network: the python on PATH has torch, triton and pytest; nothing is installed. The
 # tests, then what the kernels reach: one JSON and one Markdown file, in $OUT where it is set. 8 minutes at most.

@@ -39,13 +39,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _versions() -> str:
-    """The versions of shardweave and of its dependencies; of shardweave the imported one where it is not installed."""
-    versions = []
-    for name in ("shardweave", *_DEPENDENCIES):
+    """The versions of shardweave, as imported, and of its dependencies."""
+    versions = [f"shardweave {shardweave.__version__}"]
+    for name in _DEPENDENCIES:
         try:
             versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            versions.append(f"{name} {shardweave.__version__ if name == 'shardweave' else 'not installed'}")
+            versions.append(f"{name} not installed")
     return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 

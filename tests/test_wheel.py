@@ -1,4 +1,4 @@
-"""The wheel: built from the tracked files, installed into an empty folder, and used from outside of the repository."""
+"""The distributions: built from the tracked files, installed, and used from outside of the repository."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+pytest.importorskip("build", reason="build is not installed; it comes with shardweave[dev]")
 pytestmark = [pytest.mark.multi, pytest.mark.long]
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -29,61 +33,118 @@ assert y.full_tensor().equal(x) and sum(shardweave.stats().calls.values()) == 2
 dist.destroy_process_group()
 print("right")
 """
+WRONG_TYPES = """
+import shardweave
+
+program: int = shardweave.plan((2, 2), (8, 6), "float32", "S0 S1", "S1 S0")
+"""
+FROM_SOURCE = "test_version.py planner/test_layout.py runtime/dtensor/test_partials.py docs/test_generated.py".split()
+
+
+class Installed(NamedTuple):
+    """An environment with the wheel, and the files that it was built from.
+
+    Attributes:
+        python: the interpreter of the environment.
+        package: the folder of the installed package.
+        sources: the source distribution, unpacked.
+        tracked: the names of the repository's files.
+    """
+
+    python: Path
+    package: Path
+    sources: Path
+    tracked: frozenset[str]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel is installed into."""
-    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """`python -m build` makes a source distribution and from it a wheel; pip installs the wheel.
+
+    The environment has what this one has, shardweave excepted. pip may download nothing, so that a requirement that
+    pyproject.toml names and no test environment has is an error.
+    """
+    clone, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("clone", "built", "unpacked"))
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
         pytest.skip("not a git clone")
-    for name in tracked.stdout.split("\0"):
-        if name and (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(source)], check=True)
-    (wheel,) = wheels.glob("shardweave-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
-    return target
+    tracked = frozenset(name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
+    for name in tracked:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, clone / name)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(built), str(clone)], check=True)
+    with tarfile.open(next(built.glob("shardweave-*.tar.gz"))) as archive:
+        archive.extractall(unpacked)
+    (sources,) = unpacked.iterdir()
+    python, packages = environment(tmp_path_factory.mktemp("environment"))
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-index", *map(str, built.glob("*.whl"))], check=True, cwd=built)
+    return Installed(python, packages / "shardweave", sources, tracked)
 
 
-def run(installed: Path, where: Path, *arguments: str) -> str:
-    """The output of Python with the installed wheel, started in another folder."""
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def environment(folder: Path) -> tuple[Path, Path]:
+    """A virtual environment with the packages of this one except shardweave: its interpreter and its site-packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for path in sys.path:
+        if Path(path).name == "site-packages":
+            for entry in Path(path).iterdir():
+                ours = "shardweave" in entry.name or entry.suffix == ".pth" or entry.name == "__pycache__"
+                if not ours and not (packages / entry.name).exists():
+                    (packages / entry.name).symlink_to(entry)
+    return folder / "bin" / "python", packages
+
+
+def run(where: Path, *command: object) -> str:
+    """The output of a command that is started in that folder."""
+    done = subprocess.run([*map(str, command)], cwd=where, env=clean(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_wheel_runs_the_command_line(installed: Path, tmp_path: Path) -> None:
-    where = run(installed, tmp_path, "-c", "import shardweave; print(shardweave.__file__)")
-    assert Path(where.strip()) == installed / "shardweave" / "__init__.py"
-    assert run(installed, tmp_path, "-m", "shardweave", "--version").startswith("shardweave ")
-    command = "-m shardweave plan --mesh 2,2 --shape 8,6".split()
-    assert "S0 S1 → S1 S0" in run(installed, tmp_path, *command, "S0 S1", "S1 S0")
+def clean() -> dict[str, str]:
+    """The environment's variables without those that name folders of Python's modules."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
 
 
-def test_wheel_redistributes(installed: Path, tmp_path: Path) -> None:
+def test_wheel_runs_the_command_line(installed: Installed, tmp_path: Path) -> None:
+    where = run(tmp_path, installed.python, "-c", "import shardweave; print(shardweave.__file__)")
+    assert Path(where.strip()) == installed.package / "__init__.py"
+    assert run(tmp_path, installed.python, "-m", "shardweave", "--version").startswith("shardweave ")
+    command = "plan --mesh 2,2 --shape 8,6".split()
+    output = run(tmp_path, installed.python.with_name("shardweave"), *command, "S0 S1", "S1 S0")
+    assert "S0 S1 → S1 S0" in output
+
+
+def test_wheel_redistributes(installed: Installed, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    assert run(installed, tmp_path, *arguments).split() == ["right", "right"]
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
+    assert run(tmp_path, installed.python, *arguments).split() == ["right", "right"]
 
 
-def test_wheel_has_all_packages(installed: Path) -> None:
+def test_wheel_has_all_packages(installed: Installed) -> None:
     """Every tracked module outside of tests, examples and docs, and the data files that programs read."""
-    tracked = subprocess.run(["git", "ls-files", "*.py", "*.json"], cwd=ROOT, capture_output=True, text=True).stdout
     left_out = ("tests/", "docs/", "examples/", "bench/results/", "bench/conftest.py")
-    expected = {name for name in tracked.split() if not name.startswith(left_out)}
-    have = {str(p.relative_to(installed / "shardweave")) for p in (installed / "shardweave").rglob("*")}
-    assert expected <= have, sorted(expected - have)
+    tracked = [name for name in installed.tracked if name.endswith((".py", ".json")) and not name.startswith(left_out)]
+    missing = [name for name in tracked if not (installed.package / name).is_file()]
+    assert tracked and not missing
 
 
-def test_wheel_is_typed(installed: Path, tmp_path: Path) -> None:
-    """mypy finds the types of the installed package, and checks an example against them."""
-    shutil.copyfile(ROOT / "examples" / "dtensor_program.py", tmp_path / "example.py")
-    output = run(installed, tmp_path, "-m", "mypy", "--follow-imports=silent", "example.py")
-    assert "Success" in output
+def test_wheel_is_typed(installed: Installed, tmp_path: Path) -> None:
+    """mypy finds the types of the installed package, and checks examples against them."""
+    for name in EXAMPLES:
+        shutil.copyfile(ROOT / "examples" / name, tmp_path / name)
+    mypy = [installed.python, "-m", "mypy", "--follow-imports=silent"]
+    assert "Success" in run(tmp_path, *mypy, *EXAMPLES)
+    (tmp_path / "wrong.py").write_text(WRONG_TYPES)
+    done = subprocess.run([*mypy, "wrong.py"], cwd=tmp_path, env=clean(), capture_output=True, text=True)
+    assert done.returncode == 1 and 'expression has type "Program"' in done.stdout, done.stdout
+
+
+def test_source_distribution_runs_tests_against_the_wheel(installed: Installed) -> None:
+    """The source distribution has every tracked file; its tests use the installed package."""
+    missing = [name for name in installed.tracked if not (installed.sources / name).is_file()]
+    assert installed.tracked and not missing
+    files = [installed.sources / "tests" / name for name in FROM_SOURCE]
+    assert " passed" in run(installed.sources, installed.python, "-m", "pytest", "-q", "-m", "not long", *files)

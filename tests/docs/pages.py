@@ -35,11 +35,13 @@ NOT_RUN = {
     "make test": "is what CI runs",
     "make check": "is what CI runs",
     "make docs": "test_generated.py makes the same, and compares",
+    "make docs-site": "is what CI builds in make check",
     "make bench": "takes minutes; test_suites.py runs every suite on tiny sizes, and the comparison",
     "make test-long": "takes longer than CI may; tests themselves",
     "make test-nightly": "takes longer than CI may; the same tests with more requests",
     "make nightly": "is make test, then make test-nightly",
     "make test-torch": "downloads another torch; tests themselves",
+    "make test-newest": "downloads another torch; tests themselves",
     "make gpu": "needs a GPU; test_gpu_targets.py runs both of its commands without one",
 }
 
