@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,13 @@ from shardweave.bench.harness import run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
 from shardweave.bench.harness.measure import Put, Sink, suite
 from shardweave.bench.harness.result_file import Missing, Results, read
-from shardweave.bench.suites import SUITES, suite_redistribute, token_zeroing
+from shardweave.bench.suites import SUITES, suite_redistribute
 from shardweave.bench.suites.rank_rows import put, result
 from shardweave.bench.suites.suite_redistribute import measure, memory_of, workloads
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
-OPTIONAL = {"torchtitan", "torchao", "ours, windows, launched"}
+OPTIONAL = {"torchtitan", "torchao"}
 
 
 def collected(name: str, measure: Callable[[Sink], object]) -> Results:
@@ -55,8 +54,8 @@ def here(name: str, cases: list[str], scale: str = "dry") -> Results:
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "name",
-    # `test_pytest_benchmark_plays …` runs the first, `test_host_cost_times_every_kind` what the other consists of.
-    [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "host") else ()) for s in SUITES],
+    # `test_pytest_benchmark_plays …` runs the first.
+    [pytest.param(s, marks=pytest.mark.long if s == "redistribute" else ()) for s in SUITES],
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")
@@ -239,36 +238,6 @@ def test_results_of_a_killed_process_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert [row.case for row in results.rows] == ["a"]
     (fault,) = results.faults
     assert str(fault) == "plan: the process that measured ended with -9; its output is above"
-
-
-@pytest.mark.plan
-def test_host_cost_times_every_kind() -> None:
-    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--rounds", "1", "--calls", "20"]
-    shown = run_python(command, timeout=300)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout
-    rows = [line.split("|")[1:-1] for line in shown.stdout.splitlines() if line.startswith("| ")]
-    beside, on_devices = rows[:9], rows[9:]
-    assert len(on_devices) == 9 and all(len(row) == 4 for row in beside) and all(len(row) == 7 for row in on_devices)
-    # Two of boxes, as much as one exchange takes, and three signals; nothing is launched where there is no GPU.
-    launches = {row[0].strip(): (row[2].strip(), int(row[5])) for row in on_devices[1:]}
-    assert launches["S0 → S1"] == ("2 + 3", 2) and launches["P → R"][0] == "4 + 6", launches
-    # torch copies what a rank keeps of its own.
-    assert launches["R → S0"] == ("0 + 0", 0) and launches["nothing to do"] == ("0 + 0", 0), launches
-
-
-@pytest.mark.long
-@pytest.mark.multi
-def test_token_zeroing_has_a_row_for_each_transport_and_capacity(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["token_zeroing", "--ranks", "2", "--tokens", "8", "--hidden", "16"])
-    token_zeroing.main()
-    shown = capfd.readouterr().out
-    number = r"[\d.]+ \([\d.]+ ms\)"
-    rows = re.findall(rf"^\| (\w+) \| (.+) \| {number} \| {number} \|$", shown, re.M)
-    sizes = ["1.25", "1.5", "2.0", "worst case (2.0)"]
-    assert rows == [(transport, size) for transport in ("shared_memory", "process_group") for size in sizes]
 
 
 @pytest.mark.plan
