@@ -7,20 +7,16 @@ with white and with black. Text is outlines, so that no font is needed.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from ...planner.render.explain import format_bytes
-from ..planning.projection_report import Row as Projected
-from ..planning.projection_report import totals
 from .result_file import UNITS, Row, contenders, is_ours
 
 COLOURS = {"ours": "#0b70ba", "ours2": "#4398cf", "stock": "#c24e00", "other": "#00805c", "other2": "#8a4b9e",
@@ -63,19 +59,14 @@ def _look(contender: str) -> dict[str, Any]:
     return {"color": COLOURS[name], "marker": _MARKS[name], "label": contender}
 
 
-def _picture(ylabel: str, height: float, panels: Sequence[Panel], columns: int = 0) -> str | None:
+def _picture(ylabel: str, height: float, panels: Sequence[Panel]) -> str | None:
     """An SVG file with the panels side by side and a common legend; None if there is no panel."""
     if not panels:
         return None
-    columns = columns or len(panels)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
-        for ax, draw in zip_longest(axes, panels):
-            if draw is None:
-                ax.set_visible(False)
-            else:
-                draw(ax)
+        for ax, draw in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+            draw(ax)
         figure.axes[0].set_ylabel(ylabel)
         entries = (entry for ax in figure.axes for entry in zip(*ax.get_legend_handles_labels(), strict=True))
         handles = {label: handle for handle, label in entries}
@@ -89,12 +80,6 @@ def svg_of(figure: Figure) -> str:
     figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = out.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "currentColor")
-
-
-def standalone(svg: str) -> str:
-    """The picture as a file of its own, with text for light and dark pages."""
-    dark = "@media (prefers-color-scheme: dark) { svg { color: #e8eaed } }"
-    return svg.replace("<defs>", f"<style>svg {{ color: #1c1f23 }} {dark}</style><defs>", 1)
 
 
 def _ticks(ax: Axes, values: Iterable[float], text: Callable[[Any], str], rotation: int = 0) -> None:
@@ -169,26 +154,3 @@ def beside_copies(rows: Sequence[Row]) -> str | None:
         ax.set_xlabel("GB/s, bytes read and written")
 
     return _picture("", 1.3 + 0.34 * len(cases), [panel] * bool(cases))
-
-
-def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
-    """For each workload all redistributions of one step together, over the number of ranks. Both axes are logarithmic.
-    Where one line hides another, they differ by less than its width."""
-    sums = totals(rows)
-    workloads = list(dict.fromkeys(workload for workload, _, _ in sums))
-    topologies = list(dict.fromkeys(topology for _, topology, _ in sums))
-
-    def panel(workload: str, ax: Axes) -> None:
-        for topology, style in zip(topologies, ("-", "--", ":", "-."), strict=False):
-            x = sorted(n for w, t, n in sums if (w, t) == (workload, topology))
-            for place, side in ((1, "stock"), (0, "ours")):
-                look = {**_look(side), "label": f"{side}, {topology}", "linestyle": style}
-                ax.plot(x, [sums[workload, topology, n][place] for n in x], **look)
-        ax.set(xscale="log", yscale="log", title=workload, xlabel="ranks")
-        _ticks(ax, (2, 8, 64, 512, 4096, 32768, 131072), "{:,}".format, 30)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        ax.yaxis.set_major_formatter("{x:,.10g}")
-
-    columns = min(3, math.ceil(math.sqrt(len(workloads)))) if len(workloads) > 3 else len(workloads)
-    height = 1.0 + 3.1 * math.ceil(len(workloads) / max(columns, 1))
-    return _picture("ms of a step, projected", height, [partial(panel, name) for name in workloads], columns)

@@ -1,25 +1,22 @@
 """`python -m shardweave.bench.planning.projection --out DIR`: what recorded workloads would cost on up to 131,072 GPUs.
 
-Writes projection.json, projection.md and projection.svg. Nothing is communicated: these are the planner's prices, of
-its own plan and of torch's, on stated topologies. torch's plan is the steps that its own planner makes, each priced as
-the cheapest program that does that step: the algorithm inside one of its collectives is taken to be as good as any that
-the planner knows.
-
-`--validate 2,4,8` first holds the same prices against measurements, on a topology fitted to this machine's ranks.
+Writes projection.json and projection.md. Nothing is communicated: these are the planner's prices, of its own plan and
+of torch's, on stated topologies. torch's plan is the steps that its own planner makes, each priced as the cheapest
+program that does that step: the algorithm inside one of its collectives is taken to be as good as any that the planner
+knows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import shardweave
 from shardweave import Layout, Topology
@@ -29,13 +26,11 @@ from ...errors import ArgumentError
 from ...runtime.tracing.trace_file import Entry, Trace
 from ..baselines.stock_plans import issued, stock
 from ..harness.machine import provenance
-from ..harness.result_file import load as load_json
+from ..harness.markdown import provenance_lines, table
 from ..harness.writable import check_writable
-from ..workloads.record_workloads import RECORDED
+from ..workloads.record_workloads import RECORDED, WORKLOADS
 from ..workloads.trace_cases import distinct
-from . import validation
 from .growth import GROWTHS
-from .projection_report import Row, report
 
 RANKS = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
 LARGEST_DOMAIN = 64  # ranks that one NVLink domain is taken to have
@@ -45,7 +40,29 @@ TOPOLOGIES = (
     Topology("flat InfiniBand", 1, _INFINIBAND, _INFINIBAND, shardweave.NVLINK_INFINIBAND.memory_gigabytes_per_s),
     shardweave.NVLINK_NODE,
 )
-"""In the order in which they are drawn. In the flat one each GPU is a node of its own."""
+"""In the flat one each GPU is a node of its own."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cost of one redistribution on one topology and number of ranks.
+
+    Attributes:
+        calls: the calls in a step.
+        ours_us, stock_us: microseconds of a call on the slowest rank; None: torch has no plan.
+        ours_bytes, stock_bytes: bytes received in a call by the sampled rank that receives most.
+    """
+
+    workload: str
+    case: str
+    topology: str
+    ranks: int
+    mesh: str
+    calls: int
+    ours_us: float
+    stock_us: float | None
+    ours_bytes: int
+    stock_bytes: int | None
 
 
 def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:
@@ -117,50 +134,82 @@ def stock_received(mesh: Mesh, shape: tuple[int, ...], dtype: str, source: Layou
     )
 
 
+def totals(rows: Sequence[Row]) -> dict[tuple[str, str, int], tuple[float, float]]:
+    """Milliseconds of a step, (shardweave, torch), by workload, topology and ranks, without rows that torch has no plan
+    for."""
+    sums: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for row in rows:
+        if row.stock_us is not None:
+            key = row.workload, row.topology, row.ranks
+            ours, theirs = sums.get(key, (0.0, 0.0))
+            sums[key] = ours + row.calls * row.ours_us / 1e3, theirs + row.calls * row.stock_us / 1e3
+    return sums
+
+
+def report(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The page as Markdown; `about`: `machine.provenance()`."""
+    sums = totals(rows)
+    sizes = sorted({ranks for _, _, ranks in sums})
+    costs = [
+        [workload, topology, *("{:.1f} / {:.1f}".format(*sums[k]) if (k := (workload, topology, n)) in sums else "-"
+                               for n in sizes)]
+        for workload, topology in dict.fromkeys((workload, topology) for workload, topology, _ in sums)
+    ]  # fmt: skip
+    shown = {row.topology for row in rows}
+    links = [
+        (topology.name, f"{where}, assumed, not measured", f"{link.latency_us:g}", f"{link.gigabytes_per_s:g}",
+         f"{link.message_us:g} µs" if link.message_us else "none", f"{topology.memory_gigabytes_per_s:g}")
+        for topology in TOPOLOGIES
+        for where, link, used in (("inside a node", topology.node, topology.node_size != 1),
+                                  ("between nodes", topology.network, topology.node_size is not None))
+        if used and topology.name in shown
+    ]  # fmt: skip
+    lines = [
+        "# Cost at scale, projected",
+        "",
+        *provenance_lines(about),
+        "",
+        "Prices, not times.",
+        "",
+        "All redistributions of one step of each workload (`bench/workloads/recorded`), one after another, on the rank",
+        "that takes longest, in milliseconds: shardweave's plans / torch's. torch's are the steps of its own planner,",
+        "each priced as the cheapest program that does it: where torch issues one collective, both cost the same.",
+        "Memory is not considered: a model may not fit on so few ranks.",
+        "",
+        *table(("workload", "topology", *(f"{n:,}" for n in sizes)), costs),
+        "",
+        "Links and memory are assumed, not measured. A call costs nothing beside its steps: hosts run ahead of GPUs.",
+        "",
+        *table(("topology", "link", "latency µs", "GB/s of a rank, each way", "beside, a peer", "memory, GB/s"), links),
+        "",
+        "Meshes grow so:",
+        "",
+        *(
+            f"- {name} ({WORKLOADS[name].about}): {GROWTHS[name].about}."
+            for name in dict.fromkeys(row.workload for row in rows)
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is there")
     parser.add_argument("--only", action="append", choices=sorted(GROWTHS), help="a workload (default: all)")
     parser.add_argument("--largest", type=int, default=RANKS[-1], metavar="N", help="ranks (default: %(default)s)")
-    parser.add_argument("--validate", metavar="N,…", help="measure too, with so many ranks of this machine each")
     arguments = parser.parse_args(argv)
     folder = arguments.out
     try:
-        if find_spec("matplotlib") is None:
-            raise ArgumentError("--out: matplotlib is not here; allowed: pip install 'shardweave[report]'")
         check_writable("--out", folder / "projection.json")
-        measured = folder / "validation.json"
-        if arguments.validate:
-            sizes = arguments.validate.split(",")
-            if not all(size.isdecimal() and int(size) > 1 for size in sizes):
-                raise ArgumentError(
-                    f"--validate: {arguments.validate!r}; allowed: numbers of ranks above 1, separated by commas"
-                )
-            runs = validation.measure(list(map(int, sizes)))
-            measured.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
-        known = None
-        if measured.exists():
-            known = load_json(
-                measured, "--out", "what --validate writes there, or no such file",
-                lambda content: {key: content[key] for key in ("command", "date", "machine", "runs")},
-            )  # fmt: skip
-        rows = list(project(arguments.only or list(GROWTHS), [n for n in RANKS if n <= arguments.largest], TOPOLOGIES))
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except subprocess.CalledProcessError as failure:
-        print(f"error: the validation failed: {failure}", file=sys.stderr)
-        return 1
-    from ..harness.charts import cost_against_ranks, standalone
-
+    rows = list(project(arguments.only or list(GROWTHS), [n for n in RANKS if n <= arguments.largest], TOPOLOGIES))
     about = provenance()
-    picture = cost_against_ranks(rows)
-    if picture is not None:
-        (folder / "projection.svg").write_text(standalone(picture), encoding="utf-8")
     lines = ",\n  ".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)  # one row a line
     content = f'{json.dumps(about, ensure_ascii=False)[:-1]},\n "rows": [\n  {lines}\n ]}}\n'
     (folder / "projection.json").write_text(content, encoding="utf-8")
-    page = report(about, rows, known, TOPOLOGIES)
+    page = report(about, rows)
     (folder / "projection.md").write_text(page, encoding="utf-8")
     print(page)
     return 0

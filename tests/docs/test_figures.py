@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from pages import ROOT, parse_page
 import shardweave
 from shardweave import Mesh
 from shardweave.bench.baselines.stock_plans import count_stock, stock
-from shardweave.bench.planning.validation import BOUNDS, errors
 
 pytestmark = pytest.mark.plan
 RESULTS = ROOT / "bench/results"
@@ -107,16 +105,6 @@ def test_projection_figures() -> None:
     )
     want = [sum(llama), len(llama), len(llama) - sum(llama), len(rows)]
     hold("docs/benchmarking.md", pattern, "projection/projection.json", want)
-
-
-def test_validation_figures() -> None:
-    cases = [case for run in data("projection/validation.json")["runs"] for case in run["cases"]]
-    every = errors(cases)
-    of_each = (errors([case for case in cases if case["bound"] == bound]) for bound in BOUNDS)
-    pattern = r"all (\d+) cases the median is (\d+)%: (\d+)% where nothing moves .*, (\d+)% where latency .*, "
-    pattern += r"(\d+)% where bytes are; the worst is (\d+)%"
-    want = [len(cases), *(round(median(found) * 100) for found in (every, *of_each)), round(every[-1] * 100)]
-    hold("docs/benchmarking.md", pattern, "projection/validation.json", want)
 
 
 def test_training_figures() -> None:
