@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from ...planner.render.explain import format_bytes
 from .result_file import UNITS, Row, contenders, is_ours
@@ -114,24 +113,6 @@ def time_against_size(rows: Sequence[Row]) -> str | None:
         _ticks(ax, [2**k for k in range(0, 60, 2)], format_bytes, 45)
 
     return _picture("µs a call, slowest rank", 3.9, [partial(panel, kind) for kind in kinds])
-
-
-def bytes_by_bound(rows: Sequence[Row]) -> str | None:
-    """Bytes that the rank receives that receives most, by the bound: the share of the pairs of layouts at or below. A
-    plan at 1 moves what has to move, and no more."""
-    counted = [row for row in rows if row.unit == "×"]
-
-    def panel(case: str, ax: Axes) -> None:
-        for row in counted:
-            if row.case == case:
-                style = "--" if colour_name(row.contender) == "other2" else "-"
-                ax.ecdf(row.samples, **{**_look(row.contender), "marker": "", "linewidth": 2, "linestyle": style})
-        ax.set(xscale="log", title=case, xlabel="bytes received ÷ bound, of the rank with most")
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
-        _ticks(ax, (1, 1.5, 2, 3, 5, 10, 20, 50), "{:g}".format)
-
-    cases = dict.fromkeys(row.case for row in counted)
-    return _picture("pairs of layouts at most that", 3.6, [partial(panel, case) for case in cases])
 
 
 def beside_copies(rows: Sequence[Row]) -> str | None:

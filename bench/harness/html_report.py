@@ -31,7 +31,7 @@ _ABOUT = {
     "few operations a byte.",
     "dispatch": "Tokens to their experts and back, with experts that do nothing.",
     "host": "The host time of a cached call, without peers and without data.",
-    "plan": "Planning, of requests that are not cached; and bytes that plans move, counted.",
+    "plan": "Planning, of requests that are not cached.",
 }
 
 
@@ -56,7 +56,6 @@ def page(results: Sequence[Results]) -> str:
     chart_of = {
         "redistribute": charts.time_against_size,
         "kernels": charts.beside_copies,
-        "plan": charts.bytes_by_bound,
     }
     body = [
         "<h1>shardweave, measured</h1>",

@@ -17,8 +17,8 @@ import numpy as np
 
 from ...errors import ArgumentError
 
-# Of a sample in pytest-benchmark's seconds; what is counted ("×") stands there as it is.
-UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "×": 1.0}
+# Of a sample in pytest-benchmark's seconds.
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 T = TypeVar("T")
 _HEAD = ("datetime", "command", "scale", "match", "machine_info", "absent", "faults")
 
@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         contender: "ours", "ours, …" for a variant of it, or another library measured in the same run.
-        unit: of the samples, one of `UNITS`; "×" is a ratio, of something counted.
+        unit: of the samples, one of `UNITS`.
         samples: one or more, of which `median` and `quartiles` are.
         bytes: by formula, what the rank moves that moves most; `detail["bytes are"]` says which. None: not known.
         bound_bytes: the least that it has to be. None: no bound is known.

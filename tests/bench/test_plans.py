@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardweave.bench.planning import plan_times
 from shardweave.bench.planning.plans import EVEN, byte_table, measure, price_table, wasteful_table
+from shardweave.bench.suites import suite_plan
 
 pytestmark = pytest.mark.plan
 
@@ -42,7 +42,7 @@ def test_wasteful_table() -> None:
 
 
 def test_timed_requests_cover_all_kinds() -> None:
-    pairs = plan_times.requests(200)
-    assert pairs == plan_times.requests(200) and {shape for shape, _, _ in pairs} == set(plan_times.SHAPES)
+    pairs = suite_plan.requests(200)
+    assert pairs == suite_plan.requests(200) and {shape for shape, _, _ in pairs} == set(suite_plan.SHAPES)
     for sign in ("P", "@", "R", "S3"):
         assert any(sign in source for _, source, _ in pairs) and any(sign in target for _, _, target in pairs)
