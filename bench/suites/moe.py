@@ -1,4 +1,4 @@
-"""`python -m shardweave.bench.suites.moe`: a small mixture-of-experts transformer, its experts sharded over the ranks.
+"""`python -m shardweave.bench.suites.moe`: a small mixture-of-experts transformer, its experts sharded over 4 ranks.
 
 All ranks train one model, its mixtures under ExpertParallel and data-parallel otherwise, each on its own sequences of
 the text; rank 0 also trains the same model alone on all of them, in plain torch, and the losses are compared. With
@@ -26,7 +26,7 @@ from ...errors import ArgumentError
 from ..harness.ranks import Send, messages_of
 from ..workloads.moe_model import Experts, ExpertSizes, build_moe, shard_fully, share_experts
 from ..workloads.transformer import Sizes, Transformer
-from .training import LENGTH, SEQUENCES, Trainer, batch, counted, run_program, show_losses, show_setting, text
+from .training import LENGTH, RANKS, SEQUENCES, Trainer, batch, counted, run_program, show_losses, show_setting, text
 
 STEPS = 30
 LEARNING_RATE = 1e-3
@@ -85,7 +85,6 @@ def outcome_of(by_rank: list[list[dict[str, Any]]], fsdp: int) -> dict[str, Any]
     alone = [step[0]["alone"] for step in steps]
     differences = [abs(a - b) / abs(b) for a, b in zip(ours, alone, strict=True)]
     return {
-        "ranks": len(by_rank),
         "mesh": f"fsdp{fsdp} ep{len(by_rank) // fsdp}",
         "steps": len(steps),
         "losses": {"ranks": ours, "one process": alone},
@@ -104,7 +103,7 @@ def show(outcome: dict[str, Any]) -> None:
     ours, alone = outcome["losses"].values()
     experts = f"{EXPERT_SIZES.experts} experts of hidden {EXPERT_SIZES.hidden} in each, top {EXPERT_SIZES.top_k};"
     blocks = f"{SIZES.blocks} blocks of width {SIZES.width}, {experts}"
-    show_setting(outcome, outcome["mesh"], outcome["ranks"], blocks, outcome["ranks"])
+    show_setting(outcome, outcome["mesh"], blocks, RANKS)
     print(outcome["explain"])
     print(f"\nExperts are placed as {outcome['placements']}. Calls of rank 0 by transport: {outcome['calls']}; left to "
           f"torch: {outcome['delegations'] or 'none'}.\n")  # fmt: skip
@@ -114,25 +113,23 @@ def show(outcome: dict[str, Any]) -> None:
         print(f"  fault: {fault}")
 
 
-def run(ranks: int, steps: int, fsdp: int) -> dict[str, Any]:
+def run(steps: int, fsdp: int) -> dict[str, Any]:
     """
     Raises:
         ArgumentError: a number that does not fit.
         RanksFailed: a rank died.
     """
-    if not 2 <= ranks <= 64:
-        raise ArgumentError(f"--ranks: {ranks}; allowed: 2 to 64")
     if steps < 1:
         raise ArgumentError(f"--steps: {steps}; allowed: 1 or more")
-    if fsdp < 1 or ranks % fsdp:
-        raise ArgumentError(f"--fsdp: {fsdp}; allowed: divisors of {ranks} ranks")
-    return outcome_of(messages_of(rank_main, ranks, {"steps": steps, "fsdp": fsdp}), fsdp)
+    if fsdp < 1 or RANKS % fsdp:
+        raise ArgumentError(f"--fsdp: {fsdp}; allowed: divisors of {RANKS} ranks")
+    return outcome_of(messages_of(rank_main, RANKS, {"steps": steps, "fsdp": fsdp}), fsdp)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     return run_program(
         run, show, argv, "moe", "Train a mixture of experts by token dispatch, and alone.",
-        steps=(STEPS, "steps"), ranks=(4, "processes to start"), fsdp=(1, "groups that experts are sharded over"),
+        steps=(STEPS, "steps"), fsdp=(1, "groups that experts are sharded over"),
     )  # fmt: skip
 
 
