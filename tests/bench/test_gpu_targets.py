@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,10 +70,7 @@ class Bench:
 
     def __init__(self, dry: bool = False, seconds: float = 100.0) -> None:
         self.measuring = Measuring(Sink("kernels", Results("", "", "", {}).put), CPU, True, 1, dry=dry, seconds=seconds)
-        self.measuring.timer = SimpleNamespace(  # type: ignore[assignment]
-            prepare=lambda calls: (calls[0](), calls[0])[1],  # as a capture calls
-            time=lambda prepared: {side: [call()] for side, call in prepared.items()},
-        )
+        self.measuring.prepare = lambda calls: (calls[0](), calls[0])[1]  # type: ignore[assignment]  # as a capture calls
 
     def beside(self, ours: Made, rivals: list[Rival]) -> Target:
         def measure(case: str) -> None:
@@ -109,7 +107,8 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
     results = iter([1e-6] * 2)  # of two sets of buffers
     others += [Rival("uncaptured", lambda: (lambda: next(results), lambda: True)), Rival("nothing", absent)]
     line = Bench().beside(takes(2e-6), others)
-    assert line.value == pytest.approx(1.5) and line.met and not line.wrong
+    assert line.value == pytest.approx(1.5), line
+    assert line.met and not line.wrong
     text = line.shown(False)
     assert text.startswith("1.50 × slow 6 µs; fast 3 µs; ")
     assert set(text.split("; ")[2:]) == {
@@ -138,76 +137,37 @@ def test_every_case_counts_the_bytes_that_it_moves() -> None:
     assert LARGE.moved == 9 * 4096 * 7168 * 2
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """As much of torch.cuda as timing asks for; a graph is what was called while it was captured."""
-    state = SimpleNamespace(clock=0.0, capturing=None, synchronized=0)
-
-    class Graph:
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def replay(self) -> None:
-            state.clock += 1e-3 * self.calls  # a microsecond each
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = state.clock
-
-        def synchronize(self) -> None:
-            state.synchronized += 1
-
-        def elapsed_time(self, other: Any) -> float:
-            return other.at - self.at
+def test_calls_are_timed_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much of torch.cuda as timing asks for: a graph takes a microsecond for each call that it captured."""
+    clock, calls = [0.0], [0]
+    cuda = mock.MagicMock()
 
     @contextmanager
-    def graph(into: Graph) -> Iterator[None]:
-        state.capturing = into
+    def graph(into: Any) -> Iterator[None]:
+        before = calls[0]
         yield
-        state.capturing = None
+        captured = calls[0] - before
+        into.replay = lambda: clock.__setitem__(0, clock[0] + 1e-3 * captured)
 
-    @contextmanager
-    def stream(_: Any) -> Iterator[None]:
-        yield
-
-    side = SimpleNamespace(wait_stream=lambda other: None)
-    names = {"CUDAGraph": Graph, "Event": Event, "graph": graph, "stream": stream, "Stream": lambda: side,
-             "current_stream": lambda: side, "synchronize": lambda: None}  # fmt: skip
-    for name, value in names.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    return state
-
-
-def test_calls_are_timed_in_graphs_and_in_turns(cuda: SimpleNamespace) -> None:
-    order: list[str] = []
-
-    def call(name: str, calls: int) -> Callable[[], None]:
-        def one() -> None:
-            order.append(name + " outside" * (cuda.capturing is None))
-            if cuda.capturing is not None:
-                cuda.capturing.calls += calls
-
+    def event(enable_timing: bool) -> Any:
+        one = mock.Mock()
+        one.record = lambda: setattr(one, "at", clock[0])
+        one.elapsed_time = lambda other: other.at - one.at
         return one
 
-    sides = {"one": [call("one", 1)], "three": [call("three", 3)] * 2}
+    cuda.graph, cuda.Event, cuda.CUDAGraph = graph, event, SimpleNamespace
+    monkeypatch.setattr(graph_timing.torch, "cuda", cuda)
+    run = graph_timing.in_graph([lambda: calls.__setitem__(0, calls[0] + 1)] * 2)
+    assert calls[0] == 2 + 2 + 2 + 2 * 50, "both outside of either graph, then one and fifty of each"
+    assert run() == pytest.approx(1e-6)
 
-    def time(timer: graph_timing.Timer, names: str = "one three") -> dict[str, list[float]]:
-        return timer.time({name: timer.prepare(sides[name]) for name in names.split()})
 
-    times = time(graph_timing.GraphTimer(rounds=5))
-    assert times == {"one": pytest.approx([1e-6] * 5), "three": pytest.approx([3e-6] * 5)}
-    # Every set before either graph; of each side two short graphs, then the rounds.
-    assert order.count("three outside") == 4 and cuda.synchronized == 2 * 2 + 2 * 5
-    order.clear()
-    host = time(graph_timing.HostTimer(rounds=2))
-    assert [name.split()[0] for name in order] == ["one", "three", "three", "three", "three", "one"]
-    assert len(host["one"]) == 2
-    order.clear()
-    time(graph_timing.HostTimer(rounds=1, least_seconds=1e-3), "one")
-    assert len(order) > 10  # a round is as long as it has to be
+def test_round_by_the_clock_is_as_long_as_it_has_to_be() -> None:
+    calls: list[int] = []
+    graph_timing.by_the_clock([lambda: calls.append(1)] * 2, 0.0)()
+    assert len(calls) == 2
+    graph_timing.by_the_clock([lambda: calls.append(1)], 1e-3)()
+    assert len(calls) > 10
 
 
 def line(case: str, unit: str, bound: float | None, at_least: bool, missing: str = "", **rows: Row) -> Target:
