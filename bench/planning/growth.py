@@ -87,13 +87,6 @@ _TENSOR = "tensor parallelism stays within a node of 8"
 GROWTHS = {
     "llama3_8b": Growth(f"{_TENSOR}; FSDP's shards grow up to 64, then its replicas", ("dp", 64), {"tp": 8}),
     "llama3_70b": Growth(f"{_TENSOR}; FSDP's shards grow up to 128, then its replicas", ("dp", 128), {"tp": 8}),
-    "deepseek_v3": Growth(
-        "expert parallelism of 32 and tensor parallelism of 2 stay; FSDP's shards grow up to 8 for experts and 256 for "
-        "the rest, then its replicas",
-        ("fsdp", 8),
-        {"ep": 32, "tp": 2},
-        {"dp": ("fsdp", "ep")},
-    ),
     "solver": Growth(
         f"{_TENSOR}; data parallelism, over which weights are cut too, grows up to 128, then replicas, over which "
         "gradients of weights are summed as well",

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ...runtime.dtensor.fsdp import adapt_fsdp
 from ...runtime.moe.parallel_style import ExpertParallel
-from .transformer import Sizes, Transformer, llama
+from .transformer import Sizes, Transformer
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MixtureOfExperts(nn.Module):
 def build_moe(sizes: Sizes, expert_sizes: ExpertSizes, seed: int) -> Transformer:
     """The model of a seed, all experts on this process."""
     torch.manual_seed(seed)
-    model = llama(sizes)
+    model = Transformer(sizes)
     for block in model.blocks:
         block.feed_forward = MixtureOfExperts(sizes.width, expert_sizes)
     return model
@@ -89,7 +89,7 @@ def build_moe(sizes: Sizes, expert_sizes: ExpertSizes, seed: int) -> Transformer
 
 def share_experts(model: Transformer, mesh: DeviceMesh, sizes: ExpertSizes, max_tokens: int) -> None:
     """Shard the experts of every block over a 1-D mesh; a collective."""
-    style = ExpertParallel(top_k=sizes.top_k, hidden=model.width, max_tokens=max_tokens, dtype=torch.float32)
+    style = ExpertParallel(top_k=sizes.top_k, hidden=model.sizes.width, max_tokens=max_tokens, dtype=torch.float32)
     parallelize_module(model, mesh, {"blocks.*.feed_forward.experts": style})
 
 

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardweave import Layout
 from shardweave.bench.baselines.stock_dtensor import Unsuitable, held, mesh_for, placements, respell
 from shardweave.bench.workloads import load_workloads, scaled_down
-from shardweave.bench.workloads.deepseek import DeepSeekSizes
-from shardweave.bench.workloads.record_workloads import RECORDED, WORKLOADS, deep_seek, llama, main, recorded, solver
+from shardweave.bench.workloads.record_workloads import RECORDED, WORKLOADS, llama, main, recorded, solver
 from shardweave.bench.workloads.solver_program import SolverSizes
 from shardweave.bench.workloads.transformer import Sizes
 from shardweave.runtime.tracing.trace_file import Entry, Trace
@@ -76,10 +75,6 @@ TRACES = {name: Trace.read(RECORDED / f"{name}.json") for name in WORKLOADS}
 _LLAMA = Sizes(2, 64, 8, 4, 96, 128, 10_000.0)
 _SMALL: dict[str, tuple[Callable[[DeviceMesh], None], dict[str, int]]] = {
     "llama3_8b": (lambda mesh: llama(mesh, _LLAMA, 16), {"replicas": 2, "dp": 2, "tp": 2}),
-    "deepseek_v3": (
-        lambda mesh: deep_seek(mesh, DeepSeekSizes(2, 1, 64, 4, 32, 16, 8, 4, 8, 96, 8, 16, 2, 128), 16),
-        {"replicas": 2, "fsdp": 2, "ep": 2, "tp": 2},
-    ),
     "solver": (
         lambda mesh: solver(mesh, SolverSizes(32, 64, 8, 4, 96, 64, 8, 32, 16, 2, 64, 37, 7)),
         {"dp": 2, "tp": 2},
@@ -116,22 +111,6 @@ def test_calls_and_sizes_are_of_whole_models() -> None:
         scattered = sum(c.calls for e, c in found.items() if (e.source, e.target) == ("P", "S1"))
         # wo and w2 of each block and the embedding; backward what each block and the output gather.
         assert scattered == 2 * (2 * layers + 1)
-    experts = [
-        c.calls
-        for e, c in TRACES["deepseek_v3"].redistributions.items()
-        if ".experts " in e.where and "reduces" in e.where
-    ]
-    assert experts == [58]
-    # Experts as FSDP2 places them: cut by expert parallelism first.
-    whole = {
-        (e.shape, e.source, e.target)
-        for e in TRACES["deepseek_v3"].redistributions
-        if e.shape[:1] == (256,) and e.mesh.ndim > 1
-    }
-    assert whole == {
-        ((256, 7168, 2048), "R S0 S0 S2 @ 0:2,1", "R R R R"),
-        ((256, 2048, 7168), "R S0 S0 S1 @ 0:2,1", "R R R R"),
-    }
 
 
 def key(entry: Entry) -> tuple:
