@@ -1,9 +1,9 @@
 """torch's own tests of DTensor with shardweave installed, beside the same tests without it.
 
 `python -m shardweave.bench.baselines.torch_tests FOLDER` runs every `test_*.py` of a folder twice: as it is, and with
-shardweave installed in every process that the tests start. The files are torch's (`test/distributed/tensor` of the
-version that is installed) and are no part of this package. It fails where a test passes without shardweave and does not
-with it.
+shardweave installed in pytest's process and in the ranks that the tests spawn. The files are torch's
+(`test/distributed/tensor` of the version that is installed) and are no part of this package. It fails where a test
+passes without shardweave and does not with it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from ..gpu.run_tests import end
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines
 from ..harness.writable import check_writable
-from .torch_tests_site import FOLDER
+from . import installed_in_tests
 
 DEFAULT_TIMEOUT = 1800.0
+_PRELOADED = ["torch.testing._internal.distributed._tensor.common_dtensor"]
 _LINES = 12  # shown of the error of a test
 
 
@@ -82,14 +83,13 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
         counts.mkdir()
         settings.write_text("[pytest]\n", encoding="utf-8")  # not those of the caller
         shutil.copy(plugin.__file__, site / "shardweave_outcomes.py")
-        if installed:
-            shutil.copy(Path(__file__).with_name("torch_tests_site.py"), site / "sitecustomize.py")
+        shutil.copy(installed_in_tests.__file__, site / "shardweave_installed.py")
         paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(site), *paths]),
             plugin.FILE: str(outcomes),
-            plugin.FORK: "1",
-            FOLDER: str(counts),
+            plugin.FORK: ",".join(["shardweave_installed"] * installed + _PRELOADED),
+            installed_in_tests.FOLDER: str(counts),
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "shardweave_outcomes", "-p", "no:cacheprovider"]
         command += ["-c", str(settings), "--rootdir", str(folder), "--confcutdir", str(folder)]
