@@ -163,34 +163,6 @@ def price_table(pairs: Sequence[Pair]) -> list[str]:
     return table(heads, rows)
 
 
-WASTEFUL = (
-    ((4, 4), "S0 S1", "S1 S0"),
-    ((2, 8), "S0 S1", "S1 S0"),
-    ((4, 4), "R S0", "S0 S0"),
-    ((2, 8), "R S0", "S0 S0"),
-    ((4, 4), "S0 S0", "R S0"),
-    ((4, 4), "S0 S0", "S0 S0 @ 0:1,0"),
-    ((4, 4), "P S0", "S0 S0"),
-    ((4, 4), "P P", "R R"),
-)
-
-
-def wasteful_table() -> list[str]:
-    """Single redistributions of 8192² float32: MiB that the rank receives that receives most."""
-    rows = []
-    for mesh_shape, source, target in WASTEFUL:
-        mesh, shape, pair = Mesh(mesh_shape), (8192, 8192), (Layout.parse(source), Layout.parse(target))
-        program = plan(mesh, shape, "float32", *pair)
-        stock_mib: list[object] = ["-", "-"]  # torch's placements do not express an order
-        if "@" not in target:
-            routes = [stock(mesh_shape, graph).layouts(shape, *pair) for graph in _GRAPH.values()]
-            stock_mib = [count_stock(mesh, shape, route).received >> 20 for route in routes]
-        bound = "-" if program.bytes_bound is None else max(program.bytes_bound) >> 20
-        ours = f"{max(program.bytes_received) >> 20} in {program.exchanges}"
-        rows.append(("×".join(map(str, mesh_shape)), f"{source} → {target}", *stock_mib, ours, bound))
-    return table(("mesh", "", *_GRAPH, _OURS, "bound"), rows)
-
-
 def report(every: int) -> str:
     tasks = list(product(MESHES, EVEN + UNEVEN, (False, True), (every,)))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
@@ -218,10 +190,6 @@ def report(every: int) -> str:
         f"Uneven shapes {uneven}:",
         "",
         *byte_table(pairs(UNEVEN, False)),
-        "",
-        "Single ones, 8192×8192 float32: MiB that the rank receives that receives most, and shardweave's exchanges.",
-        "",
-        *wasteful_table(),
         "",
         "## Prices",
         "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardweave.bench.planning.plans import EVEN, byte_table, measure, price_table, wasteful_table
+from shardweave.bench.planning.plans import EVEN, byte_table, measure, price_table
 from shardweave.bench.suites import suite_plan
 
 pytestmark = pytest.mark.plan
@@ -26,19 +26,6 @@ def test_byte_table_has_a_row_for_each_planner() -> None:
 def test_no_plan_of_torch_is_cheaper(partial: bool) -> None:
     rows = cells(price_table([pair for shape in EVEN[:2] for pair in measure((2, 2), shape, partial)]))
     assert len(rows) == 2 * 3 and all(row[-1] == "0" for row in rows), rows
-
-
-def test_wasteful_table() -> None:
-    assert [row[2:] for row in cells(wasteful_table())] == [
-        ["96", "96", "16 in 1", "16"],
-        ["176", "44", "16 in 1", "16"],
-        ["192", "60", "16 in 1", "16"],
-        ["224", "42", "16 in 1", "16"],
-        ["240", "108", "64 in 1", "64"],
-        ["-", "-", "16 in 1", "16"],
-        ["384", "108", "64 in 1", "-"],
-        ["768", "480", "480 in 2", "-"],
-    ]
 
 
 def test_timed_requests_cover_all_kinds() -> None:

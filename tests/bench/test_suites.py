@@ -90,31 +90,6 @@ def test_kernels_are_measured_on_a_gpu() -> None:
         assert (row.share_of_ceiling is None) == row.case.startswith("count_pairs")
 
 
-_AS_ON_A_GPU = """
-import json, torch
-from shardweave.bench.harness.measure import Sink
-from shardweave.bench.suites import suite_kernels as s
-s.has_gpu, s.here = lambda: True, lambda: torch.device("cpu")
-cases, put = s.cases("dry"), []
-s.measure(list(cases), "dry", Sink("kernels", lambda kind, one: put.append([kind, one.case, one.contender])))
-print(json.dumps([put, [[case, one] for case, contenders in cases.items() for one in contenders]]))
-"""
-
-
-@pytest.mark.interp
-@pytest.mark.long
-def test_kernels_are_measured_as_on_a_gpu() -> None:
-    """Interpreted: what is timed is nothing, and all results are checked."""
-    done = run_python(
-        [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    put, expected = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(names for _, *names in put) == sorted(expected)
-    assert not [names for kind, *names in put if kind == "faults"]
-    assert {contender for kind, _, contender in put if kind == "absent"} <= {"torchtitan", "torchao"}
-
-
 @pytest.mark.multi
 @pytest.mark.long
 def test_pytest_benchmark_plays_measured_rounds(tmp_path: Path) -> None:
