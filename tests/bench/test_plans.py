@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardweave.bench.planning.plans import EVEN, byte_table, measure, price_table
+from shardweave.bench.planning.plans import EVEN, byte_table, measure
 from shardweave.bench.suites import suite_plan
 
 pytestmark = pytest.mark.plan
@@ -20,12 +20,6 @@ def test_byte_table_has_a_row_for_each_planner() -> None:
     assert rows[2][2:8] == ["1.00", "1.00", "1.00", "1.0", "100.0%", "100% / 0% / 0% / 0%"]
     # With one tensor dim there are 4 layouts, with two 9: all 12 + 72 pairs are in one column or the other.
     assert all(row[1] == "66" and row[-1] == "0 of 18" for row in rows)
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_no_plan_of_torch_is_cheaper(partial: bool) -> None:
-    rows = cells(price_table([pair for shape in EVEN[:2] for pair in measure((2, 2), shape, partial)]))
-    assert len(rows) == 2 * 3 and all(row[-1] == "0" for row in rows), rows
 
 
 def test_timed_requests_cover_all_kinds() -> None:
