@@ -64,9 +64,8 @@ def count_ours(mesh: Mesh, shape: tuple[int, ...], source: Layout, target: Layou
     program = plan(mesh, shape, "float32", source, target, topology=shardweave.NVLINK_NODE)
     assert program.bytes_received == program.bytes_bound
     most = max(program.local_bytes(layout, r) for layout in (source, target) for r in range(mesh.size))
-    route = (source, *(step.target for step in program.steps))
     peak = max(program.peak_bytes) / most
-    return Counted(max(program.bytes_received), program.exchanges, peak, route), max(program.bytes_bound)
+    return Counted(max(program.bytes_received), program.exchanges, peak), max(program.bytes_bound)
 
 
 def measure(mesh_shape: tuple[int, ...], shape: tuple[int, ...], every: int = 1) -> list[Pair]:

@@ -13,7 +13,6 @@ norms of gradients over both mesh dims, in a placement that `install()` leaves t
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import statistics
@@ -34,7 +33,6 @@ from ...errors import ArgumentError
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines
 from ..harness.ranks import RanksFailed, Send, messages_of
-from ..harness.writable import check_writable
 from ..workloads.transformer import Sizes, Transformer, build
 
 RANKS, DP, TP = 4, 2, 2
@@ -196,22 +194,18 @@ def run_program(
     description: str,
     **helps: tuple[int, str],
 ) -> int:
-    """Run with the options of the command line, show the outcome and write it as JSON; returns the exit status: 2 for a
-    bad argument, 1 for faults or lost ranks.
+    """Run with the options of the command line and show the outcome; returns the exit status: 2 for a bad argument, 1
+    for faults or lost ranks.
 
     Args:
         run: takes the options as keyword arguments.
-        helps: default and help of each option besides --json.
+        helps: default and help of each option.
     """
     parser = argparse.ArgumentParser(prog=f"shardweave.bench.suites.{prog}", description=description)
     for name, (default, text) in helps.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
-    options = vars(parser.parse_args(argv))
-    json_path = options.pop("json")
     try:
-        check_writable("--json", json_path)
-        outcome = run(**options)
+        outcome = run(**vars(parser.parse_args(argv)))
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -220,11 +214,8 @@ def run_program(
         return 1
     except KeyboardInterrupt:
         return 130
-    about = provenance()
-    print("\n".join(provenance_lines(about)) + "\n")
+    print("\n".join(provenance_lines(provenance())) + "\n")
     show(outcome)
-    if json_path is not None:
-        json_path.write_text(json.dumps({**about, **outcome}, indent=1) + "\n", encoding="utf-8")
     return int(bool(outcome["faults"]))
 
 

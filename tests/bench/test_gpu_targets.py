@@ -21,7 +21,7 @@ from warm_python import run_python
 
 from shardweave.__main__ import main
 from shardweave.bench.baselines.token_kernels import Rival
-from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets, token_cases
+from shardweave.bench.gpu import graph_timing, outcomes, run_tests, targets
 from shardweave.bench.gpu.kernel_cases import Made, cases
 from shardweave.bench.gpu.measuring import Measuring, rotation
 from shardweave.bench.gpu.targets import NO_FIGURE, Target, as_markdown, as_results
@@ -116,11 +116,8 @@ def test_ratio_is_to_the_fastest_and_names_absent_rivals() -> None:
         "nothing: ModuleNotFoundError: No module named 'nothing'",
         "uncaptured: StopIteration: ",
     }  # fmt: skip
-    assert set(line.missing) == {"wrong", "late", "nothing", "uncaptured"} and set(line.rows) == {
-        "ours",
-        "slow",
-        "fast",
-    }
+    assert set(line.missing) == {"wrong", "late", "nothing", "uncaptured"}
+    assert set(line.rows) == {"ours", "slow", "fast"}
     assert "wrong" in as_markdown([line], {"device": "d"})
     # Where nothing is timed, a rival that fails is an error, except if it is not installed.
     failing = Bench(dry=True).beside(takes(2e-6), [Rival("fails", lambda: takes(1 / 0))])
@@ -193,9 +190,8 @@ def test_markdown_shows_met_targets() -> None:
     assert "| narrow | 50.0% | ≥ 80% | **no** |" in text
     assert "| graph | 1.10 × sum 5 µs | ≤ 1.15 × | yes | 5.5 | - | - |" in text
     assert "| absent | not measured: RuntimeError: no profiler | ≥ 2 × | - | - | - | - |" in text
-    assert (
-        "| kind | windows | launched | messages | stock |" in text and "| S0 → R | 9.0 | 14.0 | 30.0 | 50.0 |" in text
-    )
+    assert "| kind | windows | launched | messages | stock |" in text
+    assert "| S0 → R | 9.0 | 14.0 | 30.0 | 50.0 |" in text
 
 
 def test_result_file_has_the_target_beside_the_row_of_ours() -> None:
@@ -254,42 +250,6 @@ def test_results_are_wrong_before_a_call_and_right_after(rank: VirtualRank, name
     assert right()
     with pytest.raises(AssertionError, match="wrong"):
         verified([(lambda: None, MADE[name](rank)[1])])
-
-
-def test_a_row_too_many_or_out_of_place_is_seen(rank: VirtualRank) -> None:
-    x, (whole, _), (numbers, _) = rank.tokens(), rank.buffers(token_cases.poisoned), rank.numbers()
-    for k in range(SMALL.top_k):
-        whole[rank.at[:, k]] = x
-    numbers[rank.at] = rank.weights
-    assert rank.pushed(whole, numbers, x)
-    others = torch.ones(len(whole), dtype=torch.bool).index_fill(0, rank.at.view(-1), False).nonzero().view(-1)
-    for spoil in (
-        lambda whole, numbers: whole[others[0]].fill_(0),
-        lambda whole, numbers: numbers[others[0]].fill_(0),
-        lambda whole, numbers: whole[rank.at[5, 1]].add_(1),
-        lambda whole, numbers: numbers[rank.at[5, 1]].add_(1),
-    ):
-        rows, weights = whole.clone(), numbers.clone()
-        spoil(rows, weights)
-        assert not rank.pushed(rows, weights, x)
-
-
-def test_routes_are_checked(rank: VirtualRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, right = rank.routed()
-    call()
-    assert right()
-    for part in range(3):
-        real = token_cases.count_pairs
-
-        def wrong(ids: torch.Tensor, experts: int, part: int = part, real: Callable = real) -> object:
-            found = real(ids, experts)
-            found[part].view(-1)[1] += 1
-            return found
-
-        with monkeypatch.context() as patched:
-            patched.setattr(token_cases, "count_pairs", wrong)
-            call()
-        assert not right()
 
 
 def folder_of_tests(folder: Path, bodies: dict[str, tuple[str, ...]]) -> None:
