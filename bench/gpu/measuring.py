@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_kernels import Rival
 from shardweave.bench.gpu.graph_timing import Call, Round, by_the_clock, in_graph
 from shardweave.bench.gpu.kernel_cases import Case, Made
 from shardweave.bench.gpu.token_cases import Shape, verified
 from shardweave.bench.harness.interleaved import in_order
 from shardweave.bench.harness.machine import available_memory, last_level_cache
-from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.measure import Sink, why_absent
 
 KERNEL, REFERENCE, COPY = "ours", "ours, torch reference", "copy"
 NO_GPU = "no GPU is here: the torch reference that CPU tensors use, not a kernel"

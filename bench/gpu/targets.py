@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
 from shardweave.bench.gpu.kernel_cases import Case, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
@@ -31,7 +30,7 @@ from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
 from shardweave.bench.harness import markdown
 from shardweave.bench.harness.machine import machine, now, output_of, slug
-from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.measure import Sink, why_absent
 from shardweave.bench.harness.result_file import Missing, Results, Row
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal
 from shardweave.kernels.signal import SHORTEST_POLL

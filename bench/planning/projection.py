@@ -50,7 +50,6 @@ class Row:
     Attributes:
         calls: the calls in a step.
         ours_us, stock_us: microseconds of a call on the slowest rank; None: torch has no plan.
-        ours_bytes, stock_bytes: bytes received in a call by the sampled rank that receives most.
     """
 
     workload: str
@@ -61,8 +60,6 @@ class Row:
     calls: int
     ours_us: float
     stock_us: float | None
-    ours_bytes: int
-    stock_bytes: int | None
 
 
 def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Topology]) -> Iterator[Row]:
@@ -80,11 +77,8 @@ def project(names: Sequence[str], sizes: Sequence[int], topologies: Sequence[Top
                 if not (ours or stock):
                     continue
                 case = f"{recorded.source} → {recorded.target}, {recorded.dtype}{list(recorded.shape)}"
-                mesh, nbytes = str(entry.mesh), received(entry, topology)
-                of_stock = (
-                    (None, nbytes, None) if stock is None else (round(stock, 3), nbytes, stock_received(*request))
-                )
-                yield Row(name, case, topology.name, full_mesh.size, mesh, calls, round(ours, 3), *of_stock)
+                known = None if stock is None else round(stock, 3)
+                yield Row(name, case, topology.name, full_mesh.size, str(entry.mesh), calls, round(ours, 3), known)
 
 
 def load(name: str) -> Trace:

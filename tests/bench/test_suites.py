@@ -20,9 +20,8 @@ from shardweave.bench.harness import run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
 from shardweave.bench.harness.measure import Put, Sink, suite
 from shardweave.bench.harness.result_file import Missing, Results, read
-from shardweave.bench.suites import SUITES, suite_redistribute
+from shardweave.bench.suites import SUITES
 from shardweave.bench.suites.rank_rows import put, result
-from shardweave.bench.suites.suite_redistribute import measure, memory_of, workloads
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
@@ -68,26 +67,6 @@ def test_every_case_of_a_suite_is_measured(name: str) -> None:
         assert row.median >= 0 and row.suite == name
         if row.bytes and row.bound_bytes and row.is_ours:
             assert row.bytes >= row.bound_bytes
-
-
-@pytest.mark.gpu
-def test_kernels_are_measured_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
-    starts = (
-        "copy, 16-byte aligned, runs of 512 B",
-        "reduction, 8 contributors, bf16",
-        "transposition",
-        "count_pairs",
-    )
-    cases = {c: of for c, of in suite("kernels").cases("quick").items() if c.startswith(starts)}
-    results = here("kernels", list(cases), "quick")
-    assert not results.faults and not results.absent and len(cases) == 6
-    assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
-    for row in results.rows:
-        assert row.contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
-        assert row.detail["rotation"].get("cold", True), row.case
-        assert (row.share_of_ceiling is None) == row.case.startswith("count_pairs")
 
 
 @pytest.mark.multi
@@ -234,17 +213,3 @@ def test_wrong_results_are_not_timed_except_those_of_stock() -> None:
     wrong = results(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
     assert [str(fault) for fault in wrong.faults] == ["redistribute: case: ours: rank 1: 3 differ"]
     assert {row.contender: row.note for row in wrong.rows}["stock"] == "its result is wrong: rank 1: 4 differ"
-
-
-@pytest.mark.plan
-def test_cases_that_exceed_free_memory_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[str] = []
-    second, largest = sorted(workloads("full"), key=lambda one: memory_of(one, 5))[-2:]
-    monkeypatch.setattr(suite_redistribute, "available_memory", lambda: memory_of(largest, 5))
-    monkeypatch.setattr(
-        suite_redistribute, "run_ranks",
-        lambda main, ranks, config, together: begun.extend(one.name for one in config["workloads"]),
-    )  # fmt: skip
-    absent = collected("redistribute", lambda sink: measure([largest.name, second.name], "full", sink)).absent
-    assert begun == [second.name] and {one.case for one in absent} == {largest.name}
-    assert all("MiB of memory are needed" in one.why for one in absent)

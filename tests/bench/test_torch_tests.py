@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.bench.baselines.torch_tests import main, run
+from shardweave.bench.baselines.torch_tests import main
 
 pytestmark = pytest.mark.multi
 
@@ -55,19 +55,6 @@ class Small(unittest.TestCase):
         pass
 """
 
-SLEEPY = """
-import time
-
-def test_a():
-    pass
-
-def test_b():
-    time.sleep(600)
-
-def test_c():
-    pass
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -98,17 +85,6 @@ def test_both_columns(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_run_without_calls_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "-k", "skipped"]) == 1
     assert "nothing is proven" in capfd.readouterr().out
-
-
-@pytest.mark.long
-def test_timeout_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "test_sleepy.py"
-    file.write_text(SLEEPY)
-    column = run(file, tmp_path, installed=False, only=None, timeout=15)
-    assert column.timed_out and column.seconds < 60
-    assert column.passed == {"test_sleepy.py::test_a"}
-    assert column.how("test_sleepy.py::test_b") == "did not end in the time that the file has"
-    assert column.how("test_sleepy.py::test_c") == "did not run"
 
 
 def test_bad_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from warm_python import run_python
 from shardweave.bench.baselines import token_layers
 from shardweave.bench.suites import moe, training
 from shardweave.bench.suites.training import LENGTH, batch, text
-from shardweave.bench.workloads.moe_model import Experts, ExpertSizes, MixtureOfExperts
+from shardweave.bench.workloads.moe_model import ExpertSizes, MixtureOfExperts
 
 
 def train(program: str, **options: int) -> tuple[dict[str, Any], str]:
@@ -106,19 +106,6 @@ def test_one_process_is_the_mixture_in_float64() -> None:
         done = (torch.nn.functional.silu(wide @ w["w1"][e].T) * (wide @ w["w3"][e].T)) @ w["w2"][e].T
         want += (weights * (ids == e)).sum(1, keepdim=True) * done
     assert torch.allclose(got.flatten(0, 1).double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
-
-
-@pytest.mark.plan
-def test_experts_read_their_groups_and_nothing_else() -> None:
-    torch.manual_seed(4)
-    experts = Experts(8, ExpertSizes(experts=3, top_k=1, hidden=8))
-    x = torch.randn(9, 8)
-    x[6:] = float("nan")
-    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
-    got = experts(x, offsets)
-    assert got.shape == x.shape and got[:6].isfinite().all()
-    only = experts(torch.cat((x[2:6], x[:2])), torch.tensor([0, 0, 4], dtype=torch.int32))
-    assert torch.equal(only[:4], got[2:6])
 
 
 @pytest.mark.plan
