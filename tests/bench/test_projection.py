@@ -21,8 +21,7 @@ from shardweave import ArgumentError, Layout, Mesh
 from shardweave.bench.baselines.stock_plans import Stock
 from shardweave.bench.harness import machine
 from shardweave.bench.planning import projection
-from shardweave.bench.planning.growth import GROWTHS, Growth
-from shardweave.bench.planning.projection import TOPOLOGIES, project, received, stock_received, totals
+from shardweave.bench.planning.projection import GROWTHS, TOPOLOGIES, Growth, project, received, stock_received, totals
 from shardweave.bench.workloads.record_workloads import WORKLOADS
 from shardweave.planner.layouts.index_sets import held_box
 from shardweave.runtime.convert_specs import spec_of_layout
@@ -139,7 +138,7 @@ def test_stock_layouts_without_process_group(shape: tuple[int, ...]) -> None:
 
 
 def test_rows_and_report() -> None:
-    rows = list(project(["solver", "llama3_8b"], [8, 32], TOPOLOGIES))
+    rows = list(project(["solver", "llama3_8b"], [8, 32]))
     assert {(row.workload, row.ranks) for row in rows} == set(product(["solver", "llama3_8b"], [8, 32]))
     assert {row.topology for row in rows} == {t.name for t in TOPOLOGIES}
     # torch is priced by the same plans, step by step.

@@ -13,8 +13,8 @@ from warm_python import run_python
 
 from shardweave.bench.baselines import token_layers
 from shardweave.bench.suites import moe, training
+from shardweave.bench.suites.moe import ExpertSizes, MixtureOfExperts
 from shardweave.bench.suites.training import LENGTH, batch, text
-from shardweave.bench.workloads.moe_model import ExpertSizes, MixtureOfExperts
 
 
 def train(program: str, **options: int) -> tuple[dict[str, Any], str]:
