@@ -7,7 +7,7 @@ with white and with black. Text is outlines, so that no font is needed.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,9 +48,7 @@ def colour_name(contender: str) -> str:
     """The colour of ours, its variants, stock, a bare copy or another contender."""
     if is_ours(contender):
         return "ours" if contender in ("ours", "ours, torch reference") else "ours2"
-    if contender.startswith("stock"):
-        return "stock" if contender != "stock, graph" else "other2"
-    return {"copy": "copy", "torch.distributed": "other"}.get(contender, "other2")
+    return {"stock": "stock", "copy": "copy", "torch.distributed": "other"}.get(contender, "other2")
 
 
 def _look(contender: str) -> dict[str, Any]:
@@ -71,21 +69,10 @@ def _picture(ylabel: str, height: float, panels: Sequence[Panel]) -> str | None:
         handles = {label: handle for handle, label in entries}
         most = max(1, min(6, _LEGEND_WIDTH // (max(map(len, handles)) + 6)))
         figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=most)
-        return svg_of(figure)
-
-
-def svg_of(figure: Figure) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        out, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     svg = out.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "currentColor")
-
-
-def _ticks(ax: Axes, values: Iterable[float], text: Callable[[Any], str], rotation: int = 0) -> None:
-    low, high = ax.get_xlim()
-    shown = [value for value in values if low <= value <= high]
-    ax.set_xticks(shown, list(map(text, shown)), rotation=rotation)
-    ax.minorticks_off()
 
 
 def time_against_size(rows: Sequence[Row]) -> str | None:
@@ -101,16 +88,19 @@ def time_against_size(rows: Sequence[Row]) -> str | None:
             line = [row for row in kinds[kind] if row.contender == contender]
             line.sort(key=lambda row: row.detail["tensor_bytes"])
             x = [row.detail["tensor_bytes"] for row in line]
-            low, middle, high = (
+            lower, middle, upper = (
                 [of(row) * UNITS[row.unit] * 1e6 for row in line]
                 for of in (lambda row: row.quartiles[0], lambda row: row.median, lambda row: row.quartiles[1])
             )
             ax.plot(x, middle, linestyle="--" if contender == "copy" else "-", **_look(contender))
-            ax.fill_between(x, low, high, color=_look(contender)["color"], alpha=0.18, linewidth=0)
+            ax.fill_between(x, lower, upper, color=_look(contender)["color"], alpha=0.18, linewidth=0)
         detail = kinds[kind][0].detail
         ax.set(xscale="log", yscale="log", title=f"{kind}: {detail['source']} → {detail['target']}")
         ax.set_xlabel("bytes of the whole tensor")
-        _ticks(ax, [2**k for k in range(0, 60, 2)], format_bytes, 45)
+        low, high = ax.get_xlim()
+        ticks = [2**k for k in range(0, 60, 2) if low <= 2**k <= high]
+        ax.set_xticks(ticks, list(map(format_bytes, ticks)), rotation=45)
+        ax.minorticks_off()
 
     return _picture("µs a call, slowest rank", 3.9, [partial(panel, kind) for kind in kinds])
 
