@@ -33,7 +33,6 @@ class Counted:
     received: int
     collectives: int
     peak: float
-    layouts: tuple[Layout, ...]
 
 
 class Stock:
@@ -44,7 +43,7 @@ class Stock:
         table = torch.arange(math.prod(shape)).reshape(shape)
         self.mesh = DeviceMesh("cpu", table, _init_backend=False, _rank=0)
 
-    @cache  # noqa: B019 - the report asks for every plan once for its bytes and once for its prices
+    @cache  # noqa: B019 - a projection asks for every plan once for its bytes and once for its price
     def layouts(self, shape: tuple[int, ...], source: Layout, target: Layout) -> list[Layout]:
         """The layouts after each collective, the source first. For shard orders other than the default, torch always
         uses its graph planner."""
@@ -114,4 +113,4 @@ def count_stock(mesh: Mesh, shape: tuple[int, ...], layouts: Sequence[Layout], g
     ]
     most = max(max(own[0], own[-1]) for own in sizes)
     collectives = sum(any(steps) for steps in zip(*received_by_rank, strict=True))
-    return Counted(max(map(sum, received_by_rank)) * 4, collectives, max(peaks) / most, tuple(layouts))
+    return Counted(max(map(sum, received_by_rank)) * 4, collectives, max(peaks) / most)

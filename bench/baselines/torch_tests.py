@@ -1,9 +1,9 @@
 """torch's own tests of DTensor with shardweave installed, beside the same tests without it.
 
 `python -m shardweave.bench.baselines.torch_tests FOLDER` runs every `test_*.py` of a folder twice: as it is, and with
-shardweave installed in every process that the tests start. The files are torch's (`test/distributed/tensor` of the
-version that is installed) and are no part of this package. It fails where a test passes without shardweave and does not
-with it.
+shardweave installed in pytest's process and in the ranks that the tests spawn. The files are torch's
+(`test/distributed/tensor` of the version that is installed) and are no part of this package. It fails where a test
+passes without shardweave and does not with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,12 @@ from ...errors import ArgumentError, ShardweaveError
 from ..gpu import outcomes as plugin
 from ..gpu.run_tests import end
 from ..harness.machine import provenance
-from ..harness.markdown import provenance_lines
+from ..harness.markdown import provenance_lines, table
 from ..harness.writable import check_writable
-from .torch_tests_site import FOLDER
+from . import installed_in_tests
 
 DEFAULT_TIMEOUT = 1800.0
+_PRELOADED = ["torch.testing._internal.distributed._tensor.common_dtensor"]
 _LINES = 12  # shown of the error of a test
 
 
@@ -49,18 +50,11 @@ class Column:
     outcomes: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-    timed_out: bool = False
     processes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> set[str]:
         return {test for test, outcome in self.outcomes.items() if outcome == "passed"}
-
-    def how(self, test: str) -> str:
-        """How a test ended that did not pass."""
-        late = "in the time that the file has" if self.timed_out else "before its process did"
-        outcome = self.outcomes.get(test, "did not run")
-        return f"did not end {late}" if outcome == "started" else outcome
 
     def note(self, test: str, outcome: str, text: str) -> None:
         """Of several outcomes of a test, its phases and subtests, a failure counts; else the last."""
@@ -82,14 +76,13 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
         counts.mkdir()
         settings.write_text("[pytest]\n", encoding="utf-8")  # not those of the caller
         shutil.copy(plugin.__file__, site / "shardweave_outcomes.py")
-        if installed:
-            shutil.copy(Path(__file__).with_name("torch_tests_site.py"), site / "sitecustomize.py")
+        shutil.copy(installed_in_tests.__file__, site / "shardweave_installed.py")
         paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(site), *paths]),
             plugin.FILE: str(outcomes),
-            plugin.FORK: "1",
-            FOLDER: str(counts),
+            plugin.FORK: ",".join(["shardweave_installed"] * installed + _PRELOADED),
+            installed_in_tests.FOLDER: str(counts),
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "shardweave_outcomes", "-p", "no:cacheprovider"]
         command += ["-c", str(settings), "--rootdir", str(folder), "--confcutdir", str(folder)]
@@ -102,7 +95,6 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            column.timed_out = True
             end(process)  # with its ranks
         column.seconds = time.monotonic() - start
         for outcome in plugin.read(outcomes):
@@ -152,12 +144,24 @@ def compare(
     calls, delegations = (sum((Counter(p[name]) for p in processes), Counter()) for name in ("calls", "delegations"))
     errors = sorted({process["error"] for process in processes if process["error"]})
     lines = ["# torch's own tests, with shardweave installed", "", *provenance_lines(provenance()), ""]
-    lines += _table([str(file.relative_to(folder)) for file in files], columns)
+    lines += [
+        "Tests that pass with shardweave and without it, and how long they take. *Lost* pass without it alone.",
+        "",
+    ]
+    rows: list[tuple[float, ...]] = [
+        (len(stock.outcomes.keys() | ours.outcomes.keys()), len(ours.passed), len(stock.passed),
+         len(stock.passed - ours.passed), ours.seconds, stock.seconds)
+        for stock, ours in columns
+    ]  # fmt: skip
+    named = zip([*(str(file.relative_to(folder)) for file in files), "all"], [*rows, map(sum, zip(*rows))])  # noqa: B905
+    heads = ("file", "tests", "with", "without", "lost", "with, s", "without, s")
+    lines += table(heads, [[name, *(f"{number:.0f}" for number in row)] for name, row in named])
     for test, ours in lost:
-        lines += ["", f"lost: {test}: {ours.how(test)}", *ours.texts.get(test, "").splitlines()[-_LINES:]]
-    lines += ["", f"| shardweave, in {len(processes)} processes | calls |", "|---|---|"]
-    lines += [f"| carried out on {transport} | {count} |" for transport, count in calls.most_common()]
-    lines += [f"| left to torch: {reason.replace('|', '¦')} | {count} |" for reason, count in delegations.most_common()]
+        outcome = {None: "did not run", "started": "did not end"}.get(how := ours.outcomes.get(test), how)
+        lines += ["", f"lost: {test}: {outcome}", *ours.texts.get(test, "").splitlines()[-_LINES:]]
+    carried = [(f"carried out on {transport}", count) for transport, count in calls.most_common()]
+    left = [(f"left to torch: {reason.replace('|', '¦')}", count) for reason, count in delegations.most_common()]
+    lines += ["", *table((f"shardweave, in {len(processes)} processes", "calls"), [*carried, *left])]
     lines += ["", *(f"not installed: {error}" for error in errors)] if errors else []
     called = bool(calls or delegations)
     lines += [] if called else ["", "shardweave was not called at all: nothing is proven"]
@@ -166,20 +170,6 @@ def compare(
     if out is not None:
         out.write_text(text, encoding="utf-8")
     return int(bool(lost) or not called or bool(errors))
-
-
-def _table(files: Sequence[str], columns: Sequence[tuple[Column, Column]]) -> Iterator[str]:
-    yield "Tests that pass with shardweave and without it, and how long they take. *Lost* pass without it alone.\n"
-    yield "| file | tests | with | without | lost | with, s | without, s |\n|---|---|---|---|---|---|---|"
-    rows: list[tuple[float, ...]] = [
-        (
-            len(stock.outcomes.keys() | ours.outcomes.keys()), len(ours.passed), len(stock.passed),
-            len(stock.passed - ours.passed), ours.seconds, stock.seconds,
-        )
-        for stock, ours in columns
-    ]  # fmt: skip
-    for name, row in zip([*files, "all"], [*rows, tuple(map(sum, zip(*rows, strict=True)))], strict=True):
-        yield f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

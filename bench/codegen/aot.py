@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from triton.compiler import ASTSource
 
 from shardweave.bench.codegen.launches import KERNELS, Specialisation, specialisations
 from shardweave.bench.harness.machine import provenance
-from shardweave.bench.harness.markdown import provenance_lines
+from shardweave.bench.harness.markdown import provenance_lines, table
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -163,48 +162,28 @@ Every kernel, in every specialisation that the programs, windows and token dispa
 launch. Programs: real models at their full size; pairs of layouts, even and uneven, in all dtypes; transposed and
 unaligned inputs; in one process, by messages, through windows that are pushed into or pulled from, and through windows
 inside nodes. Dispatchers: training and decoding of known shapes, in both directions, in all dtypes, alignments and
-layouts. For boxes: a tile is rows × columns of words; source and target each move words × vector. For tokens: the
-constants. Registers are a thread's (on gfx942 vector registers), spills are bytes (registers), shared is bytes; then
-the bytes of each access to memory (loads of 8 are often descriptors' or addresses')."""
-
-
-def _kernel(result: tuple[Specialisation, object]) -> str:
-    return result[0].kernel
+layouts. Registers are a thread's (on gfx942 vector registers), the most of any specialisation; spills are bytes
+(registers on gfx942), of all; shared memory is bytes, the most of any.
+"""
 
 
 def report(results: Sequence[tuple[Specialisation, dict[str, Compiled | str]]]) -> str:
-    """One table for each kernel, in Markdown."""
+    """A table with a row for each kernel, in Markdown."""
     targets = list(results[0][1])
+    rows = []
+    for kernel in sorted({s.kernel for s, _ in results}):
+        some = [(s, by) for s, by in results if s.kernel == kernel]
+        good = [c for _, by in some for c in by.values() if isinstance(c, Compiled)]
+        registers = (max((c.registers or 0 for _, by in some if isinstance(c := by[target], Compiled)), default=0)
+                     for target in targets)  # fmt: skip
+        rows.append((
+            kernel, len(some), sum(s.launches for s, _ in some), f"{len(good)} of {len(some) * len(targets)}",
+            sum(c.spills or 0 for c in good), max((c.shared for c in good), default=0), *registers,
+        ))  # fmt: skip
+    heads = ("kernel", "specialisations", "launches", "compiled", "spilled", "shared",
+             *(f"registers, {target}" for target in targets))  # fmt: skip
     lines = ["# Kernels, compiled ahead of time", "", *provenance_lines(provenance()), _EXPLAINED]
-    for kernel, group in groupby(sorted(results, key=_kernel), key=_kernel):
-        rows = list(group)
-        good = [c for _, by in rows for c in by.values() if isinstance(c, Compiled)]
-        lines += [
-            "",
-            f"## {kernel}: {len(rows)} specialisations in {sum(s.launches for s, _ in rows)} launches",
-            "",
-            f"Compiled {len(good)} of {len(rows) * len(targets)}; spilled bytes in all "
-            f"{sum(c.spills or 0 for c in good)}; most registers {max((c.registers or 0 for c in good), default=0)}; "
-            f"most shared memory {max((c.shared for c in good), default=0)}.",
-            "",
-            f"| launches | compiled for | for example | registers on {', '.join(targets)} | spills | shared | loads | "
-            "stores |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for s, by in rows:
-            registers = ", ".join(str(c.registers) if isinstance(c, Compiled) else c for c in by.values())
-            columns = zip(
-                *(
-                    (c.spills, c.shared, *("/".join(map(str, sorted(widths))) for widths in (c.loads, c.stores)))
-                    for c in by.values()
-                    if isinstance(c, Compiled)
-                ),
-                strict=True,
-            )
-            # One value where all targets have the same.
-            cells = [", ".join(map(str, column if len(set(column)) > 1 else column[:1])) for column in columns]
-            lines.append(f"| {s.launches} | {s} | {s.example} | {registers} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -123,24 +123,8 @@ class Specialisation:
         return source * self.constants["VS"], target * self.constants["VD"]
 
     def __str__(self) -> str:
-        c = self.constants
-        if self.on_boxes:
-            source, target = self.words
-            parts = [f"{c['ROWS']}×{c['COLS']}{' transposed' if c['TRANSPOSED'] else ''}"]
-            parts.append(f"{source}×{c['VS']}→{target}×{c['VD']} B")
-            if self.kernel == "reduce_boxes":
-                parts.append(f"{c['K']} {c['OP']} {c['FROM']}→{c['TO']}{' ÷' if c['DIVIDE'] else ''}")
-            aligned = (c["ALIGN_S"], c["ALIGN_D"])
-            parts += [f"from {aligned[0]} B, to {aligned[1]} B"] if aligned != (16, 16) else []
-            return ", ".join([*parts, f"{c['SOURCES']}:{c['TARGETS']} buffers"] + ["fill"] * c["HAS_FILL"])
-        omitted, parts = (*_OPTIONS, "SLOT_WORDS", "SOFT", "VEC"), []
-        for name, value in c.items():
-            if isinstance(value, bool):
-                parts += [name.removeprefix("HAS_").lower()] * (value and name not in omitted)
-            elif name not in omitted:
-                parts.append(f"{name} {value}")
-        parts += [f"{name} {kind}" for name, kind in self.signature.items() if name == "ids"]
-        return ", ".join([*parts, f"warps {c['num_warps']}"])
+        parts = [f"{name} {value}" for name, value in self.constants.items()]
+        return ", ".join([*parts, *(f"{name} {kind}" for name, kind in self.signature.items() if name == "ids")])
 
 
 def specialisations(runs: Iterable[Run] | None = None) -> list[Specialisation]:

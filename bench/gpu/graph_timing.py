@@ -1,54 +1,27 @@
-"""Times contenders in turns: on a GPU in CUDA graphs, without the host; on a CPU by the host's clock."""
+"""The time of calls: on a GPU in CUDA graphs, without the host; on a CPU by the host's clock.
+
+Each function takes calls that do the same on buffers of their own, and returns one that runs a round of them and
+returns the seconds of one call.
+"""
 
 from __future__ import annotations
 
 import math
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import torch
 
-from ..harness.interleaved import in_order
-
 Call = Callable[[], object]
+Round = Callable[[], float]
 _LEAST_SECONDS = 2e-3  # of one replay, so that the start of a graph is small beside it
 _MOST_REPEATS = 50
 
 
-class Timer(ABC):
-    """Times contenders in turns."""
+def in_graph(calls: Sequence[Call]) -> Round:
+    """Time calls in a CUDA graph, by events."""
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def time(self, prepared: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-        """Seconds a call of each contender, one figure a round, from what `prepare` returns for it."""
-        seconds: dict[str, list[float]] = {side: [] for side in prepared}
-        for number in range(self.rounds):
-            for side in in_order(prepared, number):
-                seconds[side].append(prepared[side]())
-        return seconds
-
-    @abstractmethod
-    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
-        """A function that runs one round and returns the seconds of one call; the calls do the same on buffers of their
-        own."""
-
-
-class GraphTimer(Timer):
-    """Times calls in a CUDA graph, by events."""
-
-    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
-        graph = self._capture(calls, 1)
-        once = min(self._replay(graph) for _ in range(2))
-        repeats = min(max(round(_LEAST_SECONDS / max(once, 1e-7)), 1), _MOST_REPEATS)
-        if repeats > 1:
-            graph = self._capture(calls, repeats)
-        return lambda: self._replay(graph) / (repeats * len(calls))
-
-    def _capture(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
+    def captured(repeats: int) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # what a first call compiles or allocates is not for the graph
@@ -65,7 +38,7 @@ class GraphTimer(Timer):
         torch.cuda.synchronize()
         return graph
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+    def replay() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -73,31 +46,29 @@ class GraphTimer(Timer):
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
+    graph = captured(1)
+    once = min(replay() for _ in range(2))
+    repeats = min(max(round(_LEAST_SECONDS / max(once, 1e-7)), 1), _MOST_REPEATS)
+    if repeats > 1:
+        graph = captured(repeats)
+    return lambda: replay() / (repeats * len(calls))
 
-class HostTimer(Timer):
-    """Times calls by the host's clock: for CPUs, and for runs that have no figures.
 
-    Args:
-        least_seconds: the least that a round takes; 0: a round is one of each call.
-    """
+def by_the_clock(calls: Sequence[Call], least_seconds: float) -> Round:
+    """Time calls by the host's clock; a round takes at least so long, or is one of each call."""
 
-    def __init__(self, rounds: int = 1, least_seconds: float = 0.0) -> None:
-        super().__init__(rounds)
-        self.least_seconds = least_seconds
-
-    def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
-        repeats = 1
-        if self.least_seconds:
-            self._run(calls, 1)  # a first call touches fresh pages
-            repeats = max(1, math.ceil(self.least_seconds / max(self._run(calls, 1) * len(calls), 1e-7)))
-        return partial(self._run, calls, repeats)
-
-    def _run(self, calls: Sequence[Call], repeats: int) -> float:
-        began = time.perf_counter()
+    def run(repeats: int) -> float:
+        began = perf_counter()
         for _ in range(repeats):
             for call in calls:
                 call()
-        return (time.perf_counter() - began) / (repeats * len(calls))
+        return (perf_counter() - began) / repeats
+
+    repeats = 1
+    if least_seconds:
+        run(1)  # a first call touches fresh pages
+        repeats = max(1, math.ceil(least_seconds / max(run(1), 1e-7)))
+    return lambda: run(repeats) / len(calls)
 
 
 def kernel_seconds(call: Call) -> tuple[float, int]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_kernels import Rival
-from shardweave.bench.gpu.graph_timing import GraphTimer, HostTimer, Timer
+from shardweave.bench.gpu.graph_timing import Call, Round, by_the_clock, in_graph
 from shardweave.bench.gpu.kernel_cases import Case, Made
 from shardweave.bench.gpu.token_cases import Shape, verified
+from shardweave.bench.harness.interleaved import in_order
 from shardweave.bench.harness.machine import available_memory, last_level_cache
-from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.measure import Sink, why_absent
 
 KERNEL, REFERENCE, COPY = "ours", "ours, torch reference", "copy"
 NO_GPU = "no GPU is here: the torch reference that CPU tensors use, not a kernel"
@@ -49,12 +50,12 @@ class Measuring:
     ) -> None:
         self.sink, self.device, self.dry = sink, device, dry
         self.kernels, self.ours = kernels, KERNEL if kernels else REFERENCE
-        self.timer: Timer
+        self.rounds = rounds
+        self.prepare: Callable[[Sequence[Call]], Round] = partial(by_the_clock, least_seconds=least_seconds)
+        cache = last_level_cache()
         if device.type == "cuda":
-            self.timer = GraphTimer(rounds)
+            self.prepare = in_graph
             cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-        else:
-            self.timer, cache = HostTimer(rounds, least_seconds), last_level_cache()
         self.cache = 1 if dry else cache
         self._until = time.monotonic() + seconds
 
@@ -90,17 +91,20 @@ class Measuring:
         self.sink.begin(case)
         present = self._present(case, rivals)
         contenders = {**sides, **present, **({COPY: self._bare_copy(copied)} if copied else {})}
-        prepared: dict[str, Callable[[], float]] = {}
+        prepared: dict[str, Round] = {}
         for contender, make in contenders.items():
             try:
-                prepared[contender] = self.timer.prepare(verified([make() for _ in range(sets)]))
+                prepared[contender] = self.prepare(verified([make() for _ in range(sets)]))
             except AssertionError as error:
                 self.sink.fault(case, contender, str(error))
             except Exception as error:
                 if contender not in present or (self.dry and not isinstance(error, ImportError)):
                     raise
                 self.sink.absent(case, contender, why_absent(contender, error))
-        times = self.timer.time(prepared)
+        times: dict[str, list[float]] = {side: [] for side in prepared}
+        for number in range(self.rounds if prepared else 0):
+            for side in in_order(prepared, number):
+                times[side].append(prepared[side]())
         rotating: dict[str, Any] = {"sets": sets, "set_bytes": moved, "cache_bytes": self.cache}
         if moved and sets > 1:
             rotating["cold"] = (sets - 1) * moved > self.cache

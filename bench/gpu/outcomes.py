@@ -1,9 +1,9 @@
 """A pytest plugin that writes each test's outcome when the test ends, so that a killed run leaves those that ended.
 
 `pytest -p shardweave.bench.gpu.outcomes`, with SHARDWEAVE_TEST_OUTCOMES=FILE in the environment; `summary([FILE])`
-reads it. With SHARDWEAVE_TEST_FORKSERVER, processes that tests spawn start from a server that has imported torch:
-torch's tests spawn new ranks for every test, which takes seconds each. Imports nothing of shardweave, and works as a
-copy.
+reads it. With SHARDWEAVE_TEST_FORKSERVER=MODULE,MODULE processes that tests spawn start from a server that has imported
+these, as this process has: torch's tests spawn new ranks for every test, which takes seconds each. Imports nothing of
+shardweave, and works as a copy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 FILE, FORK = "SHARDWEAVE_TEST_OUTCOMES", "SHARDWEAVE_TEST_FORKSERVER"
 _COUNTED = {"failed": "failures", "error": "errors", "skipped": "skipped"}
-
-
-_PRELOADED = ["torch", "torch.testing._internal.distributed._tensor.common_dtensor"]
 
 
 def _write(test: str, outcome: str, text: str = "") -> None:
@@ -30,10 +29,14 @@ def _write(test: str, outcome: str, text: str = "") -> None:
 def pytest_configure(config: Any) -> None:
     if FORK not in os.environ:
         return
-    import torch.multiprocessing as processes  # after the start of Python: shardweave is installed when torch is there
+    modules = os.environ[FORK].split(",")
+    for name in modules:
+        with suppress(ImportError):  # as the server does
+            import_module(name)
+    import torch.multiprocessing as processes
 
     context, start = processes.get_context, processes.set_start_method
-    context("forkserver").set_forkserver_preload(_PRELOADED)
+    context("forkserver").set_forkserver_preload(modules)
     processes.get_context = lambda method=None: context("forkserver")  # type: ignore[assignment]
     processes.set_start_method = lambda method, force=False: start("forkserver", force=True)
 

@@ -23,16 +23,15 @@ from typing import Any
 
 import torch
 
-from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
 from shardweave.bench.gpu.kernel_cases import Case, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
+from shardweave.bench.harness import markdown
 from shardweave.bench.harness.machine import machine, now, output_of, slug
-from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.measure import Sink, why_absent
 from shardweave.bench.harness.result_file import Missing, Results, Row
-from shardweave.bench.suites.host_cost import tables
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal
 from shardweave.kernels.signal import SHORTEST_POLL
 
@@ -125,7 +124,7 @@ def targets(measuring: Measuring) -> Iterator[Target]:
         f"whole S0 S1 → S1 S0, 4×4 virtual ranks, {side}² bf16, graph ÷ its kernels' sum", "×", 1.15, False,
         partial(whole_program, measuring, side),
     )  # fmt: skip
-    kinds = cache(partial(host_cost, device, dry))  # one run for both
+    kinds = cache(partial(host_work, dry))  # one run for both
     for transport, left_out in (
         ("windows", "through windows, launches"),
         ("messages", "by messages, launches and torch.distributed"),
@@ -172,14 +171,14 @@ def host(measuring: Measuring, kinds: Callable[[], list[dict[str, Any]]], transp
     measuring.sink.row(case, "ours", "µs", [slowest], detail=detail)
 
 
-def host_cost(device: torch.device, dry: bool) -> list[dict[str, Any]]:
-    """Host time of cached calls, from a process of its own: it replaces transports by some that move nothing."""
-    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--json", "--device", device.type]
-    command += ["--rounds", "1", "--calls", "2"] if dry else ["--rounds", "7"]
+def host_work(dry: bool) -> list[dict[str, Any]]:
+    """Host time of cached calls, from a process of its own: it replaces transports by some without peers."""
+    command = [sys.executable, "-m", "shardweave.bench.gpu.host_work", *["--rounds", "1", "--calls", "2"] * dry]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if ran.returncode:
         raise RuntimeError((ran.stderr.splitlines() or ["no error text"])[-1])
-    return [a | b for a, b in zip(*json.loads(ran.stdout.splitlines()[-1]), strict=True)]
+    found: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 def poll(measuring: Measuring, case: str) -> None:
@@ -236,7 +235,16 @@ def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = Fa
         met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met]
         cells = [target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *(["", *tables(kinds)] if kinds else [])]) + "\n"
+    if kinds:
+        lines += [
+            "",
+            "Host time of a cached call, µs: through windows without launches and with them, by messages without",
+            "",
+        ]
+        lines += markdown.table(
+            list(kinds[0]), [[n if isinstance(n, str) else f"{n:.1f}" for n in k.values()] for k in kinds]
+        )
+    return "\n".join(lines) + "\n"
 
 
 def gpu_machine(device: torch.device) -> dict[str, Any]:

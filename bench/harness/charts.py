@@ -7,20 +7,15 @@ with white and with black. Text is outlines, so that no font is needed.
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, PercentFormatter
 
 from ...planner.render.explain import format_bytes
-from ..planning.projection_report import Row as Projected
-from ..planning.projection_report import totals
 from .result_file import UNITS, Row, contenders, is_ours
 
 COLOURS = {"ours": "#0b70ba", "ours2": "#4398cf", "stock": "#c24e00", "other": "#00805c", "other2": "#8a4b9e",
@@ -53,9 +48,7 @@ def colour_name(contender: str) -> str:
     """The colour of ours, its variants, stock, a bare copy or another contender."""
     if is_ours(contender):
         return "ours" if contender in ("ours", "ours, torch reference") else "ours2"
-    if contender.startswith("stock"):
-        return "stock" if contender != "stock, graph" else "other2"
-    return {"copy": "copy", "torch.distributed": "other"}.get(contender, "other2")
+    return {"stock": "stock", "copy": "copy", "torch.distributed": "other"}.get(contender, "other2")
 
 
 def _look(contender: str) -> dict[str, Any]:
@@ -63,45 +56,23 @@ def _look(contender: str) -> dict[str, Any]:
     return {"color": COLOURS[name], "marker": _MARKS[name], "label": contender}
 
 
-def _picture(ylabel: str, height: float, panels: Sequence[Panel], columns: int = 0) -> str | None:
+def _picture(ylabel: str, height: float, panels: Sequence[Panel]) -> str | None:
     """An SVG file with the panels side by side and a common legend; None if there is no panel."""
     if not panels:
         return None
-    columns = columns or len(panels)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
-        for ax, draw in zip_longest(axes, panels):
-            if draw is None:
-                ax.set_visible(False)
-            else:
-                draw(ax)
+        for ax, draw in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+            draw(ax)
         figure.axes[0].set_ylabel(ylabel)
         entries = (entry for ax in figure.axes for entry in zip(*ax.get_legend_handles_labels(), strict=True))
         handles = {label: handle for handle, label in entries}
         most = max(1, min(6, _LEGEND_WIDTH // (max(map(len, handles)) + 6)))
         figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=most)
-        return svg_of(figure)
-
-
-def svg_of(figure: Figure) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        out, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     svg = out.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "currentColor")
-
-
-def standalone(svg: str) -> str:
-    """The picture as a file of its own, with text for light and dark pages."""
-    dark = "@media (prefers-color-scheme: dark) { svg { color: #e8eaed } }"
-    return svg.replace("<defs>", f"<style>svg {{ color: #1c1f23 }} {dark}</style><defs>", 1)
-
-
-def _ticks(ax: Axes, values: Iterable[float], text: Callable[[Any], str], rotation: int = 0) -> None:
-    low, high = ax.get_xlim()
-    shown = [value for value in values if low <= value <= high]
-    ax.set_xticks(shown, list(map(text, shown)), rotation=rotation)
-    ax.minorticks_off()
 
 
 def time_against_size(rows: Sequence[Row]) -> str | None:
@@ -117,36 +88,21 @@ def time_against_size(rows: Sequence[Row]) -> str | None:
             line = [row for row in kinds[kind] if row.contender == contender]
             line.sort(key=lambda row: row.detail["tensor_bytes"])
             x = [row.detail["tensor_bytes"] for row in line]
-            low, middle, high = (
+            lower, middle, upper = (
                 [of(row) * UNITS[row.unit] * 1e6 for row in line]
                 for of in (lambda row: row.quartiles[0], lambda row: row.median, lambda row: row.quartiles[1])
             )
             ax.plot(x, middle, linestyle="--" if contender == "copy" else "-", **_look(contender))
-            ax.fill_between(x, low, high, color=_look(contender)["color"], alpha=0.18, linewidth=0)
+            ax.fill_between(x, lower, upper, color=_look(contender)["color"], alpha=0.18, linewidth=0)
         detail = kinds[kind][0].detail
         ax.set(xscale="log", yscale="log", title=f"{kind}: {detail['source']} → {detail['target']}")
         ax.set_xlabel("bytes of the whole tensor")
-        _ticks(ax, [2**k for k in range(0, 60, 2)], format_bytes, 45)
+        low, high = ax.get_xlim()
+        ticks = [2**k for k in range(0, 60, 2) if low <= 2**k <= high]
+        ax.set_xticks(ticks, list(map(format_bytes, ticks)), rotation=45)
+        ax.minorticks_off()
 
     return _picture("µs a call, slowest rank", 3.9, [partial(panel, kind) for kind in kinds])
-
-
-def bytes_by_bound(rows: Sequence[Row]) -> str | None:
-    """Bytes that the rank receives that receives most, by the bound: the share of the pairs of layouts at or below. A
-    plan at 1 moves what has to move, and no more."""
-    counted = [row for row in rows if row.unit == "×"]
-
-    def panel(case: str, ax: Axes) -> None:
-        for row in counted:
-            if row.case == case:
-                style = "--" if colour_name(row.contender) == "other2" else "-"
-                ax.ecdf(row.samples, **{**_look(row.contender), "marker": "", "linewidth": 2, "linestyle": style})
-        ax.set(xscale="log", title=case, xlabel="bytes received ÷ bound, of the rank with most")
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
-        _ticks(ax, (1, 1.5, 2, 3, 5, 10, 20, 50), "{:g}".format)
-
-    cases = dict.fromkeys(row.case for row in counted)
-    return _picture("pairs of layouts at most that", 3.6, [partial(panel, case) for case in cases])
 
 
 def beside_copies(rows: Sequence[Row]) -> str | None:
@@ -169,26 +125,3 @@ def beside_copies(rows: Sequence[Row]) -> str | None:
         ax.set_xlabel("GB/s, bytes read and written")
 
     return _picture("", 1.3 + 0.34 * len(cases), [panel] * bool(cases))
-
-
-def cost_against_ranks(rows: Sequence[Projected]) -> str | None:
-    """For each workload all redistributions of one step together, over the number of ranks. Both axes are logarithmic.
-    Where one line hides another, they differ by less than its width."""
-    sums = totals(rows)
-    workloads = list(dict.fromkeys(workload for workload, _, _ in sums))
-    topologies = list(dict.fromkeys(topology for _, topology, _ in sums))
-
-    def panel(workload: str, ax: Axes) -> None:
-        for topology, style in zip(topologies, ("-", "--", ":", "-."), strict=False):
-            x = sorted(n for w, t, n in sums if (w, t) == (workload, topology))
-            for place, side in ((1, "stock"), (0, "ours")):
-                look = {**_look(side), "label": f"{side}, {topology}", "linestyle": style}
-                ax.plot(x, [sums[workload, topology, n][place] for n in x], **look)
-        ax.set(xscale="log", yscale="log", title=workload, xlabel="ranks")
-        _ticks(ax, (2, 8, 64, 512, 4096, 32768, 131072), "{:,}".format, 30)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        ax.yaxis.set_major_formatter("{x:,.10g}")
-
-    columns = min(3, math.ceil(math.sqrt(len(workloads)))) if len(workloads) > 3 else len(workloads)
-    height = 1.0 + 3.1 * math.ceil(len(workloads) / max(columns, 1))
-    return _picture("ms of a step, projected", height, [partial(panel, name) for name in workloads], columns)

@@ -5,8 +5,7 @@ Of every row that both files have, the ratio B ÷ A of the medians gets an inter
 the drift of the machine: for each case the largest of 1, the ninth decile of all their ratios, and their ratios on this
 case, which was timed in turns with ours. A row of ours is slower if its whole interval and its best round are above
 (1 + threshold) × drift, because other programs rarely disturb all rounds (samples of the same requests are no rounds:
-there the interval decides); it is faster if A is slower than B. Of counts ("×") the means are compared, and any rise is
-a regression.
+there the interval decides); it is faster if A is slower than B.
 
 A wrong result in B fails as a regression does, and so does a row of ours that B lacks although it measured the suite.
 """
@@ -30,7 +29,6 @@ THRESHOLD = 0.10
 _RESAMPLED = 4000
 _TAIL = 0.025  # on either side of the interval
 _SEED = 20
-_ROUNDING = 1e-9
 _MIN_OTHERS = 3  # rows of others: fewer say nothing about a machine
 
 
@@ -74,7 +72,7 @@ def compare(before: Results, after: Results, threshold: float = THRESHOLD, subse
     subset = subset or after.match not in ("", before.match)
     old = {(row.key, row.unit): row for row in before.rows}
     pairs = [(a, b, *interval(a, b)) for b in after.rows if (a := old.get((b.key, b.unit)))]
-    others = [(b.case, ratio) for _, b, ratio, _, _ in pairs if not b.is_ours and b.unit != "×"]
+    others = [(b.case, ratio) for _, b, ratio, _, _ in pairs if not b.is_ours]
     inverse = [(case, _inverse(ratio)) for case, ratio in others]
     rows = []
     for a, b, ratio, low, high in pairs:
@@ -100,11 +98,8 @@ def compare(before: Results, after: Results, threshold: float = THRESHOLD, subse
 
 
 def interval(a: Row, b: Row) -> tuple[float, float, float]:
-    """The ratio b ÷ a and its interval: of medians; of paired samples the median of ratios; of counts the means."""
+    """The ratio b ÷ a and its interval: of medians; of paired samples the median of ratios."""
     x, y = np.asarray(a.samples, float), np.asarray(b.samples, float)
-    if b.unit == "×":
-        ratio = float(_quotients(np.mean(y), np.mean(x)))
-        return ratio, ratio, ratio
     generator = np.random.default_rng(_SEED)
 
     def medians(samples: np.ndarray) -> np.ndarray:
@@ -140,8 +135,6 @@ def _drift(others: Sequence[tuple[str, float]], case: str | None = None) -> floa
 
 def _is_slower(a: Row, b: Row, low: float, allowed: float) -> bool:
     """Whether `b` took more than `allowed` times what `a` took, in its whole interval and in its best round."""
-    if b.unit == "×":
-        return low > 1 + _ROUNDING
     return low > allowed and (_are_paired(a, b) or min(b.samples) > allowed * min(a.samples))
 
 
@@ -174,7 +167,7 @@ def show(comparison: Comparison) -> int:
         f"\nRatios are B ÷ A, with the interval of 95 of 100 resamplings. Others' rows: the machine was "
         f"{c.drift:.2f} times as slow (ninth decile).\n"
         f"Regressed: the whole interval, and the best round, above {(1 + c.threshold) * c.drift:.2f}, and "
-        f"above {1 + c.threshold:.2f} times what others took more on that case. Of counts: above 1."
+        f"above {1 + c.threshold:.2f} times what others took more on that case."
     )
     lines = [*c.notes, *c.failures]
     lines += [f"REGRESSED: {o.row.name}: {o.ratio:.2f} ({o.low:.2f} to {o.high:.2f})" for o in c.regressions]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ..planning.projection_report import read_projection
 from .markdown import DRY, UNIT, WRONG, absent_lines, machine_lines, remarks, table_cells
 from .result_file import Results, Row, read
 from .writable import check_writable
@@ -32,11 +31,11 @@ _ABOUT = {
     "few operations a byte.",
     "dispatch": "Tokens to their experts and back, with experts that do nothing.",
     "host": "The host time of a cached call, without peers and without data.",
-    "plan": "Planning, of requests that are not cached; and bytes that plans move, counted.",
+    "plan": "Planning, of requests that are not cached.",
 }
 
 
-def run(paths: Sequence[Path], out: Path, projection: Path | None) -> int:
+def run(paths: Sequence[Path], out: Path) -> int:
     """Write the page.
 
     Raises:
@@ -46,19 +45,17 @@ def run(paths: Sequence[Path], out: Path, projection: Path | None) -> int:
         raise ArgumentError("report: matplotlib is not installed; allowed: pip install 'shardweave[report]'")
     check_writable("--out", out)
     results = [read(path, "RESULTS") for path in paths]
-    projected = None if projection is None else read_projection(projection, "--projection")
-    out.write_text(page(results, projected), encoding="utf-8")
+    out.write_text(page(results), encoding="utf-8")
     print(f"written: {out}")
     return 0
 
 
-def page(results: Sequence[Results], projected: dict[str, Any] | None = None) -> str:
+def page(results: Sequence[Results]) -> str:
     from . import charts
 
     chart_of = {
         "redistribute": charts.time_against_size,
         "kernels": charts.beside_copies,
-        "plan": charts.bytes_by_bound,
     }
     body = [
         "<h1>shardweave, measured</h1>",
@@ -81,11 +78,6 @@ def page(results: Sequence[Results], projected: dict[str, Any] | None = None) ->
             body += [*_figure(chart_of.get(suite), rows), *_table(rows)]
         if one.absent:
             body.append(f"<details><summary>Not measured</summary>{_list(absent_lines(one))}</details>")
-    if projected is not None:
-        body += ["<h2>At scale, projected</h2>", f"<p><code>{escape(str(projected['command']))}</code></p>"]
-        body.append(_p("Not measured: the planner's cost model, of stock's plans and of ours."))
-        no_rows = ["<p>None of its rows has both sides.</p>"]
-        body += _figure(charts.cost_against_ranks, projected["rows"]) or no_rows
     # Every picture has the same ids, which have to differ within a page.
     body = [re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>p{number}-", part) for number, part in enumerate(body)]
     return (

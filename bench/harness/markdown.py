@@ -23,8 +23,7 @@ def as_markdown(results: Results) -> str:
     for suite, group in groupby(results.rows, key=lambda row: row.suite):
         rows = list(group)
         heads, body = table_cells(rows)
-        lines += ["", f"## {suite}", "", *table(heads, [cells for _, cells in body]), ""]
-        lines += [f"Times {UNIT}.", ""] if any(row.unit != "×" for row in rows) else []
+        lines += ["", f"## {suite}", "", *table(heads, [cells for _, cells in body]), "", f"Times {UNIT}.", ""]
         lines += [f"- {line}" for line in remarks(rows)]
     if results.absent:
         lines += ["", "Not measured:", "", *(f"- {line}" for line in absent_lines(results))]

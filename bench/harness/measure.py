@@ -18,6 +18,9 @@ from shardweave.bench.harness.result_file import Missing, Results, Row
 Put = Callable[[str, Row | Missing], None]  # with "rows", "absent" or "faults"
 
 
+INSTALL = {"torchao": "pip install torchao==0.18.0", "torchtitan": "pip install torchtitan==0.3.0"}
+
+
 class Sink:
     """Receives the results of a suite."""
 
@@ -38,6 +41,13 @@ class Sink:
     def fault(self, case: str, contender: str, why: str) -> None:
         """Record a wrong result, which is not timed."""
         self._put("faults", Missing(self.suite, case, contender, why))
+
+
+def why_absent(contender: str, error: Exception) -> str:
+    """The reason why a contender could not be made; for a library that is not installed, how to install it."""
+    if isinstance(error, ImportError) and contender in INSTALL:
+        return f"not installed ({error}); to measure it too: {INSTALL[contender]}"
+    return (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
 
 
 def suite(name: str) -> ModuleType:

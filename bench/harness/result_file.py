@@ -7,19 +7,18 @@ is better in every unit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ...errors import ArgumentError
 
-# Of a sample in pytest-benchmark's seconds; what is counted ("×") stands there as it is.
-UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "×": 1.0}
-T = TypeVar("T")
+# Of a sample in pytest-benchmark's seconds.
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _HEAD = ("datetime", "command", "scale", "match", "machine_info", "absent", "faults")
 
 
@@ -29,7 +28,7 @@ class Row:
 
     Attributes:
         contender: "ours", "ours, …" for a variant of it, or another library measured in the same run.
-        unit: of the samples, one of `UNITS`; "×" is a ratio, of something counted.
+        unit: of the samples, one of `UNITS`.
         samples: one or more, of which `median` and `quartiles` are.
         bytes: by formula, what the rank moves that moves most; `detail["bytes are"]` says which. None: not known.
         bound_bytes: the least that it has to be. None: no bound is known.
@@ -161,25 +160,14 @@ def read(path: Path, argument: str) -> Results:
     Raises:
         ArgumentError: the file is missing, cut short or something else; the text names `argument`.
     """
-
-    def parse(content: Any) -> Results:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
         date, command, scale, match, machine, absent, faults = (content[name] for name in _HEAD)
         rows = [Row.of(one) for one in content["benchmarks"]]
         absent, faults = ([Missing(**one) for one in some] for some in (absent, faults))
         if len({row.key for row in rows}) < len(rows) or not (rows or absent or faults):
             raise ValueError("no rows, or one of them twice")
         return Results(date, command, scale, machine, rows, absent, faults, match)
-
-    return load(path, argument, "what `python -m shardweave bench --json` writes", parse)
-
-
-def load(path: Path, argument: str, allowed: str, parse: Callable[[Any], T]) -> T:
-    """Parse the content of a JSON file.
-
-    Raises:
-        ArgumentError: the file cannot be read, or `parse` fails.
-    """
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        allowed = "what `python -m shardweave bench --json` writes"
         raise ArgumentError(f"{argument}: {str(path)!r} cannot be read: {error!r}; allowed: {allowed}") from None

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardweave.bench.baselines.libraries import why_absent
 from shardweave.bench.baselines.token_layers import (
     EXPERTS,
     TOP_K,
@@ -29,7 +28,7 @@ from shardweave.bench.baselines.token_layers import (
     torchtitan_layer,
 )
 from shardweave.bench.harness.interleaved import Rotation, copies, rotating, time_sides
-from shardweave.bench.harness.measure import Sink
+from shardweave.bench.harness.measure import Sink, why_absent
 from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.bench.suites.rank_rows import put, result
 

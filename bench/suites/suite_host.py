@@ -1,45 +1,126 @@
-"""What a cached call of a redistribution costs the host, without peers and without anything to move
-(`bench/suites/host_cost.py`).
+"""The host time of a cached `DTensor.redistribute` of a small tensor: stock on a process group that moves nothing,
+shardweave on a transport that moves nothing.
 
-Through `DTensor.redistribute`: stock on a fake process group, shardweave on a transport that moves nothing. And the
-loop inside it, as ranks on GPUs run it: through windows without launches, by messages without launches and sending;
-beside stock's. Rows have no bytes, since tensors are small.
+torch's fake process group returns at once and sums nothing; the null transport has no peers, and nothing is written to
+them or summed for them. What is left is the host's work: specs, dispatch, lookup of plans, buffers, and the copies that
+stay on the rank. Rows have no bytes, since tensors are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+import shardweave
 from shardweave.bench.harness.measure import Sink
+from shardweave.runtime.dtensor import drop_in
+from shardweave.runtime.executor import call as call_module
+from shardweave.runtime.executor import copies
+from shardweave.runtime.executor.step_put import PutStep
+from shardweave.runtime.transports.rendezvous import Rendezvous
+from shardweave.runtime.transports.requests import Barrier
 
 SUITE = "host"
+RANKS, TIMEOUT = 4, 10.0
 ROUNDS = {"full": 15, "quick": 7, "dry": 1}
 CALLS = {"full": 400, "quick": 200, "dry": 3}
-THROUGH = {"ours": "ours", "stock": "stock"}
-INSIDE = {
-    "ours, windows": "windows",
-    "ours, windows, launched": "launched",
-    "ours, messages": "messages",
-    "stock": "inner_stock",
+KINDS: dict[str, tuple[tuple[int, ...], Placement, Placement]] = {
+    "R → S0": ((64, 64), Replicate(), Shard(0)),
+    "S0 → R": ((64, 64), Shard(0), Replicate()),
+    "S0 → S1": ((64, 64), Shard(0), Shard(1)),
+    "P → S0": ((64, 64), Partial(), Shard(0)),
+    "P → R": ((64, 64), Partial(), Replicate()),
+    "S0 → R, uneven": ((63, 61), Shard(0), Replicate()),
+    "P → S1, uneven": ((63, 61), Partial(), Shard(1)),
+    "nothing to do": ((64, 64), Shard(0), Shard(0)),
 }
-"""Contenders, and what `host_cost.Sampled` calls them."""
 
 
-def kinds(scale: str) -> list[str]:
-    from shardweave.bench.suites.host_cost import KINDS
+class Alone(Rendezvous):
+    """The rendezvous of a rank that takes all others to be there."""
 
-    names = [name for name, *_ in KINDS]
-    return {"full": names, "quick": names[1:6], "dry": names[:2]}[scale]
+    def __init__(self) -> None:
+        super().__init__(dist.HashStore(), 0, TIMEOUT, lambda rank: False)
+
+    def _new_session(self, ranks: tuple[int, ...]) -> str:
+        return ""
 
 
-def inside(kind: str) -> str:
-    return f"the loop inside, {kind}"
+class NullTransport:
+    """Hands out memory that recycles, as a pool does whose tensors die soon, and has no peers."""
+
+    one_sided = recycles = True
+    windows = None
+    name, backend, error, busy, pending, rank = "null", "", None, False, None, 0
+
+    def __init__(self) -> None:
+        self.rendezvous = Alone()
+        self._kept: dict[Any, list[torch.Tensor]] = {}
+        self._bytes: dict[int, torch.Tensor] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        kept = self._kept.setdefault((tuple(shape), dtype), [])
+        if len(kept) < 2:
+            kept.append(torch.empty(tuple(shape), dtype=dtype, device=device))
+            self._bytes[kept[-1].data_ptr()] = kept[-1].view(-1).view(torch.uint8)
+        kept.reverse()
+        return kept[0].detach()
+
+    def address(self, buffer: torch.Tensor) -> int:
+        return buffer.data_ptr()
+
+    def open(self, address: int, nbytes: int) -> torch.Tensor:
+        return self._bytes[address]
+
+    def receive_buffers(self, ranks: tuple[int, ...]) -> None:
+        return None
+
+    def answer(self, request: Barrier) -> list[int | None]:
+        if request.during_wait is not None:
+            request.during_wait()
+        return [None] * len(request.peers)
+
+
+def alone_among(transports: Mapping[str | None, Any]) -> None:
+    """Make this process rank 0 of torch's fake process group, and its programs find these transports, by the name that
+    is requested; for good."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    found = mock.Mock(choose=lambda ranks, device, requested: (transports[requested], "the only one"))
+    call_module.current_transports = lambda: found
+    for module in (call_module, drop_in):
+        module.why_not_backend = lambda *arguments: None  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+
+
+def source_of(kind: str, device: str) -> DTensor:
+    shape, source, _ = KINDS[kind]
+    whole = torch.ones(shape, device=device)
+    local = whole.chunk(RANKS, source.dim)[0].clone() if isinstance(source, Shard) else whole
+    mesh = init_device_mesh(device, (RANKS,))
+    return DTensor.from_local(local, mesh, [source], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+
+
+def microseconds(call: Callable[[], object], calls: int) -> float:
+    began = perf_counter()
+    for _ in range(calls):
+        call()
+    return (perf_counter() - began) / calls * 1e6
 
 
 def cases(scale: str) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(kinds(scale), (*THROUGH,)) | dict.fromkeys(map(inside, kinds(scale)), (*INSIDE,))
+    names = {"full": [*KINDS], "quick": [*KINDS][1:6], "dry": [*KINDS][:2]}[scale]
+    return dict.fromkeys(names, ("ours", "stock"))
 
 
 def test_host(record: Callable[[], None]) -> None:
@@ -47,17 +128,27 @@ def test_host(record: Callable[[], None]) -> None:
 
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
-    from shardweave.bench.suites import host_cost
+    alone_among({None: NullTransport()})
+    push, detail = PutStep.push, {"ranks": RANKS, "calls": CALLS[scale]}
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    host_cost.prepare(device)
-    detail = {"ranks": host_cost.RANKS, "calls": CALLS[scale], "device": device}
-    selected = [kind for kind in kinds("full") if {kind, inside(kind)} & set(names)]
-    for kind, times, *_ in host_cost.sample(device, ROUNDS[scale], CALLS[scale], selected):
+    def push_to_itself(step: PutStep, x: torch.Tensor, done: Any, address: Any, nbytes: int) -> None:
+        if address is not None:
+            push(step, x, done, address, nbytes)
+
+    for kind in names:
         sink.begin(kind)
-        for case, contenders in ((kind, THROUGH), (inside(kind), INSIDE)):
-            for contender, side in contenders.items() if case in names else ():
-                if side in times:
-                    sink.row(case, contender, "µs", times[side], detail=detail)
-                else:
-                    sink.absent(case, contender, "no GPU is here to launch on")
+        call = partial(source_of(kind, "cpu").redistribute, placements=[KINDS[kind][2]])
+        times: dict[str, list[float]] = {"ours": [], "stock": []}
+        with (
+            mock.patch.object(PutStep, "push", push_to_itself),
+            mock.patch.object(copies.Reduction, "__call__", lambda *_: None),
+        ):
+            for number in range(ROUNDS[scale] + 1):  # the first round, in which calls are planned, does not count
+                for side in times:
+                    with shardweave.installed() if side == "ours" else nullcontext():
+                        took = microseconds(call, CALLS[scale])
+                    times[side] += [took] * (number > 0)
+        for side, samples in times.items():
+            sink.row(kind, side, "µs", samples, detail=detail)
+    if delegated := shardweave.stats().delegations:
+        raise AssertionError(f"left to torch: {delegated}")

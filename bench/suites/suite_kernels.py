@@ -28,10 +28,6 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def here() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
-
-
 def box_cases(scale: str, device: torch.device) -> list[Case]:
     if scale == "dry":
         return cases_of_boxes(device, 1 << 13, 64)
@@ -74,7 +70,8 @@ def test_kernels(record: Callable[[], None]) -> None:
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
     torch.set_num_threads(1)  # as ranks on CPUs have, which share the cores
-    dry, device = scale == "dry", here()
+    dry = scale == "dry"
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
     measuring = Measuring(sink, device, has_gpu(), ROUNDS[scale], _LEAST_SECONDS[scale], dry)
     for case in box_cases(scale, device):
         if case.name in names:

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 
 import shardweave
 from shardweave.bench.baselines.packed_all_to_all import PackedAllToAll
-from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, held, mesh_for, respell
+from shardweave.bench.baselines.stock_dtensor import Case, Unsuitable, digest, held, mesh_for
 from shardweave.bench.baselines.stock_plans import Stock, count_stock
 from shardweave.bench.harness.interleaved import KEPT, Rotation, copies, in_order, rotated, rotating, time_sides
-from shardweave.bench.harness.machine import available_memory
 from shardweave.bench.harness.measure import Sink
 from shardweave.bench.harness.ranks import Send, run_ranks
 from shardweave.bench.suites.rank_rows import put, result
@@ -93,34 +92,11 @@ def test_redistribute(record: Callable[[], None]) -> None:
 
 
 def measure(names: Sequence[str], scale: str, sink: Sink) -> None:
-    contenders = cases(scale)
-    wanted = []
-    for one in workloads(scale):
-        if one.name in names:
-            needed, free = memory_of(one, len(contenders[one.name])), available_memory()
-            if needed < free:
-                wanted.append(one)
-                continue
-            for contender in contenders[one.name]:
-                sink.absent(one.name, contender, f"{needed >> 20} MiB of memory are needed, and {free >> 20} are free")
+    wanted = [one for one in workloads(scale) if one.name in names]
     changing = [one for one in new_lengths(scale) if one.name in names]
-    config = {"workloads": wanted, "new_lengths": changing, "scale": scale, "contenders": contenders}
+    config = {"workloads": wanted, "new_lengths": changing, "scale": scale, "contenders": cases(scale)}
     # Stock's faults are no reason not to time it: they are noted.
     run_ranks(rank_main, RANKS, config, lambda case, by_rank: put(sink, by_rank, case, timed_if_wrong=["stock"]))
-
-
-def memory_of(one: Workload, contenders: int) -> int:
-    """About the bytes that all ranks hold at once for a case: sources that rotate, buffers of the bare copy, outputs
-    that each contender keeps, and the tensors that results are checked with."""
-    sizes = (RANKS,) if len(one.mesh) == 1 else mesh_for(RANKS)
-    item = getattr(torch, one.dtype).itemsize
-    local, out = (
-        item * math.prod(part.stop - part.start for part in held(text, sizes, [0] * len(sizes), one.shape))
-        for text in (respell(text, one.mesh, sizes) for text in (one.source, one.target))
-    )
-    rotating = (Rotation.of(size, RANKS).sets * size for size in (local, out))
-    checked = one.numel * (item + 8 * one.partial) + 2 * out
-    return RANKS * (sum(rotating) + contenders * (KEPT + 1) * out + checked)
 
 
 def rank_main(rank: int, size: int, config: dict[str, Any], send: Send) -> None:

@@ -15,7 +15,6 @@ import logging
 import math
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +24,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardweave
 
 from ...errors import ArgumentError
 from ...runtime.tracing.trace_file import Trace
-from . import deepseek, solver_program, transformer
-from .deepseek import BalancedExperts, DeepSeekSizes
+from . import solver_program, transformer
 from .solver_program import SolverSizes
 from .transformer import Sizes, Transformer
 
@@ -69,30 +66,11 @@ def step(model: Transformer, length: int) -> None:
 def llama(mesh: DeviceMesh, sizes: Sizes, length: int) -> None:
     """FSDP2 with replicas, tensor and sequence parallelism."""
     with torch.device("meta"):
-        model = transformer.llama(sizes)
+        model = Transformer(sizes)
     transformer.share(model, mesh["replicas", "dp"], mesh["tp"], POLICY)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step(model, length)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def deep_seek(mesh: DeviceMesh, sizes: DeepSeekSizes, length: int) -> None:
-    """FSDP2 with replicas, expert, tensor and sequence parallelism; then the full weights of the last experts, as in a
-    checkpoint for one process."""
-    with torch.device("meta"):
-        model = deepseek.deep_seek(sizes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of slicing a flattened dim
-        mesh["fsdp", "ep"]._flatten("dp")
-        data = mesh["replicas", "dp"]
-    deepseek.share(model, data, mesh["replicas", "fsdp"], mesh["ep", "tp"], mesh["tp"], POLICY)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        step(model, length)
-        (*_, last) = (part for part in model.modules() if isinstance(part, BalancedExperts))
-        with torch.no_grad():
-            for parameter in last.parameters():
-                assert isinstance(parameter, DTensor)
-                parameter.full_tensor()
 
 
 def solver(mesh: DeviceMesh, sizes: SolverSizes) -> None:
@@ -110,11 +88,6 @@ WORKLOADS = {
         "Llama-3-70B, FSDP × TP × SP, a sequence of 8192 a rank",
         lambda mesh: llama(mesh, LLAMA_3_70B, 8192),
         {"replicas": 2, "dp": 16, "tp": 8},
-    ),
-    "deepseek_v3": Workload(
-        "DeepSeek-V3 style, FSDP × EP × TP × SP, a sequence of 4096 a rank",
-        lambda mesh: deep_seek(mesh, DeepSeekSizes(), 4096),
-        {"replicas": 2, "fsdp": 2, "ep": 32, "tp": 2},
     ),
     "solver": Workload(
         "layers as a sharding solver places them, in canonical and in FSDP2's order",

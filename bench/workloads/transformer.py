@@ -3,7 +3,6 @@ parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,14 +74,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, which also takes rotary angles, and a feed-forward, each between a norm and a residual sum."""
+    """Attention and a feed-forward, each between a norm and a residual sum."""
 
-    def __init__(self, width: int, attention: nn.Module, feed_forward: nn.Module) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width)
-        self.attention = attention
-        self.feed_forward_norm = nn.RMSNorm(width)
-        self.feed_forward = feed_forward
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.attention = Attention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.width)
+        self.feed_forward: nn.Module = FeedForward(sizes.width, sizes.hidden)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
@@ -90,47 +89,24 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The mean cross-entropy, a scalar, of the tokens [B, T] that follow `tokens` [B, T].
+    """The mean cross-entropy, a scalar, of the tokens [B, T] that follow `tokens` [B, T]."""
 
-    `blocks` are drawn after the embedding is made, so that a seed gives the same weights whatever they are; `rotary` is
-    what is rotated of a head.
-    """
-
-    def __init__(self, vocabulary: int, width: int, blocks: Iterator[Block], rotary: int, rope_base: float) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.width, self.rotary, self.rope_base = width, rotary, rope_base
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.blocks))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        angles = angles_of(tokens.shape[1], self.rotary, self.rope_base)
+        sizes = self.sizes
+        angles = angles_of(tokens.shape[1], sizes.width // sizes.heads, sizes.rope_base)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
         logits = self.output(self.norm(x))  # [B, T, vocabulary], whole on every rank along tp
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
-
-
-def llama(sizes: Sizes) -> Transformer:
-    blocks = (Block(sizes.width, Attention(sizes), FeedForward(sizes.width, sizes.hidden)) for _ in range(sizes.blocks))
-    return Transformer(sizes.vocabulary, sizes.width, blocks, sizes.width // sizes.heads, sizes.rope_base)
-
-
-OUTSIDE: dict[str, ParallelStyle] = {
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
-"""Placements along tensor parallelism of the parts around the blocks."""
-FEED_FORWARD: dict[str, ParallelStyle] = {
-    "feed_forward_norm": SequenceParallel(),
-    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "feed_forward.w1": ColwiseParallel(),
-    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-    "feed_forward.w3": ColwiseParallel(),
-}
 
 
 def angles_of(length: int, head: int, base: float) -> torch.Tensor:
@@ -148,7 +124,7 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def build(sizes: Sizes, mesh: DeviceMesh, seed: int) -> Transformer:
     """The model of a seed, on `mesh["dp"]` and `mesh["tp"]`; a collective."""
     torch.manual_seed(seed)
-    model = llama(sizes)
+    model = Transformer(sizes)
     share(model, mesh["dp"], mesh["tp"])
     return model
 
@@ -160,7 +136,12 @@ def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: Mixe
     along `data` every parameter is, by FSDP2 (of a mesh of two dims replicas are, along the first).
     """
     policy = policy or MixedPrecisionPolicy()
-    parallelize_module(model, tensor, OUTSIDE)
+    outside: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, tensor, outside)
     whole_sequence = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
     styles: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
@@ -169,7 +150,11 @@ def share(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, policy: Mixe
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        **FEED_FORWARD,
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
     }
     for block in model.blocks:
         parallelize_module(block, tensor, styles)

@@ -10,12 +10,10 @@ from .parsing import interruptible, need_rich
 PROGRAMS = (
     "codegen.aot",
     "gpu.targets",
-    "suites.host_cost",
     "suites.moe",
     "planning.plans",
     "planning.projection",
     "workloads.record_workloads",
-    "suites.token_zeroing",
     "baselines.torch_tests",
     "suites.training",
 )

@@ -11,15 +11,9 @@ HELP = "make one HTML page with charts from result files of bench"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="files written by bench --json")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    parser.add_argument(
-        "--projection",
-        type=Path,
-        metavar="FILE",
-        help="a file written by python -m shardweave.bench.planning.projection",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ...bench.harness import html_report
 
-    return html_report.run(arguments.results, arguments.out, arguments.projection)
+    return html_report.run(arguments.results, arguments.out)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardweave.bench.planning import plan_times
-from shardweave.bench.planning.plans import EVEN, byte_table, measure, price_table, wasteful_table
+from shardweave.bench.planning.plans import EVEN, byte_table, measure
+from shardweave.bench.suites import suite_plan
 
 pytestmark = pytest.mark.plan
 
@@ -22,27 +22,8 @@ def test_byte_table_has_a_row_for_each_planner() -> None:
     assert all(row[1] == "66" and row[-1] == "0 of 18" for row in rows)
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_no_plan_of_torch_is_cheaper(partial: bool) -> None:
-    rows = cells(price_table([pair for shape in EVEN[:2] for pair in measure((2, 2), shape, partial)]))
-    assert len(rows) == 2 * 3 and all(row[-1] == "0" for row in rows), rows
-
-
-def test_wasteful_table() -> None:
-    assert [row[2:] for row in cells(wasteful_table())] == [
-        ["96", "96", "16 in 1", "16"],
-        ["176", "44", "16 in 1", "16"],
-        ["192", "60", "16 in 1", "16"],
-        ["224", "42", "16 in 1", "16"],
-        ["240", "108", "64 in 1", "64"],
-        ["-", "-", "16 in 1", "16"],
-        ["384", "108", "64 in 1", "-"],
-        ["768", "480", "480 in 2", "-"],
-    ]
-
-
 def test_timed_requests_cover_all_kinds() -> None:
-    pairs = plan_times.requests(200)
-    assert pairs == plan_times.requests(200) and {shape for shape, _, _ in pairs} == set(plan_times.SHAPES)
+    pairs = suite_plan.requests(200)
+    assert pairs == suite_plan.requests(200) and {shape for shape, _, _ in pairs} == set(suite_plan.SHAPES)
     for sign in ("P", "@", "R", "S3"):
         assert any(sign in source for _, source, _ in pairs) and any(sign in target for _, _, target in pairs)

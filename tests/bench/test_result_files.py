@@ -21,7 +21,7 @@ ABOUT = {"cpu": "AMD EPYC", "cores": 2, "gpus": [], "memory_gib": 24.0, "torch":
 ROWS = [
     Row("redistribute", "a | b", "ours", "µs", (1.0, 2.5, 4.0), 100, 100, 0.5, detail={"rotation": {"cold": True}}),
     Row("redistribute", "a | b", "stock", "µs", (10.0, 30.0, 20.0), 300, 100, 0.05, note="its result is wrong: x"),
-    Row("plan", "bytes ÷ bound", "ours", "×", (1.0,), paired=True),
+    Row("plan", "cold plan", "ours", "ms", (1.0,), paired=True),
 ]
 ABSENT = [Missing("kernels", "a", "torchao", "none")]
 FAULTS = [Missing("redistribute", "a | b", "ours, windows", "3 elements\ndiffer"), Missing("host", "", "", "status -9")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,12 @@ from shardweave.bench.harness import run
 from shardweave.bench.harness.interleaved import Rotation, in_order, rotating, slowest
 from shardweave.bench.harness.measure import Put, Sink, suite
 from shardweave.bench.harness.result_file import Missing, Results, read
-from shardweave.bench.suites import SUITES, suite_redistribute, token_zeroing
+from shardweave.bench.suites import SUITES
 from shardweave.bench.suites.rank_rows import put, result
-from shardweave.bench.suites.suite_redistribute import measure, memory_of, workloads
 
 ROOT = Path(__file__).parents[2]
 # Who need not be here.
-OPTIONAL = {"torchtitan", "torchao", "ours, windows, launched"}
+OPTIONAL = {"torchtitan", "torchao"}
 
 
 def collected(name: str, measure: Callable[[Sink], object]) -> Results:
@@ -55,8 +53,8 @@ def here(name: str, cases: list[str], scale: str = "dry") -> Results:
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "name",
-    # `test_pytest_benchmark_plays …` runs the first, `test_host_cost_times_every_kind` what the other consists of.
-    [pytest.param(s, marks=pytest.mark.long if s in ("redistribute", "host") else ()) for s in SUITES],
+    # `test_pytest_benchmark_plays …` runs the first.
+    [pytest.param(s, marks=pytest.mark.long if s == "redistribute" else ()) for s in SUITES],
 )
 def test_every_case_of_a_suite_is_measured(name: str) -> None:
     cases = suite(name).cases("dry")
@@ -69,51 +67,6 @@ def test_every_case_of_a_suite_is_measured(name: str) -> None:
         assert row.median >= 0 and row.suite == name
         if row.bytes and row.bound_bytes and row.is_ours:
             assert row.bytes >= row.bound_bytes
-
-
-@pytest.mark.gpu
-def test_kernels_are_measured_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
-    starts = (
-        "copy, 16-byte aligned, runs of 512 B",
-        "reduction, 8 contributors, bf16",
-        "transposition",
-        "count_pairs",
-    )
-    cases = {c: of for c, of in suite("kernels").cases("quick").items() if c.startswith(starts)}
-    results = here("kernels", list(cases), "quick")
-    assert not results.faults and not results.absent and len(cases) == 6
-    assert keys(results) == {(case, contender) for case, contenders in cases.items() for contender in contenders}
-    for row in results.rows:
-        assert row.contender in ("ours", "torch", "copy") and row.median > 0 and len(row.samples) > 1 and not row.note
-        assert row.detail["rotation"].get("cold", True), row.case
-        assert (row.share_of_ceiling is None) == row.case.startswith("count_pairs")
-
-
-_AS_ON_A_GPU = """
-import json, torch
-from shardweave.bench.harness.measure import Sink
-from shardweave.bench.suites import suite_kernels as s
-s.has_gpu, s.here = lambda: True, lambda: torch.device("cpu")
-cases, put = s.cases("dry"), []
-s.measure(list(cases), "dry", Sink("kernels", lambda kind, one: put.append([kind, one.case, one.contender])))
-print(json.dumps([put, [[case, one] for case, contenders in cases.items() for one in contenders]]))
-"""
-
-
-@pytest.mark.interp
-@pytest.mark.long
-def test_kernels_are_measured_as_on_a_gpu() -> None:
-    """Interpreted: what is timed is nothing, and all results are checked."""
-    done = run_python(
-        [sys.executable, "-c", _AS_ON_A_GPU], env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    put, expected = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(names for _, *names in put) == sorted(expected)
-    assert not [names for kind, *names in put if kind == "faults"]
-    assert {contender for kind, _, contender in put if kind == "absent"} <= {"torchtitan", "torchao"}
 
 
 @pytest.mark.multi
@@ -242,36 +195,6 @@ def test_results_of_a_killed_process_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.plan
-def test_host_cost_times_every_kind() -> None:
-    command = [sys.executable, "-m", "shardweave.bench.suites.host_cost", "--rounds", "1", "--calls", "20"]
-    shown = run_python(command, timeout=300)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.startswith(f"`python {' '.join(command[1:])}`, 2") and "commit" in shown.stdout
-    rows = [line.split("|")[1:-1] for line in shown.stdout.splitlines() if line.startswith("| ")]
-    beside, on_devices = rows[:9], rows[9:]
-    assert len(on_devices) == 9 and all(len(row) == 4 for row in beside) and all(len(row) == 7 for row in on_devices)
-    # Two of boxes, as much as one exchange takes, and three signals; nothing is launched where there is no GPU.
-    launches = {row[0].strip(): (row[2].strip(), int(row[5])) for row in on_devices[1:]}
-    assert launches["S0 → S1"] == ("2 + 3", 2) and launches["P → R"][0] == "4 + 6", launches
-    # torch copies what a rank keeps of its own.
-    assert launches["R → S0"] == ("0 + 0", 0) and launches["nothing to do"] == ("0 + 0", 0), launches
-
-
-@pytest.mark.long
-@pytest.mark.multi
-def test_token_zeroing_has_a_row_for_each_transport_and_capacity(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["token_zeroing", "--ranks", "2", "--tokens", "8", "--hidden", "16"])
-    token_zeroing.main()
-    shown = capfd.readouterr().out
-    number = r"[\d.]+ \([\d.]+ ms\)"
-    rows = re.findall(rf"^\| (\w+) \| (.+) \| {number} \| {number} \|$", shown, re.M)
-    sizes = ["1.25", "1.5", "2.0", "worst case (2.0)"]
-    assert rows == [(transport, size) for transport in ("shared_memory", "process_group") for size in sizes]
-
-
-@pytest.mark.plan
 def test_wrong_results_are_not_timed_except_those_of_stock() -> None:
     def rank(**changed: Any) -> dict[str, Any]:
         seconds = {"ours": [1e-5, 2e-5], "stock": [3e-5, 1e-5], "copy": [1e-6, 1e-6]}
@@ -290,17 +213,3 @@ def test_wrong_results_are_not_timed_except_those_of_stock() -> None:
     wrong = results(rank(), rank(faults={"ours": "3 differ", "stock": "4 differ"}))
     assert [str(fault) for fault in wrong.faults] == ["redistribute: case: ours: rank 1: 3 differ"]
     assert {row.contender: row.note for row in wrong.rows}["stock"] == "its result is wrong: rank 1: 4 differ"
-
-
-@pytest.mark.plan
-def test_cases_that_exceed_free_memory_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[str] = []
-    second, largest = sorted(workloads("full"), key=lambda one: memory_of(one, 5))[-2:]
-    monkeypatch.setattr(suite_redistribute, "available_memory", lambda: memory_of(largest, 5))
-    monkeypatch.setattr(
-        suite_redistribute, "run_ranks",
-        lambda main, ranks, config, together: begun.extend(one.name for one in config["workloads"]),
-    )  # fmt: skip
-    absent = collected("redistribute", lambda sink: measure([largest.name, second.name], "full", sink)).absent
-    assert begun == [second.name] and {one.case for one in absent} == {largest.name}
-    assert all("MiB of memory are needed" in one.why for one in absent)

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.bench.baselines.torch_tests import main, run
+from shardweave.bench.baselines.torch_tests import main
 
 pytestmark = pytest.mark.multi
 
 SMALL = """
-import subprocess
-import sys
 import unittest
 
 import torch
@@ -49,29 +47,12 @@ class Small(unittest.TestCase):
     def test_of_stock_alone(self):
         self.assertNotIn("shardweave", redistribute_local_tensor.__module__)
 
-    def test_without_dtensors_there_is_no_shardweave(self):
-        code = "import sys, torch; sys.exit('shardweave' in sys.modules)"
-        self.assertEqual(subprocess.run([sys.executable, "-c", code]).returncode, 0)
-
     def test_fails_on_both(self):
         self.fail("as it always does")
 
     @unittest.skip("for the table")
     def test_skipped(self):
         pass
-"""
-
-SLEEPY = """
-import time
-
-def test_a():
-    pass
-
-def test_b():
-    time.sleep(600)
-
-def test_c():
-    pass
 """
 
 
@@ -90,10 +71,10 @@ def test_both_columns(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = capfd.readouterr().out
     assert status == 1 and page.read_text() == out
     row = next(line for line in out.splitlines() if "test_small.py " in line)
-    # tests, passed installed and with stock, of the three that stock passes one is lost
-    assert [cell.strip() for cell in row.split("|")][2:6] == ["5", "2", "3", "1"]
+    # tests, passed installed and with stock, of the two that stock passes one is lost
+    assert [cell.strip() for cell in row.split("|")][2:6] == ["4", "1", "2", "1"]
     assert "lost: deeper/test_small.py::Small::test_of_stock_alone: failed" in out and out.count("lost: ") == 1
-    assert "| all | 5 | 2 | 3 | 1 |" in out
+    assert "| all | 4 | 1 | 2 | 1 |" in out
     assert "; commit " in out
     # Both ranks redistribute and gather, and nobody else does. The server that they start from may not have ended yet.
     assert "shardweave, in 3 processes" in out or "shardweave, in 4 processes" in out
@@ -104,17 +85,6 @@ def test_both_columns(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_run_without_calls_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), "-k", "skipped"]) == 1
     assert "nothing is proven" in capfd.readouterr().out
-
-
-@pytest.mark.long
-def test_timeout_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "test_sleepy.py"
-    file.write_text(SLEEPY)
-    column = run(file, tmp_path, installed=False, only=None, timeout=15)
-    assert column.timed_out and column.seconds < 60
-    assert column.passed == {"test_sleepy.py::test_a"}
-    assert column.how("test_sleepy.py::test_b") == "did not end in the time that the file has"
-    assert column.how("test_sleepy.py::test_c") == "did not run"
 
 
 def test_bad_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,121 @@
+"""`python -m shardweave.bench.gpu.host_work`: host time of cached redistributions as ranks on GPUs run them, as JSON.
+
+Of the loop inside `DTensor.redistribute`, from a local tensor and two specs to a local tensor, by rank 0 of four that
+are not there: through symmetric windows, with launches and without; by messages, without launches and sending; and by
+stock on torch's fake process group. Without a GPU it needs TRITON_INTERPRET=1, and no time means anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+from shardweave.bench.suites.suite_host import KINDS, RANKS, TIMEOUT, Alone, alone_among, microseconds, source_of
+from shardweave.kernels.channel import SLOT
+from shardweave.kernels.launch import PreparedLaunch
+from shardweave.kernels.signal import PreparedSignal
+from shardweave.runtime.dtensor.local import run_redistribution
+from shardweave.runtime.dtensor.redistribute_options import RedistributeOptions
+from shardweave.runtime.transports import process_group
+from shardweave.runtime.transports.process_group import ProcessGroupTransport
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
+
+SIDES = ("windows", "launched", "messages", "stock")
+
+
+class Mirror:
+    """Memory of rank 0 in which the others' lies as well: what it sends to a peer arrives in its own pad, as if from
+    that peer, so that signals are sent and awaited on one GPU, and none of them waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def make(self, nbytes: int) -> tuple[torch.Tensor, str]:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device), ""
+
+    def join(self, own: torch.Tensor, handles: Mapping[int, str], *rest: Any) -> dict[int, torch.Tensor]:
+        row = SLOT * 8
+        longer = torch.zeros(own.numel() + row * len(handles), dtype=torch.uint8, device=self.device)
+        # Rank 0 is everyone's first peer; the row of peer i in its pad is the one before the i-th.
+        return {rank: longer[row * max(i - 1, 0) :][: own.numel()] for i, rank in enumerate(handles)}
+
+
+class MirrorTransport(SymmetricMemoryTransport):
+    """Rank 0 through windows, among peers that are itself."""
+
+    def exchange_text(self, key: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
+        return dict.fromkeys(ranks, text)
+
+
+class _Done(dist.Work):
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+
+def measure(device: torch.device, rounds: int, calls: int) -> list[dict[str, Any]]:
+    """The median microseconds of a call, by side, for each of `KINDS`."""
+    alone_among(
+        {
+            "symmetric_memory": MirrorTransport(0, RANKS, TIMEOUT, Mirror(device), Alone()),
+            "process_group": ProcessGroupTransport(0, RANKS, TIMEOUT, "nccl", Alone()),
+        }
+    )
+    found, done = [], _Done()
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", lambda operations: [done] * len(operations)),
+        mock.patch.object(process_group, "_started", lambda request, group: done),
+    ):
+        for kind, (_, _, target) in KINDS.items():
+            x = source_of(kind, device.type)
+            request = x.to_local(), x._spec, DTensorSpec(x.device_mesh, (target,), x._spec.tensor_meta)
+            windows, messages = (
+                partial(run_redistribution, *request, RedistributeOptions(transport=transport))
+                for transport in ("symmetric_memory", "process_group")
+            )
+            sides = windows, windows, messages, partial(redistribute_local_tensor, *request)
+            times: dict[str, list[float]] = {side: [] for side in SIDES}
+            for number in range(rounds + 1):  # the first round, in which calls are planned, does not count
+                for side, call in zip(SIDES, sides, strict=True):
+                    took = _timed(call, calls, device, launches=side in ("launched", "stock"))
+                    times[side] += [took] * (number > 0)
+            found.append({"kind": kind, **{side: median(samples) for side, samples in times.items()}})
+    return found
+
+
+def _timed(call: Callable[[], object], calls: int, device: torch.device, launches: bool) -> float:
+    if launches:
+        took = microseconds(call, calls)
+    else:
+        with mock.patch.object(PreparedLaunch, "__call__", _nothing):
+            with mock.patch.object(PreparedSignal, "__call__", _nothing):
+                took = microseconds(call, calls)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the queue of launches has an end, at which the host would wait
+    return took
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="shardweave.bench.gpu.host_work", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=400, help="of each round")
+    given = parser.parse_args(argv)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    print(json.dumps(measure(device, given.rounds, given.calls)))
+
+
+if __name__ == "__main__":
+    main()
