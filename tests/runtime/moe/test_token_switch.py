@@ -155,6 +155,8 @@ def case(rank: int, switch, layout: str, experts: int, rows: int, routing: str, 
     output = run_experts(layout, got, counts, own)
     if seed % 2:  # only the rows with tokens, strided
         output = output[:received].t().contiguous().t()
+    else:  # NaN in the others, to find code that reads them
+        output = torch.cat((output[:received], torch.full_like(output[received:], float("nan"))))
     y = switch.combine(routed, output)
     y.backward(mine.gradient)
     want = dense(mine, matrices, kept[rank])
@@ -198,7 +200,8 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     "size, transport, more",
     [
-        *[(4, *algorithm) for algorithm in ALGORITHMS],
+        *[(4, *algorithm) for algorithm in ALGORITHMS[:4]],
+        pytest.param(4, *ALGORITHMS[4], marks=pytest.mark.long),
         (2, *ALGORITHMS[0]),
         *[pytest.param(2, *algorithm, marks=pytest.mark.long) for algorithm in ALGORITHMS[1:]],
         (1, *ALGORITHMS[0]),
@@ -588,7 +591,7 @@ def kernels_are_interpreted() -> bool:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "transport, more", [pytest.param(*algorithm, marks=pytest.mark.long) for algorithm in ALGORITHMS[:4]]
+    "transport, more", [pytest.param(*algorithm, marks=pytest.mark.long) for algorithm in ALGORITHMS[2:4]]
 )
 def test_kernels_without_sync_equal_the_cpu_paths(transport, more):
     run = f"t.run_ranks(t.engine_rounds, 2, {transport!r}, {more!r})"
