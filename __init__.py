@@ -76,18 +76,18 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Return TokenSwitch, whose base class torch has from 2.15 on; hence not in `__all__`."""
+        """Return TokenSwitch. Not in `__all__`, since torch has its interface from 2.15 on."""
         if name != "TokenSwitch":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             from shardweave.runtime.moe.token_switch import TokenSwitch
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             if error.name != "torch.distributed._token_switch":
                 raise
             import torch
 
             raise AttributeError(
-                f"TokenSwitch: needs torch 2.15 or newer, for {error.name}; this is {torch.__version__}"
+                f"TokenSwitch: torch is {torch.__version__}; allowed: 2.15 or newer, for {error.name}"
             ) from error
         return TokenSwitch
 

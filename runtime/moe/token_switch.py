@@ -21,6 +21,9 @@ from .engine import device_of
 from .switch_checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
 from .switch_engine import RoutingHandle, SwitchEngine
 
+if not hasattr(_token_switch.Routing, "layout"):
+    raise ImportError("an interface without layouts, as in torch 2.14", name=_token_switch.__name__)
+
 MOST_TOKENS, MOST_BYTES = 1 << 24, 1 << 25
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """out_tokens, out_topk_weights, out_topk_idx."""
