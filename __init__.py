@@ -3,6 +3,8 @@
 Imports are absolute here and have no side effects, because pytest imports this file again under the name of its folder.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from shardweave.errors import (
     ArgumentError,
     CapacityError,
@@ -68,6 +70,27 @@ from shardweave.runtime import (
     uninstall,
     whole_of_shares,
 )
+
+if TYPE_CHECKING:
+    from shardweave.runtime.moe.token_switch import TokenSwitch as TokenSwitch
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Return TokenSwitch. Not in `__all__`, since torch has its interface from 2.15 on."""
+        if name != "TokenSwitch":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from shardweave.runtime.moe.token_switch import TokenSwitch
+        except ImportError as error:
+            if error.name != "torch.distributed._token_switch":
+                raise
+            import torch
+
+            raise AttributeError(
+                f"TokenSwitch: torch is {torch.__version__}; allowed: 2.15 or newer, for {error.name}"
+            ) from error
+        return TokenSwitch
+
 
 __version__ = "0.1.0"
 

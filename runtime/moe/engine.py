@@ -67,21 +67,28 @@ class TokenEngine:
         return f"{text}\n  {self.why}" if self.why else text
 
     def _run_dispatch(
-        self, tokens: Sequence[Tokens], outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self,
+        tokens: Sequence[Tokens],
+        outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        known: Sequence[DispatchRecord] | None = None,
     ) -> list[Received]:
         """Send tokens to their destinations.
 
         Args:
             outs: of each rank memory for copies of the rows and of their weights. Default: new memory with save="copy",
                 otherwise the result is memory of the transport.
+            known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
         self._overflow.check(LATEST)
         if outs is None and self.config.save == "copy":
             outs = self._new_received(tokens)
         copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
-        items = zip(self.transfers, tokens, copies, strict=True)
-        received = self.run(DISPATCH, [t.dispatch(item._replace(x=_rows(item.x)), out) for t, item, out in items])
-        self._overflow.add(received[0][1].groups.overflow)
+        records: Sequence[Any] = [None] * len(tokens) if known is None else known
+        items = zip(self.transfers, tokens, copies, records, strict=True)
+        runs = [t.dispatch(item._replace(x=_rows(item.x)), out, record) for t, item, out, record in items]
+        received: list[Received] = self.run(DISPATCH, runs)
+        if known is None:
+            self._overflow.add(received[0][1].groups.overflow)
         return received
 
     def _run_combine(

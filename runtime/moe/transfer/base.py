@@ -131,21 +131,28 @@ class TokenTransfer:
         self.tables = AddressTables(device)
 
     def dispatch(
-        self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None
+        self, tokens: Tokens, outs: Sequence[torch.Tensor] | None = None, record: DispatchRecord | None = None
     ) -> Steps[tuple[torch.Tensor, DispatchRecord]]:
         """Send tokens to their destinations; return the received rows, [rows, H], and the record of this dispatch.
 
         Args:
             outs: memory for copies of rows and weights; default: the result is the transport's memory.
+            record: of an earlier dispatch of the same ids, so that ranks need not exchange counts.
         """
-        counted = count_pairs(
-            tokens.ids, self.config.num_experts, self._physical_expert_of, self.physical_experts.count
-        )
         # What arrives in a window is copied once, straight to where it is wanted.
-        own = outs if outs and self.in_windows else (self._rows_to_receive(), self._new_numbers())
-        into, matrix = yield from self._share(DISPATCH, own, counted.counts)
-        assert matrix is not None
-        record = self._located(counted, matrix, (outs or own)[1])
+        own = outs if outs and self.in_windows else None
+        if record is None:
+            counted = count_pairs(
+                tokens.ids, self.config.num_experts, self._physical_expert_of, self.physical_experts.count
+            )
+            own = own or (self._rows_to_receive(), self._new_numbers())
+            into, matrix = yield from self._share(DISPATCH, own, counted.counts)
+            assert matrix is not None
+            record = self._located(counted, matrix, (outs or own)[1])
+        else:
+            own = own or (self._new_rows(), self._new_numbers())  # which pooled buffer is wanted travels with counts
+            into, _ = yield from self._share(DISPATCH, own)
+            record = record._replace(weights=(outs or own)[1])
         self._fill_unused(record.groups, *(outs or own))
         yield from self._deliver(Delivery(DISPATCH, record, tokens.x, into, tokens.weights))
         return _copied(own, outs, record.groups)[0], record

@@ -1,0 +1,228 @@
+"""SwitchEngine: routings that serve any number of dispatches and combines, of rows of any size and dtype.
+
+A routing is made by a dispatch of one small row per place of a token. The record of that dispatch says where rows go,
+whatever they hold, so what follows exchanges no counts. In the flat layout a token has one row on each rank that it
+goes to: the "experts" of its dispatchers are the ranks, and the small rows hold the token's expert ids.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...kernels import uploaded
+from ..transports.select import current_transports
+from .config import DispatchConfig
+from .dispatch_record import DispatchRecord, Tokens
+from .dispatcher import TokenDispatcher
+from .overflow import LATEST
+from .transfer.fixed import with_splits
+
+LAYOUTS = ("flat", "expert_major")
+Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Rows [R, H] of tokens; their weights, float32, flat [R, K], expert-major [R]; their expert ids, flat only."""
+
+
+@dataclass(eq=False, repr=False)
+class RoutingHandle:
+    """The `handle` of the Routing that `TokenSwitch.create_routing` returns."""
+
+    engine: SwitchEngine
+    layout: str
+    record: DispatchRecord
+    expert_ids: torch.Tensor | None = None
+    """Flat only: int64 [R, K], `out_topk_idx` of every dispatch."""
+    order: torch.Tensor | None = None
+    """Flat only: int64 [R, K], the k of each entry of `expert_ids`."""
+    latest: weakref.ref[torch.Tensor] | None = None
+    """The differentiable rows of the latest dispatch."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, K] of this rank's ids."""
+        return self.record.rows.key.shape
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """int32 [1], the rows that this rank receives."""
+        return self.record.groups.num_rows
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """int64 [], rows of all ranks together beyond max_recv_tokens_per_rank; equal on all ranks."""
+        return self.record.groups.overflow[0]
+
+    @property
+    def bad_ids(self) -> torch.Tensor:
+        """int64 [], ids of all ranks together outside -1 to E - 1; equal on all ranks."""
+        return self.record.groups.overflow[1]
+
+
+class SwitchEngine:
+    """The dispatchers of a TokenSwitch; each is made with the first routing or rows that need it.
+
+    Args:
+        group, num_experts, overflow, splits, device, transport: as for TokenDispatcher.
+        max_tokens: the largest T of any rank.
+        rows: R, the rows of each rank's buffer.
+        max_token_bytes: the largest H * itemsize.
+
+    Attributes:
+        common: a dispatcher with the experts and the largest rows of all the others. It notes overflow, reports errors
+            to peers and reserves symmetric buffers, but sends nothing.
+        own_experts: the number of this rank's experts.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None,
+        num_experts: int,
+        max_tokens: int,
+        rows: int,
+        max_token_bytes: int,
+        *,
+        overflow: str,
+        splits: str | None,
+        device: torch.device,
+        transport: str | None,
+    ) -> None:
+        self._group, self._transport, self._splits = group, transport, splits
+        self.rows, self.device = rows, device
+        self._dispatchers: dict[tuple[Any, ...], TokenDispatcher] = {}
+        self.common = TokenDispatcher(
+            group, num_experts=num_experts, top_k=1, hidden=max(1, max_token_bytes // 4), max_tokens=max_tokens,
+            dtype=torch.float32, capacity=rows, overflow=overflow, pooled_buffers=0, splits=splits, zero_rows=True,
+            device=device, transport=transport,
+        )  # fmt: skip
+        config, me = self.common.config, self.common.transfers[0].me
+        self._first_expert, end = config.bounds[me : me + 2]
+        self.own_experts = end - self._first_expert
+        self._ends = uploaded(np.array(config.bounds[1:], np.int64), device)
+
+    def route(self, topk_idx: torch.Tensor, layout: str) -> tuple[RoutingHandle, torch.Tensor]:
+        """Return the handle of a routing, and the pairs that arrive for each own expert, int64 [own_experts].
+
+        Args:
+            topk_idx: int32 or int64 [T, K].
+            layout: one of LAYOUTS.
+
+        Raises:
+            CapacityError, TransportError: as TokenDispatcher.dispatch.
+        """
+        flat, unused = layout == "flat", torch.zeros(topk_idx.shape, device=self.device)  # weights of pairs
+        if flat:  # rows without a token are zero, which stands for no expert
+            given = Tokens((topk_idx + 1).float(), self._ranks_of(topk_idx), unused)
+        else:
+            given = Tokens(unused[:, :1], topk_idx, unused)
+        self.common._overflow.check(LATEST)
+        dispatcher = self._dispatcher(layout, topk_idx.shape[1], given.x.shape[1], torch.float32)
+        ((rows, record),) = dispatcher._run_dispatch([given])
+        self.common._overflow.add(record.groups.overflow)
+        if not flat:
+            return RoutingHandle(self, layout, record), record.groups.counts
+        local, none = rows.long() - 1 - self._first_expert, self.own_experts
+        local = torch.where((local >= 0) & (local < none), local, none)
+        counts = local.new_zeros(none + 1).scatter_add_(0, local.flatten(), torch.ones_like(local).flatten())
+        ascending, order = local.sort(dim=1, stable=True)
+        return RoutingHandle(self, layout, record, ascending.masked_fill(ascending == none, -1), order), counts[:none]
+
+    def dispatch(
+        self, handle: RoutingHandle, tokens: torch.Tensor, topk_weights: torch.Tensor, memory: torch.Tensor | None
+    ) -> Received:
+        """Send tokens, [T, H], and their weights, floats [T, K], to the ranks of their experts.
+
+        Args:
+            memory: [R, H] for the rows, contiguous; default: the transport's.
+        """
+        weights = topk_weights.float()
+        given = Tokens(tokens, handle.record.rows.key, weights)  # a known record replaces the ids
+        outs = None if memory is None else [(memory, memory.new_empty(len(memory), dtype=torch.float32))]
+        ((rows, record),) = self._of(handle, tokens)._run_dispatch([given], outs, [handle.record])
+        if handle.expert_ids is None or handle.order is None:
+            return rows, record.weights, None
+        ((by_k, _),) = self._of(handle, weights)._run_dispatch([given._replace(x=weights)], None, [handle.record])
+        return rows, by_k.gather(1, handle.order).masked_fill(handle.expert_ids < 0, 0), handle.expert_ids.clone()
+
+    def dispatch_backward(
+        self, handle: RoutingHandle, of_rows: torch.Tensor, of_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of tokens and, if the received weights' are given, of the weights, float32 [T, K].
+
+        Args:
+            of_rows: [R, H].
+            of_weights: float32, flat [R, K], expert-major [R].
+        """
+        if of_weights is None or handle.expert_ids is None or handle.order is None:
+            dispatcher = self._of(handle, of_rows)
+            (sums,) = dispatcher._new_sums([handle.record])
+            if of_weights is None:
+                dispatcher._run_combine([handle.record], [of_rows], [sums], [None], [None])
+                return sums, None
+            (weights,) = dispatcher._run_dispatch_backward([handle.record], [of_rows], [of_weights], [sums])
+            return sums, weights
+        by_k = torch.zeros_like(of_weights).scatter_(1, handle.order, of_weights.masked_fill(handle.expert_ids < 0, 0))
+        return self.combine(handle, of_rows), self.combine(handle, by_k)
+
+    def combine(self, handle: RoutingHandle, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Write each token's sum of its rows, [R, H], to `out`, [T, H], by default the transport's memory; return it.
+
+        The elements of a row of `out` are adjacent.
+        """
+        dispatcher = self._of(handle, values)
+        if out is None:
+            (out,) = dispatcher._new_sums([handle.record])
+        dispatcher._run_combine([handle.record], [values], [out], [None], [None])
+        return out
+
+    def combine_backward(self, handle: RoutingHandle, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the values, [R, H], from that of the sums, [T, H]."""
+        (rows,), _ = self._of(handle, gradient)._run_combine_backward([handle.record], [gradient], [])
+        return rows
+
+    def _of(self, handle: RoutingHandle, x: torch.Tensor) -> TokenDispatcher:
+        """Return the dispatcher of rows such as those of `x`."""
+        return self._dispatcher(handle.layout, handle.shape[1], x.shape[1], x.dtype)
+
+    def _dispatcher(self, layout: str, top_k: int, hidden: int, dtype: torch.dtype) -> TokenDispatcher:
+        """Return a dispatcher; those of one layout and K can use each other's records."""
+        key = layout, top_k, hidden, dtype
+        if key not in self._dispatchers:
+            self._dispatchers[key] = TokenDispatcher(
+                self._group,
+                **self._settings(layout, top_k),
+                hidden=hidden,
+                dtype=dtype,
+                device=self.device,
+                transport=self._transport,
+            )
+        return self._dispatchers[key]
+
+    def _settings(self, layout: str, top_k: int) -> dict[str, Any]:
+        common, transfer = self.common.config, self.common.transfers[0]
+        settings: dict[str, Any] = {
+            "num_experts": common.ranks if layout == "flat" else common.num_experts, "top_k": top_k,
+            "max_tokens": common.max_tokens, "capacity": self.rows, "overflow": "drop", "pooled_buffers": 0,
+            "splits": self._splits, "zero_rows": True,
+        }  # fmt: skip
+        if self._splits is None and self.device.type == "cuda" and not transfer.transport.one_sided:
+            # Equal for rows of all sizes, since chunks are part of a record.
+            largest = DispatchConfig(common.ranks, **settings, hidden=common.hidden, dtype=common.dtype)
+            chosen, _ = with_splits(largest, current_transports().nodes_of(transfer.ranks))
+            settings["splits"] = chosen.splits or "host"
+        if settings["splits"] == "fixed" and layout == "flat":
+            settings["chunk_capacity"] = common.max_tokens
+        return settings
+
+    def _ranks_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """Return the rank of each expert, int64 [T, K]. -1: no expert, or the rank of an earlier k; W: a bad id."""
+        ids, config = topk_idx.long().contiguous(), self.common.config
+        known = (ids >= 0) & (ids < config.num_experts)
+        ranks = torch.where(known, torch.bucketize(ids, self._ends, right=True), config.ranks)
+        again = (ranks[:, :, None] == ranks[:, None, :]).tril(-1).any(-1)
+        return ranks.masked_fill((ids == -1) | (again & known), -1)
