@@ -3,6 +3,11 @@
 Imports are absolute here and have no side effects, because pytest imports this file again under the name of its folder.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardweave import runtime
 from shardweave.errors import (
     ArgumentError,
     CapacityError,
@@ -39,7 +44,6 @@ from shardweave.runtime import (
     SavePlanner,
     TokenDispatcher,
     TokenLoad,
-    TorchtitanDispatcher,
     VirtualTokenDispatcher,
     adapt_fsdp,
     bind,
@@ -68,6 +72,9 @@ from shardweave.runtime import (
     uninstall,
     whole_of_shares,
 )
+
+if TYPE_CHECKING:
+    from shardweave.runtime import TorchtitanDispatcher
 
 __version__ = "0.1.0"
 
@@ -132,3 +139,9 @@ __all__ = [
     "uninstall",
     "whole_of_shares",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchtitanDispatcher":  # imported when it is used, because torchtitan is
+        return runtime.TorchtitanDispatcher
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

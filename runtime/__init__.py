@@ -1,5 +1,9 @@
 """The runtime: transports, the executor of programs, DTensor, MoE and tracing."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .dtensor.batch import redistribute_batch
 from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner
 from .dtensor.drop_in import redistribute_local_tensor
@@ -17,11 +21,13 @@ from .moe.permute_indices import generate_permute_indices
 from .moe.routed import RoutedTokens, TokenLoad
 from .moe.shares import share_of_tokens, whole_of_shares
 from .moe.simulate import VirtualTokenDispatcher
-from .moe.torchtitan import TorchtitanDispatcher
 from .statistics import Statistics, stats
 from .tracing.record import record
 from .transports.in_process import InProcessTransport
 from .transports.shared_memory.pool_controls import PoolMemory, empty_cache, pool_memory, set_pool_limit
+
+if TYPE_CHECKING:
+    from .moe.torchtitan import TorchtitanDispatcher
 
 __all__ = [
     "ExpertParallel",
@@ -64,3 +70,11 @@ __all__ = [
     "uninstall",
     "whole_of_shares",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchtitanDispatcher":  # its module imports torchtitan where that is installed
+        from .moe.torchtitan import TorchtitanDispatcher
+
+        return TorchtitanDispatcher
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
