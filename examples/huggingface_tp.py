@@ -2,7 +2,8 @@
 
 torchrun --standalone --nproc-per-node 2 examples/huggingface_tp.py
 
-
+Needs `pip install transformers accelerate`, transformers 5.23 or newer. Nothing is downloaded: rank 0 makes the model
+from a config, with random weights, and saves it to a temporary folder. Its own plan says how layers are sharded.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
 
 import shardweave
 

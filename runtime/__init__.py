@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .dtensor.batch import redistribute_batch
-from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner
+from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner, checkpointable_tensor
 from .dtensor.drop_in import redistribute_local_tensor
 from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
 from .dtensor.install import install, installed, is_installed, uninstall
@@ -45,6 +45,7 @@ __all__ = [
     "VirtualTokenDispatcher",
     "adapt_fsdp",
     "bind",
+    "checkpointable_tensor",
     "empty_cache",
     "explain",
     "generate_permute_indices",
