@@ -3,8 +3,11 @@
 Imports are absolute here and have no side effects, because pytest imports this file again under the name of its folder.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
+from shardweave import runtime
 from shardweave.errors import (
     ArgumentError,
     CapacityError,
@@ -41,10 +44,10 @@ from shardweave.runtime import (
     SavePlanner,
     TokenDispatcher,
     TokenLoad,
-    TorchtitanDispatcher,
     VirtualTokenDispatcher,
     adapt_fsdp,
     bind,
+    checkpointable_tensor,
     empty_cache,
     explain,
     generate_permute_indices,
@@ -72,24 +75,15 @@ from shardweave.runtime import (
 )
 
 if TYPE_CHECKING:
-    from shardweave.runtime.moe.token_switch import TokenSwitch as TokenSwitch
+    from shardweave.runtime import TokenSwitch as TokenSwitch
+    from shardweave.runtime import TorchtitanDispatcher
 else:
 
     def __getattr__(name: str) -> Any:
-        """Return TokenSwitch. Not in `__all__`, since torch has its interface from 2.15 on."""
-        if name != "TokenSwitch":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            from shardweave.runtime.moe.token_switch import TokenSwitch
-        except ImportError as error:
-            if error.name != "torch.distributed._token_switch":
-                raise
-            import torch
-
-            raise AttributeError(
-                f"TokenSwitch: torch is {torch.__version__}; allowed: 2.15 or newer, for {error.name}"
-            ) from error
-        return TokenSwitch
+        """Return what is imported when it is first used: it needs torchtitan, or torch 2.15."""
+        if name in ("TokenSwitch", "TorchtitanDispatcher"):
+            return getattr(runtime, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
@@ -129,6 +123,7 @@ __all__ = [
     "TransportError",
     "adapt_fsdp",
     "bind",
+    "checkpointable_tensor",
     "draw",
     "empty_cache",
     "explain",

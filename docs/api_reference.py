@@ -33,7 +33,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "Drop-in": ("install", "installed", "uninstall", "is_installed"),
             "FSDP2": ("adapt_fsdp", "restore_fsdp", "FSDPAllGather", "FSDPReduceScatter"),
-            "Checkpoints": ("SavePlanner", "LoadPlanner"),
+            "Checkpoints": ("SavePlanner", "LoadPlanner", "checkpointable_tensor"),
         },
     ),
     "planner": (

@@ -1,7 +1,11 @@
 """The runtime: transports, the executor of programs, DTensor, MoE and tracing."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .dtensor.batch import redistribute_batch
-from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner
+from .dtensor.distributed_checkpoint import LoadPlanner, SavePlanner, checkpointable_tensor
 from .dtensor.drop_in import redistribute_local_tensor
 from .dtensor.fsdp import FSDPAllGather, FSDPReduceScatter, adapt_fsdp, restore_fsdp
 from .dtensor.install import install, installed, is_installed, uninstall
@@ -17,11 +21,37 @@ from .moe.permute_indices import generate_permute_indices
 from .moe.routed import RoutedTokens, TokenLoad
 from .moe.shares import share_of_tokens, whole_of_shares
 from .moe.simulate import VirtualTokenDispatcher
-from .moe.torchtitan import TorchtitanDispatcher
 from .statistics import Statistics, stats
 from .tracing.record import record
 from .transports.in_process import InProcessTransport
 from .transports.shared_memory.pool_controls import PoolMemory, empty_cache, pool_memory, set_pool_limit
+
+if TYPE_CHECKING:
+    from .moe.token_switch import TokenSwitch as TokenSwitch
+    from .moe.torchtitan import TorchtitanDispatcher
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import TorchtitanDispatcher, which imports torchtitan, and TokenSwitch, which needs torch 2.15, on first use.
+        TokenSwitch is not in `__all__`."""
+        if name == "TorchtitanDispatcher":
+            from .moe.torchtitan import TorchtitanDispatcher
+
+            return TorchtitanDispatcher
+        if name != "TokenSwitch":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from .moe.token_switch import TokenSwitch
+        except ImportError as error:
+            if error.name != "torch.distributed._token_switch":
+                raise
+            import torch
+
+            raise AttributeError(
+                f"TokenSwitch: torch is {torch.__version__}; allowed: 2.15 or newer, for {error.name}"
+            ) from error
+        return TokenSwitch
+
 
 __all__ = [
     "ExpertParallel",
@@ -39,6 +69,7 @@ __all__ = [
     "VirtualTokenDispatcher",
     "adapt_fsdp",
     "bind",
+    "checkpointable_tensor",
     "empty_cache",
     "explain",
     "generate_permute_indices",

@@ -142,6 +142,48 @@ class LoadPlanner(DefaultLoadPlanner):
                 into.copy_(_box_of(tensor, *box))
 
 
+def checkpointable_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor of a DTensor as torch's CheckpointableTensor, which torch's own planners save and load (2.15).
+
+    For state dicts that you hand to code that chooses the planner; otherwise use SavePlanner and LoadPlanner. The files
+    are those of SavePlanner: a shard of several boxes, such as a strided one, is one chunk per box. Loading reads a
+    saved chunk once for each box that it intersects.
+
+    Args:
+        tensor: of any layout except partial ones. Ranks outside of its mesh save and load nothing.
+
+    Returns:
+        A tensor that shares the memory of the local tensor, so that loading into it loads the DTensor, with the
+        attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes`. They belong to this object:
+        views and copies of it, other than those that `async_save` makes, are plain tensors.
+
+    Raises:
+        UnsupportedError: this version of torch has no CheckpointableTensor; the DTensor is partial, or is sharded along
+            a mesh dim whose ranks do not ascend.
+        ArgumentError: not a DTensor, or one on the meta device; the shape of the local tensor is not that of its shard.
+    """
+    if not hasattr(torch.distributed.checkpoint, "CheckpointableTensor"):
+        raise UnsupportedError(
+            f"checkpointable_tensor: torch {torch.__version__} has no CheckpointableTensor; allowed: torch 2.15 or "
+            "newer; SavePlanner and LoadPlanner save and load the DTensor itself on every version"
+        )
+    if not isinstance(tensor, DTensor):
+        raise ArgumentError(f"tensor: a {type(tensor).__name__}; allowed: a DTensor")
+    if tensor.device.type == "meta":
+        raise ArgumentError("tensor: on the meta device; allowed: a DTensor with memory, such as after to_empty")
+    if is_in(tensor.device_mesh):
+        shard = _Shard("tensor", tensor)
+        shard.warn_of_many_boxes("tensor")
+        local, boxes = shard.local.view_as(shard.local), list(shard.boxes())
+    else:
+        local, boxes = tensor._local_tensor.detach(), []
+    offsets, sizes, starts = zip(*boxes, strict=True) if boxes else ((), (), ())
+    fields = {"global_offsets": offsets, "local_sizes": sizes, "local_offsets": starts}
+    for name, value in ({"global_shape": tuple(tensor.shape)} | fields).items():
+        setattr(local, name, value)
+    return local
+
+
 class _Shard:
     """This rank's shard of a DTensor.
 
@@ -174,7 +216,7 @@ class _Shard:
                 f"{tuple(self.size)} on mesh {mesh_shape} allows only {needed} at {at}"
             )
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def warn_of_many_boxes(self, fqn: str) -> None:
         count = math.prod(map(len, self.spans))
         if count > MANY_BOXES:
             _logger.warning(
@@ -183,23 +225,31 @@ class _Shard:
                 fqn,
                 count,
             )
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.size),
-            )
-            for offsets, sizes in self._boxes()
-        ]
 
-    def _boxes(self) -> Iterator[tuple[torch.Size, torch.Size]]:
-        """The global offsets and sizes of the boxes. A tensor without elements has one box, so that it is saved."""
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        self.warn_of_many_boxes(fqn)
+        properties = TensorProperties.create_from_tensor(self.local)
+        items = []
+        for offset, size, _start in self.boxes():
+            # A tensor without elements is saved as a whole.
+            chunk = ChunkStorageMetadata(torch.Size(offset), self.size if 0 in self.size else torch.Size(size))
+            data = TensorWriteData(chunk, properties, self.size)
+            items.append(WriteItem(index=MetadataIndex(fqn, offset), type=WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """The global offsets, the sizes and the local offsets of the boxes.
+
+        A tensor without elements has one box, so that it is saved.
+        """
         if 0 in self.size:
-            yield torch.Size([0] * len(self.size)), self.size
+            yield (0,) * len(self.size), tuple(self.local.shape), (0,) * len(self.size)
             return
-        for box in product(*(spans.tolist() for spans in self.spans)):
-            yield torch.Size([low for low, _ in box]), torch.Size([high - low for low, high in box])
+        dims = zip(self.spans, self.offsets, strict=True)
+        along = [np.column_stack([spans, offsets[:-1]]).tolist() for spans, offsets in dims]
+        for box in product(*along):
+            sizes = tuple(high - low for low, high, _ in box)
+            yield tuple(low for low, _, _ in box), sizes, tuple(at for _, _, at in box)
 
     def box_at(self, index: MetadataIndex) -> torch.Tensor:
         """The box at the global offset of a write item."""

@@ -1,18 +1,20 @@
-"""TorchtitanDispatcher: TokenDispatcher with the interface of torchtitan's token dispatchers.
+"""TorchtitanDispatcher: TokenDispatcher as a token dispatcher of torchtitan.
 
-Does not import torchtitan.
+Only the first use of `shardweave.TorchtitanDispatcher` imports this module, because it imports torchtitan where that is
+installed: the class is then a subclass of torchtitan's, so that `traverse` and overrides find its config. Without
+torchtitan it has the same methods.
 
-Set it in the config of a layer, or on a built layer before `parallelize` wires the meshes:
+Set it on torchtitan's command line, in the config of a layer, or on a built layer before `parallelize` wires meshes:
 
-    moe_config.routed_experts.token_dispatcher = TorchtitanDispatcher.Config(num_experts=64, top_k=4, hidden_dim=1024,
-                                                                             num_max_tokens_per_rank=4096)
+    --override.imports shardweave.runtime.moe.torchtitan.token_dispatcher
+    moe_config.routed_experts.token_dispatcher = TorchtitanDispatcher.Config(num_experts=64, top_k=4)
     moe.routed_experts.token_dispatcher = TorchtitanDispatcher(config)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,27 +28,60 @@ from .expert_placement import experts_of_shards
 from .routed import RoutedTokens
 from .simulate import VirtualTokenDispatcher
 
+DTYPES = {name_of(dtype): dtype for dtype in PAYLOADS}
 
-class TorchtitanDispatcher:
-    """Dispatch and combine with the methods, argument names and results of torchtitan 0.3.0's token dispatchers.
 
-    Experts are sharded over the mesh as DTensor shards parameters, `Shard(0)`. `combine` applies the scores.
-
-    Attributes:
-        dispatcher: the TokenDispatcher, once meshes are wired, for `check`, `explain` and `config`.
-    """
+class _Unregistered:
+    """What TorchtitanDispatcher needs of its base class where torchtitan is absent."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
+        def build(self) -> TorchtitanDispatcher:
+            """Return the dispatcher, whose meshes are wired later."""
+            return TorchtitanDispatcher(replace(self))  # type: ignore[arg-type]
+
+
+if TYPE_CHECKING:
+    _Base = _Unregistered
+    override: Any
+    LocalTokenDispatcher: Any
+else:
+    try:
+        from torchtitan.config import override
+        from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher as _Base
+        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    except ModuleNotFoundError as error:
+        # Absent, or a version without these modules. A torchtitan that fails to import is the caller's to repair.
+        if (error.name or "").partition(".")[0] != "torchtitan":
+            raise
+        _Base = _Unregistered
+
+
+class TorchtitanDispatcher(_Base):
+    """Dispatch and combine with the methods, argument names and results of torchtitan 0.3.0's token dispatchers.
+
+    Where torchtitan is installed, a subclass of its BaseEPTokenDispatcher, and Config of that one's Config. Experts are
+    sharded over the mesh as DTensor shards parameters, `Shard(0)`. `combine` applies the scores.
+
+    Attributes:
+        dispatcher: the TokenDispatcher, for `check`, `explain` and `config`; None until meshes are wired, or until the
+            first dispatch if the config leaves sizes to it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Base.Config):
         """The settings; torchtitan's layers call `build`.
 
         Attributes:
-            num_experts, top_k, hidden_dim: E, K, D.
-            num_max_tokens_per_rank: the largest T of any rank; T may differ between ranks and dispatches.
+            num_experts, top_k: E, K.
+            hidden_dim: D. Default: that of the first dispatch.
+            num_max_tokens_per_rank: the largest T of any rank; T may differ between ranks and dispatches. Default: T of
+                the first dispatch, which must be equal on all ranks; torchtitan's inputs of fixed length are. Set it
+                for longer inputs later, such as those of a validation.
             dtype: of tokens: "float32", "bfloat16" or "float16"; a torch.dtype is stored by name, since torchtitan
-                prints and writes configs of plain values.
-            device: such as "cuda:0"; a torch.device is stored by name. Default: the current device of the mesh's type;
-                without a mesh the CPU.
+                prints and writes configs of plain values. Default: that of the first dispatch.
+            device: such as "cuda:0"; a torch.device is stored by name. Default: that of the first dispatch; if all
+                sizes are set, the current device of the mesh's type, or the CPU without a mesh.
             capacity, expert_capacity, overflow, pooled_buffers, chunk_capacity, splits, zero_rows: as for
                 TokenDispatcher.
             save: "buffer" or "copy", as for TokenDispatcher.
@@ -56,9 +91,9 @@ class TorchtitanDispatcher:
 
         num_experts: int
         top_k: int
-        hidden_dim: int
-        num_max_tokens_per_rank: int
-        dtype: torch.dtype | str = "bfloat16"
+        hidden_dim: int | None = None
+        num_max_tokens_per_rank: int | None = None
+        dtype: torch.dtype | str | None = None
         device: torch.device | str | None = None
         capacity: int | float | None = None
         expert_capacity: int | None = None
@@ -77,15 +112,13 @@ class TorchtitanDispatcher:
             if isinstance(self.device, torch.device):
                 self.device = str(self.device)
 
-        def build(self) -> TorchtitanDispatcher:
-            """Return the dispatcher, whose meshes are wired later."""
-            return TorchtitanDispatcher(self)
-
     def __init__(self, config: Config) -> None:
         self.config = config
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.ep_mesh: DeviceMesh | None = None
         self.dispatcher: TokenDispatcher | VirtualTokenDispatcher | None = None
+        self._wired = False
+        self._expert_map: list[list[int]] | None = None
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         """Use the ranks of a 1-D mesh, which all call this; None: this rank has all experts.
@@ -96,40 +129,51 @@ class TorchtitanDispatcher:
         """
         if ep_mesh is not None and not isinstance(ep_mesh, DeviceMesh):
             raise ArgumentError(f"ep_mesh: {shown(ep_mesh)}; allowed: a 1-D DeviceMesh, or None")
-        self.ep_mesh = ep_mesh
+        self.ep_mesh, self._wired = ep_mesh, True
         self.init_buffer()
 
     def init_buffer(self) -> None:
-        """Make the TokenDispatcher; called by `wire_meshes`. Buffers are allocated by the first dispatch.
+        """Make the TokenDispatcher, if the config has all sizes; else the first dispatch does. Called by `wire_meshes`.
+
+        The first dispatch allocates the buffers.
 
         Raises:
             ArgumentError, UnsupportedError: as for TokenDispatcher.
         """
         config, mesh = self.config, self.ep_mesh
-        dtypes = {name_of(dtype): dtype for dtype in PAYLOADS}
-        if config.dtype not in dtypes:
-            raise ArgumentError(f"dtype: {shown(config.dtype)}; allowed: {', '.join(dtypes)}")
-        device = config.device
-        if device is None:
+        self.dispatcher = None
+        self._check(config)
+        self._expert_map = None if mesh is None else experts_of_shards(config.num_experts, mesh)
+        if None not in (config.hidden_dim, config.num_max_tokens_per_rank, config.dtype):
             kind = "cpu" if mesh is None else mesh.device_type
             device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            self.dispatcher = self._make(config, device)
+
+    def _check(self, config: Config) -> None:
+        """Check what TokenDispatcher does not."""
+        if config.dtype not in (None, *DTYPES):
+            raise ArgumentError(f"dtype: {shown(config.dtype)}; allowed: {', '.join(DTYPES)}, or None")
         try:
-            device = torch.device(device)
+            torch.device("cpu" if config.device is None else config.device)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"device: {shown(device)}; allowed: a device such as 'cuda:0', or None") from error
+            raise ArgumentError(
+                f"device: {shown(config.device)}; allowed: a device such as 'cuda:0', or None"
+            ) from error
         if config.save == "redispatch":
             raise ArgumentError(
                 'save: "redispatch"; allowed here: "buffer", "copy": torchtitan has no hook for `routed.kept()`'
             )
+
+    def _make(self, config: Config, device: torch.device) -> TokenDispatcher | VirtualTokenDispatcher:
+        """Return the dispatcher of a config with all sizes; `device` is the default."""
         # The settings that have the same name in both configs, then the others.
         settings: Any = {f.name: getattr(config, f.name) for f in fields(DispatchConfig) if hasattr(config, f.name)}
-        settings |= {"dtype": dtypes[config.dtype], "hidden": config.hidden_dim, "align": config.pad_multiple}
-        settings["max_tokens"] = config.num_max_tokens_per_rank
-        if mesh is None:
-            self.dispatcher = VirtualTokenDispatcher(1, **settings, device=device)
-        else:
-            settings["expert_map"] = experts_of_shards(config.num_experts, mesh)
-            self.dispatcher = TokenDispatcher(mesh, **settings, device=device, transport=config.transport)
+        settings |= {"hidden": config.hidden_dim, "max_tokens": config.num_max_tokens_per_rank}
+        settings |= {"dtype": DTYPES[str(config.dtype)], "align": config.pad_multiple}
+        settings["device"] = device if config.device is None else config.device
+        if self.ep_mesh is None:
+            return VirtualTokenDispatcher(1, **settings)
+        return TokenDispatcher(self.ep_mesh, **settings, expert_map=self._expert_map, transport=config.transport)
 
     def dispatch(
         self,
@@ -156,7 +200,9 @@ class TorchtitanDispatcher:
             CapacityError, TransportError: as for TokenDispatcher.
         """
         del num_local_tokens_per_expert_E
-        dispatcher = self._wired()
+        if self.dispatcher is None:
+            self.dispatcher = self._of_first_dispatch(x_TD)
+        dispatcher = self.dispatcher
         if isinstance(dispatcher, TokenDispatcher):
             routed = dispatcher.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
         else:
@@ -180,12 +226,45 @@ class TorchtitanDispatcher:
             ArgumentError, TransportError: as for TokenDispatcher.
         """
         del x_TD
-        dispatcher = self._wired()
+        dispatcher = self.dispatcher
+        if dispatcher is None:
+            raise ArgumentError("metadata: nothing has been dispatched; allowed: that of a dispatch")
         if isinstance(dispatcher, TokenDispatcher):
             return dispatcher.combine(routed_output_RD, metadata)
         return dispatcher.combine([routed_output_RD], [metadata])[0]
 
-    def _wired(self) -> TokenDispatcher | VirtualTokenDispatcher:
-        if self.dispatcher is None:
+    def _of_first_dispatch(self, x_TD: torch.Tensor) -> TokenDispatcher | VirtualTokenDispatcher:
+        """Return the dispatcher, with the sizes that the config leaves to the first dispatch."""
+        if not self._wired:
             raise ArgumentError("ep_mesh: not set; allowed: dispatch and combine after wire_meshes(ep_mesh=...)")
-        return self.dispatcher
+        if not isinstance(x_TD, torch.Tensor) or x_TD.dim() != 2:
+            raise ArgumentError(f"x_TD: {shown(x_TD)}; allowed: a tensor [T, D]")
+        T, D = x_TD.shape
+        sizes: dict[str, Any] = {"hidden_dim": D, "num_max_tokens_per_rank": T, "dtype": x_TD.dtype}
+        sizes = {name: size for name, size in sizes.items() if getattr(self.config, name) is None}
+        if torch.compiler.is_compiling():
+            raise ArgumentError(f"{', '.join(sizes)}: None; allowed under torch.compile: values, set in the config")
+        config = replace(self.config, **sizes)
+        self._check(config)
+        return self._make(config, x_TD.device)
+
+
+def token_dispatcher(config: Any, **settings: Any) -> TorchtitanDispatcher.Config:
+    """Return the config that replaces that of any of torchtitan's token dispatchers: the factory of the override.
+
+    Args:
+        config: a torchtitan config; its settings that have the same name here and are not None are taken.
+        settings: these come first; such as `capacity`.
+
+    Raises:
+        TypeError: a setting that TorchtitanDispatcher.Config does not have.
+    """
+    names = (f.name for f in fields(TorchtitanDispatcher.Config))
+    own = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    return TorchtitanDispatcher.Config(**{**own, **settings})
+
+
+if _Base is not _Unregistered:
+    override(target=LocalTokenDispatcher.Config, description="Expert-parallel dispatch and combine by shardweave.")(
+        token_dispatcher
+    )

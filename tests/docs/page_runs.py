@@ -98,6 +98,8 @@ def _main(argv: list[str], environment: dict[str, str]) -> str:
         name for name in os.environ if name.startswith("PYTEST_")
     ]:  # a reader's command does not run under pytest
         del os.environ[name]
+    # Nor has it this folder as a path of modules, where `kernels` would be ours.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
     if argv[:3] == ["-m", "shardweave", "replay"]:
         _do_not_time()
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -236,7 +236,7 @@ def test_zero_rows_by_default() -> None:
 
 def test_zero_rows_of_expert_parallel_and_torchtitan() -> None:
     config = TorchtitanDispatcher.Config(
-        num_experts=4, top_k=2, hidden_dim=8, num_max_tokens_per_rank=4, zero_rows=True
+        num_experts=4, top_k=2, hidden_dim=8, num_max_tokens_per_rank=4, dtype="float32", zero_rows=True
     )
     titan = config.build()
     titan.wire_meshes(ep_mesh=None)
