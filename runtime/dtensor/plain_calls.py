@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
+from ...errors import UnsupportedError
 from ...planner import Layout, Mesh, plan, title
 from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, check_backend, transport_for
+from ..executor.dispatch_modes import as_one_operator
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from .local import count_dispatch_modes
 from .redistribute_options import RedistributeOptions
 
+_c10d: Any = torch.ops._c10d_functional
 _calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(2048)
 _meshes: ProcessGroupCache[dist.ProcessGroup, Mesh] = ProcessGroupCache(256)
 
@@ -28,6 +34,63 @@ def mesh_of_group(group: dist.ProcessGroup) -> Mesh:
         ranks = dist.get_process_group_ranks(group)
         mesh = _meshes[group] = Mesh((len(ranks),), ranks=ranks)
     return mesh
+
+
+def redistribute_plain(
+    x: torch.Tensor,
+    mesh: Mesh,
+    shape: Sequence[int],
+    source: Layout | str,
+    target: Layout | str,
+    options: RedistributeOptions,
+    groups: Sequence[dist.ProcessGroup],
+    async_op: bool = False,
+) -> torch.Tensor:
+    """Redistribute a plain tensor. Gradients are not recorded.
+
+    Args:
+        x: this rank's shard under `source`; any strides.
+        async_op: as for `Call`; ignored under dispatch modes, which see a complete result.
+        mesh, shape, source, target, options, groups: as for `plain_call`; one process group per mesh dim.
+
+    Returns:
+        This rank's shard under `target`, in memory of its own.
+
+    Raises:
+        UnsupportedError: a fake tensor mode is active, and as `plain_call`.
+        TransportError: a peer died, timed out, or made a different request.
+    """
+
+    def run(x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+        with torch.no_grad(), torch.inference_mode(False):
+            out = plain_call(x, mesh, shape, source, target, options, groups)(x, async_op)
+        return out.clone() if out is x else out
+
+    x = x.detach().resolve_conj().resolve_neg()
+    if not count_dispatch_modes():
+        return run(x, async_op)
+    if detect_fake_mode() is not None:
+        raise UnsupportedError("a fake tensor mode is active: programs move real memory")
+    return as_one_operator(run, x, partial(_torchs_collectives, source, target, groups))
+
+
+def _torchs_collectives(
+    source: Layout | str, target: Layout | str, groups: Sequence[dist.ProcessGroup], x: torch.Tensor
+) -> list[tuple[Any, ...]]:
+    """The collectives that torch would issue, one mesh dim after the other, as operators and their arguments."""
+    kinds = zip(str(source).split(), str(target).split(), groups, strict=True)
+    steps: list[tuple[Any, ...]] = []
+    for before, after, group in kinds:
+        size, name = group.size(), str(group.group_name)
+        if before[0] == "P" and after[0] == "R":
+            steps.append((_c10d.all_reduce.default, x, "sum", name))
+        elif before[0] == "P" and after[0] == "S":
+            steps.append((_c10d.reduce_scatter_tensor.default, x, "sum", size, name))
+        elif before[0] == "S" and after[0] == "R":
+            steps.append((_c10d.all_gather_into_tensor.default, x, size, name))
+        elif before[0] == after[0] == "S" and before != after:
+            steps.append((_c10d.all_to_all_single.default, x, None, None, name))
+    return steps or [(torch.ops.aten.clone.default, x)]
 
 
 def plain_call(

@@ -23,11 +23,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...planner import Mesh
-from ..executor.dispatch_modes import active_modes, as_one_operator, note_decision, why_not_under
+from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
 from ..statistics import count_delegation, stats
 from . import redistribute_options
 from .drop_in import SMALL, backend_obstacle, log_level, why_not_plain
-from .plain_calls import mesh_of_group, plain_call
+from .plain_calls import mesh_of_group, redistribute_plain
 from .redistribute_options import RedistributeOptions
 
 _OTHER_AXIS = "an axis of a mesh that install(only=) leaves out"
@@ -35,7 +35,6 @@ _SPLIT_SIZES = "spmd_types: split sizes of an all-to-all, which differ between c
 _OTHER_SIZES = "spmd_types: split sizes that are not those of torch.chunk"
 _REFUSED = "spmd_types: sizes, strides or dims that it refuses or handles itself"
 _logger = logging.getLogger(__name__)
-_c10d: Any = torch.ops._c10d_functional
 
 
 class _Request(NamedTuple):
@@ -45,7 +44,6 @@ class _Request(NamedTuple):
         x: this rank's shard under `source`.
         shape: the global shape.
         source, target: layouts.
-        collective: the operator that policies of selective activation checkpointing are asked about.
         squeezed: the dim of size 1 of the target's shard that the result does not have.
     """
 
@@ -53,14 +51,13 @@ class _Request(NamedTuple):
     shape: tuple[int, ...]
     source: str
     target: str
-    collective: Any
     squeezed: int | None = None
 
 
 def _all_reduce(x: torch.Tensor, mesh: Mesh, dst: Any, inplace: bool) -> _Request | str:
     if not x.is_contiguous():
         return _REFUSED
-    return _Request(x, tuple(x.shape), "P", "R", _c10d.all_reduce.default)
+    return _Request(x, tuple(x.shape), "P", "R")
 
 
 def _all_gather_stack(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Request | str:
@@ -71,7 +68,7 @@ def _all_gather_stack(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) ->
 
 def _all_gather(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Request | str:
     shape = _with_size(x, gather_dim, mesh.size * x.shape[gather_dim])
-    return _Request(x, shape, f"S{gather_dim}", "R", _c10d.all_gather_into_tensor.default)
+    return _Request(x, shape, f"S{gather_dim}", "R")
 
 
 def _all_gather_uneven(
@@ -80,7 +77,7 @@ def _all_gather_uneven(
     if not _are_chunks(split_sizes, mesh.size) or x.shape[gather_dim] != split_sizes[_position(mesh)]:
         return _OTHER_SIZES
     shape = _with_size(x, gather_dim, sum(split_sizes))
-    return _Request(x, shape, f"S{gather_dim}", "R", _c10d.all_gather_into_tensor.default)
+    return _Request(x, shape, f"S{gather_dim}", "R")
 
 
 def _reduce_scatter_stack(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request | str:
@@ -100,7 +97,7 @@ def _reduce_scatter_uneven(x: torch.Tensor, mesh: Mesh, scatter_dim: int, split_
 
 
 def _scattered(x: torch.Tensor, dim: int) -> _Request:
-    return _Request(x, tuple(x.shape), "P", f"S{dim}", _c10d.reduce_scatter_tensor.default)
+    return _Request(x, tuple(x.shape), "P", f"S{dim}")
 
 
 def _all_to_all_stack(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Request | str:
@@ -109,14 +106,14 @@ def _all_to_all_stack(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: i
     # Rank r holds x[r], sharded along what becomes dim `concat_dim`; the result keeps its own index of the first dim.
     x = x.movedim(split_dim, 0).unsqueeze(concat_dim + 1)
     shape = _with_size(x, concat_dim + 1, mesh.size)
-    return _Request(x, shape, f"S{concat_dim + 1}", "S0", _c10d.all_to_all_single.default, 0)
+    return _Request(x, shape, f"S{concat_dim + 1}", "S0", 0)
 
 
 def _all_to_all(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Request | str:
     if x.shape[split_dim] % mesh.size or split_dim == concat_dim:
         return _REFUSED
     shape = _with_size(x, concat_dim, mesh.size * x.shape[concat_dim])
-    return _Request(x, shape, f"S{concat_dim}", f"S{split_dim}", _c10d.all_to_all_single.default)
+    return _Request(x, shape, f"S{concat_dim}", f"S{split_dim}")
 
 
 def _all_to_all_uneven(x: torch.Tensor, mesh: Mesh, output_split_sizes: Any, input_split_sizes: Any) -> str:
@@ -152,7 +149,7 @@ _REQUESTS: dict[str, Callable[..., _Request | str]] = {
 }
 """By autograd function: the request of a call, or the reason why spmd_types carries it out. The parameters after the
 mesh are those of the function's forward."""
-_originals: dict[type, Any] = {}
+_originals: dict[Any, Any] = {}
 """The forward of each autograd function that is replaced."""
 
 
@@ -163,7 +160,7 @@ def bind_spmd_types(installed: bool) -> None:
         ArgumentError: spmd_types is not installed.
     """
     for function, original in _originals.items():
-        function.forward = original  # type: ignore[attr-defined]
+        function.forward = original
     _originals.clear()
     if not installed:
         return
@@ -230,10 +227,11 @@ def _carry_out(
     if reason is None:
         assert isinstance(request, _Request)
         try:
-            out = _run(request, mesh, axis, options, getattr(dtypes, "async_op", False), bool(modes))
+            async_op = getattr(dtypes, "async_op", False) and request.squeezed is None
+            out = redistribute_plain(request.x, mesh, *request[1:4], options, (axis,), async_op)
             if modes:
                 note_decision(modes, None)
-            return out
+            return out if request.squeezed is None else out.squeeze(request.squeezed)
         except UnsupportedError as error:
             reason = str(error)
     if modes:
@@ -252,32 +250,6 @@ def _why_not(request: _Request, mesh: Mesh, options: RedistributeOptions) -> str
     if math.prod(request.shape) * request.x.element_size() < options.min_bytes:
         return SMALL
     return backend_obstacle(request.x.device)
-
-
-def _run(
-    request: _Request,
-    mesh: Mesh,
-    axis: dist.ProcessGroup,
-    options: RedistributeOptions,
-    async_op: bool,
-    under_modes: bool,
-) -> torch.Tensor:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), torch.inference_mode(False):
-            call = plain_call(x, mesh, request.shape, request.source, request.target, options, (axis,))
-            # The result of an operator that a mode saves or counts is complete.
-            out = call(x, async_op and not under_modes and request.squeezed is None)
-        return out.clone() if out is x else out
-
-    x = request.x.resolve_conj().resolve_neg()
-    if not under_modes:
-        out = run(x)
-    else:
-        name = str(axis.group_name)
-        arguments = ("sum",) if request.source == "P" else ()
-        sizes = () if request.collective is _c10d.all_reduce.default else (axis.size(),)
-        out = as_one_operator(run, x, lambda y: [(request.collective, y, *arguments, *sizes, name)])
-    return out if request.squeezed is None else out.squeeze(request.squeezed)
 
 
 @torch.compiler.assume_constant_result
