@@ -12,6 +12,7 @@ from .dtensor.install import install, installed, is_installed, uninstall
 from .dtensor.ordered_local import ordered_redistribute_local_tensor
 from .dtensor.plan import plan, plan_batch, redistribute_cost
 from .dtensor.redistribute import bind, explain, redistribute
+from .dtensor.redistribute_spmd import redistribute_spmd
 from .executor.prepare import prepare
 from .executor.simulate import simulate
 from .moe.activation import silu_and_mul
@@ -86,6 +87,7 @@ __all__ = [
     "redistribute_batch",
     "redistribute_cost",
     "redistribute_local_tensor",
+    "redistribute_spmd",
     "restore_fsdp",
     "set_pool_limit",
     "share_of_tokens",

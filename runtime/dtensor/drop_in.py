@@ -28,7 +28,7 @@ Stock = Callable[..., torch.Tensor]
 stock_redistribute_local_tensor: Stock = torch_redistribute.redistribute_local_tensor
 _count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _COMPILING, _OTHER_TENSOR_TYPE = "torch.compile is tracing", "local tensor is a "
-_OTHER_MESH, _SMALL = "a mesh that install(only=) leaves out", "smaller than install(min_bytes=)"
+_OTHER_MESH, SMALL = "a mesh that install(only=) leaves out", "smaller than install(min_bytes=)"
 _ONE_RANK = "world size 1"
 _backend_obstacles: ProcessGroupCache[torch.device, str | None] = ProcessGroupCache(256)
 
@@ -107,7 +107,7 @@ def redistribute_local_tensor(
             reason = str(error)
     if modes:
         note_decision(modes, reason)
-    count_delegation(reason, _log_level(reason), current_spec, target_spec)
+    count_delegation(reason, log_level(reason), current_spec, target_spec)
     torch_options = {"async_op": async_op, "is_explicit": is_explicit}
     if use_graph_based_transform is not None:
         torch_options["use_graph_based_transform"] = use_graph_based_transform
@@ -118,28 +118,35 @@ def _why_delegate(
     x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions, to_other_mesh: bool
 ) -> str | None:
     """The reason why a call is left to torch, or None. Does not consider dispatch modes."""
+    if (reason := why_not_plain(x)) is not None:
+        return reason
+    if to_other_mesh:
+        return backend_obstacle(x.device)
+    if options.only is not None and current.mesh not in options.only:
+        return _OTHER_MESH
+    if options.min_bytes and current.tensor_meta is not None:
+        if math.prod(current.tensor_meta.shape) * x.element_size() < options.min_bytes:
+            return SMALL
+    for a, b in zip(current.placements, target.placements, strict=True):
+        if b.is_partial() and a != b and not a.is_replicate():
+            to_sum = type(a) is Shard and type(b) is Partial and b.reduce_op == "sum"
+            if not to_sum:
+                return "shard or another op to partial, which torch refuses"
+    return backend_obstacle(x.device)
+
+
+def why_not_plain(x: torch.Tensor) -> str | None:
+    """Why programs cannot move the memory of a local tensor, or None."""
     if torch.compiler.is_compiling():
         return _COMPILING
     if type(x) not in PLAIN_TENSORS:
         return f"{_OTHER_TENSOR_TYPE}{type(x).__name__}"
     if x.layout is not torch.strided or x.is_meta or x.is_quantized:
         return f"local tensor is {x.layout} on {x.device}"
-    if to_other_mesh:
-        return _backend_obstacle(x.device)
-    if options.only is not None and current.mesh not in options.only:
-        return _OTHER_MESH
-    if options.min_bytes and current.tensor_meta is not None:
-        if math.prod(current.tensor_meta.shape) * x.element_size() < options.min_bytes:
-            return _SMALL
-    for a, b in zip(current.placements, target.placements, strict=True):
-        if b.is_partial() and a != b and not a.is_replicate():
-            to_sum = type(a) is Shard and type(b) is Partial and b.reduce_op == "sum"
-            if not to_sum:
-                return "shard or another op to partial, which torch refuses"
-    return _backend_obstacle(x.device)
+    return None
 
 
-def _backend_obstacle(device: torch.device) -> str | None:
+def backend_obstacle(device: torch.device) -> str | None:
     """Why the default process group cannot carry programs on `device`, or None."""
     forget_dead_groups()
     try:
@@ -149,9 +156,9 @@ def _backend_obstacle(device: torch.device) -> str | None:
         return obstacle
 
 
-def _log_level(reason: str) -> int:
+def log_level(reason: str) -> int:
     """Debug for a world of one rank, info for what the user requested, warning for the rest."""
     if reason == _ONE_RANK:
         return logging.DEBUG
-    requested = reason in (_COMPILING, _OTHER_MESH, _SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
+    requested = reason in (_COMPILING, _OTHER_MESH, SMALL) or reason.startswith(_OTHER_TENSOR_TYPE)
     return logging.INFO if requested or reason.endswith((REPORTS, REPLACES)) else logging.WARNING

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,21 +16,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import ArgumentError, UnsupportedError
-from ...planner import Mesh, plan, title
-from ..convert_specs import dtype_name
-from ..executor.bind import BoundProgram
-from ..executor.call import Call, check_backend, refuse, transport_for
-from ..executor.copies import contiguous_strides
+from ..executor.call import check_backend, refuse, transport_for
 from ..executor.dispatch_modes import below_modes
-from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.rendezvous import remarks
 from ..transports.select import publish_settings
 from . import redistribute_options
 from .local import PLAIN_TENSORS
 from .overlap import overlaps_itself
-from .redistribute_options import RedistributeOptions
+from .plain_calls import mesh_of_group, plain_call
 
-_calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(2048)
 _allocated = WeakTensorKeyDictionary()
 """The tensors that `allocate` returned, as keys."""
 _COMM_ATTRIBUTES = ("_all_gather_comm", "_reduce_scatter_comm")
@@ -263,12 +256,8 @@ def _redistribute_flat(
         flat = _flat(x)
         # Cached views and buffers outlive inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            forget_dead_groups()
             options = redistribute_options.default
-            key = group, numel, x.dtype, x.device, source, target, options
-            call = _calls.get(key)
-            if call is None:
-                call = _calls[key] = _bind(x.dtype, x.device, group, numel, source, target, options)
+            call = plain_call(flat, mesh_of_group(group), (numel,), source, target, options, (group,))
             result = call(flat)
         if call.bound is not None and output in _allocated and output.shape == result.shape:
             output.set_(result)
@@ -285,28 +274,3 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     Programs are bound for contiguous memory only, so cache keys need not contain strides and conjugate bits.
     """
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _bind(
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    numel: int,
-    source: str,
-    target: str,
-    options: RedistributeOptions,
-) -> Call:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    check_backend(device, len(ranks), options.transport)
-    position = ranks.index(dist.get_rank())
-    mesh = Mesh((len(ranks),), ranks=ranks)
-    program = plan(mesh, (numel,), dtype_name(dtype), source, target, rank=position, topology=options.topology)
-    if program.is_identity:
-        return Call(None, None, ())
-    transport, _ = transport_for(tuple(sorted(ranks)), device, options.transport, groups=[group])
-    participants = program.participants(position)
-    with transport.rendezvous.making_ready(participants, partial(title, program)):
-        bound = BoundProgram(
-            program, position, contiguous_strides((numel,)), transport, dtype, device, options.reduction
-        )
-    return Call(bound, transport, participants)

@@ -22,6 +22,7 @@ from .autograd import RedistributeReplacement
 from .drop_in import redistribute_local_tensor
 from .redistribute_options import RedistributeOptions, install_options, set_default
 from .sharding_costs import set_cost_topology
+from .spmd_types import bind_spmd_types
 
 _REPLACEMENTS: dict[str, Any] = {
     "redistribute_local_tensor": redistribute_local_tensor,
@@ -70,6 +71,7 @@ def install(
     reduction: Reduction = "ordered",
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
+    spmd_types: bool = False,
 ) -> None:
     """Run `DTensor.redistribute`, implicit redistributions and their backward on shardweave in this process.
 
@@ -88,15 +90,18 @@ def install(
         min_bytes: tensors of fewer bytes, over all ranks, are left to torch and counted.
         only: the meshes whose tensors shardweave redistributes; those on other meshes are left to torch and counted.
             None: all meshes.
+        spmd_types: also run the collectives of the package spmd_types on shardweave, in forward and backward: its
+            `redistribute`, `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all`. Those left to it are counted
+            in `stats().delegations`. `only` then means the axes of the meshes.
 
     Raises:
-        ArgumentError: an argument of the wrong type, or a value that is not allowed.
+        ArgumentError: an argument of the wrong type, or a value that is not allowed; `spmd_types` without the package.
     """
-    _apply(install_options(topology, reduction, min_bytes, only, costs))
+    _apply(install_options(topology, reduction, min_bytes, only, costs, spmd_types))
 
 
 def uninstall() -> None:
-    """Restore torch's redistribution and costs."""
+    """Restore torch's redistribution and costs, and the collectives of spmd_types."""
     _apply(None)
 
 
@@ -108,17 +113,18 @@ def installed(
     reduction: Reduction = "ordered",
     min_bytes: int = 0,
     only: DeviceMesh | Collection[DeviceMesh] | None = None,
+    spmd_types: bool = False,
 ) -> Iterator[None]:
     """A context manager that calls `install` with the same arguments, and restores the previous state on exit.
 
     Args:
-        costs, topology, reduction, min_bytes, only: as for `install`.
+        costs, topology, reduction, min_bytes, only, spmd_types: as for `install`.
 
     Raises:
         ArgumentError: as for `install`.
     """
     before = redistribute_options.default if is_installed() else None
-    install(costs=costs, topology=topology, reduction=reduction, min_bytes=min_bytes, only=only)
+    install(costs=costs, topology=topology, reduction=reduction, min_bytes=min_bytes, only=only, spmd_types=spmd_types)
     try:
         yield
     finally:
@@ -129,6 +135,7 @@ def _apply(options: RedistributeOptions | None) -> None:
     """Install with these options, or uninstall."""
     if options is not None:
         _warn_of_versions()
+    bind_spmd_types(options is not None and options.spmd_types)
     bind_replacements(options is not None)
     options = options or RedistributeOptions()
     set_default(options)
@@ -162,4 +169,5 @@ settings |= {
     "install(topology=)": _default_option("topology"),
     "install(reduction=)": _default_option("reduction"),
     "install(costs=)": lambda: "on" if redistribute_options.default.costs else "off",
+    "install(spmd_types=)": lambda: "on" if redistribute_options.default.spmd_types else "off",
 }

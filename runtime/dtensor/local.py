@@ -23,7 +23,7 @@ from ...planner import Planner, Program, check_local_shape, check_shape, planner
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, check_backend, check_ranks, refuse, transport_for
-from ..executor.dispatch_modes import as_one_operator
+from ..executor.dispatch_modes import as_one_operator, torchs_collectives
 from ..executor.local_slice import BoundSlice
 from ..executor.lower import explain_on
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
@@ -71,7 +71,8 @@ def run_redistribution(
         if detect_fake_mode() is not None:
             raise UnsupportedError("a fake tensor mode is active: programs move real memory; allowed: under install()")
         # The result of an operator that a mode saves or counts is complete, so `async_op` has no effect.
-        return as_one_operator(lambda y: run_redistribution(y, current, target, options), x, current, target)
+        collectives = partial(torchs_collectives, current, target)
+        return as_one_operator(lambda y: run_redistribution(y, current, target, options), x, collectives)
     if x.is_conj() or x.is_neg():
         # Programs move bytes, which do not include these bits.
         x = x.resolve_conj().resolve_neg()

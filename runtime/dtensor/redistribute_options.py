@@ -22,6 +22,7 @@ class RedistributeOptions(NamedTuple):
         min_bytes: under `install`, smaller tensors (in bytes over all ranks) are left to torch.
         only: under `install`, tensors on other meshes are left to torch; None: all meshes.
         costs: under `install`, DTensor's sharding propagation uses shardweave's costs.
+        spmd_types: under `install`, the collectives of spmd_types are carried out by shardweave.
     """
 
     transport: str | None = None
@@ -30,6 +31,7 @@ class RedistributeOptions(NamedTuple):
     min_bytes: int = 0
     only: tuple[DeviceMesh, ...] | None = None
     costs: bool = False
+    spmd_types: bool = False
 
 
 default = RedistributeOptions()
@@ -57,7 +59,9 @@ def call_options(transport: Any = None, topology: Any = None, reduction: Any = N
     return RedistributeOptions(transport, topology or default.topology, reduction)
 
 
-def install_options(topology: Any, reduction: Any, min_bytes: Any, only: Any, costs: bool) -> RedistributeOptions:
+def install_options(
+    topology: Any, reduction: Any, min_bytes: Any, only: Any, costs: bool, spmd_types: bool
+) -> RedistributeOptions:
     """The validated options of `install`.
 
     Raises:
@@ -73,4 +77,4 @@ def install_options(topology: Any, reduction: Any, min_bytes: Any, only: Any, co
         meshes = (only,) if not isinstance(only, Collection) or isinstance(only, DeviceMesh) else tuple(only)
         if not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
             raise ArgumentError(f"only: {only!r}; allowed: a DeviceMesh, several, or None")
-    return RedistributeOptions(None, topology, reduction, min_bytes, meshes, bool(costs))
+    return RedistributeOptions(None, topology, reduction, min_bytes, meshes, bool(costs), bool(spmd_types))

@@ -126,11 +126,14 @@ _operator = torch.library.custom_op(
 
 
 def as_one_operator(
-    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, current: DTensorSpec, target: DTensorSpec
+    run: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    collectives: Callable[[torch.Tensor], list[tuple[Any, ...]]],
 ) -> torch.Tensor:
     """Call `run(x)`, which redistributes `x`, as one operator that all active modes see; `run` itself is below them.
 
-    Policies of selective activation checkpointing are applied to the collectives that torch would have issued instead.
+    Policies of selective activation checkpointing are applied to the collectives that torch would have issued instead:
+    `collectives(x)`, each an operator and its arguments.
     """
     # Before torch 2.13 policies are also applied when a region is recomputed.
     checkpointing = _CachingTorchDispatchMode, _CachedTorchDispatchMode
@@ -140,7 +143,7 @@ def as_one_operator(
     _requests[handle] = run
     try:
         for mode in regions:
-            mode.policy_fn = partial(_policy, mode.policy_fn, torchs_collectives(x, current, target))
+            mode.policy_fn = partial(_policy, mode.policy_fn, collectives(x))
         return _operator(x, handle)
     finally:
         del _requests[handle]
@@ -155,7 +158,7 @@ def _policy(policy: Callable[..., Any], collectives: list[tuple[Any, ...]], cont
     return next((answer for answer in answers if answer in saving), answers[0])
 
 
-def torchs_collectives(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> list[tuple[Any, ...]]:
+def torchs_collectives(current: DTensorSpec, target: DTensorSpec, x: torch.Tensor) -> list[tuple[Any, ...]]:
     """The collectives that torch would issue to redistribute `x`, each as an operator and its arguments; a copy if it
     would issue none. All steps have `x` as input. Equal on all ranks, except for `x`."""
     steps = [_collective(x, current.mesh, *step) for step in _torchs_steps(current, target)]

@@ -36,6 +36,9 @@ KNOWN_DELEGATIONS = re.compile(
             # Arguments of install().
             r"a mesh that install\(only=\) leaves out",
             r"smaller than install\(min_bytes=\)",
+            r"an axis of a mesh that install\(only=\) leaves out",
+            # spmd_types refuses these, or carries them out itself.
+            "spmd_types: .*",
             # Torch refuses these and raises the error.
             "shard or another op to partial, which torch refuses",
             # Torch has two behaviours, of which the caller gets one.

@@ -1,0 +1,146 @@
+"""Calls on plain tensors: a local tensor and two layouts on a planner's mesh in, the local tensor of the target out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
+
+from ...errors import UnsupportedError
+from ...planner import Layout, Mesh, plan, title
+from ..convert_specs import dtype_name
+from ..executor.bind import BoundProgram
+from ..executor.call import Call, check_backend, transport_for
+from ..executor.dispatch_modes import as_one_operator
+from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from .local import count_dispatch_modes
+from .redistribute_options import RedistributeOptions
+
+_c10d: Any = torch.ops._c10d_functional
+_calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(2048)
+_meshes: ProcessGroupCache[dist.ProcessGroup, Mesh] = ProcessGroupCache(256)
+
+
+def mesh_of_group(group: dist.ProcessGroup) -> Mesh:
+    """The 1-D mesh of the ranks of a process group, in the order of the group."""
+    forget_dead_groups()
+    mesh = _meshes.get(group)
+    if mesh is None:
+        ranks = dist.get_process_group_ranks(group)
+        mesh = _meshes[group] = Mesh((len(ranks),), ranks=ranks)
+    return mesh
+
+
+def redistribute_plain(
+    x: torch.Tensor,
+    mesh: Mesh,
+    shape: Sequence[int],
+    source: Layout | str,
+    target: Layout | str,
+    options: RedistributeOptions,
+    groups: Sequence[dist.ProcessGroup],
+    async_op: bool = False,
+) -> torch.Tensor:
+    """Redistribute a plain tensor. Gradients are not recorded.
+
+    Args:
+        x: this rank's shard under `source`; any strides.
+        async_op: as for `Call`; ignored under dispatch modes, which see a complete result.
+        mesh, shape, source, target, options, groups: as for `plain_call`; one process group per mesh dim.
+
+    Returns:
+        This rank's shard under `target`, in memory of its own.
+
+    Raises:
+        UnsupportedError: a fake tensor mode is active, and as `plain_call`.
+        TransportError: a peer died, timed out, or made a different request.
+    """
+
+    def run(x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
+        with torch.no_grad(), torch.inference_mode(False):
+            out = plain_call(x, mesh, shape, source, target, options, groups)(x, async_op)
+        return out.clone() if out is x else out
+
+    x = x.detach().resolve_conj().resolve_neg()
+    if not count_dispatch_modes():
+        return run(x, async_op)
+    if detect_fake_mode() is not None:
+        raise UnsupportedError("a fake tensor mode is active: programs move real memory")
+    return as_one_operator(run, x, partial(_torchs_collectives, source, target, groups))
+
+
+def _torchs_collectives(
+    source: Layout | str, target: Layout | str, groups: Sequence[dist.ProcessGroup], x: torch.Tensor
+) -> list[tuple[Any, ...]]:
+    """The collectives that torch would issue, one mesh dim after the other, as operators and their arguments."""
+    kinds = zip(str(source).split(), str(target).split(), groups, strict=True)
+    steps: list[tuple[Any, ...]] = []
+    for before, after, group in kinds:
+        size, name = group.size(), str(group.group_name)
+        if before[0] == "P" and after[0] == "R":
+            steps.append((_c10d.all_reduce.default, x, "sum", name))
+        elif before[0] == "P" and after[0] == "S":
+            steps.append((_c10d.reduce_scatter_tensor.default, x, "sum", size, name))
+        elif before[0] == "S" and after[0] == "R":
+            steps.append((_c10d.all_gather_into_tensor.default, x, size, name))
+        elif before[0] == after[0] == "S" and before != after:
+            steps.append((_c10d.all_to_all_single.default, x, None, None, name))
+    return steps or [(torch.ops.aten.clone.default, x)]
+
+
+def plain_call(
+    x: torch.Tensor,
+    mesh: Mesh,
+    shape: Sequence[int],
+    source: Layout | str,
+    target: Layout | str,
+    options: RedistributeOptions,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Call:
+    """The call that redistributes tensors of the shape, strides, dtype and device of `x`; it is called below dispatch
+    modes and outside of inference mode, since cached views and buffers outlive that.
+
+    Args:
+        x: this rank's shard under `source`.
+        mesh: the ranks that make the call together, this one included.
+        shape: the global shape.
+        groups: process groups of these ranks, which the program may use.
+
+    Raises:
+        UnsupportedError: the process group cannot carry programs on the device, or a dtype that cannot be reduced.
+    """
+    forget_dead_groups()
+    key = mesh, tuple(shape), x.shape, x.stride(), x.dtype, x.device, source, target, tuple(map(id, groups)), options
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _bind(x, mesh, shape, source, target, options, groups)
+    return call
+
+
+def _bind(
+    x: torch.Tensor,
+    mesh: Mesh,
+    shape: Sequence[int],
+    source: Layout | str,
+    target: Layout | str,
+    options: RedistributeOptions,
+    groups: Sequence[dist.ProcessGroup],
+) -> Call:
+    """Plan and bind a request. Communicates nothing."""
+    ranks = mesh.rank_array.tolist()
+    check_backend(x.device, len(ranks), options.transport)
+    position = ranks.index(dist.get_rank())
+    program = plan(mesh, shape, dtype_name(x.dtype), source, target, rank=position, topology=options.topology)
+    if program.is_identity:
+        return Call(None, None, ())
+    transport, _ = transport_for(tuple(sorted(ranks)), x.device, options.transport, groups=groups)
+    participants = program.participants(position)
+    exchanges = len(participants) > 1
+    with transport.rendezvous.making_ready(participants, partial(title, program)) if exchanges else nullcontext():
+        bound = BoundProgram(program, position, x.stride(), transport, x.dtype, x.device, options.reduction)
+    return Call(bound, transport, participants)

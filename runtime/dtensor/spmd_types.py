@@ -1,0 +1,258 @@
+"""The collectives of spmd_types on shardweave: the replacement of the forward of its autograd functions.
+
+`spmd_types.redistribute`, `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all`, and their backward, all end in
+the forward of an autograd function, where the change of types, the axis and the dtype are known. Arguments, type
+checking and the derivatives stay those of spmd_types. `spmd_types.set_dist` replaces less: the collectives that it
+receives no longer tell which tensor dims are split and concatenated, so that copies remain before and after them, and
+spmd_types 0.3.1 makes most of its collectives without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...planner import Mesh
+from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
+from ..statistics import count_delegation, stats
+from . import redistribute_options
+from .drop_in import SMALL, backend_obstacle, log_level, why_not_plain
+from .plain_calls import mesh_of_group, redistribute_plain
+from .redistribute_options import RedistributeOptions
+
+_OTHER_AXIS = "an axis of a mesh that install(only=) leaves out"
+_SPLIT_SIZES = "spmd_types: split sizes of an all-to-all, which differ between calls"
+_OTHER_SIZES = "spmd_types: split sizes that are not those of torch.chunk"
+_REFUSED = "spmd_types: sizes, strides or dims that it refuses or handles itself"
+_logger = logging.getLogger(__name__)
+
+
+class _Request(NamedTuple):
+    """A collective as the redistribution of a tensor on the mesh of the axis.
+
+    Attributes:
+        x: this rank's shard under `source`.
+        shape: the global shape.
+        source, target: layouts.
+        squeezed: the dim of size 1 of the target's shard that the result does not have.
+    """
+
+    x: torch.Tensor
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    squeezed: int | None = None
+
+
+def _all_reduce(x: torch.Tensor, mesh: Mesh, dst: Any, inplace: bool) -> _Request | str:
+    if not x.is_contiguous():
+        return _REFUSED
+    return _Request(x, tuple(x.shape), "P", "R")
+
+
+def _all_gather_stack(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Request | str:
+    if not 0 <= gather_dim <= x.ndim:
+        return _REFUSED
+    return _all_gather(x.unsqueeze(gather_dim), mesh, dst, gather_dim)
+
+
+def _all_gather(x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int) -> _Request | str:
+    shape = _with_size(x, gather_dim, mesh.size * x.shape[gather_dim])
+    return _Request(x, shape, f"S{gather_dim}", "R")
+
+
+def _all_gather_uneven(
+    x: torch.Tensor, mesh: Mesh, dst: Any, gather_dim: int, split_sizes: Sequence[int]
+) -> _Request | str:
+    if not _are_chunks(split_sizes, mesh.size) or x.shape[gather_dim] != split_sizes[_position(mesh)]:
+        return _OTHER_SIZES
+    shape = _with_size(x, gather_dim, sum(split_sizes))
+    return _Request(x, shape, f"S{gather_dim}", "R")
+
+
+def _reduce_scatter_stack(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request | str:
+    if not 0 <= scatter_dim < x.ndim or x.shape[scatter_dim] != mesh.size:
+        return _REFUSED
+    return _scattered(x, scatter_dim)._replace(squeezed=scatter_dim)
+
+
+def _reduce_scatter(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request | str:
+    return _REFUSED if x.shape[scatter_dim] % mesh.size else _scattered(x, scatter_dim)
+
+
+def _reduce_scatter_uneven(x: torch.Tensor, mesh: Mesh, scatter_dim: int, split_sizes: Sequence[int]) -> _Request | str:
+    if not _are_chunks(split_sizes, mesh.size) or x.shape[scatter_dim] != sum(split_sizes):
+        return _OTHER_SIZES
+    return _scattered(x, scatter_dim)
+
+
+def _scattered(x: torch.Tensor, dim: int) -> _Request:
+    return _Request(x, tuple(x.shape), "P", f"S{dim}")
+
+
+def _all_to_all_stack(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Request | str:
+    if not (0 <= split_dim < x.ndim and 0 <= concat_dim < x.ndim) or x.shape[split_dim] != mesh.size:
+        return _REFUSED
+    # Rank r holds x[r], sharded along what becomes dim `concat_dim`; the result keeps its own index of the first dim.
+    x = x.movedim(split_dim, 0).unsqueeze(concat_dim + 1)
+    shape = _with_size(x, concat_dim + 1, mesh.size)
+    return _Request(x, shape, f"S{concat_dim + 1}", "S0", 0)
+
+
+def _all_to_all(x: torch.Tensor, mesh: Mesh, split_dim: int, concat_dim: int) -> _Request | str:
+    if x.shape[split_dim] % mesh.size or split_dim == concat_dim:
+        return _REFUSED
+    shape = _with_size(x, concat_dim, mesh.size * x.shape[concat_dim])
+    return _Request(x, shape, f"S{concat_dim}", f"S{split_dim}")
+
+
+def _all_to_all_uneven(x: torch.Tensor, mesh: Mesh, output_split_sizes: Any, input_split_sizes: Any) -> str:
+    return _SPLIT_SIZES
+
+
+def _with_size(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+def _are_chunks(sizes: Sequence[int], parts: int) -> bool:
+    """Whether sizes are those into which torch.chunk divides their sum, with zeros at the end if there are fewer."""
+    total = sum(sizes)
+    longest = math.ceil(total / parts)
+    return list(sizes) == [min(longest, max(0, total - i * longest)) for i in range(parts)]
+
+
+def _position(mesh: Mesh) -> int:
+    return mesh.rank_array.tolist().index(dist.get_rank())
+
+
+_REQUESTS: dict[str, Callable[..., _Request | str]] = {
+    "_AllReduce": _all_reduce,
+    "_AllGatherStack": _all_gather_stack,
+    "_AllGatherShard": _all_gather,
+    "_AllGatherUneven": _all_gather_uneven,
+    "_ReduceScatterStack": _reduce_scatter_stack,
+    "_ReduceScatterShard": _reduce_scatter,
+    "_ReduceScatterUneven": _reduce_scatter_uneven,
+    "_AllToAllStack": _all_to_all_stack,
+    "_AllToAllShard": _all_to_all,
+    "_AllToAllUneven": _all_to_all_uneven,
+}
+"""By autograd function: the request of a call, or the reason why spmd_types carries it out. The parameters after the
+mesh are those of the function's forward."""
+_originals: dict[Any, Any] = {}
+"""The forward of each autograd function that is replaced."""
+
+
+def bind_spmd_types(installed: bool) -> None:
+    """Replace the forward of spmd_types' autograd functions, or restore it.
+
+    Raises:
+        ArgumentError: spmd_types is not installed.
+    """
+    for function, original in _originals.items():
+        function.forward = original
+    _originals.clear()
+    if not installed:
+        return
+    try:
+        collectives = import_module("spmd_types._collectives")
+    except ImportError as error:
+        raise ArgumentError(
+            f"spmd_types: True, and it cannot be imported ({error}); allowed: False, or after pip install spmd_types"
+        ) from error
+    for name, request in _REQUESTS.items():
+        function = getattr(collectives, name, None)
+        names = list(inspect.signature(request).parameters)[2:]
+        expected = ["ctx", "x", "axis", *names, "dtype_options"]
+        if function is None or list(inspect.signature(function.forward).parameters) != expected:
+            _logger.warning(
+                "spmd_types has no %s with a forward of (%s), which is left to it", name, ", ".join(expected)
+            )
+            continue
+        original = _originals[function] = vars(function)["forward"]
+        function.forward = staticmethod(_forward(original.__func__, request, names))
+
+
+def _forward(original: Callable[..., Any], request: Callable[..., _Request | str], names: list[str]) -> Callable:
+    """The forward of one of the autograd functions. `names` are those of the arguments between the axis and the dtype
+    options; spmd_types keeps each under its name for the backward."""
+
+    def forward(ctx: Any, x: torch.Tensor, axis: dist.ProcessGroup, *args: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            _count_traced()
+            return original(ctx, x, axis, *args)
+        if axis.size() == 1:
+            return original(ctx, x, axis, *args)
+        *settings, dtypes = args
+        out = _carry_out(partial(request, **dict(zip(names, settings, strict=True))), x, axis, dtypes)
+        if out is None:
+            return original(ctx, x, axis, *args)
+        ctx.axis, ctx.backward_options, ctx.rank = axis, dtypes.backward_options, axis.rank()
+        for name, value in zip(names, settings, strict=True):
+            setattr(ctx, name, value)
+        if "inplace" in names and ctx.inplace:
+            ctx.mark_dirty(x)
+            return x.copy_(out)
+        return out if out.dtype == dtypes.out_dtype else out.to(dtypes.out_dtype)
+
+    return forward
+
+
+def _carry_out(
+    request_of: Callable[[torch.Tensor, Mesh], _Request | str], x: torch.Tensor, axis: dist.ProcessGroup, dtypes: Any
+) -> torch.Tensor | None:
+    """The result of a collective in its communication dtype; None where spmd_types carries it out, which is counted."""
+    options = redistribute_options.default
+    if type(x) is AsyncCollectiveTensor:
+        x = x.wait()
+    request: _Request | str | None = None
+    reason = why_not_plain(x)
+    if reason is None:
+        mesh = mesh_of_group(axis)
+        request = request_of(x.to(dtypes.op_dtype).detach(), mesh)
+        reason = request if isinstance(request, str) else _why_not(request, mesh, options)
+    modes = active_modes()
+    if modes and reason is None:
+        reason = why_not_under(modes)
+    if reason is None:
+        assert isinstance(request, _Request)
+        try:
+            async_op = getattr(dtypes, "async_op", False) and request.squeezed is None
+            out = redistribute_plain(request.x, mesh, *request[1:4], options, (axis,), async_op)
+            if modes:
+                note_decision(modes, None)
+            return out if request.squeezed is None else out.squeeze(request.squeezed)
+        except UnsupportedError as error:
+            reason = str(error)
+    if modes:
+        note_decision(modes, reason)
+    source, target = (request.source, request.target) if isinstance(request, _Request) else ("its src", "its dst")
+    count_delegation(reason, log_level(reason), source, target)
+    return None
+
+
+def _why_not(request: _Request, mesh: Mesh, options: RedistributeOptions) -> str | None:
+    if options.only is not None:
+        ranks = mesh.rank_array.tolist()
+        axes = (dist.get_process_group_ranks(group) for other in options.only for group in other.get_all_groups())
+        if ranks not in axes:
+            return _OTHER_AXIS
+    if math.prod(request.shape) * request.x.element_size() < options.min_bytes:
+        return SMALL
+    return backend_obstacle(request.x.device)
+
+
+@torch.compiler.assume_constant_result
+def _count_traced() -> None:
+    """Count a call while torch.compile traces, without adding anything to the graph."""
+    stats().delegations["torch.compile is tracing"] += 1

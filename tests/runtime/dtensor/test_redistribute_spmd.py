@@ -1,0 +1,232 @@
+"""`redistribute_spmd` against a dense reference, and against spmd_types' own calls one axis after the other."""
+
+from __future__ import annotations
+
+import importlib.util
+from enum import Enum
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardweave
+from shardweave.errors import ArgumentError, UnsupportedError
+
+if importlib.util.find_spec("spmd_types"):
+    import spmd_types as spmd
+    from spmd_types import I, P, PartitionSpec, R, S, SpmdType, V
+
+pytestmark = [
+    pytest.mark.multi,
+    pytest.mark.skipif(
+        importlib.util.find_spec("spmd_types") is None, reason="spmd_types is not installed (pip install spmd_types)"
+    ),
+]
+
+
+class Axis(Enum):
+    A, B = "a", "b"
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers, whose sums are exact."""
+    return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gradient_of(kind: Any) -> Any:
+    """The type of the gradient."""
+    return P if kind is R else R if kind is P else kind
+
+
+def typed(kinds: tuple[Any, ...], order: tuple[int, ...] = (0, 1)) -> Any:
+    """An argument for axes "a" and "b"; with a PartitionSpec where both shard one tensor dim."""
+    if not all(isinstance(kind, S) for kind in kinds) or kinds[0] != kinds[1]:
+        return dict(zip("ab", kinds, strict=True))
+    entries: list[Any] = [None] * 2
+    entries[kinds[0].dim] = tuple("ab"[m] for m in order)
+    return SpmdType({"a": V, "b": V}, PartitionSpec(*entries))
+
+
+def held(x: torch.Tensor, kinds: tuple[Any, ...], mesh: DeviceMesh, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    """This rank's shard by torch.chunk, without regard to P."""
+    for m in order:
+        if isinstance(kinds[m], S):
+            d, at = kinds[m].dim, mesh.get_coordinate()[m]
+            x = [*x.chunk(mesh.size(m), d), *[x.narrow(d, 0, 0)] * mesh.size(m)][at]
+    return x.contiguous()
+
+
+def terms_of(seed: int, shape: tuple[int, ...], kinds: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, torch.Tensor]:
+    """The global tensor, as this rank has it before it is sharded, and the value that all ranks agree on: the sum over
+    the partial axes of terms that differ along them."""
+    partial = [m for m, kind in enumerate(kinds) if kind is P]
+    coordinates = list(product(*(range(mesh.size(m)) for m in partial)))
+    terms = {c: numbers(seed + 10 * i, shape) for i, c in enumerate(coordinates)}
+    return terms[tuple(mesh.get_coordinate()[m] for m in partial)], sum(terms.values())
+
+
+def total(x: torch.Tensor, kinds: tuple[Any, ...], mesh: DeviceMesh) -> torch.Tensor:
+    """The value of a tensor: partial axes are summed by torch."""
+    x = x.detach().clone()
+    for m, kind in enumerate(kinds):
+        if kind is P:
+            dist.all_reduce(x, group=mesh.get_group(m))
+    return x
+
+
+def against_dense(rank: int, shape: tuple[int, int], samples: int) -> int:
+    mesh, random = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), Random(7)
+    kinds = list(product([R, I, P, S(0), S(1)], repeat=2))
+    for src, dst in random.sample(list(product(kinds, kinds)), samples):
+        orders = random.choice([(0, 1), (1, 0)]), random.choice([(0, 1), (1, 0)])
+        mine, value = terms_of(1, shape, src, mesh)
+        x = held(mine, src, mesh, orders[0]).requires_grad_()
+        given = x.detach().clone()
+        y = shardweave.redistribute_spmd(x, mesh, typed(src, orders[0]), typed(dst, orders[1]), shape=shape)
+        assert total(y, dst, mesh).equal(held(value, dst, mesh, orders[1])), (src, dst, orders)
+        assert x.equal(given) and (y.is_contiguous() or y.data_ptr() == x.data_ptr())
+        # The gradient goes the other way: that of R is partial, that of P is replicated.
+        there, back = (tuple(map(gradient_of, types)) for types in (dst, src))
+        mine, value = terms_of(2, shape, there, mesh)
+        y.backward(held(mine, there, mesh, orders[1]))
+        assert total(x.grad, back, mesh).equal(held(value, back, mesh, orders[0])), (src, dst, orders)
+    assert not shardweave.stats().delegations
+    return samples
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (1, 5)])
+@pytest.mark.parametrize("samples", [60, pytest.param(625, marks=pytest.mark.long)])
+def test_types_of_two_axes(shape: tuple[int, int], transport: str, samples: int) -> None:
+    assert run_ranks(against_dense, 4, shape, samples, environment={"SHARDWEAVE_TRANSPORT": transport}) == [samples] * 4
+
+
+def against_spmd_types(rank: int) -> int:
+    """One axis after the other, the last to shard first, where spmd_types has a sequence."""
+    mesh, done = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), 0
+    groups = {name: mesh.get_group(name) for name in "ab"}
+    for src, dst in product(product([R, I, P, S(0), S(1)], repeat=2), repeat=2):
+        shards = [t.dim for t in (*src, *dst) if isinstance(t, S)]
+        if len(shards) != len(set(shards)):
+            continue  # two axes on one tensor dim
+        mine, _ = terms_of(1, (8, 4), src, mesh)
+        results = []
+        gradient = held(terms_of(2, (8, 4), tuple(map(gradient_of, dst)), mesh)[0], dst, mesh)
+        try:
+            for one_call in (False, True):
+                y = x = held(mine, src, mesh).requires_grad_()
+                for name, a, b in zip("ab", src, dst, strict=True):
+                    if not one_call:
+                        y = spmd.redistribute(y, groups[name], src=a, dst=b, backward_options={"op_dtype": y.dtype})
+                if one_call:
+                    y = shardweave.redistribute_spmd(x, mesh, typed(src), typed(dst))
+                y.backward(gradient)
+                results.append((y.detach(), x.grad))
+        except AssertionError as error:
+            assert "contiguous" in str(error)  # spmd_types 0.2.3 refuses results of its own reduce-scatter
+            continue
+        for ours, theirs in zip(*results, strict=True):
+            assert ours.equal(theirs), (src, dst)
+        done += 1
+    return done
+
+
+def test_equals_one_axis_after_the_other() -> None:
+    (done,) = set(run_ranks(against_spmd_types, 4))
+    assert done > 100
+
+
+def one_exchange(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    x = numbers(rank, (4, 6))
+    shardweave.stats().reset()
+    src, dst = {Axis.A: S(0), Axis.B: P, "c": R}, {Axis.A: S(1), Axis.B: R, "c": S(0)}
+    shardweave.redistribute_spmd(x, mesh, src, dst)
+    shardweave.redistribute_spmd(x, mesh, {"a": S(0), "b": S(1)}, {"a": S(1), "b": S(0)})
+    ((request, _), kind) = next(iter(shardweave.stats().redistributions.items()))
+    assert sum(shardweave.stats().calls.values()) == 2, (request, kind)
+    # Axes whose type stays take no part, and other ranks need not call.
+    if mesh.get_local_rank("a") == 0:
+        y = shardweave.redistribute_spmd(x, mesh, {"a": V, "b": S(0)}, {"a": V, "b": R})
+        assert y.equal(torch.cat([numbers(r, (4, 6)) for r in (0, 1)]))
+        y = shardweave.redistribute_spmd(x, mesh, {"a": S(1), "b": P}, {"a": S(1), "b": R})
+        assert y.equal(numbers(0, (4, 6)) + numbers(1, (4, 6)))
+    same = {"a": S(0), "b": R}
+    assert shardweave.redistribute_spmd(x, mesh, same, same) is x
+    half = shardweave.redistribute_spmd(x, mesh, same, same, forward_dtype=torch.bfloat16)
+    assert half.dtype is torch.bfloat16
+    x.requires_grad_()
+    y = shardweave.redistribute_spmd(
+        x.T, mesh, {"a": S(1), "b": P}, {"a": R, "b": I}, forward_dtype=torch.float64, backward_dtype=torch.bfloat16
+    )
+    y.backward(torch.ones_like(y))
+    assert y.dtype is torch.float64 and x.grad.dtype is torch.float32 and x.grad.equal(torch.full_like(x, 2.0))
+    (gradient,) = torch.autograd.grad(
+        shardweave.redistribute_spmd(x, mesh, {"b": P}, {"b": R}).square().sum(), x, create_graph=True
+    )
+    gradient.sum().backward()  # differentiable twice
+
+
+def test_one_call_for_several_axes() -> None:
+    run_ranks(one_exchange, 4)
+
+
+def wrong(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = torch.zeros(4, 3)
+    both = SpmdType({"a": V, "b": V}, PartitionSpec(("a", "b")))
+    for text, arguments, options in [
+        ("x: 3; allowed: a torch.Tensor", (3, mesh, {}, {}), {}),
+        ("mesh: .*allowed: a DeviceMesh with names", (x, "cpu", {}, {}), {}),
+        ("src: axis 'c'; allowed: 'a', 'b'", (x, mesh, {"c": R}, {"c": P}), {}),
+        ("dst: no type of axis 'a', which src names", (x, mesh, {"a": R}, {"b": R}), {}),
+        ("src: 'R' on axis 'a'; allowed: R, I, V, P, S", (x, mesh, {"a": "R"}, {"a": R}), {}),
+        ("dst: S.2. on axis 'a'; allowed dims: -2..1", (x, mesh, {"a": R}, {"a": S(2)}), {}),
+        ("V to R on axis 'a'; allowed: V on both", (x, mesh, {"a": V}, {"a": R}), {}),
+        ("axes .'a', 'b'. shard tensor dim 0", (x, mesh, {"a": S(0), "b": S(0)}, both), {}),
+        ("src: \\[1\\]; allowed: a mapping", (x, mesh, [1], {}), {}),
+        ("shape: .8,. for a tensor of 2 dims", (x, mesh, {"a": R}, {"a": S(0)}), {"shape": (8,)}),
+        ("x: \\[4, 3\\]; allowed: \\[5, 3\\]", (x, mesh, {"a": S(0)}, {"a": R}), {"shape": (10, 3)}),
+        ("forward_dtype: 'half'", (x, mesh, {"a": R}, {"a": P}), {"forward_dtype": "half"}),
+        ("transport: 7", (x, mesh, {"a": R}, {"a": P}), {"transport": 7}),
+    ]:
+        with pytest.raises(ArgumentError, match=text):
+            shardweave.redistribute_spmd(*arguments, **options)
+    with pytest.raises(UnsupportedError, match="do not ascend"):
+        swapped = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("a", "b"))
+        shardweave.redistribute_spmd(x, swapped, {"b": S(0)}, {"b": R})
+    with pytest.raises(UnsupportedError, match="x: torch.sparse_coo"):
+        shardweave.redistribute_spmd(x.to_sparse(), mesh, {"a": P}, {"a": R})
+    y = shardweave.redistribute_spmd(x + rank, mesh, {"a": P}, {"a": R})  # later calls work
+    assert y.equal(torch.full((4, 3), float(2 * (rank % 2) + 2)))
+
+
+def test_refused_arguments() -> None:
+    run_ranks(wrong, 4)
+
+
+def type_checked(rank: int) -> None:
+    from spmd_types.checker import typecheck
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = numbers(rank, (4, 3)).requires_grad_()
+    with spmd.set_current_mesh(mesh), typecheck():
+        spmd.assert_type(x, {"a": P, "b": S(0)})
+        y = shardweave.redistribute_spmd(x, mesh, {"a": P, "b": S(0)}, {"a": S(0), "b": R})
+        assert spmd.get_axis_local_type(y, "a") is V and spmd.get_axis_local_type(y, "b") is R
+        with pytest.raises(spmd.SpmdTypeError):
+            shardweave.redistribute_spmd(x, mesh, {"a": R, "b": S(0)}, {"a": S(0), "b": R})
+        with pytest.raises(ArgumentError, match="src: no type of axes"):
+            shardweave.redistribute_spmd(x, mesh, {"a": P}, {"a": R})
+        z = spmd.reinterpret(spmd.reinterpret(y.sum(), "a", src=V, dst=P), "b", src=R, dst=P, expert_mode=True)
+        z.backward()
+    assert x.grad.equal(torch.full_like(x, 2.0))
+
+
+def test_type_checking() -> None:
+    run_ranks(type_checked, 4)

@@ -1,0 +1,375 @@
+"""`install(spmd_types=True)` against spmd_types without it, on the same ranks: values, gradients, errors, counters."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import end_ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import shardweave
+from shardweave.errors import ArgumentError
+from shardweave.runtime.dtensor.spmd_types import _are_chunks, _originals
+
+if importlib.util.find_spec("spmd_types"):
+    import spmd_types as spmd
+    from spmd_types import I, P, R, S, V
+
+    ASYNC = "async_op" in inspect.signature(spmd.all_gather).parameters  # from 0.3
+
+needs_spmd_types = pytest.mark.skipif(
+    importlib.util.find_spec("spmd_types") is None, reason="spmd_types is not installed (pip install spmd_types)"
+)
+TRANSPORTS = ["shared_memory", "process_group"]
+Outcome = tuple[Any, ...]
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32, strided: bool = False) -> torch.Tensor:
+    """Small whole numbers, which differ between ranks and whose sums are exact in every dtype and order."""
+    shape = (*shape[:-1], 2 * shape[-1]) if strided and shape else shape
+    x = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return x[..., ::2] if strided and x.ndim else x
+
+
+def outcome(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Outcome:
+    """What a call returns and its gradient, or the type and text of its error."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.is_floating_point())
+    try:
+        y = call(x)
+        if not y.requires_grad:
+            return y.clone(), None
+        numbers = torch.arange(y.numel()).reshape(y.shape) % 7 + 1
+        y.backward(numbers.to(y.dtype) * (1 + dist.get_rank()))
+    except Exception as error:
+        return type(error).__name__, re.sub(r"^\[.*?\]:?\[.*?\] ", "", str(error))  # rank, time, line
+    return y.detach().clone(), x.grad
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and x.equal(y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def assert_same(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, carried: int | None = None) -> Outcome:
+    """Assert that ours is stock's, and, if given, that this many collectives were carried out and none left."""
+    shardweave.uninstall()
+    stock = outcome(call, x)
+    shardweave.install(spmd_types=True)
+    shardweave.stats().reset()
+    ours = outcome(call, x)
+    assert same(ours, stock), (call, x.shape, x.dtype, ours, stock)
+    if carried is not None and x.numel():
+        counters = shardweave.stats()
+        assert (sum(counters.calls.values()), dict(counters.delegations)) == (carried, {}), (call, x.shape)
+    return ours
+
+
+def exchanges(src: Any, dst: Any) -> int:
+    """The number of collectives of a redistribution and its backward."""
+    kind = {R: "R", I: "I", P: "P"}
+    a, b = kind.get(src, "V"), kind.get(dst, "V")
+    forward = (a, b) in (("P", "R"), ("P", "I"), ("P", "V"), ("V", "R"), ("V", "I")) or (a == b == "V" and src != dst)
+    backward = (a, b) in (("P", "R"), ("I", "R"), ("P", "V"), ("V", "R"), ("I", "V")) or (a == b == "V" and src != dst)
+    return forward + backward
+
+
+def every_redistribution(rank: int) -> int:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    axes = [(4, dist.group.WORLD), (2, mesh.get_group("b"))]
+    types, done = [R, I, V, P, S(0), S(1), S(-2)], 0
+    cases = [(torch.float32, False), (torch.bfloat16, True), (torch.int64, False)]
+    for (n, axis), src, dst, (dtype, strided) in product(axes, types, types, cases):
+        dims = {getattr(t, "dim", 0) % 2 for t in (src, dst)}
+        both_varying = all(t is V or isinstance(t, S) for t in (src, dst))
+        call = partial(spmd.redistribute, axis=axis, src=src, dst=dst, backward_options={"op_dtype": torch.float32})
+        expected = None
+        if dtype is torch.float32:
+            expected = (2 if len(dims) == 2 else 0) if both_varying else exchanges(src, dst)
+        if both_varying and len(dims) == 2 and V in (src, dst):
+            expected = 0  # spmd_types returns the tensor itself
+        got = assert_same(call, values(rank, n, 2 * n, dtype=dtype, strided=strided), expected)
+        assert isinstance(got[0], torch.Tensor), got
+        done += 1
+    return done
+
+
+@needs_spmd_types
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_pair_of_types(transport: str) -> None:
+    assert run_ranks(every_redistribution, 4, environment={"SHARDWEAVE_TRANSPORT": transport}) == [294] * 4
+
+
+def collectives_by_argument(rank: int) -> None:
+    n, axis = 4, dist.group.WORLD
+    full, half = {"backward_options": {"op_dtype": torch.float32}}, torch.bfloat16
+    cases: list[tuple[int, tuple[int, ...], Callable[..., torch.Tensor]]] = []
+    for dst in (R, I):
+        for dim in (0, 1, 2):
+            cases.append((2 if dst is R else 1, (3, 5), partial(spmd.all_gather, src=V, dst=dst, gather_dim=dim)))
+        cases.append((2 if dst is R else 1, (), partial(spmd.all_gather, src=V, dst=dst)))
+        cases.append((2 if dst is R else 1, (0, 3), partial(spmd.all_gather, src=S(1), dst=dst)))
+        cases.append((2 if dst is R else 1, (5,), partial(spmd.all_reduce, src=V, dst=dst, op_dtype=half, **full)))
+        cases.append((2 if dst is R else 1, (), partial(spmd.all_reduce, dst=dst)))
+    for dim in (0, 1, 2):
+        shape = [(n, 3, 2), (3, n, 2), (3, 2, n)][dim]
+        cases.append((2, shape, partial(spmd.reduce_scatter, dst=V, scatter_dim=dim)))
+        cases.append((2, shape, partial(spmd.reduce_scatter, dst=S(dim), out_dtype=torch.float64, **full)))
+        for other in (0, 1, 2):
+            cases.append((2, shape, partial(spmd.all_to_all, split_dim=dim, concat_dim=other)))
+            if other != dim:
+                cases.append((2, shape, partial(spmd.all_to_all, src=S(other), dst=S(dim))))
+    for carried, shape, call in cases:
+        for strided in (False, True):
+            strided = strided and call.func is not spmd.all_reduce  # which refuses it
+            assert_same(partial(call, axis=axis), values(rank, *shape, strided=strided), carried)
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_arguments_of_collectives() -> None:
+    run_ranks(collectives_by_argument, 4)
+
+
+def without_program(rank: int) -> None:
+    """What is left to spmd_types, most of it because it refuses it: the same errors, counted."""
+    axis, reasons = dist.group.WORLD, shardweave.stats().delegations
+    refused = [
+        ((6, 3), partial(spmd.redistribute, src=P, dst=S(0))),
+        ((6, 3), partial(spmd.redistribute, src=S(1), dst=S(0))),
+        ((4, 3), partial(spmd.redistribute, src=S(2), dst=R)),
+        ((4, 3), partial(spmd.redistribute, src=P, dst=S(-3))),
+        ((3, 4), partial(spmd.reduce_scatter, dst=V)),
+        ((3, 4), partial(spmd.all_gather, src=R, dst=R)),
+        ((3, 4), partial(spmd.all_reduce, src=R, dst=R)),
+        ((4, 3), partial(spmd.all_to_all, src=S(0), dst=S(1), split_dim=0)),
+        ((4, 3), partial(spmd.redistribute, src="R", dst=P)),
+        ((4, 3), partial(spmd.redistribute, src=P, dst=R, backward_options={"dtype": torch.float32})),
+    ]
+    for shape, call in refused:
+        got = assert_same(partial(call, axis=axis), values(rank, *shape))
+        assert isinstance(got[0], str), (call, got)
+    low = values(rank, 4, dtype=torch.bfloat16).requires_grad_()
+    with pytest.raises(ValueError, match="backward_options"):
+        spmd.redistribute(low, axis, src=P, dst=R)
+    with pytest.raises(AssertionError, match="contiguous"):
+        spmd.all_reduce(values(rank, 3, 4, strided=True), axis, dst=R)
+    assert set(reasons) == {"spmd_types: sizes, strides or dims that it refuses or handles itself"}
+    sizes = [2] * 4  # gloo refuses different ones
+    call = partial(spmd.all_to_all, axis=axis, output_split_sizes=sizes, input_split_sizes=sizes)
+    got = assert_same(call, values(rank, 8, 3))
+    assert got[0].equal(torch.cat([values(r, 8, 3)[2 * rank : 2 * rank + 2] for r in range(4)]))
+    assert dict(reasons) == {"spmd_types: split sizes of an all-to-all, which differ between calls": 2}
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_refused_arguments_and_split_sizes() -> None:
+    run_ranks(without_program, 4)
+
+
+def uneven(rank: int) -> None:
+    shardweave.install(spmd_types=True)
+    axis = dist.group.WORLD
+    for sizes in ([2, 2, 2, 1], [1, 1, 0, 0], [3, 3, 3, 0], [0, 0, 0, 0]):
+        start, total = sum(sizes[:rank]), sum(sizes)
+        whole = values(9, 2, total)
+        x = whole[:, start : start + sizes[rank]].clone().requires_grad_()
+        y = spmd.all_gather(x, axis, src=S(1), dst=R, split_sizes=sizes)
+        y.backward(values(rank, 2, total))
+        gradient = sum(values(r, 2, total) for r in range(4))
+        assert y.equal(whole) and x.grad.equal(gradient[:, start : start + sizes[rank]])
+        x = values(rank, 2, total).requires_grad_()
+        y = spmd.reduce_scatter(x, axis, dst=S(1), split_sizes=sizes)
+        y.backward(whole[:, start : start + sizes[rank]])
+        assert y.equal(gradient[:, start : start + sizes[rank]]) and x.grad.equal(whole)
+    assert not shardweave.stats().delegations
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_uneven_split_sizes() -> None:
+    run_ranks(uneven, 4)
+
+
+@needs_spmd_types
+@pytest.mark.plan
+def test_split_sizes_of_chunks() -> None:
+    for total, parts in product(range(20), range(1, 6)):
+        sizes = [len(c) for c in torch.arange(total).chunk(parts)] if total else []
+        sizes += [0] * (parts - len(sizes))
+        assert _are_chunks(sizes, parts)
+        assert not _are_chunks([*sizes[1:], sizes[0]], parts) or len(set(sizes)) == 1
+    assert not _are_chunks([2, 2, 1], 2)
+
+
+def different_sizes(rank: int) -> None:
+    shardweave.install(spmd_types=True)
+    spmd.redistribute(torch.zeros(2 + rank), dist.group.WORLD, src=S(0), dst=R)
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_ranks_with_different_sizes() -> None:
+    for end in end_ranks(different_sizes, 2, environment={"SHARDWEAVE_TIMEOUT": "10"}):
+        assert end.error in ("DisagreementError", "PeerError"), end
+
+
+def order_of_sums(rank: int) -> None:
+    shardweave.install(spmd_types=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        terms = [torch.randn(40, 8, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(4)]
+        wide = [t.float() for t in terms]
+        want = (((wide[0] + wide[1]) + wide[2]) + wide[3]).to(dtype)
+        y = spmd.redistribute(terms[rank], dist.group.WORLD, src=P, dst=I)
+        assert y.equal(want)
+        exact = sum(t.double() for t in terms)
+        assert (y.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+        assert spmd.redistribute(terms[rank], dist.group.WORLD, src=P, dst=S(0)).equal(want.chunk(4)[rank])
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_sums_are_in_the_order_of_ranks() -> None:
+    run_ranks(order_of_sums, 4)
+
+
+def in_place_and_async(rank: int) -> None:
+    axis = dist.group.WORLD
+    shardweave.install(spmd_types=True)
+    x, want = values(rank, 3, 5), values(0, 3, 5) + values(1, 3, 5)
+    y = spmd.all_reduce(x, axis, dst=R, inplace=True)
+    assert x.equal(want) and y.data_ptr() == x.data_ptr()
+    x = values(rank, 3, 5)
+    assert spmd.all_reduce(x, axis, dst=R).equal(want) and x.equal(values(rank, 3, 5))
+    with torch.inference_mode():
+        assert spmd.all_reduce(values(rank, 3, 5), axis, dst=R).equal(want)
+    if ASYNC:
+        y = spmd.all_gather(x * 1, axis, src=S(0), dst=R, async_op=True)
+        assert type(y).__name__ == "AsyncCollectiveTensor" and (y + 0).equal(
+            torch.cat([values(r, 3, 5) for r in (0, 1)])
+        )
+    shardweave.stats().reset()
+    with shardweave.installed(spmd_types=True, min_bytes=100):
+        spmd.all_reduce(x, axis, dst=R)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    with shardweave.installed(spmd_types=True, only=mesh["b"]):
+        spmd.all_reduce(x, axis, dst=R)
+    assert set(shardweave.stats().delegations) == {
+        "smaller than install(min_bytes=)",
+        "an axis of a mesh that install(only=) leaves out",
+    }
+    shardweave.stats().reset()
+    with shardweave.installed(spmd_types=True, only=mesh):
+        assert spmd.all_reduce(x, mesh.get_group("a"), dst=R).equal(want)
+    assert spmd.all_reduce(x, mesh.get_group("b"), dst=R).equal(x)  # a group of one rank
+    assert not shardweave.stats().delegations
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_in_place_async_and_options() -> None:
+    run_ranks(in_place_and_async, 2)
+
+
+def under_checkpointing(rank: int, saved: bool) -> dict[str, int]:
+    shardweave.install(spmd_types=True)
+    policies = [torch.ops._c10d_functional.reduce_scatter_tensor.default] if saved else []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in policies else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = spmd.redistribute(x.sin(), dist.group.WORLD, src=P, dst=S(0))
+        return spmd.redistribute(y.cos(), dist.group.WORLD, src=S(0), dst=R).sin()
+
+    x = values(rank, 4, 3)
+    want = outcome(layer, x)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    shardweave.stats().reset()
+    got = outcome(partial(checkpoint, layer, use_reentrant=False, context_fn=contexts), x)
+    assert same(got, want) and not shardweave.stats().delegations
+    return sum(shardweave.stats().calls.values())
+
+
+@needs_spmd_types
+@pytest.mark.multi
+@pytest.mark.parametrize("saved, calls", [(False, 6), (True, 5)])
+def test_selective_activation_checkpointing(saved: bool, calls: int) -> None:
+    assert run_ranks(under_checkpointing, 2, saved) == [calls] * 2
+
+
+def type_checked(rank: int) -> None:
+    from spmd_types.checker import typecheck
+
+    shardweave.install(spmd_types=True)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = values(rank, 4, 3).requires_grad_()
+    with spmd.set_current_mesh(mesh), typecheck():
+        spmd.assert_type(x, {"a": P})
+        y = spmd.redistribute(x, "a", src=P, dst=S(0))
+        assert spmd.get_axis_local_type(y, "a") is V
+        with pytest.raises(spmd.SpmdTypeError):
+            spmd.assert_type(y, {"a": R})
+        spmd.reinterpret(y.sum(), "a", src=V, dst=P).backward()
+    assert sum(shardweave.stats().calls.values()) == 2 and not shardweave.stats().delegations
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_type_checking() -> None:
+    run_ranks(type_checked, 2)
+
+
+def compiled(rank: int) -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = spmd.redistribute(x.sin(), dist.group.WORLD, src=P, dst=S(0))
+        return spmd.redistribute(y.cos(), dist.group.WORLD, src=S(0), dst=R)
+
+    x = values(rank, 4, 3)
+    want = outcome(layer, x)
+    shardweave.install(spmd_types=True)
+    torch.testing.assert_close(outcome(torch.compile(layer, backend="aot_eager"), x), want)
+
+
+@needs_spmd_types
+@pytest.mark.multi
+@pytest.mark.long
+def test_compile() -> None:
+    run_ranks(compiled, 2)
+
+
+@needs_spmd_types
+def test_unknown_functions_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from spmd_types import _collectives
+
+    stock = vars(_collectives._AllToAllShard)["forward"]
+    changed = staticmethod(lambda ctx, x, axis, dim, options: x)
+    monkeypatch.setattr(_collectives._AllReduce, "forward", changed)
+    monkeypatch.delattr(_collectives, "_AllToAllUneven")
+    with caplog.at_level(logging.WARNING), shardweave.installed(spmd_types=True):
+        assert len(_originals) == 8
+        assert vars(_collectives._AllReduce)["forward"].__func__ is changed.__func__
+        assert vars(_collectives._AllToAllShard)["forward"] is not stock
+    assert "_AllReduce" in caplog.text and "_AllToAllUneven" in caplog.text
+    assert vars(_collectives._AllToAllShard)["forward"] is stock and not _originals
+
+
+def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "spmd_types._collectives", None)
+    with pytest.raises(ArgumentError, match="spmd_types: True, and it cannot be imported"):
+        shardweave.install(spmd_types=True)
+    assert not shardweave.is_installed()
