@@ -10,6 +10,8 @@ from .dtensor.plan import plan, plan_batch, redistribute_cost
 from .dtensor.redistribute import bind, explain, redistribute
 from .executor.prepare import prepare
 from .executor.simulate import simulate
+from .flight_recorder import dump_flight_records
+from .logs import set_up_logs
 from .moe.activation import silu_and_mul
 from .moe.dispatcher import TokenDispatcher
 from .moe.parallel_style import ExpertParallel
@@ -39,6 +41,7 @@ __all__ = [
     "VirtualTokenDispatcher",
     "adapt_fsdp",
     "bind",
+    "dump_flight_records",
     "empty_cache",
     "explain",
     "generate_permute_indices",
@@ -64,3 +67,5 @@ __all__ = [
     "uninstall",
     "whole_of_shares",
 ]
+
+set_up_logs()

@@ -3,6 +3,7 @@ transports."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from ..executor.call import Call, check_backend, refuse, transport_for
 from ..executor.copies import contiguous_strides
 from ..executor.dispatch_modes import below_modes
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
+from ..statistics import log_level
 from ..transports.rendezvous import remarks
 from ..transports.select import publish_settings
 from . import redistribute_options
@@ -31,6 +33,7 @@ from .local import PLAIN_TENSORS
 from .overlap import overlaps_itself
 from .redistribute_options import RedistributeOptions
 
+_logger = logging.getLogger(__name__)
 _calls: ProcessGroupCache[tuple, Call] = ProcessGroupCache(2048)
 _allocated = WeakTensorKeyDictionary()
 """The tensors that `allocate` returned, as keys."""
@@ -155,6 +158,9 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             if not isinstance(before[name], type(comm)):
                 _originals.setdefault(group, {})[name] = before[name]
                 setattr(group, name, comm)
+    _logger.log(
+        log_level(logging.INFO), "%d parameter groups of %s run on shardweave", len(groups), type(module).__name__
+    )
     publish_settings()
 
 
@@ -170,10 +176,12 @@ def restore_fsdp(module: torch.nn.Module) -> None:
     Raises:
         ArgumentError: no part of `module` is sharded by FSDP2.
     """
-    for _, group in list(_parameter_groups(module)):
+    groups = list(_parameter_groups(module))
+    for _, group in groups:
         for name, before in _originals.pop(group, {}).items():
             if isinstance(getattr(group, name), _Allocator):
                 setattr(group, name, before)
+    _logger.log(log_level(logging.INFO), "%d parameter groups of %s run on torch", len(groups), type(module).__name__)
 
 
 def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
