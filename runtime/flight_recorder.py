@@ -96,11 +96,14 @@ class Record:
 
     @property
     def state(self) -> str:
-        """ "scheduled": the host has left the call, and its work on the device has not been seen to be done."""
+        """Where the call is: if the host has left it, "scheduled" until its work on a GPU is known to be done."""
         if self.finished is None or self.failed:
             return "started"
-        if not self.has_device_work or (self.done is not None and self.done.query()):
+        if not self.has_device_work:
             return "completed"
+        with suppress(RuntimeError):  # the device is broken
+            if self.done is not None and self.done.query():
+                return "completed"
         return "scheduled"
 
     def as_entry(self) -> dict[str, Any]:
@@ -139,9 +142,11 @@ class FlightRecorder:
         self._has_written = False
         self._writing = threading.Lock()
         self._stopped = threading.Event()
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # this rank may be waiting in the other
-        self._earlier_request = self._request()
-        self._store.set(_written_key(rank), "")
+        self._store = _own_connection(store)
+        self._earlier_request = ""
+        with suppress(RuntimeError):  # the store of a fake group keeps nothing
+            self._earlier_request = self._request()
+            self._store.set(_written_key(rank), "")
         self._thread = threading.Thread(target=self._watch, name="shardweave-flight-recorder", daemon=True)
         self._thread.start()
 
@@ -151,7 +156,7 @@ class FlightRecorder:
         self._count += 1
         self._records.append(self._open)
         if self.barriers is not None:
-            self.barriers.enter_call(hash((call.ranks, call.number)) & _MOST_KEYS or 1)  # equal in all processes
+            self.barriers.enter_call(hash((call.ranks, call.number)) & _MOST_KEYS or 1)  # hashes of ints are equal
 
     def describe(self, transport: str, device: torch.device, traffic: Traffic | None = None) -> None:
         """Complete the record of the current call."""
@@ -221,10 +226,10 @@ class FlightRecorder:
         with suppress(RuntimeError):  # the store is gone
             if self._request() == self._earlier_request:
                 self._store.set(_REQUESTED, f"{self.rank} {secrets.token_hex(8)}")
-            missing, deadline = list(range(self.ranks)), time.monotonic() + _PATIENCE
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._text(_written_key(rank))]
-                time.sleep(0.02 if missing else 0.0)
+            deadline = time.monotonic() + _PATIENCE
+            for rank in range(self.ranks):
+                while not self._text(_written_key(rank)) and time.monotonic() < deadline:
+                    time.sleep(0.02)
 
     def dump(self, folder: Path | None = None) -> Path:
         """Write this rank's file and return its path.
@@ -277,15 +282,15 @@ class FlightRecorder:
             self._thread.join(_PATIENCE)
 
     def _forget(self, record: Record | None) -> None:
-        with suppress(ValueError):  # later ones have taken its place
-            self._records.remove(record)  # type: ignore[arg-type]
+        if record is not None and record in self._records:  # else later ones have taken its place
+            self._records.remove(record)
 
     def _write(self, failed: str) -> None:
         """Write the file because a call of rank `failed` has failed. Raises nothing: that error matters more."""
         try:
             _logger.warning("a call of rank %s has failed: flight records are in %s", failed, self.dump())
-        except OSError as error:
-            _logger.warning("a call of rank %s has failed: flight records cannot be written: %s", failed, error)
+        except Exception as error:
+            _logger.warning("a call of rank %s has failed: flight records cannot be written: %r", failed, error)
         with suppress(RuntimeError):  # the store is gone
             self._store.set(_written_key(self.rank), "written")
 
@@ -306,6 +311,15 @@ class FlightRecorder:
 
     def _text(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _own_connection(store: Any) -> dist.Store:
+    """A second connection to a store, because this rank may be waiting in the first one; the store itself if it has no
+    connections, as that of a fake process group."""
+    try:
+        return store.clone()
+    except RuntimeError:
+        return store
 
 
 def _written_key(rank: int) -> str:

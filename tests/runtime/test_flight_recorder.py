@@ -151,6 +151,12 @@ def test_work_on_a_gpu_is_scheduled_until_its_event_is_done(
     done[0] = True
     assert states() == ["completed", "scheduled", "completed"]
 
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    recorder._records[0].done = SimpleNamespace(query=broken)  # type: ignore[assignment]
+    assert states()[0] == "scheduled"
+
 
 @pytest.mark.plan
 def test_file_of_a_rank_whose_peer_has_failed(
@@ -186,14 +192,44 @@ def test_failures_to_write_are_logged_and_raised_on_request(
         dump_flight_records(tmp_path / "file")
     path = dump_flight_records(str(tmp_path / "some" / "folder"))
     assert path == tmp_path / "some/folder/shardweave_0" and pickle.loads(path.read_bytes())["entries"] == []
-    recorder.begin(CallRecord((0, 1), 1, 0, lambda: 1 // 0))  # type: ignore[arg-type,return-value]
-    with pytest.raises(ZeroDivisionError):
-        dump_flight_records(tmp_path / "some/folder")
-    assert [each.name for each in path.parent.iterdir()] == ["shardweave_0"]  # as before, and complete
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "file" / "rank_"))
     monkeypatch.setattr(flight_recorder, "_PATIENCE", 0.0)
     recorder.failed()
-    assert "a call of rank 0 has failed: flight records cannot be written: " in caplog.text
+    assert "a call of rank 0 has failed: flight records cannot be written: NotADirectoryError" in caplog.text
+    recorder.begin(CallRecord((0, 1), 1, 0, lambda: 1 // 0))  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError):
+        dump_flight_records(path.parent)
+    assert [each.name for each in path.parent.iterdir()] == ["shardweave_0"]  # as before, and complete
+    assert pickle.loads(path.read_bytes())["entries"] == []
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
+    recorder._write("1")
+    assert "a call of rank 1 has failed: flight records cannot be written: ZeroDivisionError" in caplog.text
+
+
+def in_a_fake_group(rank: int) -> tuple[list[str], list[str]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    with shardweave.installed():
+        time.sleep(1.5 * flight_recorder._POLL)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with shardweave.installed():
+        during = [thread.name for thread in threading.enumerate()]
+    dist.destroy_process_group()
+    after = [thread.name for thread in threading.enumerate()]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return during, after
+
+
+@pytest.mark.multi
+def test_recorder_ends_with_its_process_group(tmp_path: Path) -> None:
+    """Also where the store keeps nothing."""
+    environment = {"SHARDWEAVE_FR_BUFFER_SIZE": "5", "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "rank_")}
+    ((during, after),) = run_ranks(in_a_fake_group, 1, environment=environment)
+    name = "shardweave-flight-recorder"
+    assert during.count(name) == 1 and name not in after and not list(tmp_path.iterdir())
 
 
 @pytest.mark.plan
