@@ -26,7 +26,15 @@ from rich.table import Table
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError, UnsupportedError
 from ..planner.render.explain import format_bytes
-from ..runtime.environment import pretended_node_size, requested_poison, requested_pool_limit, requested_timeout
+from ..runtime.environment import (
+    pretended_node_size,
+    requested_flight_records,
+    requested_logs,
+    requested_nvtx,
+    requested_poison,
+    requested_pool_limit,
+    requested_timeout,
+)
 from ..runtime.supported_versions import SUPPORTED, installed_version, is_supported, requirement
 from ..runtime.transports.select import check_name, choose_transport, why_no_memory
 from ..runtime.transports.shared_memory import segments
@@ -74,6 +82,9 @@ def settings() -> Iterator[Finding]:
         "SHARDWEAVE_NODE_SIZE": pretended_node_size,
         "SHARDWEAVE_POISON_ROWS": requested_poison,
         "SHARDWEAVE_POOL_LIMIT": requested_pool_limit,
+        "SHARDWEAVE_LOGS": requested_logs,
+        "SHARDWEAVE_NVTX": requested_nvtx,
+        "SHARDWEAVE_FR_BUFFER_SIZE": requested_flight_records,
     }
     for name, check in checks.items():
         value = os.environ.get(name)

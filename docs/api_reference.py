@@ -55,10 +55,11 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         },
     ),
     "tracing": (
-        "Statistics and traces",
+        "Statistics, traces and flight records",
         {
             "Statistics": ("stats", "Statistics", "Redistribution"),
             "Traces": ("record", "Recording"),
+            "Flight records": ("dump_flight_records",),
         },
     ),
     "errors": (

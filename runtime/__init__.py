@@ -15,6 +15,8 @@ from .dtensor.redistribute import bind, explain, redistribute
 from .dtensor.redistribute_spmd import redistribute_spmd
 from .executor.prepare import prepare
 from .executor.simulate import simulate
+from .flight_recorder import dump_flight_records
+from .logs import set_up_logs
 from .moe.activation import silu_and_mul
 from .moe.dispatcher import TokenDispatcher
 from .moe.parallel_style import ExpertParallel
@@ -71,6 +73,7 @@ __all__ = [
     "adapt_fsdp",
     "bind",
     "checkpointable_tensor",
+    "dump_flight_records",
     "empty_cache",
     "explain",
     "generate_permute_indices",
@@ -97,3 +100,5 @@ __all__ = [
     "uninstall",
     "whole_of_shares",
 ]
+
+set_up_logs()

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from pathlib import Path
 
 from ..errors import ArgumentError
 
 _MAX_TIMEOUT = 366 * 86400.0
+_MAX_RECORDS = 1_000_000
+_TORCH_FILES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _SEGMENT_KINDS = ("anonymous", "named")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_LOGGERS = {
+    "all": ("",),
+    "dispatch": (".runtime.moe",),
+    "dtensor": (".runtime.dtensor", ".runtime.statistics"),
+    "executor": (".runtime.executor",),
+    "flight_recorder": (".runtime.flight_recorder",),
+    "transports": (".runtime.transports",),
+}
+"""The names that SHARDWEAVE_LOGS takes, and the loggers below `shardweave` that each of them sets."""
+_LOG_LEVELS = {"": logging.INFO, "+": logging.DEBUG, "-": logging.ERROR}
 
 
 def requested_transport() -> str | None:
@@ -84,7 +98,70 @@ def requested_poison() -> bool:
     Raises:
         ArgumentError: neither 0 nor 1.
     """
-    text = os.environ.get("SHARDWEAVE_POISON_ROWS")
+    return _switch("SHARDWEAVE_POISON_ROWS")
+
+
+def requested_logs() -> dict[str, int]:
+    """SHARDWEAVE_LOGS: the level of each logger that it names; empty where it is not set.
+
+    As in TORCH_LOGS, names are separated by commas; `name` is level INFO, `+name` DEBUG and `-name` ERROR.
+
+    Raises:
+        ArgumentError: a name that is not known.
+    """
+    levels: dict[str, int] = {}
+    for item in (os.environ.get("SHARDWEAVE_LOGS") or "").split(","):
+        if not item.strip():
+            continue
+        sign, name = re.fullmatch(r"([+-]?)(.*)", item.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+        if name not in _LOGGERS:
+            raise ArgumentError(
+                f"SHARDWEAVE_LOGS: {item.strip()!r}; allowed: {', '.join(_LOGGERS)}, each also after + (DEBUG) or - "
+                "(ERROR), separated by commas"
+            )
+        levels |= dict.fromkeys((f"shardweave{logger}" for logger in _LOGGERS[name]), _LOG_LEVELS[sign])
+    return levels
+
+
+def requested_nvtx() -> bool:
+    """SHARDWEAVE_NVTX: whether calls are NVTX ranges as well.
+
+    Raises:
+        ArgumentError: neither 0 nor 1.
+    """
+    return _switch("SHARDWEAVE_NVTX")
+
+
+def requested_flight_records() -> int:
+    """SHARDWEAVE_FR_BUFFER_SIZE: the number of recent calls that the flight recorder keeps; 0, also where it is not
+    set: there is no flight recorder.
+
+    Raises:
+        ArgumentError: not a whole number, or too large.
+    """
+    text = os.environ.get("SHARDWEAVE_FR_BUFFER_SIZE") or "0"
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) <= _MAX_RECORDS):
+        raise ArgumentError(
+            f"SHARDWEAVE_FR_BUFFER_SIZE: {text!r}; allowed: a whole number of calls, at most {_MAX_RECORDS}"
+        )
+    return int(text)
+
+
+def flight_record_folder() -> Path:
+    """The folder of flight records: `shardweave` in the folder where torch's flight recorder has its files, by
+    TORCH_FR_DUMP_TEMP_FILE, TORCH_NCCL_DEBUG_INFO_TEMP_FILE or torch's default.
+
+    It is a folder of its own because torch's analysis reads all files of a folder, one for each rank.
+    """
+    prefix = next(filter(None, map(os.environ.get, _TORCH_FILES)), None)
+    if prefix is not None:
+        return Path(prefix).absolute().parent / "shardweave"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "torch" / "shardweave"
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name)
     if text and text not in ("0", "1"):
-        raise ArgumentError(f"SHARDWEAVE_POISON_ROWS: {text!r}; allowed: 0, 1")
+        raise ArgumentError(f"{name}: {text!r}; allowed: 0, 1")
     return text == "1"

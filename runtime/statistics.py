@@ -108,19 +108,26 @@ def stats() -> Statistics:
     return _statistics
 
 
+def log_level(level: int) -> int:
+    """The level of a message that all ranks have in the same words: `level` on rank 0, debug on others."""
+    return level if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
+
+
 _logged_reasons: set[str] = set()
 _MAX_LOGGED_REASONS = 64
 
 
 def count_delegation(reason: str, level: int, current: object, target: object) -> None:
-    """Count a redistribution that is left to torch, and log the first one of each reason: at `level` on rank 0, at
-    debug level on other ranks, which leave the same ones."""
+    """Count a redistribution that is left to torch, and log it: the first one of each reason at `level` on rank 0, all
+    others at debug level. Other ranks leave the same ones."""
     _statistics.delegations[reason] += 1
     if reason in _logged_reasons or len(_logged_reasons) == _MAX_LOGGED_REASONS:
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("left to torch: %s (%s to %s)", reason, current, target)
         return
     _logged_reasons.add(reason)
     _logger.log(
-        level if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG,
+        log_level(level),
         "left to torch: %s (%s to %s). Further ones are counted in shardweave.stats().delegations.",
         reason,
         current,

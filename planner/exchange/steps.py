@@ -90,6 +90,10 @@ class Traffic:
     def received(self) -> int:
         return self.received_near + self.received_far
 
+    @property
+    def sent(self) -> int:
+        return self.sent_near + self.sent_far
+
     @classmethod
     def of(cls, boxes: TransferTable, position: int, nodes: np.ndarray | None) -> Traffic:
         """Count the traffic of one mesh position.

@@ -3,6 +3,7 @@ transports."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...errors import ArgumentError, UnsupportedError
 from ..executor.call import check_backend, refuse, transport_for
 from ..executor.dispatch_modes import below_modes
+from ..statistics import log_level
 from ..transports.rendezvous import remarks
 from ..transports.select import publish_settings
 from . import redistribute_options
@@ -25,6 +27,7 @@ from .local import PLAIN_TENSORS
 from .overlap import overlaps_itself
 from .plain_calls import mesh_of_group, plain_call
 
+_logger = logging.getLogger(__name__)
 _allocated = WeakTensorKeyDictionary()
 """The tensors that `allocate` returned, as keys."""
 _COMM_ATTRIBUTES = ("_all_gather_comm", "_reduce_scatter_comm")
@@ -148,6 +151,9 @@ def adapt_fsdp(module: torch.nn.Module) -> None:
             if not isinstance(before[name], type(comm)):
                 _originals.setdefault(group, {})[name] = before[name]
                 setattr(group, name, comm)
+    _logger.log(
+        log_level(logging.INFO), "%d parameter groups of %s run on shardweave", len(groups), type(module).__name__
+    )
     publish_settings()
 
 
@@ -163,10 +169,12 @@ def restore_fsdp(module: torch.nn.Module) -> None:
     Raises:
         ArgumentError: no part of `module` is sharded by FSDP2.
     """
-    for _, group in list(_parameter_groups(module)):
+    groups = list(_parameter_groups(module))
+    for _, group in groups:
         for name, before in _originals.pop(group, {}).items():
             if isinstance(getattr(group, name), _Allocator):
                 setattr(group, name, before)
+    _logger.log(log_level(logging.INFO), "%d parameter groups of %s run on torch", len(groups), type(module).__name__)
 
 
 def _parameter_groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

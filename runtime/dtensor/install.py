@@ -9,11 +9,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner import NVLINK_NODE, Topology
 from ..executor.lower import Reduction
+from ..statistics import log_level
 from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
 from ..transports.rendezvous import settings
 from ..transports.select import publish_settings
@@ -135,8 +135,16 @@ def _apply(options: RedistributeOptions | None) -> None:
     """Install with these options, or uninstall."""
     if options is not None:
         _warn_of_versions()
+    was_installed = is_installed()
     bind_spmd_types(options is not None and options.spmd_types)
     bind_replacements(options is not None)
+    level = log_level(logging.INFO)
+    if options is not None:
+        versions = ", ".join(f"{name} {installed_version(name)}" for name in SUPPORTED)
+        settings = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if name != "transport")
+        _logger.log(level, "installed: DTensor redistributions run on shardweave (%s; %s)", settings, versions)
+    elif was_installed:
+        _logger.log(level, "uninstalled: DTensor redistributions run on torch")
     options = options or RedistributeOptions()
     set_default(options)
     set_cost_topology((options.topology or NVLINK_NODE) if options.costs else None)
@@ -146,7 +154,7 @@ def _apply(options: RedistributeOptions | None) -> None:
 @cache
 def _warn_of_versions() -> None:
     """Warn, once and on rank 0, if torch or triton is a version that shardweave is not tested with."""
-    level = logging.WARNING if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
+    level = log_level(logging.WARNING)
     for name in SUPPORTED:
         if not is_supported(name):
             _logger.log(

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.profiler import record_function
 
+from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyHierarchical, AnyTransport
 from ..transports.shared_memory.transport import SharedMemoryTransport
 from ..transports.streams import current_stream
+from .ranges import call_range, wants_ranges
 from .run import ExclusiveCall
 
 HostTransport = SharedMemoryTransport | ProcessGroupTransport | AnyHierarchical
@@ -36,7 +36,12 @@ class AsyncRun:
 
     Args:
         complete: waits for the peers and returns the result of the last request.
+
+    Attributes:
+        record: of the flight recorder, if there is one.
     """
+
+    record: flight_recorder.Record | None = None
 
     def __init__(
         self,
@@ -76,9 +81,11 @@ class AsyncRun:
         rendezvous, current_call = transport.rendezvous, transport.rendezvous.call
         # Release the transport first: nothing keeps it alive if no one ever waits.
         transport.pending = self._run = self._complete = self._transport = None
-        profiled = record_function("shardweave::finish") if _profiler_enabled() else nullcontext()
+        profiled = call_range("shardweave::finish") if wants_ranges() else nullcontext()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         rendezvous.call = self._call  # other transports may have been called since
+        if flight_recorder.current is not None:
+            flight_recorder.current.resume(self.record)
         try:
             with ExclusiveCall(transport, self._statistics), profiled, on_stream:
                 try:

@@ -14,7 +14,7 @@ from ..statistics import Summary
 from ..transports.base import OneSidedTransport, Transport, WindowedTransport
 from ..transports.requests import Barrier, CommRequest, HierarchicalExchange, Transfer
 from ..transports.symmetric_memory.window import Window
-from .bind import AnyStep, step_type
+from .bind import AnyStep, step_type, traffic_of
 from .copies import contiguous_strides
 from .lower import Lowering, lower
 from .step_hierarchical import HierarchicalStep
@@ -208,6 +208,12 @@ def _summary(batch: Batch, rank: int) -> Summary:
     return _title(batch), batch.bytes_received[at], None if bound is None else bound[at]
 
 
+def _traffic(batch: Batch, rank: int) -> tuple[int, int]:
+    positions = [(program, batch.position(i, rank)) for i, program in enumerate(batch.programs)]
+    each = [traffic_of(program, position) for program, position in positions if position is not None]
+    return sum(sent for sent, _ in each), sum(received for _, received in each)
+
+
 class BoundBatch:
     """One rank's part of a batch on one transport, for inputs with the given strides.
 
@@ -215,7 +221,7 @@ class BoundBatch:
 
     Attributes:
         fingerprint: compared by ranks in each exchange; differs for different batches.
-        request, title, summary: as in `BoundProgram`.
+        request, title, summary, traffic: as in `BoundProgram`.
     """
 
     def __init__(
@@ -229,6 +235,7 @@ class BoundBatch:
     ) -> None:
         self.batch, self.rank, self.fingerprint = batch, rank, batch.digest & ~0xFFFF
         self.request, self.title, self.summary = batch.digest, partial(_title, batch), partial(_summary, batch, rank)
+        self.traffic = partial(_traffic, batch, rank)
         self.transport, self.dtypes, self.device = transport, dtypes, device
         self.rounds: list[tuple[list[tuple[int, AnyStep]], _AnyRound | None]] = []
         """Local steps with the indices of their tensors, and the exchange after them."""

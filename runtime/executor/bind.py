@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ...planner import Program, check_local_shape, title
+from ...planner import ITEMSIZE, Exchange, Program, check_local_shape, title
 from ..statistics import Summary
 from ..transports.base import Transport
 from .copies import contiguous_strides
@@ -40,6 +40,13 @@ def _summary(program: Program, position: int) -> Summary:
     return title(program), program.bytes_received[at], None if bound is None else bound[at]
 
 
+def traffic_of(program: Program, position: int) -> tuple[int, int]:
+    """The bytes that a rank sends and receives in all steps."""
+    steps = [program.traffic(step, position) for step in program.steps if isinstance(step, Exchange)]
+    sent, received = sum(step.sent for step in steps), sum(step.received for step in steps)
+    return sent * ITEMSIZE[program.dtype], received * ITEMSIZE[program.dtype]
+
+
 class BoundProgram:
     """One rank's program on one transport, for inputs with the given strides.
 
@@ -48,6 +55,7 @@ class BoundProgram:
         request: equal for programs of the same request.
         title: returns the request as text.
         summary: returns the text and the bytes received. Keeps the program alive, but none of the bound buffers.
+        traffic: returns the bytes sent and received. Keeps alive what `summary` does.
         run: takes the source shard, which is only read, and the fingerprint that ranks compare in each exchange. Yields
             requests and returns the target shard.
     """
@@ -66,6 +74,7 @@ class BoundProgram:
         target_mesh = program.target_mesh if program.is_cross_mesh else None
         self.request = program.source, program.target, program.shape, program.dtype, program.source_mesh, target_mesh
         self.title, self.summary = partial(title, program), partial(_summary, program, position)
+        self.traffic = partial(traffic_of, program, position)
         self.fingerprint = 0
         if program.exchanges:
             self.fingerprint = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)

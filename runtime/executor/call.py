@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from ...errors import ArgumentError, TransportError, UnsupportedError
 from ...planner import Mesh
+from .. import flight_recorder
 from ..environment import requested_transport
 from ..process_group_cache import ProcessGroupCache
 from ..statistics import stats
@@ -28,7 +28,10 @@ from .batch import BoundBatch
 from .bind import BoundProgram
 from .dispatch_modes import below_modes
 from .local_slice import BoundSlice
+from .ranges import call_range, wants_ranges
 from .run import ExclusiveCall, Run, run_profiled, run_to_end
+
+_logger = logging.getLogger(__name__)
 
 
 class Call:
@@ -53,6 +56,9 @@ class Call:
             self.order.join()  # binding has uploaded tables that calls on other streams read
         if bound is not None and transport is not None:
             self.statistics = stats().kind(bound.request, transport.name, bound.summary)
+            if _logger.isEnabledFor(logging.DEBUG):
+                text, received, _ = bound.summary()
+                _logger.debug("bound %s: receives %d bytes by %s", text, received, transport.name)
 
     def build(self, x: torch.Tensor) -> None:
         """Compile and upload what the first call with a tensor of the alignment of `x` needs."""
@@ -87,19 +93,23 @@ class Call:
             fingerprint = bound.fingerprint
             if self.has_peers:
                 fingerprint = transport.rendezvous.begin(self.participants, fingerprint, bound.title)
+                if flight_recorder.current is not None:
+                    flight_recorder.current.describe(transport.name, bound.device, bound.traffic)
             run = bound.run(x, fingerprint)
             if async_op:
                 if isinstance(transport, SymmetricMemoryTransport):
                     return self._run_on_side_stream(run, x, transport)
                 return self._start(run, transport)
-            if _profiler_enabled():
+            if wants_ranges():
                 return run_profiled(run, transport.answer)
             return run_to_end(run, transport.answer)
 
     def _run_on_side_stream(self, run: Run, x: torch.Tensor, transport: SymmetricMemoryTransport) -> Any:
-        with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+        with call_range("shardweave::begin") if wants_ranges() else nullcontext():
             try:
                 out, join = transport.side.run(x, lambda: run_to_end(run, transport.answer))
+                if flight_recorder.current is not None:
+                    flight_recorder.current.end(stream=transport.side.stream)
             finally:
                 if self.order is not None:
                     self.order.moved_to(transport.side.stream)
@@ -109,7 +119,7 @@ class Call:
     def _start(self, run: Run, transport: HostTransport) -> torch.Tensor | AsyncCollectiveTensor:
         """Run up to the last exchange and start it. Returns the output itself if there is no exchange."""
         try:
-            with record_function("shardweave::begin") if _profiler_enabled() else nullcontext():
+            with call_range("shardweave::begin") if wants_ranges() else nullcontext():
                 request = run.send(None)
                 while request.output is None:
                     request = run.send(transport.answer(request))
@@ -117,6 +127,8 @@ class Call:
         except StopIteration as end:
             return end.value
         transport.pending = AsyncRun(run, transport, complete, self.statistics, output)
+        if flight_recorder.current is not None:
+            transport.pending.record = flight_recorder.current.suspend()
         return transport.pending.as_tensor(output)
 
 

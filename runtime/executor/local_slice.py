@@ -28,7 +28,7 @@ class BoundSlice:
         ArgumentError: the input does not have the shape of this rank's source shard.
     """
 
-    fingerprint = 0  # there is no exchange
+    fingerprint, traffic = 0, None  # there is no exchange
 
     def __init__(
         self, planner: Planner, sliced: LocalSlice, shape: tuple[int, ...], x: torch.Tensor, transport: Transport

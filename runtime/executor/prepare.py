@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import combinations
 
 import torch
@@ -20,6 +21,7 @@ from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .call import check_backend, check_ranks, transport_for
 
+_logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 62
 
 
@@ -75,6 +77,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
         with torch.inference_mode(False):
             with chosen.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
                 _prepare(chosen, planned_mesh, device, max_bytes)
+        _logger.debug("prepared ranks %s on %s for %d bytes", ranks, chosen.name, max_bytes)
     except TransportError as error:
         chosen.fail(error)
         raise

@@ -7,12 +7,13 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import record_function
 
 from ...errors import TransportError
+from .. import flight_recorder
 from ..statistics import Redistribution
 from ..transports.requests import CommRequest
 from ..transports.select import AnyTransport
+from .ranges import call_range
 
 Run = Generator[CommRequest, Any, Any]
 """A running step, program or batch: yields requests, is sent their results, and returns the output."""
@@ -46,12 +47,12 @@ def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None, name: st
     """Same as `run_to_end`, with a profiler range called `name` around a range for each phase, which take time
     themselves."""
     result: Any = None
-    with record_function(name):
+    with call_range(name):
         try:
             while True:
-                with record_function("shardweave::copy"):
+                with call_range("shardweave::copy"):
                     request = run.send(result)
-                with record_function("shardweave::exchange"):
+                with call_range("shardweave::exchange"):
                     result = answer(request)  # type: ignore[misc]
         except StopIteration as end:
             return end.value
@@ -83,6 +84,8 @@ class ExclusiveCall:
         transport = self.transport
         transport.busy = False
         self.statistics.milliseconds += (time.perf_counter() - self.start) * 1e3
+        if flight_recorder.current is not None:
+            flight_recorder.current.end(error)
         if error is not None:
             # Peers may be waiting for this rank's next exchange: notify them.
             text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"

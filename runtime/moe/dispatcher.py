@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
+from .. import flight_recorder
 from ..executor.call import refuse
+from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
 from ..transports.in_process import InProcessTransport, run_all
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .config import DispatchSettings
+
+_logger = logging.getLogger(__name__)
 
 
 class TokenDispatcher(TokenEngine):
@@ -162,6 +166,7 @@ class TokenDispatcher(TokenEngine):
                 with self._transport.rendezvous.making_ready(self._participants, lambda: f"making {description}"):
                     transfer = kind(*arguments)
         super().__init__(config, [transfer], name, why)
+        _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
         if self._order is not None:
             self._order.join()  # calls on other streams read the uploaded tables
 
@@ -180,7 +185,9 @@ class TokenDispatcher(TokenEngine):
         with ExclusiveCall(transport, self._kind):
             fingerprint = self.transfers[0].fingerprint + operation
             transport.rendezvous.begin(self._participants, fingerprint, self._descriptions[operation])
-            if _profiler_enabled():
+            if flight_recorder.current is not None:
+                flight_recorder.current.describe(transport.name, self.transfers[0].device)
+            if wants_ranges():
                 return [run_profiled(run, transport.answer, f"shardweave::{OPERATIONS[operation]}")]
             return [run_to_end(run, transport.answer)]
 

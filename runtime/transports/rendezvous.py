@@ -11,14 +11,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ...errors import DisagreementError, MeetingTimeoutError, PeerError
+from .. import flight_recorder
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 Ranks = tuple[int, ...]
 
@@ -122,6 +123,8 @@ class Rendezvous:
         number = sequence.number = sequence.number + 1
         fingerprint ^= sequence.salt
         self.call = _new_tuple(CallRecord, (ranks, number, fingerprint, description))  # faster than the constructor
+        if flight_recorder.current is not None:
+            flight_recorder.current.begin(self.call)
         if sequence.session is None:
             self.session(ranks)
         return fingerprint
@@ -130,11 +133,17 @@ class Rendezvous:
     def making_ready(self, ranks: Ranks, description: Callable[[], str]) -> Iterator[None]:
         """A context in which the next call of `ranks` is prepared, where ranks may wait for each other."""
         before = self.call
-        self.call = CallRecord(ranks, self._number_of(ranks) + 1, 0, description)
+        self.call = self.next_call(ranks, description)
+        recorder = flight_recorder.current
         try:
-            yield
+            with nullcontext() if recorder is None else recorder.attempt(self.call):
+                yield
         finally:
             self.call = before
+
+    def next_call(self, ranks: Ranks, description: str | Callable[[], str]) -> CallRecord:
+        """The next call of `ranks`, which has not begun."""
+        return CallRecord(ranks, self._number_of(ranks) + 1, 0, description)
 
     def refuse(self, ranks: Ranks, message: str) -> None:
         """Record that this rank does not make the next call of `ranks`, because of invalid arguments. Does not wait."""
@@ -291,6 +300,8 @@ class Rendezvous:
         self.write_waiting(0)
         with suppress(dist.DistError):
             self.store.set(self._key("failed", self.rank), text)
+        if flight_recorder.current is not None:
+            flight_recorder.current.failed()
 
     def failure(self, rank: int) -> str | None:
         """The text of a rank's `fail`; None if it has not failed."""
@@ -494,7 +505,7 @@ class LongWait:
 
     def _warn(self, peers: Sequence[int], seconds: float) -> None:
         statuses = "; ".join(self._rendezvous.peer_status(peer) for peer in peers)
-        logger.warning(
+        _logger.warning(
             f"rank {self._rendezvous.rank} has waited {seconds:.0f} s for ranks {list(peers)} in "
             f"{self._rendezvous.call}. {statuses}. Do all ranks make this call, and have all of them called "
             "shardweave.install() and adapt_fsdp() alike?"

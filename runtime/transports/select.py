@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
+from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
 from ..process_group_cache import forget_dead_groups, on_group_destroyed
 from ..statistics import stats
@@ -25,6 +27,7 @@ from .shared_memory.transport import SharedMemoryTransport, machine_name, why_un
 from .symmetric_memory.memory import SharedSegments, TorchSymmetricMemory, why_no_symmetric_memory
 from .symmetric_memory.transport import SymmetricMemoryTransport
 
+_logger = logging.getLogger(__name__)
 AnyHierarchical = HierarchicalSharedMemoryTransport | HierarchicalSymmetricMemoryTransport
 AnyTransport = SharedMemoryTransport | ProcessGroupTransport | SymmetricMemoryTransport | AnyHierarchical
 NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
@@ -126,6 +129,7 @@ class Transports:
             return transports is not None and transports._is_gone(rank)
 
         self.rendezvous = Rendezvous(store, self.rank, self.timeout, is_gone)
+        flight_recorder.start(self.rank, self.size, store)
         if platform.system() == "Linux":
             # Peers read this to find ranks that share memory. The store of a fake group keeps nothing.
             with suppress(RuntimeError):
@@ -187,11 +191,19 @@ class Transports:
         """
         requested = requested or requested_transport()
         check_name(requested)
-        name, why = choose_transport(
-            requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
-            no_messages=self._find_obstacle(device.type), node_size=self._node_size,
-        )  # fmt: skip
-        stats().transports[ranks] = f"{name}: {why}"
+        recorder = flight_recorder.current
+        call = self.rendezvous.next_call(ranks, "choosing a transport")
+        with nullcontext() if recorder is None else recorder.attempt(call):
+            name, why = choose_transport(
+                requested, ranks, self.rank, self._node_of, no_memory=why_no_memory(device, requested),
+                no_messages=self._find_obstacle(device.type), node_size=self._node_size,
+            )  # fmt: skip
+        text = f"{name}: {why}"
+        if stats().transports.get(ranks) != text:
+            stats().transports[ranks] = text
+            _logger.log(
+                logging.INFO if self.rank == min(ranks) else logging.DEBUG, "ranks %s exchange by %s", ranks, text
+            )
         return self._transport(name, device), why
 
     def _is_gone(self, rank: int) -> bool:
@@ -225,6 +237,8 @@ class Transports:
     def _shared_memory(self) -> SharedMemoryTransport:
         if self._shared_memory_transport is None:
             self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, self.timeout, self.rendezvous)
+            if flight_recorder.current is not None:
+                flight_recorder.current.barriers = self._shared_memory_transport
         return self._shared_memory_transport
 
     def _symmetric_memory(self, device: torch.device) -> SymmetricMemoryTransport:
@@ -304,6 +318,7 @@ _transports: list[Transports] = []  # of the current default process group, if a
 def _end_transports() -> None:
     while _transports:
         _transports.pop().finish()
+    flight_recorder.stop()
 
 
 on_group_destroyed(_end_transports)

@@ -80,10 +80,12 @@ def run_commands(block: Block, folder: Path) -> list[str]:
         if words[0] == "mkdir":
             (folder / words[1]).mkdir()
             continue
+        with_errors = words[-1] == "2>&1"
+        words = words[: len(words) - with_errors]
         ranks, argv = _torchrun(words) if words[0] == "torchrun" else (0, words[1:] if words[0] == "python" else [])
         if not argv:
             return [f"line {command.line}: {' '.join(words)}: no test runs such a command"]
-        out, error = started(_main, ranks, folder, argv, dict(command.environment))
+        out, error = started(_main, ranks, folder, argv, dict(command.environment), with_errors)
         if error:
             return [f"line {command.line}: {' '.join(words)}:\n{error}"]
         printed += out
@@ -91,8 +93,12 @@ def run_commands(block: Block, folder: Path) -> list[str]:
     return [fault] if fault else []
 
 
-def _main(argv: list[str], environment: dict[str, str]) -> str:
-    """Run `python …` and return its output."""
+def _main(argv: list[str], environment: dict[str, str], with_errors: bool = False) -> str:
+    """Run `python …` and return its output.
+
+    Args:
+        with_errors: what it writes to standard error is output too.
+    """
     os.environ.update(environment)
     for name in [
         name for name in os.environ if name.startswith("PYTEST_")
@@ -103,6 +109,8 @@ def _main(argv: list[str], environment: dict[str, str]) -> str:
     if argv[:3] == ["-m", "shardweave", "replay"]:
         _do_not_time()
     with contextlib.redirect_stdout(io.StringIO()) as out:
+        if with_errors:
+            sys.stderr = out
         try:
             if argv[0] == "-m":
                 sys.argv = argv[1:]

@@ -6,7 +6,8 @@ The fence says how a block is run:
   namespace that the page's blocks of as many ranks share; `python file=train.py`: written to that file, for commands
   of the page.
 - `mermaid`: a diagram, not run.
-- `bash`: its commands are run, except those of `NOT_RUN`.
+- `bash`: its commands are run, except those of `NOT_RUN`. Of output to standard error only that of a command that ends
+  with `2>&1` is compared.
 - `text`: the output of the block just before it; … stands for anything, on a line of its own for any lines. Before the
   first other block of a page it is not checked. `text figures`: numbers, and the blanks and rules around them, may
   differ.

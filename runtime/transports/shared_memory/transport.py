@@ -36,7 +36,7 @@ Address = tuple[int, int, int]  # rank, segment, offset
 
 # The control page of a rank, in 8-byte words, which only this rank writes. It has a slot for each peer and parity of
 # the barrier's number. The number is stored last (x86-64 keeps stores in order), so that a reader of it sees the rest.
-_FAILED, _SLEEPS_FOR = 0, 1
+_FAILED, _SLEEPS_FOR, _CALL = 0, 1, 2
 _DIRECTORY = 8
 _SLOTS = _DIRECTORY + 2 * MAX_SEGMENTS
 _SLOT_WORDS = 8
@@ -247,6 +247,21 @@ class SharedMemoryTransport:
         self._notify(connected, _REFUSED, _NO_BUFFER)
         for peer in connected:
             peer.awaited = False
+
+    def enter_call(self, key: int) -> None:
+        """Tell peers which call this rank is in; 0: none. For the flight recorder, which peers may not have."""
+        self._page[_CALL] = key
+
+    def late_peers(self) -> list[tuple[int, int]]:
+        """The peers in the same call that have not arrived at the last barrier with this rank, with the number of that
+        barrier. May be called on any thread."""
+        key = self._page[_CALL]
+        late = []
+        for peer in list(self._peers.values()):
+            number = peer.barriers
+            if key and peer.page[_CALL] == key and peer.page[self._slots[number & 1] + _NUMBER] < number:
+                late.append((peer.rank, number))
+        return late
 
     def _notify(self, peers: list[_Peer], fingerprint: int, offer: Address) -> None:
         """Notify peers that this rank has arrived at the next barrier with them."""

@@ -446,9 +446,10 @@ def logged(rank: int) -> list[tuple[str, str]]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            lines.append((record.levelname, record.getMessage()))
+            if "Further ones" in record.getMessage():
+                lines.append((record.levelname, record.getMessage()))
 
-    logger = logging.getLogger("shardweave")
+    logger = logging.getLogger("shardweave.runtime.statistics")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(Lines())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

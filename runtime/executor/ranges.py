@@ -1,0 +1,47 @@
+"""Ranges of calls and their phases in torch's profiler and, with SHARDWEAVE_NVTX=1, in NVTX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.profiler import record_function
+
+from ...errors import UnsupportedError
+from ..environment import requested_nvtx
+
+
+def _always() -> bool:
+    return True
+
+
+def _check_nvtx() -> None:
+    """
+    Raises:
+        UnsupportedError: this torch has no NVTX.
+    """
+    try:
+        torch.cuda.nvtx.mark("shardweave")
+    except RuntimeError as error:
+        raise UnsupportedError("SHARDWEAVE_NVTX: 1, and this torch has no NVTX; allowed: 0, or a CUDA build") from error
+
+
+@contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+# Read once: without NVTX a call only asks torch whether a profiler is on.
+if requested_nvtx():
+    _check_nvtx()
+    wants_ranges: Callable[[], bool] = _always
+    call_range: Callable = _nvtx_range
+else:
+    wants_ranges, call_range = _profiler_enabled, record_function
