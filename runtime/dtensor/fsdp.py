@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import ArgumentError, UnsupportedError
+from ...kernels import on_device
 from ...planner import Mesh, plan, title
 from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
@@ -262,7 +263,7 @@ def _redistribute_flat(
         x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         flat = _flat(x)
         # Cached views and buffers outlive inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), on_device(x.device):
             forget_dead_groups()
             options = redistribute_options.default
             key = group, numel, x.dtype, x.device, source, target, options

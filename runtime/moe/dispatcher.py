@@ -11,6 +11,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
+from ...kernels import on_device
 from ..executor.call import refuse
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
@@ -137,7 +138,8 @@ class TokenDispatcher(TokenEngine):
             obstacle = why_not_backend(device, transport)
             if obstacle is not None:
                 raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-            chosen, _ = current_transports().choose(ranks, device, transport)
+            with on_device(device):  # whose pinned memory and streams a new transport has
+                chosen, _ = current_transports().choose(ranks, device, transport)
             self._transport, name = chosen, chosen.name
             number = current_transports().number_dispatcher(ranks)
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
@@ -155,15 +157,15 @@ class TokenDispatcher(TokenEngine):
             kind = WindowTransfer
         self._order = order_on(device)
         arguments = config, self._transport, ranks, ranks.index(rank), device, config.fingerprint(number)
-        with torch.inference_mode(False):  # its buffers are written for as long as it lives
+        with torch.inference_mode(False), on_device(device):  # its buffers are written for as long as it lives
             if isinstance(self._transport, InProcessTransport):
                 transfer = kind(*arguments)
             else:
                 with self._transport.rendezvous.making_ready(self._participants, lambda: f"making {description}"):
                     transfer = kind(*arguments)
-        super().__init__(config, [transfer], name, why)
-        if self._order is not None:
-            self._order.join()  # calls on other streams read the uploaded tables
+            super().__init__(config, [transfer], name, why)
+            if self._order is not None:
+                self._order.join()  # calls on other streams read the uploaded tables
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
         transport, (run,) = self._transport, runs
