@@ -15,7 +15,9 @@ from ...kernels import on_device
 from ..executor.call import refuse
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
+from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport, run_all
+from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
 from .autograd import combine_tokens, dispatch_tokens
@@ -126,7 +128,9 @@ class TokenDispatcher(TokenEngine):
             if group.ndim != 1:
                 raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
             group = group.get_group()
-        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        ranks = tuple(dist.get_process_group_ranks(group))
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
@@ -141,6 +145,8 @@ class TokenDispatcher(TokenEngine):
             with on_device(device):  # whose pinned memory and streams a new transport has
                 chosen, _ = current_transports().choose(ranks, device, transport)
             self._transport, name = chosen, chosen.name
+            if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
+                chosen.use_groups([group])  # not the default group, whose ranks would all connect
             number = current_transports().number_dispatcher(ranks)
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
                 config, why = with_splits(config, current_transports().nodes_of(ranks))
