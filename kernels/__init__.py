@@ -18,7 +18,7 @@ from .push_rows import padding_rows, push_rows
 from .reduce_boxes import ReduceTable, reduce_boxes, reduce_boxes_cpu, reduce_launches, reduce_table
 from .reduce_cpu import reduce_views
 from .rows import PAYLOADS, Buffers, ChosenBuffers, RowLaunch, TokenRows
-from .signal import build_signal, polls_within, signal
+from .signal import build_signal, signal, wait_limit
 from .silu_and_mul import silu_and_mul, silu_and_mul_backward
 from .tiling import Launch, LaunchConfig
 from .weigh_rows import weigh_rows
@@ -66,7 +66,6 @@ __all__ = [
     "on_device",
     "pack",
     "padding_rows",
-    "polls_within",
     "push_rows",
     "reduce_boxes",
     "reduce_boxes_cpu",
@@ -81,5 +80,6 @@ __all__ = [
     "source_views",
     "target_views",
     "uploaded",
+    "wait_limit",
     "weigh_rows",
 ]

@@ -9,13 +9,14 @@ A signal is sent to, or awaited from, all peers of a `Channel`. Patterns of use,
     signal(…, send=True, wait=True, credit=UNLIMITED)     skip this use without waiting
 
 Every rank of a group issues the same sequence on a channel. Kernels before and after a signal are ordered by the
-stream. Data pushed without a credit may be read torn: a rank that runs out of polls signals its failure to its peers
+stream. Data pushed without a credit may be read torn: a rank whose wait times out signals its failure to its peers
 before its next kernel runs, and a rank that signals after reading sees it, so such a read ends in an error and not in
 wrong data.
 
-Waits are bounded by a number of polls. The first wait that fails stores its code, which names rank, peer and channel,
-in a word on the device and in one on the host. From then on this rank's signals do not wait, tell every peer that it
-failed, and overwrite the output they are given. Nothing resets this state.
+Waits are bounded by the device's global timer, or by a number of polls where Triton has none (AMD). The first wait that
+fails stores its code, which names rank, peer and channel, in a word on the device and in one on the host. From then on
+this rank's signals do not wait, tell every peer that it failed, and overwrite the output they are given. Nothing resets
+this state.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in (LATE, F
 _BLOCK = tl.constexpr(1024)
 _UNLIMITED = tl.constexpr(UNLIMITED)
 _COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and their position in a fingerprint
-_EAGER_POLLS, _NAP = 100, 1e-4  # of signal_cpu; a nap counts as a poll
-SHORTEST_POLL = 1.5e-7
+_EAGER_POLLS, _NAP = 100, 1e-4  # of signal_cpu; seconds
+_SHORTEST_POLL = 1.5e-7
 """Seconds; a lower bound for any GPU: a load that bypasses the first cache, broadcast to all lanes by shared memory."""
+TIMED = torch.version.hip is None
+"""Whether waits are bounded by time."""
 
 
 @triton.jit
@@ -50,31 +53,39 @@ def give_way():
     pass
 
 
+@triton.jit
+def nanoseconds():
+    """The device's global timer."""
+    return tl.extra.cuda.globaltimer()
+
+
 def _nap() -> None:
     time.sleep(_NAP)
 
 
 if interpreted(give_way):
     give_way = _nap  # a peer may need this core
+    nanoseconds = time.monotonic_ns
 
 
 # Peers are served in ascending order of rank, and a program signals before it waits. So programs that run one after
 # another, as in the interpreter or on a small device, do not deadlock: both ranks of the lowest unfinished pair are
 # serving it.
-@triton.jit(do_not_specialize=["host_error", "fingerprint", "polls", "out", "words", "poison"])
+@triton.jit(do_not_specialize=["host_error", "fingerprint", "limit", "out", "words", "poison"])
 def signal_kernel(
     table,  # int64 [4, peers]: counts sent, counts awaited, addresses of this rank's words in each peer's pad, codes
     pad,  # int64 [peers, SLOT]
     error,  # int64 [1]
     host_error: tl.int64,  # address of an int64 in host memory
     fingerprint: tl.int64,
-    polls: tl.int64,
+    limit: tl.int64,  # of a wait: nanoseconds if TIMED, else polls
     out: tl.int64,  # address
     words: tl.int64,  # in out
     poison: tl.int64,  # 8 bytes
     SEND: tl.constexpr,
     WAIT: tl.constexpr,
     CREDIT: tl.constexpr,
+    TIMED: tl.constexpr,
     POISON: tl.constexpr,
     WORD: tl.constexpr,
     SLOT_WORDS: tl.constexpr,
@@ -99,11 +110,16 @@ def signal_kernel(
             tl.atomic_xchg(there, count, sem="release", scope="sys")
         if WAIT:
             goal = tl.atomic_add(table + peers + peer, 1, sem="relaxed", scope="gpu") + 1 - CREDIT
-            left = polls.to(tl.int64)
+            left = limit.to(tl.int64)
+            if TIMED:
+                end = nanoseconds() + left
             while (seen < goal) & (seen >= 0) & (left > 0):
                 give_way()
                 seen = tl.atomic_add(slot, 0, sem="acquire", scope="sys")
-                left -= 1
+                if TIMED:
+                    left = end - nanoseconds()
+                else:
+                    left -= 1
             if seen < goal:
                 kind = tl.full((), _LATE, tl.int64)
             elif CREDIT == 0:
@@ -146,9 +162,9 @@ class PreparedSignal:
         grid = (channel.peers, 1, 1)
         self._start = prepared(signal_kernel, grid, channel.pad.device, arguments, constants["num_warps"])
 
-    def __call__(self, fingerprint: int, polls: int, out: int, words: int) -> None:
+    def __call__(self, fingerprint: int, limit: int, out: int, words: int) -> None:
         """Launch; `out`: an address; `words`: the number of words to overwrite there."""
-        self._start(*self._before, fingerprint, polls, out, words, *self._after)
+        self._start(*self._before, fingerprint, limit, out, words, *self._after)
 
 
 def signal(
@@ -158,7 +174,7 @@ def signal(
     wait: bool = False,
     credit: int = 0,
     fingerprint: int = 0,
-    polls: int = 1 << 62,
+    limit: int = 1 << 62,
     poison: torch.Tensor | None = None,
 ) -> None:
     """Signal every peer of a channel, then wait for as many signals of each peer as were awaited so far, less `credit`.
@@ -167,12 +183,12 @@ def signal(
         send: signal the peers.
         wait: wait for the peers.
         fingerprint: 63 bits that ranks compare at a barrier; ignored with a credit.
-        polls: polls of each peer's word, after which the peer is late.
+        limit: of the wait for each peer, from `wait_limit`; a peer that has not signalled by then is late.
         poison: a contiguous tensor to overwrite if this rank has failed: with NaN, or with the dtype's largest value
             where it has no NaN.
     """
     if channel.cpu_path:
-        signal_cpu(channel, send, wait, credit, fingerprint, polls, poison)
+        signal_cpu(channel, send, wait, credit, fingerprint, limit, poison)
         return
     dtype = None if poison is None else poison.dtype
     launch = channel.launches.get((send, wait, credit, dtype)) or _prepare(channel, send, wait, credit, dtype)
@@ -180,7 +196,7 @@ def signal(
     if poison is not None:
         out, words = poison.data_ptr(), poison.numel() * poison.itemsize // launch.word
     with on_device(channel.pad.device):
-        launch(fingerprint, polls, out, words)
+        launch(fingerprint, limit, out, words)
 
 
 def build_signal(channel: Channel, *, send: bool = False, wait: bool = False, credit: int = 0,
@@ -201,12 +217,15 @@ def _prepare(channel: Channel, send: bool, wait: bool, credit: int, dtype: torch
 
 
 @functools.lru_cache
-def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8) -> dict[str, Any]:
+def signal_constants(
+    send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8, timed: bool = TIMED
+) -> dict[str, Any]:
     """The constants of signal_kernel, and num_warps; `size`: bytes of a word of the output to overwrite."""
     return {
         "SEND": send,
         "WAIT": wait,
         "CREDIT": credit,
+        "TIMED": timed and wait,
         "POISON": poison,
         "WORD": WORDS[size],
         "SLOT_WORDS": SLOT,
@@ -215,7 +234,7 @@ def signal_constants(send: bool, wait: bool, credit: int = 0, poison: bool = Fal
 
 
 def signal_cpu(
-    channel: Channel, send: bool, wait: bool, credit: int, fingerprint: int, polls: int, poison: torch.Tensor | None
+    channel: Channel, send: bool, wait: bool, credit: int, fingerprint: int, limit: int, poison: torch.Tensor | None
 ) -> None:
     """signal for CPU memory shared by processes; relies on x86-64's store order."""
     pad, (sent, awaited, _, codes), theirs = channel.words
@@ -233,10 +252,10 @@ def signal_cpu(
             kind, seen = 0, pad[slot]
             if wait:
                 awaited[peer] += 1
-                goal, left = awaited[peer] - credit, polls
-                while 0 <= seen < goal and left > 0:
-                    os.sched_yield() if polls - left < _EAGER_POLLS else time.sleep(_NAP)
-                    seen, left = pad[slot], left - 1
+                goal, polls, end = awaited[peer] - credit, 0, time.monotonic_ns() + limit
+                while 0 <= seen < goal and time.monotonic_ns() < end:
+                    os.sched_yield() if polls < _EAGER_POLLS else time.sleep(_NAP)
+                    seen, polls = pad[slot], polls + 1
                 if seen < goal:
                     kind = LATE
                 elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(fingerprint, goal):
@@ -260,12 +279,10 @@ def _mixed(fingerprint: int, count: int) -> int:
     return fingerprint ^ (count & _COUNTED.value) << _ABOVE.value
 
 
-def polls_within(seconds: float, device: torch.device) -> int:
-    """Return a number of polls that takes at least `seconds`.
+def wait_limit(seconds: float, device: torch.device) -> int:
+    """Return the `limit` of `signal` for a wait of `seconds`: nanoseconds, or polls where the device has no timer.
 
-    Assumes the shortest possible poll. A measurement would give an upper bound only: polls take longer where processes
-    share the device or its clock is low.
+    Polls are counted as if each was the shortest possible, so such a wait may take several times as long. A measurement
+    would not help: polls take longer where processes share the device or its clock is low.
     """
-    if device.type == "cpu":
-        return _EAGER_POLLS + math.ceil(seconds / _NAP)
-    return math.ceil(seconds / SHORTEST_POLL)
+    return math.ceil(seconds * 1e9 if TIMED or device.type == "cpu" else seconds / _SHORTEST_POLL)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
+from ...kernels import on_device
 from ...planner import Request, Topology, check_local_shape, plan_batch
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.batch import BoundBatch
@@ -92,10 +93,12 @@ def _run(dtensors: Sequence[DTensor], targets: list[DTensorSpec], options: Redis
     # With the ids of the meshes: meshes of the same ranks are equal, but may have different process groups.
     meshes = [(id(source.mesh), id(target.mesh)) for source, target in specs]
     key = (tuple(specs), tuple(meshes), tuple(tensors), options)
-    call = _calls.get(key)
-    if call is None:
-        call = _calls[key] = _bind(specs, locals_, options)
-    return [as_dtensor(x, target) for x, target in zip(call(locals_), targets, strict=True)]
+    with on_device(locals_[0].device):
+        call = _calls.get(key)
+        if call is None:
+            call = _calls[key] = _bind(specs, locals_, options)
+        outs = call(locals_)
+    return [as_dtensor(x, target) for x, target in zip(outs, targets, strict=True)]
 
 
 def _bind(

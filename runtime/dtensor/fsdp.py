@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import ArgumentError, UnsupportedError
+from ...kernels import on_device
 from ..executor.call import check_backend, refuse, transport_for
 from ..executor.dispatch_modes import below_modes
 from ..statistics import log_level
@@ -263,7 +264,7 @@ def _redistribute_flat(
         x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         flat = _flat(x)
         # Cached views and buffers outlive inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), on_device(x.device):
             options = redistribute_options.default
             call = plain_call(flat, mesh_of_group(group), (numel,), source, target, options, (group,))
             result = call(flat)

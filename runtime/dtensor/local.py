@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ...errors import ArgumentError, UnsupportedError
+from ...kernels import on_device
 from ...planner import Planner, Program, check_local_shape, check_shape, planner_of, position_of, title
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
@@ -76,7 +77,8 @@ def run_redistribution(
     if x.is_conj() or x.is_neg():
         # Programs move bytes, which do not include these bits.
         x = x.resolve_conj().resolve_neg()
-    return _lookup(x, current, target, options)(x, async_op)
+    with on_device(x.device):
+        return _lookup(x, current, target, options)(x, async_op)
 
 
 def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:
@@ -247,9 +249,10 @@ def bind_redistribution(
         like = x if request.before is None else torch.empty_like(x)
         bind_redistribution(like, request.current, request.target, options)
         return
-    call = _lookup(x, current, target, options)
-    assert isinstance(call, Call)
-    call.build(x)
+    with on_device(x.device):
+        call = _lookup(x, current, target, options)
+        assert isinstance(call, Call)
+        call.build(x)
 
 
 def is_in(mesh: DeviceMesh) -> bool:

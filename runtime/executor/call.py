@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, TransportError, UnsupportedError
+from ...kernels import on_device
 from ...planner import Mesh
 from .. import flight_recorder
 from ..environment import requested_transport
@@ -199,7 +200,8 @@ def transport_for(
     key = ranks, device, requested
     chosen = _chosen.get(key)
     if chosen is None:
-        chosen = _chosen[key] = current_transports().choose(ranks, device, requested)
+        with on_device(device):  # whose pinned memory and streams a new transport has
+            chosen = _chosen[key] = current_transports().choose(ranks, device, requested)
     transport, why = chosen
     if isinstance(transport, ProcessGroupTransport | HierarchicalTransport):
         distinct = {id(mesh): mesh for mesh in meshes}.values()

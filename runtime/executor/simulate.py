@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, shown
+from ...kernels import on_device
 from ...planner import Batch, Program, check_local_shape
 from ..convert_specs import name_of
 from ..transports.in_process import InProcessTransport, run_all
@@ -70,18 +71,21 @@ def bind_in_process(
     """
     if program.is_identity:
         return list
-    bound = [
-        BoundProgram(program, position, x.stride(), transport, x.dtype, x.device, reduction)
-        for position, x in enumerate(map(_plain, like))
-    ]
+    device = like[0].device
+    with on_device(device):
+        bound = [
+            BoundProgram(program, position, x.stride(), transport, x.dtype, device, reduction)
+            for position, x in enumerate(map(_plain, like))
+        ]
 
     def call(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if bound[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            captured.update(bound)
-        ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
-        inputs = map(_plain, locals_)
-        outputs = run_all({rank: b.run(x, b.fingerprint) for rank, b, x in zip(ranks, bound, inputs, strict=True)})
-        return [outputs[rank] for rank in ranks]
+        with on_device(device):
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                captured.update(bound)
+            ranks = [program.mesh.rank_at(position) for position in range(program.mesh.size)]
+            inputs = map(_plain, locals_)
+            outputs = run_all({rank: b.run(x, b.fingerprint) for rank, b, x in zip(ranks, bound, inputs, strict=True)})
+            return [outputs[rank] for rank in ranks]
 
     return call
 
@@ -96,7 +100,9 @@ def _simulate_batch(
         )
     for i, (program, given) in enumerate(zip(batch.programs, locals_, strict=True)):
         _check_locals(program, given, f"locals_[{i}]")
-    runs = {}
+    if not batch.programs:
+        return []
+    runs, device = {}, locals_[0][0].device
     for rank in batch.everyone:
         positions = [batch.position(i, rank) for i in range(len(batch.programs))]
         # A rank outside a program's mesh holds nothing.
@@ -105,8 +111,10 @@ def _simulate_batch(
             for p, given in zip(positions, locals_, strict=True)
         ]
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
-        runs[rank] = BoundBatch(batch, rank, strides, transport, dtypes, locals_[0][0].device).run(xs)
-    outputs = run_all(runs)
+        with on_device(device):
+            runs[rank] = BoundBatch(batch, rank, strides, transport, dtypes, device).run(xs)
+    with on_device(device):
+        outputs = run_all(runs)
     results: list[list[torch.Tensor]] = []
     for i, program in enumerate(batch.programs):
         results.append([outputs[program.mesh.rank_at(position)][i] for position in range(program.mesh.size)])

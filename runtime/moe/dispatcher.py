@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
+from ...kernels import on_device
 from .. import flight_recorder
 from ..executor.call import refuse
 from ..executor.ranges import wants_ranges
 from ..executor.run import ExclusiveCall, run_profiled, run_to_end
 from ..statistics import stats
+from ..transports.hierarchical import HierarchicalTransport
 from ..transports.in_process import InProcessTransport, run_all
+from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport, current_transports, why_not_backend
 from ..transports.streams import order_on
 from .autograd import combine_tokens, dispatch_tokens
@@ -129,7 +132,9 @@ class TokenDispatcher(TokenEngine):
             if group.ndim != 1:
                 raise ArgumentError(f"group_or_mesh: a mesh of {group.ndim} dims; allowed: 1, such as mesh['ep']")
             group = group.get_group()
-        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        ranks = tuple(dist.get_process_group_ranks(group))
         rank = dist.get_rank()
         if rank not in ranks:
             raise ArgumentError(f"group_or_mesh: ranks {ranks}; allowed: a group with this rank, {rank}")
@@ -141,8 +146,11 @@ class TokenDispatcher(TokenEngine):
             obstacle = why_not_backend(device, transport)
             if obstacle is not None:
                 raise UnsupportedError(f"TokenDispatcher: {obstacle}; allowed: gloo or nccl")
-            chosen, _ = current_transports().choose(ranks, device, transport)
+            with on_device(device):  # whose pinned memory and streams a new transport has
+                chosen, _ = current_transports().choose(ranks, device, transport)
             self._transport, name = chosen, chosen.name
+            if isinstance(chosen, ProcessGroupTransport | HierarchicalTransport):
+                chosen.use_groups([group])  # not the default group, whose ranks would all connect
             number = current_transports().number_dispatcher(ranks)
             if device.type == "cuda" and not chosen.one_sided and config.splits is None:
                 config, why = with_splits(config, current_transports().nodes_of(ranks))
@@ -159,16 +167,16 @@ class TokenDispatcher(TokenEngine):
             kind = WindowTransfer
         self._order = order_on(device)
         arguments = config, self._transport, ranks, ranks.index(rank), device, config.fingerprint(number)
-        with torch.inference_mode(False):  # its buffers are written for as long as it lives
+        with torch.inference_mode(False), on_device(device):  # its buffers are written for as long as it lives
             if isinstance(self._transport, InProcessTransport):
                 transfer = kind(*arguments)
             else:
                 with self._transport.rendezvous.making_ready(self._participants, lambda: f"making {description}"):
                     transfer = kind(*arguments)
-        super().__init__(config, [transfer], name, why)
-        _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
-        if self._order is not None:
-            self._order.join()  # calls on other streams read the uploaded tables
+            super().__init__(config, [transfer], name, why)
+            _logger.debug("made %s: %s, %s", description, name, transfer.algorithm)
+            if self._order is not None:
+                self._order.join()  # calls on other streams read the uploaded tables
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
         transport, (run,) = self._transport, runs

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...kernels import on_device
 from ..transports.base import Transport
 from .config import DispatchConfig
 from .dispatch_record import DispatchRecord, Tokens
@@ -59,7 +60,8 @@ class TokenEngine:
         Raises:
             CapacityError: with overflow="raise", one of them dropped rows or had bad ids. Each is raised once.
         """
-        self._overflow.check(0)
+        with on_device(self.transfers[0].device):
+            self._overflow.check(0)
 
     def explain(self) -> str:
         """Return the settings, and the memory and the bytes on the wire of each rank, as text."""
@@ -79,17 +81,18 @@ class TokenEngine:
                 otherwise the result is memory of the transport.
             known: the records of an earlier dispatch of the same ids, whose overflow has been noted.
         """
-        self._overflow.check(LATEST)
-        if outs is None and self.config.save == "copy":
-            outs = self._new_received(tokens)
-        copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
-        records: Sequence[Any] = [None] * len(tokens) if known is None else known
-        items = zip(self.transfers, tokens, copies, records, strict=True)
-        runs = [t.dispatch(item._replace(x=_rows(item.x)), out, record) for t, item, out, record in items]
-        received: list[Received] = self.run(DISPATCH, runs)
-        if known is None:
-            self._overflow.add(received[0][1].groups.overflow)
-        return received
+        with on_device(self.transfers[0].device):
+            self._overflow.check(LATEST)
+            if outs is None and self.config.save == "copy":
+                outs = self._new_received(tokens)
+            copies: Sequence[Any] = [None] * len(tokens) if outs is None else outs
+            records: Sequence[Any] = [None] * len(tokens) if known is None else known
+            items = zip(self.transfers, tokens, copies, records, strict=True)
+            runs = [t.dispatch(item._replace(x=_rows(item.x)), out, record) for t, item, out, record in items]
+            received: list[Received] = self.run(DISPATCH, runs)
+            if known is None:
+                self._overflow.add(received[0][1].groups.overflow)
+            return received
 
     def _run_combine(
         self,
@@ -102,7 +105,8 @@ class TokenEngine:
         """Write each token's sum to `outs`, [T, H]; without weights, the sum of its rows as they are."""
         items = zip(self.transfers, records, values, outs, weights, adds, strict=True)
         runs = [t.combine(r, v, out, w, None if add is None else _rows(add)) for t, r, v, out, w, add in items]
-        self.run(COMBINE, runs)
+        with on_device(self.transfers[0].device):
+            self.run(COMBINE, runs)
 
     def _run_dispatch_backward(
         self,
@@ -119,7 +123,8 @@ class TokenEngine:
         """
         items = zip(self.transfers, records, gradients, weight_gradients, outs, strict=True)
         runs = [t.combine(r, g.contiguous(), out, None, None, w.contiguous()) for t, r, g, w, out in items]
-        return self.run(UNDISPATCH, runs)
+        with on_device(self.transfers[0].device):
+            return self.run(UNDISPATCH, runs)
 
     def _run_combine_backward(
         self,
@@ -138,7 +143,8 @@ class TokenEngine:
         given: Sequence[Any] = [v.contiguous() for v in values] or [None] * len(gradients)
         copies: Sequence[Any] = [None] * len(gradients) if outs is None else outs
         items = zip(self.transfers, records, gradients, given, copies, strict=True)
-        results = self.run(BACKWARD, [t.combine_backward(r, _rows(g), v, out) for t, r, g, v, out in items])
+        with on_device(self.transfers[0].device):
+            results = self.run(BACKWARD, [t.combine_backward(r, _rows(g), v, out) for t, r, g, v, out in items])
         return [rows for rows, _ in results], [weights for _, weights in results] if values else []
 
     def _new_received(self, tokens: Sequence[Tokens]) -> list[tuple[torch.Tensor, torch.Tensor]]:

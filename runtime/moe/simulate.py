@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import ArgumentError
+from ...kernels import on_device
 from ..transports.in_process import InProcessTransport, run_all
 from .autograd import combine_tokens, dispatch_tokens
 from .config import DispatchConfig, takes_settings
@@ -55,8 +56,9 @@ class VirtualTokenDispatcher(TokenEngine):
         config = DispatchConfig(size, **settings)
         transport, ranks, device = InProcessTransport(one_sided), tuple(range(size)), device_of(device)
         kind = PushTransfer if one_sided else sendrecv_transfer(config)
-        transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
-        super().__init__(config, transfers, "in process")
+        with on_device(device):
+            transfers = [kind(config, transport, ranks, r, device, config.fingerprint(0)) for r in ranks]
+            super().__init__(config, transfers, "in process")
 
     def run(self, operation: int, runs: Sequence[Steps[Any]]) -> list[Any]:
         results = run_all(dict(enumerate(runs)))

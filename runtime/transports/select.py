@@ -33,6 +33,7 @@ AnyTransport = SharedMemoryTransport | ProcessGroupTransport | SymmetricMemoryTr
 NAMES = ("shared_memory", "process_group", "hierarchical", "symmetric_memory")
 _NCCL_CLASSES = {"nccl2": "nccl", "nccl-lazy": "nccl"}
 """The names of the classes that torch 2.15 has for NCCL groups, of which the first is its default."""
+_CPU = torch.device("cpu")
 _GRACE = 2.0  # seconds, for peers that have not started a call that is pending when this rank destroys the group
 
 
@@ -119,7 +120,8 @@ class Transports:
         c10d: Any = dist.distributed_c10d
         self.group = c10d.GroupMember.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.timeout = _timeout(self.group)
+        # Of the rendezvous, which serves all devices; a transport has that of its device's backend.
+        self.timeout = max(timeout_on(device.type, self.group) for device in self.group._device_types or [_CPU])
         store = dist.PrefixStore("shardweave", c10d._get_default_store())
         self._node_size = pretended_node_size()
         this = weakref.ref(self)  # the rendezvous, which the transports hold, must not hold them
@@ -236,7 +238,8 @@ class Transports:
 
     def _shared_memory(self) -> SharedMemoryTransport:
         if self._shared_memory_transport is None:
-            self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, self.timeout, self.rendezvous)
+            timeout = timeout_on("cpu", self.group)
+            self._shared_memory_transport = SharedMemoryTransport(self.rank, self.size, timeout, self.rendezvous)
             if flight_recorder.current is not None:
                 flight_recorder.current.barriers = self._shared_memory_transport
         return self._shared_memory_transport
@@ -247,7 +250,8 @@ class Transports:
             store = dist.PrefixStore(f"symmetric/{device.type}", self.rendezvous.store)
             on_cpu = device.type == "cpu"
             provider = SharedSegments(self.rank) if on_cpu else TorchSymmetricMemory(store, self.rank, device)
-            transport = SymmetricMemoryTransport(self.rank, self.size, self.timeout, provider, self.rendezvous)
+            timeout = timeout_on(device.type, self.group)
+            transport = SymmetricMemoryTransport(self.rank, self.size, timeout, provider, self.rendezvous)
             self._symmetric_memory_transports[device.type] = transport
         if transport.provider.device != device:
             raise UnsupportedError(
@@ -260,7 +264,7 @@ class Transports:
         backend = self._backend(device_type)
         if backend not in self._process_groups:
             self._process_groups[backend] = ProcessGroupTransport(
-                self.rank, self.size, self.timeout, backend, self.rendezvous
+                self.rank, self.size, timeout_on(device_type, self.group), backend, self.rendezvous
             )
         return self._process_groups[backend]
 
@@ -293,14 +297,15 @@ def why_no_memory(device: torch.device, requested: str | None) -> str | None:
     return why_no_symmetric_memory(device) if requested == "symmetric_memory" else f"tensors are on {device.type}"
 
 
-def _timeout(group: Any) -> float:
-    """Seconds that a wait may take: SHARDWEAVE_TIMEOUT, or the timeout of the group."""
+def timeout_on(device_type: str, group: Any) -> float:
+    """Seconds that a wait for tensors on a device type may take: SHARDWEAVE_TIMEOUT, or the timeout of the group's
+    backend for them."""
     seconds = requested_timeout()
     if seconds is not None:
         return seconds
     try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
+        return group._get_backend(torch.device(device_type)).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # no backend, or one without options
         return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 

@@ -68,13 +68,14 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
+        self._device = device
         self._on_device = device.type != "cpu"
         self.stream = self._module.Stream(device) if self._on_device else self._module.Stream()
 
     def run(self, x: torch.Tensor, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Run `call`, which reads `x`, on the side stream. Returns its output, and a function that makes the current
         stream wait for it."""
-        current = self._module.current_stream()
+        current = self._module.current_stream(self._device)
         self.stream.wait_stream(current)
         if self._on_device:
             x.record_stream(self.stream)
@@ -88,7 +89,7 @@ class SideStream:
         return out, partial(self._join, weakref.ref(out), done)  # an output that is gone needs no wait
 
     def _join(self, out: weakref.ref[torch.Tensor], done: Any) -> None:
-        current = self._module.current_stream()
+        current = self._module.current_stream(self._device)
         current.wait_event(done)
         if self._on_device and (tensor := out()) is not None:
             tensor.record_stream(current)

@@ -187,7 +187,7 @@ SIGNALS = {
 @each_target
 @pytest.mark.parametrize("use", SIGNALS)
 def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_path):
-    constants = signal_constants(**SIGNALS[use])
+    constants = signal_constants(**SIGNALS[use], timed=target != "gfx942")
     compiled = compile_kernel(signal_kernel, target, constants)
     if target == "gfx942":
         assert_no_spill(compiled, target)
@@ -207,6 +207,8 @@ def test_signal_releases_after_a_barrier_and_polls_by_loads(target, use, tmp_pat
     polls = [name for name in results if "acquire" in name]
     # One look at the pad first, and one in the loop.
     assert polls == ["ld.global.sys.acquire.b64"] * (1 + int(constants["WAIT"])), results
+    # The timer is read before the loop and in it.
+    assert ptx.count("%globaltimer") == 2 * int(constants["WAIT"]), ptx
     # A membar for the release and none besides: neither written out nor made of something else.
     assert not [name for name in results if name.startswith(("fence", "membar"))], results
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -151,15 +151,15 @@ def test_signal_bypasses_the_binder(
     assert driver.loaded == 1 and not driver.launched  # loaded before the first call
     run, word = signal_kernel.run, 8 if dtype is None else poison_word(dtype)[1]
     constants = signal_constants(**{"send": False, "wait": False, **use}, poison=dtype is not None, size=word)
-    for n, polls, fingerprint in ((0, 1, 0), (5, 1 << 40, 1), (16, 16, (1 << 62) + 3)):
+    for n, limit, fingerprint in ((0, 1, 0), (5, 1 << 40, 1), (16, 16, (1 << 62) + 3)):
         out = None if dtype is None else torch.zeros(2 * n + 1, dtype=dtype)[1:]  # aligned, and not
         with monkeypatch.context() as patch:
             patch.setattr(signal_kernel, "run", lambda *_, **__: pytest.fail("Triton's binder is entered"))
-            signal(channel, **use, fingerprint=fingerprint, polls=polls, poison=out)
+            signal(channel, **use, fingerprint=fingerprint, limit=limit, poison=out)
         address, words = (0, 0) if out is None else (out.data_ptr(), out.numel() * out.itemsize // word)
         run(
             channel.table, channel.pad, channel.failure.error, grid=(3,), warmup=False,
-            host_error=channel.failure.host_error.data_ptr(), fingerprint=fingerprint, polls=polls, out=address,
+            host_error=channel.failure.host_error.data_ptr(), fingerprint=fingerprint, limit=limit, out=address,
             words=words, poison=0 if dtype is None else poison_word(dtype)[0], **constants,
         )  # fmt: skip
         ours, theirs = driver.launched[-2:]
@@ -171,7 +171,7 @@ def test_signal_bypasses_the_binder(
     # One binary for all fingerprints, bounds and outputs.
     assert len(driver.launched) == 6 and driver.loaded == 1 and len(signal_kernel.device_caches[0][0]) == 1
     (compiled,) = signal_kernel.device_caches[0][0].values()
-    assert [compiled.src.signature[name] for name in ("host_error", "fingerprint", "polls", "out", "words")] == [
+    assert [compiled.src.signature[name] for name in ("host_error", "fingerprint", "limit", "out", "words")] == [
         "i64"
     ] * 5
 

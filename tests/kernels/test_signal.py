@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from shardweave.errors import ArgumentError
 from shardweave.kernels.channel import SLOT, Channel, Code, Failure, pack
 from shardweave.kernels.dtypes import poison_word
 from shardweave.kernels.launch import interpreted
-from shardweave.kernels.signal import polls_within, signal, signal_kernel
+from shardweave.kernels.signal import TIMED, signal, signal_constants, signal_kernel, wait_limit
 
+signals = sys.modules[signal.__module__]  # `kernels.signal` is the function
 pytestmark = pytest.mark.multi
 HOW = [pytest.param("reference"), pytest.param("kernel", marks=pytest.mark.interp)]
-FOREVER = 1 << 50
+FOREVER, MILLISECOND = 1 << 50, 1_000_000
 
 
 def check_how(how: str) -> None:
@@ -31,12 +34,12 @@ def window_rounds(rank: Rank, rounds: int, late: float, credit: int = 1) -> list
     """
     generator, wrong = random.Random(rank.rank), []
     for n in range(rounds):
-        signal(rank.released, wait=True, credit=credit, polls=FOREVER)
+        signal(rank.released, wait=True, credit=credit, limit=FOREVER)
         for peer in rank.peers:
             rank.windows[peer, rank.rank] = 1000 * n + 10 * rank.rank + peer
         if generator.random() < late:
             time.sleep(0.01)
-        signal(rank.arrived, send=True, wait=True, fingerprint=7 + n, polls=FOREVER)
+        signal(rank.arrived, send=True, wait=True, fingerprint=7 + n, limit=FOREVER)
         want = torch.tensor([1000 * n + 10 * peer + rank.rank for peer in rank.peers])[:, None]
         first = rank.windows[rank.rank, rank.peers] == want
         if generator.random() < late:
@@ -79,7 +82,7 @@ def barrier_rounds(rank: Rank, rounds: int) -> None:
         if n % 7 == rank.rank:
             time.sleep(0.01)
         rank.words[rank.rank, 0] = n
-        signal(rank.arrived, send=True, wait=True, fingerprint=n, polls=FOREVER)
+        signal(rank.arrived, send=True, wait=True, fingerprint=n, limit=FOREVER)
         assert all(int(rank.words[peer, 0]) in (n, n + 1) for peer in rank.peers)
 
 
@@ -92,7 +95,7 @@ def test_barrier_waits_for_all_ranks(how: str) -> None:
 def late_once(rank: Rank) -> None:
     if rank.rank == 1:
         time.sleep(1)
-    signal(rank.arrived, send=True, wait=True, polls=FOREVER)
+    signal(rank.arrived, send=True, wait=True, limit=FOREVER)
     assert rank.failure.read() is None
 
 
@@ -109,15 +112,15 @@ def never_comes(rank: Rank) -> Code:
         while int(rank.words[[0, 2], 0].sum()) < 2:
             time.sleep(0.01)
     # Programs that run one after another serve rank 1 first: rank 0 tells rank 2 when it has given rank 1 up.
-    polls = {0: 300, 1: FOREVER, 2: 2000}[rank.rank]
-    signal(rank.arrived, send=True, wait=True, polls=polls, poison=out)
+    limit = {0: 50 * MILLISECOND, 1: FOREVER, 2: 400 * MILLISECOND}[rank.rank]
+    signal(rank.arrived, send=True, wait=True, limit=limit, poison=out)
     results = rank.failure.read()
     assert results is not None and out.isnan().all()
     # Everything after it returns at once, whatever its bound is.
     before = rank.arrived.table[:2].clone()
     for channel in (rank.arrived, rank.released) * 3:
         out.zero_()
-        signal(channel, send=True, wait=True, polls=FOREVER, poison=out)
+        signal(channel, send=True, wait=True, limit=FOREVER, poison=out)
         assert out.isnan().all()
     assert torch.equal(rank.arrived.table[:2], before)
     assert rank.failure.read() == results
@@ -137,13 +140,13 @@ def test_timeout_names_missing_peer(how: str) -> None:
 
 def torn_read(rank: Rank) -> Code | None:
     """Rank 0 times out on a release and writes nevertheless, while rank 1 is reading."""
-    polls = 300 if rank.rank == 0 else FOREVER
-    signal(rank.arrived, send=True, wait=True, polls=FOREVER)
+    limit = 50 * MILLISECOND if rank.rank == 0 else FOREVER
+    signal(rank.arrived, send=True, wait=True, limit=FOREVER)
     out = torch.zeros(10, dtype=torch.float32)
     if rank.rank == 0:
         signal(rank.released, send=True)
-        signal(rank.released, wait=True, credit=1, polls=polls)
-        signal(rank.released, wait=True, credit=1, polls=polls)
+        signal(rank.released, wait=True, credit=1, limit=limit)
+        signal(rank.released, wait=True, credit=1, limit=limit)
         assert rank.failure.read() == Code("late", 0, 1, 1)
         rank.windows[1, 0] = 99
         rank.words[0, 0] = 1
@@ -162,8 +165,8 @@ def test_output_is_overwritten_after_peer_failure(how: str) -> None:
 
 
 def other_request(rank: Rank) -> Code | None:
-    signal(rank.arrived, send=True, wait=True, fingerprint=5, polls=FOREVER)
-    signal(rank.arrived, send=True, wait=True, fingerprint=6 + (rank.rank == 2), polls=FOREVER)
+    signal(rank.arrived, send=True, wait=True, fingerprint=5, limit=FOREVER)
+    signal(rank.arrived, send=True, wait=True, fingerprint=6 + (rank.rank == 2), limit=FOREVER)
     return rank.failure.read()
 
 
@@ -178,7 +181,7 @@ def test_different_fingerprints_are_reported(how: str) -> None:
 def gives_up_itself(rank: Rank) -> Code | None:
     if rank.rank == 0:
         rank.failure.fail()
-    signal(rank.arrived, send=True, wait=True, polls=FOREVER)
+    signal(rank.arrived, send=True, wait=True, limit=FOREVER)
     return rank.failure.read()
 
 
@@ -215,16 +218,33 @@ def test_poison_in_every_dtype(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_polls_within(how: str) -> None:
+@pytest.mark.parametrize("timed", [True, False])
+def test_wait_is_bounded(how: str, timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time, whatever a poll takes; by polls where the device has no timer."""
     check_how(how)
-    polls = polls_within(0.2, torch.device("cpu"))
+    polls, now = 0, 0
+
+    def poll(*_: float) -> None:
+        nonlocal polls, now
+        polls, now = polls + 1, now + 50 * MILLISECOND
+
+    monkeypatch.setattr(signals, "signal_constants", partial(signal_constants, timed=timed))
+    monkeypatch.setattr(signals, "give_way", poll)
+    monkeypatch.setattr(signals, "nanoseconds", lambda: now)
+    monkeypatch.setattr(signals.os, "sched_yield", poll)
+    monkeypatch.setattr(signals.time, "monotonic_ns", lambda: now)
     pads = torch.zeros(2, 1, SLOT, dtype=torch.int64)
     channel = Channel(pads[0], [pads[1].data_ptr()], [pack(0, 1, 0)], Failure(torch.device("cpu")))
-    signal(channel, wait=True, polls=polls)
+    by_time = timed or how == "reference"
+    signal(channel, wait=True, limit=200 * MILLISECOND if by_time else 7)
     assert channel.failure.read() == Code("late", 0, 1, 0)
-    # A poll is a nap here; of a GPU it takes 150 ns at least.
-    assert polls >= 2000 and polls_within(20, torch.device("cpu")) >= 200_000
-    assert polls_within(3, torch.device("cuda")) == 20_000_000
+    assert polls == (4 if by_time else 7)
+
+
+def test_wait_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TIMED and [wait_limit(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3 * 10**9] * 2
+    monkeypatch.setattr(signals, "TIMED", False)  # as with ROCm
+    assert [wait_limit(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3 * 10**9, 20_000_000]
 
 
 def test_wrong_codes_and_pads_are_refused() -> None:

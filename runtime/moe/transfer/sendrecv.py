@@ -16,6 +16,7 @@ import torch
 
 from ....kernels import Buffers, CountedPairs, Groups, PhysicalExperts, locate_rows, padding_rows, push_rows
 from ...statistics import stats
+from ...transports.base import TwoSidedTransport
 from ...transports.requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
@@ -26,6 +27,8 @@ _HOST = torch.device("cpu")
 
 class SendRecvTransfer(TokenTransfer):
     """Ranks send and receive chunks of exact size."""
+
+    transport: TwoSidedTransport
 
     in_chunks = True
     algorithm = "one chunk of exact size per pair of ranks; the host reads the counts once per dispatch"
@@ -45,6 +48,7 @@ class SendRecvTransfer(TokenTransfer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._host_physical_experts = PhysicalExperts.divided(self.config.bounds, _HOST)
+        self._group = self.transport.group_order(self.ranks)
 
     def _share(
         self, operation: int, own: Sequence[torch.Tensor], counts: torch.Tensor | None = None
@@ -144,6 +148,7 @@ class SendRecvTransfer(TokenTransfer):
             tuple((self.ranks[r], _bytes(outgoing[r])) for r in others if outgoing[r].numel()),
             tuple((self.ranks[r], _bytes(incoming[r])) for r in others if incoming[r].numel()),
             self.fingerprint + operation,
+            group=self._group,
         )
 
     def _read(self, matrix: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
-from ....kernels import Code, Failure, polls_within
+from ....kernels import Code, Failure, wait_limit
 from ..buffer_pool import BufferPool
 from ..policies import WindowPolicy
 from ..rendezvous import Rendezvous
@@ -62,7 +62,7 @@ class SymmetricMemoryTransport:
         self._all: list[Window] = []
         self._pools: dict[tuple[int, ...], list[BufferPool]] = {}
         self.failure = Failure(provider.device)
-        self.polls = polls_within(timeout, provider.device)
+        self.wait_limit = wait_limit(timeout, provider.device)
         self._error: TransportError | None = None
         # On CPUs a thread of this process waits.
         self._watchdog = Watchdog(rendezvous, self._end_waits) if provider.device.type == "cpu" else None
@@ -149,13 +149,13 @@ class SymmetricMemoryTransport:
         return {r: self.rendezvous.read(f"{key}/{r}", r) for r in ranks}
 
     def signal(self, window: Window, use: Use, fingerprint: int = 0, poison: torch.Tensor | None = None) -> None:
-        """Enqueue `Window.signal`, with the number of polls that the timeout allows."""
+        """Enqueue `Window.signal`, bounded by the transport's timeout."""
         if self._watchdog is None or use not in ("acquire", "barrier"):
-            window.signal(use, fingerprint, self.polls, poison)
+            window.signal(use, fingerprint, self.wait_limit, poison)
             return
         self._watchdog.start(partial(window.late, use))
         try:
-            window.signal(use, fingerprint, self.polls, poison)
+            window.signal(use, fingerprint, self.wait_limit, poison)
         finally:
             self._watchdog.stop()
 

@@ -61,17 +61,17 @@ class Window:
         channel = len(_CHANNELS) * self.number + which
         return Channel(pad, slots, [pack(self.rank, peer, channel) for peer in peers], self.failure)
 
-    def signal(self, use: Use, fingerprint: int, polls: int, poison: torch.Tensor | None = None) -> None:
+    def signal(self, use: Use, fingerprint: int, limit: int, poison: torch.Tensor | None = None) -> None:
         """Enqueue a signal. "release" overwrites the tensor `poison` if this rank has failed; "poison" does only that.
 
         Args:
             fingerprint: compared by the ranks at a barrier.
-            polls: the number of polls after which a wait fails.
+            limit: of a wait, from `wait_limit`.
         """
         if use == "acquire":
-            signal(self.released, wait=True, credit=1, polls=polls)
+            signal(self.released, wait=True, credit=1, limit=limit)
         elif use == "barrier":
-            signal(self.arrived, send=True, wait=True, fingerprint=fingerprint, polls=polls)
+            signal(self.arrived, send=True, wait=True, fingerprint=fingerprint, limit=limit)
         else:
             signal(self.released, send=use == "release", poison=poison)
 

@@ -1,15 +1,17 @@
-"""Which process group backends carry programs, by the names that torch's classes give themselves."""
+"""Which process group backends carry programs, by the names that torch's classes give themselves; their timeouts."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardweave.runtime.transports.select import current_transports
+from shardweave.runtime.transports.select import Transports, current_transports, timeout_on
 
 pytestmark = pytest.mark.plan
 
@@ -35,4 +37,44 @@ def test_backend_by_name_of_its_class(name: str, device: str, obstacle: str | No
             transport, _ = transports.choose((0, 1, 2, 3), torch.device(device), "process_group")
             assert transport.name == "process_group" and transport.backend == name[:4]
     finally:
+        dist.destroy_process_group()
+
+
+class Group:
+    """A process group with a backend of its own timeout, in minutes, for each of some device types."""
+
+    def __init__(self, **minutes: float) -> None:
+        self._device_types = [torch.device(device_type) for device_type in minutes]
+        self._minutes = minutes
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 4
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in self._minutes:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")  # as torch
+        timeout = timedelta(minutes=self._minutes[device.type])
+        return SimpleNamespace(name=lambda: "nccl", options=SimpleNamespace(_timeout=timeout))
+
+
+def test_timeout_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDWEAVE_TIMEOUT", raising=False)
+    only_nccl, both = Group(cuda=3), Group(cpu=7, cuda=3)
+    assert [timeout_on(d, g) / 60 for g in (only_nccl, both) for d in ("cuda", "cpu")] == [3, 30, 3, 7]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    member: Any = dist.distributed_c10d.GroupMember
+    world = member.WORLD
+    try:
+        member.WORLD = only_nccl
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", FakeStore)
+        transports = Transports()
+        transport = transports._process_group("cuda")
+        assert transports.timeout == transports.rendezvous.timeout == transport.timeout == 180
+        monkeypatch.setenv("SHARDWEAVE_TIMEOUT", "5")
+        assert Transports()._process_group("cuda").timeout == timeout_on("cpu", both) == 5
+    finally:
+        member.WORLD = world
         dist.destroy_process_group()

@@ -119,6 +119,37 @@ def test_token_dispatch() -> None:
     assert all(run_ranks(dispatched, 4))
 
 
+def dispatched_in_a_group(rank: int) -> bool:
+    """Two groups of the same ranks, of which each dispatcher uses its own; a redistribution on another one between."""
+    transport, batch = by_words(), dist.batch_isend_irecv
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    pair = [0, 2] if rank in (0, 2) else [1, 3]
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 2], [1, 3])][pair == [1, 3] :: 2]
+    dispatchers = [
+        dispatcher("process_group", group_or_mesh=group, chunk_capacity=c)
+        for group, c in zip(groups, (None, 8), strict=True)
+    ]
+    dispatchers.append(dispatcher("process_group"))
+    used: list[Any] = []
+
+    def noting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        used.extend(operation.group for operation in operations)
+        return batch(operations)
+
+    dist.batch_isend_irecv = noting
+    for d, group in zip(dispatchers, (*groups, dist.group.WORLD), strict=True):
+        x, whole = sharded(mesh, 8, 6, torch.float32)
+        assert _gathered(x).equal(whole)
+        used.clear()
+        fits(d, rank)
+        assert used and all(one is group for one in used)
+    return transport.error is None
+
+
+def test_token_dispatch_uses_its_own_group() -> None:
+    assert all(run_ranks(dispatched_in_a_group, 4))
+
+
 def test_adjacent_receive_buffers_are_merged() -> None:
     room, other = torch.zeros(30, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     results = _merged([room[10:20], other, room[0:0], room[4:10], room[25:30]])

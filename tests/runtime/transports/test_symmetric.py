@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from variants import crossed
 
 import shardweave
-from shardweave.kernels.signal import polls_within
+from shardweave.kernels.signal import wait_limit
 from shardweave.runtime.transports.policies import Rates
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.streams import SideStream
@@ -271,7 +271,7 @@ class Streams:
     def Stream(self, *args: Any) -> Any:
         return FakeStream(self, "side")
 
-    def current_stream(self) -> Any:
+    def current_stream(self, device: torch.device) -> Any:
         return FakeStream(self, self.inside)
 
     @contextmanager
@@ -741,7 +741,7 @@ def never_comes_to_the_gpu(rank: int) -> str:
     if rank == 1:
         store.wait(["rank 0 was told"], timedelta(seconds=100))
         return ""
-    transport_of("cuda").polls = polls_within(0.2, torch.device("cuda"))  # both have come until here
+    transport_of("cuda").wait_limit = wait_limit(0.2, torch.device("cuda"))  # both have come until here
     out = shardweave.redistribute(x, [Replicate()], transport="symmetric_memory").to_local()
     torch.cuda.synchronize()
     assert out.isnan().all()
