@@ -21,7 +21,6 @@ import shardweave
 from shardweave.runtime.moe.dispatcher import TokenDispatcher
 
 pytestmark = pytest.mark.multi
-SYMMETRIC = {"SHARDWEAVE_TRANSPORT": "symmetric_memory"}
 ASKED: tuple[tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], ...] = (
     ((Shard(0),), (Shard(1),), {}),
     ((Shard(0),), (Replicate(),), {}),
@@ -88,6 +87,10 @@ def all_on_rank(rank: int) -> tuple[list[int], list[int], list[str]]:
     return boxes, tokens, violations(rank, keys)
 
 
+def ranks() -> list[tuple[list[int], list[int], list[str]]]:
+    return run_ranks(all_on_rank, 2, environment={"SHARDWEAVE_TRANSPORT": "symmetric_memory"})
+
+
 def second_calls(rank: int, keys: Any, calls: list[Any]) -> list[int]:
     """The launches of prepared kernels, those by the binder, and the keys of the latter."""
     from capture_lint import PretendedCapture
@@ -148,8 +151,7 @@ def violations(rank: int, keys: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def ran() -> Any:
     """What the ranks return: of redistributions, of token dispatch, of violations."""
-    ranks = literal_eval(interpreted("test_capture", f"t.{run_ranks.__name__}(t.all_on_rank, 2, environment=t.SYMMETRIC)"))
-    return list(zip(*ranks, strict=True))
+    return list(zip(*literal_eval(interpreted("test_capture", "t.ranks()")), strict=True))
 
 
 def test_second_calls_can_be_captured(ran: Any) -> None:
