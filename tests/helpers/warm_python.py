@@ -143,5 +143,7 @@ def _become(request: int, out: int, err: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("hint_checks").check_hints_once()  # in all that is forked
     sys.path[0] = str(Path.cwd())
     _serve(socket.socket(fileno=int(sys.argv[1])))
