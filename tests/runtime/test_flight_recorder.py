@@ -272,11 +272,17 @@ def healthy(rank: int, folder: str) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", [None, "process_group", "symmetric_memory"])
+@pytest.mark.parametrize(
+    "transport",
+    [None, "symmetric_memory", pytest.param("process_group", marks=pytest.mark.long),
+     pytest.param("hierarchical", marks=[pytest.mark.long, shared_memory_only])],
+)  # fmt: skip
 def test_analysis_finds_nothing_after_calls_of_all_kinds(
     transport: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     environment = {"SHARDWEAVE_FR_BUFFER_SIZE": "50", "SHARDWEAVE_TRANSPORT": transport or ""}
+    if transport == "hierarchical":
+        environment |= {"SHARDWEAVE_TRANSPORT": "", "SHARDWEAVE_NODE_SIZE": "2"}
     results = run_ranks(healthy, 4, str(tmp_path), environment=environment)
     for during, entries in results:
         assert len(entries) >= 8 and {state for _, state in entries} == {"completed"}, entries
