@@ -22,7 +22,7 @@ from .switch_checks import check_expert_tokens, check_layout, check_out, check_o
 from .switch_engine import RoutingHandle, SwitchEngine
 
 if not hasattr(_token_switch.Routing, "layout"):
-    raise ImportError("an interface without layouts, as in torch 2.14", name=_token_switch.__name__)
+    raise ImportError("an interface without layouts, as in torch 2.14", name="torch.distributed._token_switch")
 
 MOST_TOKENS, MOST_BYTES = 1 << 24, 1 << 25
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -196,6 +196,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
             results: Outputs = _Dispatch.apply(self._engine, handle, tokens, topk_weights, max_recv_tokens)
             handle.latest = weakref.ref(results[0]) if results[0].requires_grad else None
             return results
+        handle.latest = None
         self._dispatch(routing, tokens, topk_weights, *out)
         return out
 
