@@ -54,8 +54,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
     All ranks construct the same switches in the same order and make the same calls in the same order, backward
     included, with equal layouts, K, H and dtypes, and tensors that all require gradients or all do not. The number of
     tokens T may differ between ranks and may be 0. The first call with a layout, K, H or dtype makes dispatchers, so it
-    cannot be captured in a CUDA graph. No device-to-host sync, except in `create_routing` with splits="host"; CPU
-    tensors are read on the host. Under `torch.compile` the methods break the graph.
+    cannot be captured in a CUDA graph. No device-to-host sync, except in `create_routing`: with splits="host", and with
+    overflow="raise" for the second routing before. CPU tensors are read on the host. Under `torch.compile` the methods
+    break the graph.
 
     Args:
         process_group: a process group, a 1-D DeviceMesh, or None for the default group.
