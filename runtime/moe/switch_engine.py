@@ -1,8 +1,8 @@
 """SwitchEngine: routings that serve any number of dispatches and combines, of rows of any size and dtype.
 
-A routing is made by a dispatch of one small row per place of a token. The record of that dispatch says where rows go,
-whatever they hold, so what follows exchanges no counts. In the flat layout a token has one row on each rank that it
-goes to: the "experts" of its dispatchers are the ranks, and the small rows hold the token's expert ids.
+A routing is made by a dispatch whose rows have one or K elements. Its record says where rows go, whatever they hold, so
+dispatches and combines with the routing exchange no counts. In the flat layout a token has one row on each rank that
+has experts of it: the "experts" of its dispatchers are the ranks, and the rows of the first dispatch are expert ids.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .switch_checks import check_expert_tokens, check_layout, check_out, check_o
 from .switch_engine import RoutingHandle, SwitchEngine
 
 if not hasattr(_token_switch.Routing, "layout"):
-    raise ImportError("an interface without layouts, as in torch 2.14", name=_token_switch.__name__)
+    raise ImportError("an interface without layouts, as in torch 2.14", name="torch.distributed._token_switch")
 
 MOST_TOKENS, MOST_BYTES = 1 << 24, 1 << 25
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -54,8 +54,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
     All ranks construct the same switches in the same order and make the same calls in the same order, backward
     included, with equal layouts, K, H and dtypes, and tensors that all require gradients or all do not. The number of
     tokens T may differ between ranks and may be 0. The first call with a layout, K, H or dtype makes dispatchers, so it
-    cannot be captured in a CUDA graph. No device-to-host sync, except in `create_routing` with splits="host"; CPU
-    tensors are read on the host. Under `torch.compile` the methods break the graph.
+    cannot be captured in a CUDA graph. No device-to-host sync, except in `create_routing`: with splits="host", and with
+    overflow="raise" for the second routing before. CPU tensors are read on the host. Under `torch.compile` the methods
+    break the graph.
 
     Args:
         process_group: a process group, a 1-D DeviceMesh, or None for the default group.
@@ -196,6 +197,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
             results: Outputs = _Dispatch.apply(self._engine, handle, tokens, topk_weights, max_recv_tokens)
             handle.latest = weakref.ref(results[0]) if results[0].requires_grad else None
             return results
+        handle.latest = None
         self._dispatch(routing, tokens, topk_weights, *out)
         return out
 
