@@ -62,10 +62,9 @@ test-torch:
 # What depends on torch's and triton's internals, on the newest release that is supported.
 NEWEST ?= 2.15.0
 DEPENDS_ON_INTERNALS := \
-    tests/runtime/dtensor tests/runtime/tracing tests/runtime/test_torch_private_names.py \
-    tests/runtime/test_process_group_cache.py tests/runtime/moe/test_compile.py tests/runtime/moe/test_activation.py \
-    tests/runtime/transports/test_backends.py tests/runtime/transports/test_symmetric_memory.py \
-    tests/kernels/test_aot.py tests/kernels/test_token_kernels_aot.py tests/cli/test_doctor.py
+    tests/runtime/test_*.py tests/runtime/dtensor tests/runtime/tracing tests/runtime/moe/test_activation.py \
+    tests/runtime/moe/test_compile.py tests/runtime/moe/test_torchtitan_*.py tests/runtime/transports/test_backends.py \
+    tests/runtime/transports/test_symmetric_memory.py tests/kernels/test_*aot.py tests/cli/test_doctor.py
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(DEPENDS_ON_INTERNALS)"
 
