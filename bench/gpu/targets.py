@@ -218,7 +218,7 @@ def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = Fa
     lines = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
     lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
     lines += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
-    lines += ["| what | reached | target | met | µs | GB/s | ceiling GB/s |", "|---|---|---|---|---|---|---|"]
+    rows = []
     kinds: Sequence[Mapping[str, Any]] = ()
     for target in targets:
         ours, bound, figures = target.rows.get("ours"), "-", list[float | None]([None] * 3)
@@ -231,17 +231,16 @@ def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = Fa
             number = f"{target.bound:.0%}" if target.unit == CEILING else f"{target.bound:g} {target.unit}"
             bound = f"{'≥' if target.at_least else '≤'} {number}"
         met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met]
-        cells = [target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append([target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)])
+    lines += markdown.table(("what", "reached", "target", "met", "µs", "GB/s", "ceiling GB/s"), rows)
     if kinds:
         lines += [
             "",
-            "Host time of a cached call, µs: through windows without launches and with them, by messages without",
+            "Host time of a cached call, µs: through windows, without launches and with them; by messages.",
             "",
         ]
-        lines += markdown.table(
-            list(kinds[0]), [[n if isinstance(n, str) else f"{n:.1f}" for n in k.values()] for k in kinds]
-        )
+        cells = [[n if isinstance(n, str) else f"{n:.1f}" for n in kind.values()] for kind in kinds]
+        lines += markdown.table(list(kinds[0]), cells)
     return "\n".join(lines) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""Plans measured without communication: their bytes, their prices at scale, how long planning takes."""
+"""Plans without communication: their bytes, and their prices at scale."""

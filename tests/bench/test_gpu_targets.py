@@ -40,7 +40,7 @@ def test_dry_run_measures_every_row(tmp_path: Path) -> None:
     report = tmp_path / "tests.json"
     report.write_text('{"tests": 3, "failed": ["a.b"]}')
     command = [sys.executable, "-m", "shardweave.bench.gpu.targets", "--dry", "--out", str(tmp_path)]
-    command += ["--tests", str(report)]
+    command += ["--tests", str(report), "--seconds", "450"]
     ran = run_python(command, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=500)
     assert ran.returncode == 0, ran.stderr
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
