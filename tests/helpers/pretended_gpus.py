@@ -30,6 +30,13 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.gpus.log.append(("wait", self.device.index))
 
+    def wait_event(self, event: str) -> None:
+        self.gpus.log.append(("wait", self.device.index))
+
+    def record_event(self) -> str:
+        self.gpus.log.append(("event", self.device.index))
+        return "event"
+
 
 class PretendedGpus(TorchFunctionMode):
     """A context in which CPU tensors say that they are on GPU `of_tensors`, except those that are made on the CPU by
@@ -37,12 +44,13 @@ class PretendedGpus(TorchFunctionMode):
 
     Attributes:
         current: the index of the current device.
+        captures: whether the current stream is being captured in a CUDA graph.
         log: operations that act on the current device or its stream, with the index of that device.
     """
 
     def __init__(self, of_tensors: int) -> None:
         super().__init__()
-        self.current, self.log = 0, list[tuple[str, int]]()
+        self.current, self.captures, self.log = 0, False, list[tuple[str, int]]()
         self._device, self._patch = torch.device("cuda", of_tensors), pytest.MonkeyPatch()
 
     def __enter__(self) -> PretendedGpus:
@@ -57,7 +65,7 @@ class PretendedGpus(TorchFunctionMode):
 
         def capturing() -> bool:
             gpus.log.append(("capturing", gpus.current))
-            return False
+            return gpus.captures
 
         self._patch.setattr(torch._C, "_cuda_getDevice", lambda: gpus.current, raising=False)
         self._patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
@@ -65,6 +73,8 @@ class PretendedGpus(TorchFunctionMode):
         self._patch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
         self._patch.setattr(torch.cuda, "current_stream", gpus.stream_of)
         self._patch.setattr(torch.cuda, "Event", Event)
+        self._patch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, device.index))
+        self._patch.setattr(torch.cuda, "stream", lambda stream: gpus.device(stream.device))
         for name, module in list(sys.modules.items()):
             if name.startswith("shardweave.kernels.") and hasattr(module, "runs_on"):
                 self._patch.setattr(module, "runs_on", lambda device: False)

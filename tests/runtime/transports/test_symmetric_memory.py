@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from pretended_gpus import PretendedGpus
 from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 
+import shardweave
 from shardweave.runtime.transports.symmetric_memory.memory import TorchSymmetricMemory, _RenumberedStore
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.plan
 
@@ -75,3 +78,24 @@ def test_group_is_registered_for_both_lookups(monkeypatch: pytest.MonkeyPatch) -
         results = provider.join(own, {2: "", 5: "", 6: ""}, name)
         assert list(results) == [2, 5, 6] and results[5] is own and results[6] == (2, (16,))
     assert stored == [(1, 3, "shardweave/one"), (1, 3, "shardweave/two")]
+
+
+def test_no_memory_in_a_capture() -> None:
+    class Provider:
+        device = torch.device("cuda", 1)
+
+        def make(self, nbytes: int) -> None:
+            raise AssertionError("allocates and waits for the device")
+
+    provider, rendezvous = cast(Any, Provider()), cast(Any, None)
+    with PretendedGpus(1) as gpus:
+        transport = SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
+        gpus.captures = True
+        for make in (lambda: transport.window((0, 1), 100), lambda: transport.buffer_pool((0, 1), 100, 2)):
+            with pytest.raises(
+                shardweave.UnsupportedError, match="symmetric buffer of .* while a CUDA graph is captured"
+            ):
+                make()
+        with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
+            SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
+    assert transport.error is None
