@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from torch._C._distributed_c10d import _register_process_group
 
 from ....errors import PeerError, TransportError
 from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_path, uses_names
+
+
+_DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Provider(Protocol):
@@ -137,7 +141,8 @@ class TorchSymmetricMemory:
         group._set_group_name(group_name)
         _register_process_group(group_name, group)
         try:
-            handle = _SymmetricMemory.rendezvous(own, group_name)
+            with _no_multicast():
+                handle = _SymmetricMemory.rendezvous(own, group_name)
         except RuntimeError as error:
             raise TransportError(f"symmetric memory among ranks {ranks}: {error}") from error
         self._handles.append((handle, store))
@@ -145,6 +150,21 @@ class TorchSymmetricMemory:
             rank: own if rank == self.rank else handle.get_buffer(i, (own.numel(),), torch.uint8)
             for i, rank in enumerate(ranks)
         }
+
+
+@contextmanager
+def _no_multicast() -> Iterator[None]:
+    """A context in which rendezvous makes no multicast objects, which windows do not use: they are few in a system, and
+    binding memory to one waits for all GPUs. torch reads the variable at each rendezvous."""
+    before = os.environ.get(_DISABLE_MULTICAST)
+    os.environ[_DISABLE_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLE_MULTICAST]
+        else:
+            os.environ[_DISABLE_MULTICAST] = before
 
 
 def why_no_symmetric_memory(device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -99,3 +100,23 @@ def test_no_memory_in_a_capture() -> None:
         with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
             SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
     assert transport.error is None
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_no_multicast_objects(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seen = "TORCH_SYMM_MEM_DISABLE_MULTICAST", list[str | None]()
+    if given is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, given)
+
+    def rendezvous(memory: torch.Tensor, group: str) -> None:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("of torch")
+
+    fake = SimpleNamespace(set_group_info=_SymmetricMemory.set_group_info, rendezvous=rendezvous)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
+    provider = TorchSymmetricMemory(dist.HashStore(), 0, torch.device("cuda", 0))
+    with pytest.raises(shardweave.TransportError, match=r"ranks \(0, 1\): of torch"):
+        provider.join(torch.zeros(16, dtype=torch.uint8), {0: "", 1: ""}, f"multicast {given}")
+    assert seen == ["1"] and os.environ.get(name) == given
