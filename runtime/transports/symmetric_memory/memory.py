@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import _register_process_group
 from ....errors import PeerError, TransportError
 from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_path, uses_names
 
-
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
