@@ -75,21 +75,22 @@ class SharedSegments:
 class _RenumberedStore(dist.Store):
     """A store for one rendezvous, with keys that do not depend on the number of earlier ones in this process.
 
-    torch numbers its exchanges ("<prefix>/<number>/<rank>") by a counter of the process. Ranks that have been in
-    different groups have different counters and would wait for different keys.
+    Up to torch 2.14 exchanges ("<prefix>/<number>/<rank>", and others below "<prefix>/<number>") are numbered by a
+    counter of the process for each prefix. Ranks that have been in different groups have different counters and would
+    wait for different keys. Here the numbers of each prefix begin at 0.
     """
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self._store = store
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, dict[str, int]] = {}
 
     def _key(self, key: str) -> str:
         parts = key.rsplit("/", 2)
         if len(parts) < 3 or not parts[1].isdecimal():
             return key
-        number = self._numbers.setdefault(parts[1], len(self._numbers))
-        return f"{parts[0]}/{number}/{parts[2]}"
+        numbers = self._numbers.setdefault(parts[0], {})
+        return f"{parts[0]}/{numbers.setdefault(parts[1], len(numbers))}/{parts[2]}"
 
     def set(self, key: str, value: str) -> None:  # bytes, from torch's C++
         self._store.set(self._key(key), value)
@@ -134,8 +135,8 @@ class TorchSymmetricMemory:
         group_name: Any = f"shardweave/{name}"  # registered until the process ends
         store = _RenumberedStore(dist.PrefixStore(group_name, self._store))
         at = ranks.index(self.rank), len(ranks)
-        _SymmetricMemory.set_group_info(group_name, *at, store)
-        # Builds of torch differ in where they look a name up.
+        # Not `_SymmetricMemory.set_group_info`: no rendezvous of torch 2.11 to 2.15 reads it, and later ones compare how
+        # many allocations each rank of a group that has it made before. Here these differ.
         group = dist.ProcessGroup(store, *at)
         group._set_group_name(group_name)
         _register_process_group(group_name, group)
