@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -135,8 +136,8 @@ class TorchSymmetricMemory:
         group_name: Any = f"shardweave/{name}"  # registered until the process ends
         store = _RenumberedStore(dist.PrefixStore(group_name, self._store))
         at = ranks.index(self.rank), len(ranks)
-        # Not `_SymmetricMemory.set_group_info`: no rendezvous of torch 2.11 to 2.15 reads it, and later ones compare how
-        # many allocations each rank of a group that has it made before. Here these differ.
+        # Not `_SymmetricMemory.set_group_info`: no rendezvous of torch 2.11 to 2.15 reads it, and where a group has it
+        # later ones compare how many allocations each rank made before. Here these differ.
         group = dist.ProcessGroup(store, *at)
         group._set_group_name(group_name)
         _register_process_group(group_name, group)
@@ -175,4 +176,13 @@ def why_no_symmetric_memory(device: torch.device) -> str | None:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this build of torch has no symmetric memory: {error}"
+    if pairs := unreachable_gpus():
+        # All pairs, so that all ranks that see the same GPUs decide alike.
+        return "GPUs {} and {} do not reach each other's memory; CUDA_VISIBLE_DEVICES may hide one".format(*pairs[0])
     return None
+
+
+def unreachable_gpus() -> list[tuple[int, int]]:
+    """The pairs of visible GPUs of which the first cannot address the memory of the second."""
+    pairs = permutations(range(torch.cuda.device_count()), 2)
+    return [(i, j) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]

@@ -15,7 +15,11 @@ from pretended_gpus import PretendedGpus
 from torch._C._distributed_c10d import _resolve_process_group
 
 import shardweave
-from shardweave.runtime.transports.symmetric_memory.memory import TorchSymmetricMemory, _RenumberedStore
+from shardweave.runtime.transports.symmetric_memory.memory import (
+    TorchSymmetricMemory,
+    _RenumberedStore,
+    why_no_symmetric_memory,
+)
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.plan
@@ -139,3 +143,16 @@ def test_no_multicast_objects(given: str | None, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(shardweave.TransportError, match=r"ranks \(0, 1\): of torch"):
         provider.join(torch.zeros(16, dtype=torch.uint8), {0: "", 1: ""}, f"multicast {given}")
     assert seen == ["1"] and os.environ.get(name) == given
+
+
+def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = {(i, j) for i in range(3) for j in range(3)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) in reached)
+    assert why_no_symmetric_memory(torch.device("cuda", 0)) is None
+    reached -= {(1, 2), (2, 1)}
+    for index in range(3):  # the same on all ranks
+        reason = why_no_symmetric_memory(torch.device("cuda", index))
+        assert reason is not None and "GPUs 1 and 2 do not reach each other's memory" in reason
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert why_no_symmetric_memory(torch.device("cuda", 0)) is None
