@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,11 +58,18 @@ class PretendedGpus(TorchFunctionMode):
         gpus = self
 
         class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.number = 0
+
             def record(self, stream: Stream | None = None) -> None:
                 gpus.log.append(("event", gpus.current if stream is None else stream.device.index))
+                self.number = len(gpus.log)
 
             def synchronize(self) -> None:
                 pass
+
+            def elapsed_time(self, end: Event) -> float:
+                return float(end.number - self.number)
 
         def capturing() -> bool:
             gpus.log.append(("capturing", gpus.current))
@@ -70,6 +78,8 @@ class PretendedGpus(TorchFunctionMode):
         self._patch.setattr(torch._C, "_cuda_getDevice", lambda: gpus.current, raising=False)
         self._patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
         self._patch.setattr(torch.cuda, "device", gpus.device)
+        properties = SimpleNamespace(multi_processor_count=4, L2_cache_size=1 << 12)
+        self._patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         self._patch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
         self._patch.setattr(torch.cuda, "current_stream", gpus.stream_of)
         self._patch.setattr(torch.cuda, "Event", Event)
