@@ -39,6 +39,7 @@ from ..runtime.supported_versions import SUPPORTED, installed_version, is_suppor
 from ..runtime.transports.select import check_name, choose_transport, why_no_memory
 from ..runtime.transports.shared_memory import segments
 from ..runtime.transports.shared_memory.transport import why_unsupported
+from ..runtime.transports.symmetric_memory.memory import unreachable_gpus
 from .self_test import self_test
 
 MIN_SHM = 1 << 30  # bytes in /dev/shm, where named segments hold the outputs
@@ -115,9 +116,7 @@ def gpus() -> Iterator[Finding]:
             f"{properties.name}, {format_bytes(properties.total_memory)}, {properties.multi_processor_count} SMs, "
             f"sm_{properties.major}{properties.minor}",
         )
-    unreachable = [
-        (i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
-    ]
+    unreachable = unreachable_gpus()
     pairs = count * (count - 1)
     value = f"{pairs - len(unreachable)} of {pairs} pairs" if pairs else "none: one GPU"
     yield Finding("GPUs", "peer access", value, _no_peer_access(*unreachable[0]) if unreachable else None)

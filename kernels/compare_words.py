@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .channel import DISAGREES, Failure
 from .launch import on_device, prepared, runs_on
+from .store_word import PTX, store_word
 
 _KIND = tl.constexpr(DISAGREES << 60)
 _BLOCK = tl.constexpr(1024)
@@ -26,6 +27,7 @@ def compare_words_kernel(
     host_error: tl.int64,  # address of an int64 in host memory
     out: tl.int64,  # address
     nbytes: tl.int64,  # in out
+    PTX: tl.constexpr,
 ):
     """One program compares all words."""
     failed = tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0
@@ -40,7 +42,7 @@ def compare_words_kernel(
         if code != 0:
             failed = True
             if tl.atomic_cas(error, none, code, sem="relaxed", scope="gpu") == 0:
-                tl.atomic_xchg(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, sem="relaxed", scope="sys")
+                store_word(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, RELEASE=False, PTX=PTX)
     if failed:
         target = out.to(tl.int64).to(tl.pointer_type(tl.int8))
         filler = tl.full((_BLOCK,), -1, tl.int8)
@@ -63,7 +65,7 @@ class WordComparison:
         self.codes, self.failure = codes, failure
         self._start: Callable[..., None] | None = None
         if runs_on(codes.device):
-            arguments: tuple[Any, ...] = (codes, 1, 0, codes, failure.error, failure.host_error.data_ptr(), 0, 0)
+            arguments: tuple[Any, ...] = (codes, 1, 0, codes, failure.error, failure.host_error.data_ptr(), 0, 0, PTX)
             self._start = prepared(compare_words_kernel, (1, 1, 1), codes.device, arguments, 1)
 
     def __call__(self, received: torch.Tensor, expected: int, out: torch.Tensor) -> None:
@@ -80,7 +82,7 @@ class WordComparison:
         failure, nbytes = self.failure, out.numel() * out.element_size()
         with on_device(received.device):
             self._start(received, received.numel(), expected, self.codes, failure.error, failure.host_error.data_ptr(),
-                        out.data_ptr(), nbytes)  # fmt: skip
+                        out.data_ptr(), nbytes, PTX)  # fmt: skip
 
 
 def compare_words_cpu(

@@ -34,6 +34,7 @@ import triton.language as tl
 from .channel import DISAGREES, FAILED, LATE, SLOT, UNLIMITED, Channel
 from .dtypes import WORDS, poison_word
 from .launch import interpreted, on_device, prepared
+from .store_word import PTX, store_word
 
 _FAILED = tl.constexpr(-1)  # in place of a count
 _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in (LATE, FAILED, DISAGREES))
@@ -86,6 +87,7 @@ def signal_kernel(
     WAIT: tl.constexpr,
     CREDIT: tl.constexpr,
     TIMED: tl.constexpr,
+    PTX: tl.constexpr,
     POISON: tl.constexpr,
     WORD: tl.constexpr,
     SLOT_WORDS: tl.constexpr,
@@ -106,8 +108,8 @@ def signal_kernel(
             if CREDIT < _UNLIMITED:
                 # A skipped use leaves the fingerprint in place, which a peer may not have read yet.
                 mixed = fingerprint.to(tl.int64) ^ ((count & _COUNTED) << _ABOVE)
-                tl.atomic_xchg(there + 1 + (count & 1), mixed, sem="relaxed", scope="sys")
-            tl.atomic_xchg(there, count, sem="release", scope="sys")
+                store_word(there + 1 + (count & 1), mixed, RELEASE=False, PTX=PTX)
+            store_word(there, count, RELEASE=True, PTX=PTX)
         if WAIT:
             goal = tl.atomic_add(table + peers + peer, 1, sem="relaxed", scope="gpu") + 1 - CREDIT
             left = limit.to(tl.int64)
@@ -132,9 +134,9 @@ def signal_kernel(
             failed = True
             code = tl.load(table + 3 * peers + peer) + kind
             if tl.atomic_cas(error, none, code, sem="relaxed", scope="gpu") == 0:
-                tl.atomic_xchg(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, sem="relaxed", scope="sys")
+                store_word(host_error.to(tl.int64).to(tl.pointer_type(tl.int64)), code, RELEASE=False, PTX=PTX)
     if failed:
-        tl.atomic_xchg(there, _FAILED, sem="relaxed", scope="sys")
+        store_word(there, tl.full((), _FAILED, tl.int64), RELEASE=False, PTX=PTX)
         if POISON:
             target = out.to(tl.int64).to(tl.pointer_type(WORD))
             filler = tl.full((_BLOCK,), 0, tl.int64) + poison
@@ -218,7 +220,13 @@ def _prepare(channel: Channel, send: bool, wait: bool, credit: int, dtype: torch
 
 @functools.lru_cache
 def signal_constants(
-    send: bool, wait: bool, credit: int = 0, poison: bool = False, size: int = 8, timed: bool = TIMED
+    send: bool,
+    wait: bool,
+    credit: int = 0,
+    poison: bool = False,
+    size: int = 8,
+    timed: bool = TIMED,
+    ptx: bool = PTX,
 ) -> dict[str, Any]:
     """The constants of signal_kernel, and num_warps; `size`: bytes of a word of the output to overwrite."""
     return {
@@ -226,6 +234,7 @@ def signal_constants(
         "WAIT": wait,
         "CREDIT": credit,
         "TIMED": timed and wait,
+        "PTX": ptx,
         "POISON": poison,
         "WORD": WORDS[size],
         "SLOT_WORDS": SLOT,

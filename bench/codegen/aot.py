@@ -99,8 +99,10 @@ def resources(compiled: Any, target: str) -> tuple[int | None, int | None]:
 
 
 def constants_on(target: str, specialisation: Specialisation) -> dict[str, Any]:
-    """Where a GPU has no float8_e4m3fn, it is decoded by integers."""
+    """Where a GPU has no float8_e4m3fn, it is decoded by integers. Only PTX has a timer and ordered stores."""
     constants = dict(specialisation.constants)
+    if target.startswith("gfx"):
+        constants |= {name: False for name in ("TIMED", "PTX") if name in constants}
     if "SOFT" in constants:
         constants["SOFT"] = constants.get("FROM") == tl.float8e4nv and target in WITHOUT_FLOAT8
     return constants

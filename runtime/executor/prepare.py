@@ -16,7 +16,7 @@ from ..process_group_cache import clear_caches
 from ..transports.hierarchical import HierarchicalTransport
 from ..transports.process_group import ProcessGroupTransport
 from ..transports.select import AnyTransport
-from ..transports.streams import order_on
+from ..transports.streams import order_on, refuse_capture
 from ..transports.symmetric_memory.rates import measure_rates
 from ..transports.symmetric_memory.transport import SymmetricMemoryTransport
 from .call import check_backend, check_ranks, transport_for
@@ -46,7 +46,8 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
 
     Raises:
         ArgumentError: `mesh` is not a DeviceMesh, or `max_bytes` is not an int from 1 to 2**62.
-        UnsupportedError: the requested transport cannot carry the ranks, or there is no process group.
+        UnsupportedError: the requested transport cannot carry the ranks, there is no process group, or a CUDA graph is
+            being captured.
         TransportError: a rank of the mesh did not arrive.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -61,6 +62,7 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    refuse_capture(device, "the memory and connections of prepare")
     planned_mesh = mesh_of(mesh)
     check_backend(device, planned_mesh.size, transport)
     check_ranks(planned_mesh)

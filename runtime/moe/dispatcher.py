@@ -105,7 +105,8 @@ class TokenDispatcher(TokenEngine):
 
     Raises:
         ArgumentError: a number or name that is not allowed.
-        UnsupportedError: the process group does not support the device; there is no process group.
+        UnsupportedError: the process group does not support the device; there is no process group; with
+            transport="symmetric_memory", a buffer has to be allocated while a CUDA graph is captured.
     """
 
     @takes_settings()

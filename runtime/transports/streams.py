@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ...errors import UnsupportedError
+
 captured: set[object] = set()
 """Objects that captured graphs read when they are replayed. Kept for good: there is no notice when a graph is freed."""
 
@@ -57,6 +59,19 @@ def order_on(device: torch.device) -> StreamOrder | None:
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The current stream of a device; None for CPUs."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """
+    Raises:
+        UnsupportedError: the current stream is being captured in a CUDA graph, where `what` would allocate memory and
+            wait for the device.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{what} would be made while a CUDA graph is captured; allowed: what was made before, by prepare, bind or "
+            "a first call"
+        )
 
 
 class SideStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.gpus.log.append(("wait", self.device.index))
 
+    def wait_event(self, event: str) -> None:
+        self.gpus.log.append(("wait", self.device.index))
+
+    def record_event(self) -> str:
+        self.gpus.log.append(("event", self.device.index))
+        return "event"
+
 
 class PretendedGpus(TorchFunctionMode):
     """A context in which CPU tensors say that they are on GPU `of_tensors`, except those that are made on the CPU by
@@ -37,34 +45,46 @@ class PretendedGpus(TorchFunctionMode):
 
     Attributes:
         current: the index of the current device.
+        captures: whether the current stream is being captured in a CUDA graph.
         log: operations that act on the current device or its stream, with the index of that device.
     """
 
     def __init__(self, of_tensors: int) -> None:
         super().__init__()
-        self.current, self.log = 0, list[tuple[str, int]]()
+        self.current, self.captures, self.log = 0, False, list[tuple[str, int]]()
         self._device, self._patch = torch.device("cuda", of_tensors), pytest.MonkeyPatch()
 
     def __enter__(self) -> PretendedGpus:
         gpus = self
 
         class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.number = 0
+
             def record(self, stream: Stream | None = None) -> None:
                 gpus.log.append(("event", gpus.current if stream is None else stream.device.index))
+                self.number = len(gpus.log)
 
             def synchronize(self) -> None:
                 pass
 
+            def elapsed_time(self, end: Event) -> float:
+                return float(end.number - self.number)
+
         def capturing() -> bool:
             gpus.log.append(("capturing", gpus.current))
-            return False
+            return gpus.captures
 
         self._patch.setattr(torch._C, "_cuda_getDevice", lambda: gpus.current, raising=False)
         self._patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
         self._patch.setattr(torch.cuda, "device", gpus.device)
+        properties = SimpleNamespace(multi_processor_count=4, L2_cache_size=1 << 12)
+        self._patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         self._patch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
         self._patch.setattr(torch.cuda, "current_stream", gpus.stream_of)
         self._patch.setattr(torch.cuda, "Event", Event)
+        self._patch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, device.index))
+        self._patch.setattr(torch.cuda, "stream", lambda stream: gpus.device(stream.device))
         for name, module in list(sys.modules.items()):
             if name.startswith("shardweave.kernels.") and hasattr(module, "runs_on"):
                 self._patch.setattr(module, "runs_on", lambda device: False)

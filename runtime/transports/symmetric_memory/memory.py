@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,8 @@ from torch._C._distributed_c10d import _register_process_group
 
 from ....errors import PeerError, TransportError
 from ..shared_memory.segments import Segment, bytes_of, open_segment, segment_path, uses_names
+
+_DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Provider(Protocol):
@@ -72,21 +76,22 @@ class SharedSegments:
 class _RenumberedStore(dist.Store):
     """A store for one rendezvous, with keys that do not depend on the number of earlier ones in this process.
 
-    torch numbers its exchanges ("<prefix>/<number>/<rank>") by a counter of the process. Ranks that have been in
-    different groups have different counters and would wait for different keys.
+    Up to torch 2.14 exchanges ("<prefix>/<number>/<rank>", and others below "<prefix>/<number>") are numbered by a
+    counter of the process for each prefix. Ranks that have been in different groups have different counters and would
+    wait for different keys. Here the numbers of each prefix begin at 0.
     """
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self._store = store
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, dict[str, int]] = {}
 
     def _key(self, key: str) -> str:
         parts = key.rsplit("/", 2)
         if len(parts) < 3 or not parts[1].isdecimal():
             return key
-        number = self._numbers.setdefault(parts[1], len(self._numbers))
-        return f"{parts[0]}/{number}/{parts[2]}"
+        numbers = self._numbers.setdefault(parts[0], {})
+        return f"{parts[0]}/{numbers.setdefault(parts[1], len(numbers))}/{parts[2]}"
 
     def set(self, key: str, value: str) -> None:  # bytes, from torch's C++
         self._store.set(self._key(key), value)
@@ -131,13 +136,14 @@ class TorchSymmetricMemory:
         group_name: Any = f"shardweave/{name}"  # registered until the process ends
         store = _RenumberedStore(dist.PrefixStore(group_name, self._store))
         at = ranks.index(self.rank), len(ranks)
-        _SymmetricMemory.set_group_info(group_name, *at, store)
-        # Builds of torch differ in where they look a name up.
+        # Not `_SymmetricMemory.set_group_info`: no rendezvous of torch 2.11 to 2.15 reads it, and where a group has it
+        # later ones compare how many allocations each rank made before. Here these differ.
         group = dist.ProcessGroup(store, *at)
         group._set_group_name(group_name)
         _register_process_group(group_name, group)
         try:
-            handle = _SymmetricMemory.rendezvous(own, group_name)
+            with _no_multicast():
+                handle = _SymmetricMemory.rendezvous(own, group_name)
         except RuntimeError as error:
             raise TransportError(f"symmetric memory among ranks {ranks}: {error}") from error
         self._handles.append((handle, store))
@@ -145,6 +151,21 @@ class TorchSymmetricMemory:
             rank: own if rank == self.rank else handle.get_buffer(i, (own.numel(),), torch.uint8)
             for i, rank in enumerate(ranks)
         }
+
+
+@contextmanager
+def _no_multicast() -> Iterator[None]:
+    """A context in which rendezvous makes no multicast objects, which windows do not use: they are few in a system, and
+    binding memory to one waits for all GPUs. torch reads the variable at each rendezvous."""
+    before = os.environ.get(_DISABLE_MULTICAST)
+    os.environ[_DISABLE_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLE_MULTICAST]
+        else:
+            os.environ[_DISABLE_MULTICAST] = before
 
 
 def why_no_symmetric_memory(device: torch.device) -> str | None:
@@ -155,4 +176,13 @@ def why_no_symmetric_memory(device: torch.device) -> str | None:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this build of torch has no symmetric memory: {error}"
+    if pairs := unreachable_gpus():
+        # All pairs, so that all ranks that see the same GPUs decide alike.
+        return "GPUs {} and {} do not reach each other's memory; CUDA_VISIBLE_DEVICES may hide one".format(*pairs[0])
     return None
+
+
+def unreachable_gpus() -> list[tuple[int, int]]:
+    """The pairs of visible GPUs of which the first cannot address the memory of the second."""
+    pairs = permutations(range(torch.cuda.device_count()), 2)
+    return [(i, j) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]

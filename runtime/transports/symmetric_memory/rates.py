@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ....kernels import StridedBoxes, copy_boxes, copy_table
 from ..policies import Rates
 from .transport import SymmetricMemoryTransport
 
-_MOST_BYTES = 64 << 20  # of a trial
+_MOST_BYTES = 64 << 20  # of a window, that a trial uses
 _TRIALS = 5
 _ALIGNMENT = 16
 
@@ -21,7 +22,9 @@ _ALIGNMENT = 16
 def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], nbytes: int) -> Rates:
     """Measure the rates of a group with the kernel that steps use, in a window of at least `nbytes`. Collective.
 
-    Synchronises with the device.
+    Writes to peers, reads from them and copies in this rank's memory move equally many bytes, none of which is in a
+    GPU's cache before. Besides the window this takes memory of the size of that, or of twice the cache if that is more,
+    which it gives back. Synchronises with the device.
 
     Returns:
         The rates of the slowest rank.
@@ -33,21 +36,20 @@ def measure_rates(transport: SymmetricMemoryTransport, ranks: tuple[int, ...], n
     own, peers = window.data[transport.rank], [window.data[r] for r in ranks if r != transport.rank]
     part = min(window.nbytes, _MOST_BYTES) // len(ranks) // _ALIGNMENT * _ALIGNMENT
     # Each rank has a part of every window for itself, so that no two ranks write to the same place.
-    own_parts = [part * ranks.index(transport.rank)] * len(peers)
-    on_device = own.device.type != "cpu"
-    wait = partial(torch.get_device_module(own.device).synchronize, own.device) if on_device else lambda: None
+    of_this_rank = [part * ranks.index(transport.rank)] * len(peers)
+    parts = [part * i for i in range(len(peers))]
+    scratch = torch.empty(max(part * len(peers), _cache_bytes(own.device)), dtype=torch.uint8, device=own.device)
     seconds = []
     transport.signal(window, "acquire")
-    seconds.append(_seconds(wait, _copied([own], peers, [0] * len(peers), own_parts, part)))
+    seconds.append(_seconds(scratch, _copied([own], peers, parts, of_this_rank, part)))
     transport.signal(window, "barrier")
-    seconds.append(_seconds(wait, _copied(peers, [own], own_parts, [0] * len(peers), part)))
-    seconds.append(_seconds(wait, _copied([own], [torch.empty_like(own)], own_parts[:1], [0], part)))
+    seconds.append(_seconds(scratch, _copied(peers, [scratch], of_this_rank, parts, part)))
+    seconds.append(_seconds(scratch, _copied([own], [scratch], parts, parts, part)))
     transport.signal(window, "release")
     transport.check()
     texts = transport.exchange_text("rates", ranks, " ".join(map(str, seconds)))
     slowest = [max(each) for each in zip(*(map(float, text.split()) for text in texts.values()), strict=True)]
-    pushed, pulled, copied = (part * n / s for n, s in zip((len(peers), len(peers), 1), slowest, strict=True))
-    return Rates(pushed, pulled, copied)
+    return Rates(*(part * len(peers) / s for s in slowest))
 
 
 def _copied(
@@ -67,13 +69,30 @@ def _copied(
     return partial(copy_boxes, copy_table(boxes, torch.uint8, sources[0].device), sources, targets)
 
 
-def _seconds(wait: Callable[[], None], call: Callable[[], None]) -> float:
-    """The shortest time of a call in a few trials, without the first."""
+def _cache_bytes(device: torch.device) -> int:
+    """How many bytes written leave nothing else in the cache of a GPU; 0 for CPUs."""
+    return 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def _seconds(scratch: torch.Tensor, call: Callable[[], None]) -> float:
+    """The shortest time of a call in a few trials, without the first. On a GPU `scratch` is overwritten before each."""
     times = []
     for _ in range(_TRIALS + 1):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        times.append(time.perf_counter() - start)
+        times.append(_time_on_device(scratch, call) if scratch.device.type == "cuda" else _time_on_host(call))
     return min(times[1:])
+
+
+def _time_on_host(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _time_on_device(scratch: torch.Tensor, call: Callable[[], None]) -> float:
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    scratch.zero_()
+    events[0].record()
+    call()
+    events[1].record()
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3

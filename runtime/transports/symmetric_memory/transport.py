@@ -15,7 +15,7 @@ from ..buffer_pool import BufferPool
 from ..policies import WindowPolicy
 from ..rendezvous import Rendezvous
 from ..requests import PendingCall
-from ..streams import SideStream
+from ..streams import SideStream, refuse_capture
 from ..watchdog import Watchdog
 from .memory import Provider
 from .window import ALIGNMENT, Use, Window, channel_name, pad_bytes, window_size
@@ -55,6 +55,7 @@ class SymmetricMemoryTransport:
     answer = None  # ranks synchronise on the device: steps yield no requests
 
     def __init__(self, rank: int, size: int, timeout: float, provider: Provider, rendezvous: Rendezvous) -> None:
+        refuse_capture(provider.device, "the transport symmetric_memory")
         self.rank, self.size, self.timeout, self.provider = rank, size, timeout, provider
         self.rendezvous = rendezvous
         self.windows = WindowPolicy()
@@ -83,6 +84,7 @@ class SymmetricMemoryTransport:
         Raises:
             DisagreementError: the ranks of the group allocate different windows.
             MeetingTimeoutError: a rank of the group did not arrive.
+            UnsupportedError: it has to be allocated, while a CUDA graph is captured.
         """
         windows = self._of_group.setdefault(ranks, [])
         for window in windows:  # the smallest first
@@ -98,7 +100,7 @@ class SymmetricMemoryTransport:
         Collective if it has to be allocated; it stays as long as the transport.
 
         Raises:
-            DisagreementError, MeetingTimeoutError: as for `window`.
+            DisagreementError, MeetingTimeoutError, UnsupportedError: as for `window`.
         """
         of_group = self._pools.setdefault(ranks, [])
         large = [pool for pool in of_group if pool.nbytes >= nbytes and len(pool.pieces) >= number]
@@ -112,6 +114,7 @@ class SymmetricMemoryTransport:
     def _memory(self, ranks: tuple[int, ...], nbytes: int, key: str) -> dict[int, torch.Tensor]:
         """Allocate zeros on all ranks of a group, by rank. Collective; `key` is new to the group."""
         self.check()
+        refuse_capture(self.provider.device, f"a symmetric buffer of {nbytes} bytes of ranks {ranks}")
         try:
             with torch.inference_mode(False):  # later calls write it, whatever their mode
                 return self._joined(ranks, nbytes, key)

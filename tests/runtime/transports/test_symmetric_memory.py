@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
+from pretended_gpus import PretendedGpus
+from torch._C._distributed_c10d import _resolve_process_group
 
-from shardweave.runtime.transports.symmetric_memory.memory import TorchSymmetricMemory, _RenumberedStore
+import shardweave
+from shardweave.runtime.transports.symmetric_memory.memory import (
+    TorchSymmetricMemory,
+    _RenumberedStore,
+    why_no_symmetric_memory,
+)
+from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
 pytestmark = pytest.mark.plan
 
 
 class Counting:
-    """Exchanges values as torch's rendezvous does, under keys numbered by a counter of the process."""
+    """Exchanges values as torch's rendezvous does, under keys numbered by a counter of the process for each prefix."""
 
-    def __init__(self, had: int) -> None:
-        self.number = had
+    def __init__(self, *counters: int) -> None:
+        self.numbers = dict(zip(("CUDASymmetricMemory", "Other"), counters, strict=True))
 
-    def all_gather(self, store: dist.Store, rank: int, size: int, value: str) -> list[str]:
-        keys = [f"CUDASymmetricMemory/{self.number}/{r}" for r in range(size)]
-        self.number += 1
+    def _next(self, prefix: str) -> str:
+        self.numbers[prefix] += 1
+        return f"{prefix}/{self.numbers[prefix] - 1}"
+
+    def all_gather(self, store: dist.Store, rank: int, size: int, prefix: str, value: str) -> list[str]:
+        number = self._next(prefix)
+        keys = [f"{number}/{r}" for r in range(size)]
         store.set(keys[rank], value)
         store.wait(keys)
-        return [store.get(key).decode() for key in keys]
+        return [text.decode() for text in store.multi_get(keys)]  # as torch 2.13 and later
+
+    def barrier(self, store: dist.Store, rank: int, size: int, prefix: str) -> None:
+        if hasattr(store, "barrier"):  # torch 2.12 and later
+            store.barrier(self._next(prefix), size, timedelta(seconds=20))
+        else:
+            self.all_gather(store, rank, size, prefix, "")
 
 
-def test_rendezvous_with_different_counters() -> None:
+COUNTERS = [((0, 0), (3, 0), (40, 41)), ((3, 3), (3, 7), (7, 3)), ((5, 4), (4, 5), (5, 5)), ((0, 9), (9, 0), (1, 1))]
+
+
+@pytest.mark.parametrize("counters", COUNTERS, ids=str)
+def test_rendezvous_with_different_counters(counters: tuple[tuple[int, int], ...]) -> None:
     memory = dist.HashStore()
-    exchanges = [Counting(had) for had in (0, 3, 40)]
+    memory.set_timeout(timedelta(seconds=20))
 
     def rendezvous(rank: int) -> list[list[str]]:
+        exchange, found = Counting(*counters[rank]), []
         # As torch's C++ code calls it.
         own = _RenumberedStore(dist.PrefixStore("one", memory))
         store = dist.PrefixStore("torch", own)
-        return [exchanges[rank].all_gather(store, rank, 3, f"{rank} says {what}") for what in ("a", "b")]
+        for number, prefix in enumerate(["CUDASymmetricMemory", "Other", "CUDASymmetricMemory", "Other", "Other"]):
+            found.append(exchange.all_gather(store, rank, 3, prefix, f"{rank} says {number}"))
+            exchange.barrier(store, rank, 3, prefix)
+        return found
 
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(rendezvous, range(3)))
-    assert results == [[[f"{r} says {what}" for r in range(3)] for what in ("a", "b")]] * 3
+    assert results == [[[f"{r} says {number}" for r in range(3)] for number in range(5)]] * 3
 
 
 def test_other_keys_are_unchanged() -> None:
@@ -55,7 +82,7 @@ def test_other_keys_are_unchanged() -> None:
     assert store.delete_key("n/7/x") and not inner.check(["n/0/x"])
 
 
-def test_group_is_registered_for_both_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: list[tuple[Any, ...]] = []
     own = torch.zeros(16, dtype=torch.uint8)
 
@@ -68,10 +95,64 @@ def test_group_is_registered_for_both_lookups(monkeypatch: pytest.MonkeyPatch) -
         stored.append((group.rank(), group.size(), name))
         return Handle()
 
-    fake = SimpleNamespace(set_group_info=_SymmetricMemory.set_group_info, rendezvous=rendezvous)
+    fake = SimpleNamespace(rendezvous=rendezvous)
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
     provider = TorchSymmetricMemory(dist.HashStore(), 5, torch.device("cuda", 0))
     for name in ("one", "two"):
         results = provider.join(own, {2: "", 5: "", 6: ""}, name)
         assert list(results) == [2, 5, 6] and results[5] is own and results[6] == (2, (16,))
     assert stored == [(1, 3, "shardweave/one"), (1, 3, "shardweave/two")]
+
+
+def test_no_memory_in_a_capture() -> None:
+    class Provider:
+        device = torch.device("cuda", 1)
+
+        def make(self, nbytes: int) -> None:
+            raise AssertionError("allocates and waits for the device")
+
+    provider, rendezvous = cast(Any, Provider()), cast(Any, None)
+    with PretendedGpus(1) as gpus:
+        transport = SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
+        gpus.captures = True
+        for make in (lambda: transport.window((0, 1), 100), lambda: transport.buffer_pool((0, 1), 100, 2)):
+            with pytest.raises(
+                shardweave.UnsupportedError, match="symmetric buffer of .* while a CUDA graph is captured"
+            ):
+                make()
+        with pytest.raises(shardweave.UnsupportedError, match="transport symmetric_memory would be made while"):
+            SymmetricMemoryTransport(0, 2, 5.0, provider, rendezvous)
+    assert transport.error is None
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_no_multicast_objects(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seen = "TORCH_SYMM_MEM_DISABLE_MULTICAST", list[str | None]()
+    if given is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, given)
+
+    def rendezvous(memory: torch.Tensor, group: str) -> None:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("of torch")
+
+    fake = SimpleNamespace(rendezvous=rendezvous)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
+    provider = TorchSymmetricMemory(dist.HashStore(), 0, torch.device("cuda", 0))
+    with pytest.raises(shardweave.TransportError, match=r"ranks \(0, 1\): of torch"):
+        provider.join(torch.zeros(16, dtype=torch.uint8), {0: "", 1: ""}, f"multicast {given}")
+    assert seen == ["1"] and os.environ.get(name) == given
+
+
+def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = {(i, j) for i in range(3) for j in range(3)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) in reached)
+    assert why_no_symmetric_memory(torch.device("cuda", 0)) is None
+    reached -= {(1, 2), (2, 1)}
+    for index in range(3):  # the same on all ranks
+        reason = why_no_symmetric_memory(torch.device("cuda", index))
+        assert reason is not None and "GPUs 1 and 2 do not reach each other's memory" in reason
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert why_no_symmetric_memory(torch.device("cuda", 0)) is None
