@@ -160,7 +160,8 @@ def checkpointable_tensor(tensor: DTensor) -> torch.Tensor:
     Raises:
         UnsupportedError: this version of torch has no CheckpointableTensor; the DTensor is partial, or is sharded along
             a mesh dim whose ranks do not ascend.
-        ArgumentError: not a DTensor, or one on the meta device; the shape of the local tensor is not that of its shard.
+        ArgumentError: not a DTensor, or one on the meta device; the local tensor lists its own chunks, or its shape is
+            not that of its shard.
     """
     if not hasattr(torch.distributed.checkpoint, "CheckpointableTensor"):
         raise UnsupportedError(
@@ -171,10 +172,13 @@ def checkpointable_tensor(tensor: DTensor) -> torch.Tensor:
         raise ArgumentError(f"tensor: a {type(tensor).__name__}; allowed: a DTensor")
     if tensor.device.type == "meta":
         raise ArgumentError("tensor: on the meta device; allowed: a DTensor with memory, such as after to_empty")
+    if hasattr(tensor._local_tensor, "__create_chunk_list__"):
+        kind = type(tensor._local_tensor).__name__
+        raise ArgumentError(f"tensor: its local tensor, a {kind}, lists its own chunks; allowed: a plain local tensor")
     if is_in(tensor.device_mesh):
         shard = _Shard("tensor", tensor)
         shard.warn_of_many_boxes("tensor")
-        local, boxes = shard.local.view_as(shard.local), list(shard.boxes())
+        local, boxes = shard.local, list(shard.boxes())
     else:
         local, boxes = tensor._local_tensor.detach(), []
     offsets, sizes, starts = zip(*boxes, strict=True) if boxes else ((), (), ())

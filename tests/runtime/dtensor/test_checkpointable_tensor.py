@@ -112,6 +112,10 @@ def test_unsupported_tensors_raise(with_protocol: None) -> None:
     ):
         with pytest.raises(error, match=text):
             shardweave.checkpointable_tensor(tensor)
+    listing = dtensor_of(x, mesh, plain(Shard(0)))
+    listing._local_tensor.__create_chunk_list__ = list  # as torchrec's local shards do
+    with pytest.raises(ArgumentError, match="tensor: its local tensor, a Tensor, lists its own chunks"):
+        shardweave.checkpointable_tensor(listing)
 
 
 # Saved and loaded.
