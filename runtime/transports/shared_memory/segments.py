@@ -11,6 +11,8 @@ import mmap
 import os
 import platform
 import re
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 
@@ -88,8 +90,9 @@ class Segment:
         self.bytes = bytes_of(self.map)
         self.address = self.bytes.data_ptr()
 
-    def __del__(self) -> None:
-        if hasattr(self, "named") and self.owner == os.getpid():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A finalizing interpreter has cleared the modules; the system closes what is open.
+        if not is_finalizing() and hasattr(self, "named") and self.owner == os.getpid():
             with suppress(OSError):
                 os.close(self._descriptor)
             if self.named:

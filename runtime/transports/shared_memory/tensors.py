@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -42,8 +43,9 @@ class Block:
         self.allocator, self.piece = allocator, piece
         self.__array_interface__ = {"data": (piece.address, False), "shape": shape, "typestr": typestr, "version": 3}
 
-    def __del__(self) -> None:
-        self.allocator.give_back(self.piece)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # by then the modules are cleared, and the system frees all pages
+            self.allocator.give_back(self.piece)
 
 
 class _TensorType:
@@ -70,8 +72,8 @@ class SharedPool:
         self.segments = self.allocator.segments
         self._types: dict[tuple[tuple[int, ...], torch.dtype], _TensorType] = {}
 
-    def __del__(self) -> None:
-        if hasattr(self, "allocator"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and hasattr(self, "allocator"):
             self.allocator.close()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -339,3 +341,14 @@ def test_memory_pressure_of_machine_and_container(tmp_path, monkeypatch: pytest.
     assert short(101 << 10) and not short(100 << 10)
     monkeypatch.setattr(memory_pressure, "_MEMINFO", str(tmp_path / "missing"))
     assert short(101 << 10) and not short(100 << 10)
+
+
+@pytest.mark.long
+def test_tensors_that_outlive_modules_at_exit() -> None:
+    code = """
+import builtins, torch
+from shardweave.runtime.transports.shared_memory.tensors import SharedPool
+builtins.kept = [SharedPool("shardweave-test", False).empty((3,), torch.float32) for _ in range(2)]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
