@@ -346,10 +346,10 @@ def test_memory_pressure_of_machine_and_container(tmp_path, monkeypatch: pytest.
 @pytest.mark.long
 def test_tensors_that_outlive_modules_at_exit() -> None:
     code = """
-import builtins, sys, torch
+import sys, torch
 from shardweave.runtime.transports.shared_memory.tensors import SharedPool
-builtins.kept = [SharedPool("shardweave-test", False).empty((3,), torch.float32) for _ in range(2)]
-builtins.modules = list(sys.modules.values())  # the interpreter sets the names in modules that are alive to None
+torch.kept = [SharedPool("shardweave-test", False).empty((3,), torch.float32) for _ in range(2)]
+torch.modules = list(sys.modules.values())  # the interpreter sets the names in modules that are alive to None
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
