@@ -45,6 +45,7 @@ class _Request(NamedTuple):
         shape: the global shape.
         source, target: layouts.
         squeezed: the dim of size 1 of the target's shard that the result does not have.
+        moved: the dim of the result that is the first dim of the target's shard.
     """
 
     x: torch.Tensor
@@ -52,6 +53,13 @@ class _Request(NamedTuple):
     source: str
     target: str
     squeezed: int | None = None
+    moved: int | None = None
+
+    def finish(self, out: torch.Tensor) -> torch.Tensor:
+        """The result of spmd_types from the target's shard."""
+        if self.squeezed is not None:
+            out = out.squeeze(self.squeezed)
+        return out if self.moved is None else out.movedim(0, self.moved)
 
 
 def _all_reduce(x: torch.Tensor, mesh: Mesh, dst: Any, inplace: bool) -> _Request | str:
@@ -87,7 +95,12 @@ def _reduce_scatter_stack(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Req
 
 
 def _reduce_scatter(x: torch.Tensor, mesh: Mesh, scatter_dim: int) -> _Request | str:
-    return _REFUSED if x.shape[scatter_dim] % mesh.size else _scattered(x, scatter_dim)
+    if x.shape[scatter_dim] % mesh.size:
+        return _REFUSED
+    if _contiguous_results:
+        return _scattered(x, scatter_dim)
+    # In spmd_types' strides: the rounding of sums over the result may depend on them.
+    return _scattered(x.movedim(scatter_dim, 0), 0)._replace(moved=scatter_dim)
 
 
 def _reduce_scatter_uneven(x: torch.Tensor, mesh: Mesh, scatter_dim: int, split_sizes: Sequence[int]) -> _Request | str:
@@ -151,6 +164,8 @@ _REQUESTS: dict[str, Callable[..., _Request | str]] = {
 mesh are those of the function's forward."""
 _originals: dict[Any, Any] = {}
 """The forward of each autograd function that is replaced."""
+_contiguous_results = True
+"""Whether spmd_types returns the result of a reduce-scatter contiguous: from 0.3, which has `async_op`."""
 
 
 def bind_spmd_types(installed: bool) -> None:
@@ -170,6 +185,8 @@ def bind_spmd_types(installed: bool) -> None:
         raise ArgumentError(
             f"spmd_types: True, and it cannot be imported ({error}); allowed: False, or after pip install spmd_types"
         ) from error
+    global _contiguous_results
+    _contiguous_results = "async_op" in inspect.signature(collectives.reduce_scatter).parameters
     for name, request in _REQUESTS.items():
         function = getattr(collectives, name, None)
         names = list(inspect.signature(request).parameters)[2:]
@@ -227,11 +244,11 @@ def _carry_out(
     if reason is None:
         assert isinstance(request, _Request)
         try:
-            async_op = getattr(dtypes, "async_op", False) and request.squeezed is None
+            async_op = getattr(dtypes, "async_op", False) and request.squeezed is None and request.moved is None
             out = redistribute_plain(request.x, mesh, *request[1:4], options, (axis,), async_op)
             if modes:
                 note_decision(modes, None)
-            return out if request.squeezed is None else out.squeeze(request.squeezed)
+            return request.finish(out)
         except UnsupportedError as error:
             reason = str(error)
     if modes:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
+from test_spmd_types import give_gloo_all_to_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardweave
@@ -108,6 +109,7 @@ def test_types_of_two_axes(shape: tuple[int, int], transport: str, samples: int)
 
 def against_spmd_types(rank: int) -> int:
     """One axis after the other, the last to shard first, where spmd_types has a sequence."""
+    give_gloo_all_to_all()
     mesh, done = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), 0
     groups = {name: mesh.get_group(name) for name in "ab"}
     for src, dst in product(product([R, I, P, S(0), S(1)], repeat=2), repeat=2):
