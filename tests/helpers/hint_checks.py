@@ -123,12 +123,20 @@ def _check_accesses(interpreter: Any) -> None:
         _constants.update({name: given.get(name) for name in self.constexprs})
         return call(self, *arguments, **named)
 
+    def boolean(mask: Any) -> Any:
+        # A comparison of scalars, once broadcast, has the type of its operands, which Triton 3.9 refuses as a mask.
+        if mask.data.dtype == bool:
+            return mask
+        return interpreter.TensorHandle(mask.data.astype(bool), interpreter.tl.int1)
+
     # The arguments after these differ between Triton's versions.
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        mask = boolean(mask)
         _check_vectors("load", pointers, mask)
         return load(self, pointers, mask, *rest)
 
     def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        mask = boolean(mask)
         _check_vectors("store", pointers, mask)
         return store(self, pointers, value, mask, *rest)
 
@@ -169,7 +177,7 @@ def _check_vectors(kind: str, pointers: Any, mask: Any) -> None:
 
 def _is_vector(addresses: np.ndarray, mask: np.ndarray, axis: int, lanes: int, word: int) -> bool:
     groups = _in_groups(addresses.astype(np.int64), axis, lanes)
-    active = _in_groups(np.broadcast_to(mask, addresses.shape).astype(bool), axis, lanes)
+    active = _in_groups(np.broadcast_to(mask, addresses.shape), axis, lanes)
     if groups is None or active is None or not _is_constant(active, [1] * (active.ndim - 1) + [lanes], 1):
         return False
     groups = groups[active[..., 0]]
