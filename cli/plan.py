@@ -9,8 +9,8 @@ from pathlib import Path
 from ..bench.harness.writable import check_writable
 from ..errors import ArgumentError
 from ..planner import Mesh, Program, Topology, draw, plan
-from ..runtime.executor.lower import AssumedTransport, Reduction, explain_on
-from ..runtime.transports.policies import WindowPolicy
+from ..runtime.executor.choose_algorithm import AssumedTransport, Reduction, explain_on
+from ..runtime.transports.backend_limits import WindowPolicy
 
 
 def run(

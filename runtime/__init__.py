@@ -30,7 +30,7 @@ from .transports.in_process import InProcessTransport
 from .transports.shared_memory.pool_controls import PoolMemory, empty_cache, pool_memory, set_pool_limit
 
 if TYPE_CHECKING:
-    from .moe.token_switch import TokenSwitch as TokenSwitch
+    from .moe.switch.token_switch import TokenSwitch as TokenSwitch
     from .moe.torchtitan import TorchtitanDispatcher
 else:
 
@@ -44,7 +44,7 @@ else:
         if name != "TokenSwitch":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            from .moe.token_switch import TokenSwitch
+            from .moe.switch.token_switch import TokenSwitch
         except ImportError as error:
             if error.name != "torch.distributed._token_switch":
                 raise

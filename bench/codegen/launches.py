@@ -30,8 +30,8 @@ from shardweave.runtime import VirtualTokenDispatcher
 from shardweave.runtime.executor.bind import BoundProgram
 from shardweave.runtime.executor.copies import contiguous_strides
 from shardweave.runtime.moe.activation import silu_and_mul
+from shardweave.runtime.transports.backend_limits import Direction, WindowPolicy
 from shardweave.runtime.transports.in_process import InProcessTransport
-from shardweave.runtime.transports.policies import Direction, WindowPolicy
 from shardweave.runtime.transports.symmetric_memory.window import Window, pad_bytes, window_size
 
 KERNELS = {

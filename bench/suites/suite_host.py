@@ -26,8 +26,8 @@ from shardweave.runtime.dtensor import drop_in
 from shardweave.runtime.executor import call as call_module
 from shardweave.runtime.executor import copies
 from shardweave.runtime.executor.step_put import PutStep
+from shardweave.runtime.transports.comm_requests import Barrier
 from shardweave.runtime.transports.rendezvous import Rendezvous
-from shardweave.runtime.transports.requests import Barrier
 
 SUITE = "host"
 RANKS, TIMEOUT = 4, 10.0

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner import NVLINK_NODE, Topology
-from ..executor.lower import Reduction
+from ..executor.choose_algorithm import Reduction
 from ..statistics import log_level
 from ..supported_versions import SUPPORTED, installed_version, is_supported, requirement
 from ..transports.rendezvous import settings

@@ -24,9 +24,9 @@ from ...planner import Planner, Program, check_local_shape, check_shape, planner
 from ..convert_specs import dtype_name, layout_of_spec, mesh_of
 from ..executor.bind import BoundProgram
 from ..executor.call import Call, check_backend, check_ranks, refuse, transport_for
+from ..executor.choose_algorithm import explain_on
 from ..executor.dispatch_modes import as_one_operator, torchs_collectives
 from ..executor.local_slice import BoundSlice
-from ..executor.lower import explain_on
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..transports.select import AnyTransport
 from .partials import TransformedRequest, norm_intermediates, transformed_request

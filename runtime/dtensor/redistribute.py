@@ -15,7 +15,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...planner import Orders, Topology, held_sizes, whole_numbers
 from ..convert_specs import layout_of_spec, normalize_placements
 from ..executor.call import refuse_unplanned
-from ..executor.lower import Reduction
+from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from ..statistics import stats
 from . import observer

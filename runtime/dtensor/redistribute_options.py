@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError
 from ...planner import Topology
-from ..executor.lower import Reduction, check_reduction
+from ..executor.choose_algorithm import Reduction, check_reduction
 
 
 class RedistributeOptions(NamedTuple):

@@ -19,7 +19,7 @@ from ...errors import ArgumentError, UnsupportedError, shown
 from ...planner import Layout, Mesh, Partial, Placement, Replicate, Shard, Topology, check_shape, held_sizes
 from ..convert_specs import mesh_of, unordered_dims
 from ..executor.call import refuse_unplanned
-from ..executor.lower import Reduction
+from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from .local import PLAIN_TENSORS
 from .plain_calls import redistribute_plain

@@ -12,11 +12,11 @@ import torch
 from ...planner import Batch, Exchange, Program
 from ..statistics import Summary
 from ..transports.base import OneSidedTransport, Transport, WindowedTransport
-from ..transports.requests import Barrier, CommRequest, HierarchicalExchange, Transfer
+from ..transports.comm_requests import Barrier, CommRequest, HierarchicalExchange, Transfer
 from ..transports.symmetric_memory.window import Window
 from .bind import AnyStep, step_type, traffic_of
+from .choose_algorithm import Algorithm, choose_algorithm
 from .copies import contiguous_strides
-from .lower import Lowering, lower
 from .step_hierarchical import HierarchicalStep
 from .step_put import PutStep
 from .step_sendrecv import SendRecvStep, SharedBuffers
@@ -25,7 +25,7 @@ from .step_window import WindowRegion, WindowStep, window_region
 BatchRun = Generator[CommRequest, Any, list[torch.Tensor]]
 RoundRun = Generator[CommRequest, Any, None]
 
-_AS_MESSAGES = Lowering("send and receive", "one message has parts of many tensors")
+_AS_MESSAGES = Algorithm("send and receive", "one message has parts of many tensors")
 _HASH_FACTOR = 1000003  # odd, so that earlier values are not lost
 _ALIGNMENT = 16  # bytes; of each tensor's part of a shared message
 
@@ -268,15 +268,15 @@ class BoundBatch:
         assert position is not None
         arguments = program, step, position, strides[i], self.transport, self.dtypes[i], self.device
         if self.transport.windows:
-            lowering = lower(program, step, position, self.transport)
+            algorithm = choose_algorithm(program, step, position, self.transport)
             options = {"region": shared} if shared else {}
-            bound: AnyStep = step_type(lowering, self.transport)(*arguments, lowering=lowering, **options)
+            bound: AnyStep = step_type(algorithm, self.transport)(*arguments, algorithm=algorithm, **options)
         elif self.transport.one_sided:
             bound = PutStep(*arguments)
         elif self.is_hierarchical and isinstance(step, Exchange):
-            bound = HierarchicalStep(*arguments, lowering=_AS_MESSAGES, shared=shared)
+            bound = HierarchicalStep(*arguments, algorithm=_AS_MESSAGES, shared=shared)
         else:
-            bound = SendRecvStep(*arguments, lowering=_AS_MESSAGES, shared=shared)
+            bound = SendRecvStep(*arguments, algorithm=_AS_MESSAGES, shared=shared)
         strides[i] = contiguous_strides(bound.shape)
         return bound
 
@@ -316,9 +316,9 @@ class BoundBatch:
         for i, step in exchanges.items():
             program, position = self.batch.programs[i], self.batch.position(i, self.rank)
             assert position is not None
-            lowering = lower(program, step, position, self.transport)
-            region = window_region(program, step, position, self.transport, lowering)
-            if region is not None and step_type(lowering, self.transport) is WindowStep:
+            algorithm = choose_algorithm(program, step, position, self.transport)
+            region = window_region(program, step, position, self.transport, algorithm)
+            if region is not None and step_type(algorithm, self.transport) is WindowStep:
                 first = ends.get(region.ranks, 0)
                 regions[i] = region._replace(first=first)
                 ends[region.ranks] = aligned(first + region.nbytes)

@@ -10,8 +10,8 @@ import torch
 from ...planner import ITEMSIZE, Exchange, Program, check_local_shape, title
 from ..statistics import Summary
 from ..transports.base import Transport
+from .choose_algorithm import Algorithm, Reduction, choose_algorithm
 from .copies import contiguous_strides
-from .lower import Lowering, Reduction, lower
 from .run import run_steps
 from .step_collective import CollectiveReduction
 from .step_hierarchical import HierarchicalStep, HierarchicalWindowStep
@@ -24,15 +24,15 @@ _FAST = 1 << 62  # in the fingerprint of a program whose backend may reduce
 AnyStep = PutStep | SendRecvStep | WindowStep | CollectiveReduction
 
 
-def step_type(lowering: Lowering, transport: Transport) -> type[AnyStep]:
-    """The class that implements a lowering on a transport."""
-    if lowering.algorithm == "push and send":
+def step_type(algorithm: Algorithm, transport: Transport) -> type[AnyStep]:
+    """The class that implements a algorithm on a transport."""
+    if algorithm.name == "push and send":
         return HierarchicalWindowStep if transport.windows else HierarchicalStep
-    if lowering.algorithm in ("reduce-scatter", "all-reduce"):
+    if algorithm.name in ("reduce-scatter", "all-reduce"):
         return CollectiveReduction
-    if lowering.algorithm in ("push", "pull", "local") and transport.windows:
+    if algorithm.name in ("push", "pull", "local") and transport.windows:
         return WindowStep
-    return PutStep if transport.one_sided or lowering.algorithm == "push" else SendRecvStep
+    return PutStep if transport.one_sided or algorithm.name == "push" else SendRecvStep
 
 
 def _summary(program: Program, position: int) -> Summary:
@@ -79,8 +79,8 @@ class BoundProgram:
         if program.exchanges:
             self.fingerprint = (program.digest & ~0xFFFF) ^ (_FAST if reduction == "fast" else 0)
         self.steps: list[AnyStep] = []
-        lowerings = [lower(program, step, position, transport, reduction) for step in program.steps]
-        types = [step_type(lowering, transport) for lowering in lowerings]
+        algorithms = [choose_algorithm(program, step, position, transport, reduction) for step in program.steps]
+        types = [step_type(algorithm, transport) for algorithm in algorithms]
         scattered, buffers = None, 1
         for i, step in enumerate(program.steps):
             source_strides = strides if i == 0 else contiguous_strides(program.shape_before(step, position))
@@ -89,11 +89,11 @@ class BoundProgram:
                 self.steps.append(PutStep(*arguments))
                 continue
             if types[i] is not SendRecvStep:
-                self.steps.append(types[i](*arguments, lowering=lowerings[i]))
+                self.steps.append(types[i](*arguments, algorithm=algorithms[i]))
                 continue
             scatters = types[i + 1 : i + 2] == [SendRecvStep] and can_stay_scattered(step, program.steps[i + 1])
             bound = SendRecvStep(
-                *arguments, lowering=lowerings[i], scattered=scattered, buffers=buffers, keep_scattered=scatters
+                *arguments, algorithm=algorithms[i], scattered=scattered, buffers=buffers, keep_scattered=scatters
             )
             self.steps.append(bound)
             scattered, buffers = (bound.output_boxes, buffers + 1) if scatters else (None, 1)

@@ -26,7 +26,7 @@ from ...kernels import (
     target_views,
 )
 from ...planner import Reduce, Row, TransferTable
-from ..transports.requests import Address
+from ..transports.comm_requests import Address
 
 _CACHED_ADDRESSES = 64
 

@@ -11,7 +11,7 @@ import torch
 from ...errors import TransportError
 from .. import flight_recorder
 from ..statistics import Redistribution
-from ..transports.requests import CommRequest
+from ..transports.comm_requests import CommRequest
 from ..transports.select import AnyTransport
 from .ranges import call_range
 

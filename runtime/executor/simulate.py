@@ -11,12 +11,12 @@ from ...errors import ArgumentError, shown
 from ...kernels import on_device
 from ...planner import Batch, Program, check_local_shape
 from ..convert_specs import name_of
+from ..transports.backend_limits import BACKENDS
 from ..transports.in_process import InProcessTransport, run_all
-from ..transports.policies import BACKENDS
 from ..transports.streams import captured
 from .batch import BoundBatch
 from .bind import BoundProgram
-from .lower import Reduction, check_reduction
+from .choose_algorithm import Reduction, check_reduction
 
 
 def simulate(

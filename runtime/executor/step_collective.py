@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ...planner import Row
-from ..transports.requests import AllReduce, ReduceScatter
+from ..transports.comm_requests import AllReduce, ReduceScatter
+from .choose_algorithm import Algorithm
 from .copies import Move, contiguous_start, packed
-from .lower import Lowering
 from .run import Run
 from .step import BoundStep
 
@@ -22,11 +22,11 @@ class CollectiveReduction(BoundStep):
     The backend rounds sums of 16-bit floats in its own way; an average is divided afterwards.
     """
 
-    def __init__(self, *args: Any, lowering: Lowering) -> None:
+    def __init__(self, *args: Any, algorithm: Algorithm) -> None:
         super().__init__(*args)
         assert self.step.reduce is not None
         self.op, self.divisor = self.step.reduce.op, self.step.reduce.divisor
-        self.group, self.scatters = lowering.group, lowering.algorithm == "reduce-scatter"
+        self.group, self.scatters = algorithm.group, algorithm.name == "reduce-scatter"
         if self.scatters:
             self._bind_scatter()
         else:

@@ -10,9 +10,9 @@ import torch
 
 from ...planner import Program, Row, Step
 from ..transports.base import Transport
-from ..transports.requests import HierarchicalExchange, Transfer
+from ..transports.comm_requests import HierarchicalExchange, Transfer
+from .choose_algorithm import Algorithm, window_members
 from .copies import Copies, Move, Part, Reduction
-from .lower import Lowering, window_members
 from .run import Run
 from .step import Terms
 from .step_put import PutStep
@@ -63,11 +63,11 @@ class HierarchicalStep(PutStep):
         step: Step,
         me: int,
         *args: Any,
-        lowering: Lowering,
+        algorithm: Algorithm,
         shared: SharedBuffers | None = None,
     ) -> None:
         remote, local = _split_by_node(program, step, me, program.members(step, me), args[1])
-        self.remote = _RemoteMessages(program, step, me, *args, lowering=lowering, shared=shared, members=remote)
+        self.remote = _RemoteMessages(program, step, me, *args, algorithm=algorithm, shared=shared, members=remote)
         super().__init__(program, step, me, *args, members=local)
         self.unpack = self.copies(self.remote.unpacked_from(1))
         self.launches += self.remote.launches
@@ -101,11 +101,11 @@ class HierarchicalWindowStep(WindowStep):
 
     remote: _RemoteMessages
 
-    def __init__(self, program: Program, step: Step, me: int, *args: Any, lowering: Lowering) -> None:
+    def __init__(self, program: Program, step: Step, me: int, *args: Any, algorithm: Algorithm) -> None:
         remote, _ = _split_by_node(program, step, me, program.members(step, me), args[1])
         _, local = _split_by_node(program, step, me, window_members(program, step, me), args[1])
-        self.remote = _RemoteMessages(program, step, me, *args, lowering=lowering, members=remote)
-        super().__init__(program, step, me, *args, lowering=lowering, members=local)
+        self.remote = _RemoteMessages(program, step, me, *args, algorithm=algorithm, members=remote)
+        super().__init__(program, step, me, *args, algorithm=algorithm, members=local)
         self.launches += self.remote.launches
 
     def _unpacking(self) -> Copies | Reduction:

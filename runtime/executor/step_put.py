@@ -11,7 +11,7 @@ import torch
 
 from ...planner import FILL, Exchange, Row
 from ..transports.base import OneSidedTransport
-from ..transports.requests import Address, Barrier, HierarchicalExchange, Transfer
+from ..transports.comm_requests import Address, Barrier, HierarchicalExchange, Transfer
 from ..transports.shared_memory.allocator import block_size
 from ..transports.shared_memory.receive_buffers import LARGEST_KEPT
 from .copies import Copies, Move, contiguous_strides

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...planner import FILL, Exchange, Row, Step
+from ..transports.backend_limits import BACKENDS
 from ..transports.base import TwoSidedTransport
-from ..transports.policies import BACKENDS
-from ..transports.requests import HEADER, AllGather, AllToAll, Transfer
+from ..transports.comm_requests import HEADER, AllGather, AllToAll, Transfer
+from .choose_algorithm import Algorithm
 from .copies import Copies, Move, Part, Reduction, ScatteredTensor, StridedTensor, contiguous_start, is_plain, packed
-from .lower import Lowering
 from .run import Run
 from .step import BoundStep, Terms
 
@@ -36,7 +36,7 @@ class SendRecvStep(BoundStep):
     all-to-all between two buffers; or an all-gather, where all ranks get the same.
 
     Args:
-        lowering: selects the exchange.
+        algorithm: selects the exchange.
         shared: the place in a batch's buffers, which the batch exchanges; None: the step exchanges on its own.
         scattered: the input, if the previous step left it in several buffers; None: `run` gets one tensor.
         buffers: the number of buffers that `run` gets.
@@ -49,7 +49,7 @@ class SendRecvStep(BoundStep):
     def __init__(
         self,
         *args: Any,
-        lowering: Lowering,
+        algorithm: Algorithm,
         shared: SharedBuffers | None = None,
         scattered: ScatteredTensor | None = None,
         buffers: int = 1,
@@ -59,13 +59,13 @@ class SendRecvStep(BoundStep):
         super().__init__(*args, **options)
         self.input = scattered or StridedTensor(0, self.source_strides)
         self.receive_index, self.keep_scattered = buffers, keep_scattered
-        self.group = lowering.group
+        self.group = algorithm.group
         ranks = [self.program.mesh.rank_at(p) for p in self.program.members(self.step, self.me)]
         # Between meshes each rank has other members, so that there is no process group of all of them.
         one_group = isinstance(self.step, Exchange) and self.step.group is not None
         self.transfer_group = self.transport.group_order(ranks) if one_group else None
-        self.is_all_to_all = lowering.algorithm == "all-to-all"
-        self.is_all_gather = lowering.algorithm == "all-gather"
+        self.is_all_to_all = algorithm.name == "all-to-all"
+        self.is_all_gather = algorithm.name == "all-gather"
         # In elements, of an all-to-all: the header of a message, and the room for one, equal for all requests.
         self.header = HEADER // self.dtype.itemsize if self.is_all_to_all else 0
         room = BACKENDS[self.transport.backend].all_to_all if self.is_all_to_all else 0

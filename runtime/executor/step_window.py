@@ -10,8 +10,8 @@ import torch
 from ...planner import Program, Step
 from ..transports.base import Transport, WindowedTransport
 from ..transports.symmetric_memory.window import Window
+from .choose_algorithm import Algorithm, window_bytes, window_members
 from .copies import Copies, Move, Reduction, contiguous_strides, packed
-from .lower import Lowering, window_bytes, window_members
 from .run import Run
 from .step import BoundStep, Terms
 
@@ -27,16 +27,16 @@ class WindowRegion(NamedTuple):
 
 
 def window_region(
-    program: Program, step: Step, position: int, transport: Transport, lowering: Lowering
+    program: Program, step: Step, position: int, transport: Transport, algorithm: Algorithm
 ) -> WindowRegion | None:
     """The region that a step needs if no other step shares the window, of the ranks that reach each other's memory;
     None if it needs no window."""
     members = window_members(program, step, position)
     node = transport.node_of(program.mesh.rank_at(position))
     node_members = [p for p in members if transport.node_of(program.mesh.rank_at(p)) == node]
-    if lowering.algorithm not in ("push", "pull", "push and send") or len(node_members) == 1:
+    if algorithm.name not in ("push", "pull", "push and send") or len(node_members) == 1:
         return None
-    nbytes = window_bytes(program, step, node_members, lowering.algorithm)
+    nbytes = window_bytes(program, step, node_members, algorithm.name)
     return WindowRegion(tuple(sorted(map(program.mesh.rank_at, node_members))), 0, nbytes)
 
 
@@ -55,11 +55,11 @@ class WindowStep(BoundStep):
 
     transport: WindowedTransport
 
-    def __init__(self, *args: Any, lowering: Lowering, region: WindowRegion | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, algorithm: Algorithm, region: WindowRegion | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.window: Window | None = None
-        self.pulls = lowering.algorithm == "pull"
-        region = region or window_region(self.program, self.step, self.me, self.transport, lowering)
+        self.pulls = algorithm.name == "pull"
+        region = region or window_region(self.program, self.step, self.me, self.transport, algorithm)
         if region is not None:
             self.window = self.transport.window(region.ranks, region.first + region.nbytes)
             self.window.build(self.dtype)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .policies import WindowPolicy
-from .requests import Address, CommRequest
+from .backend_limits import WindowPolicy
+from .comm_requests import Address, CommRequest
 from .shared_memory.receive_buffers import ReceiveBuffers
 from .symmetric_memory.window import Use, Window
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, TypeVar
 
 from ...errors import TransportError
-from .policies import WindowPolicy
+from .backend_limits import WindowPolicy
+from .comm_requests import Barrier, CommRequest, HierarchicalExchange, PendingCall
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous
-from .requests import Barrier, CommRequest, HierarchicalExchange, PendingCall
 from .shared_memory.transport import SharedMemoryTransport
 from .symmetric_memory.transport import SymmetricMemoryTransport
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...errors import DisagreementError
-from .policies import assumed_node
-from .requests import (
+from .backend_limits import assumed_node
+from .comm_requests import (
     AllGather,
     AllReduce,
     AllToAll,

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PeerError, TransportError
+from .comm_requests import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
 from .device_fingerprints import DeviceFingerprints
 from .rendezvous import Rendezvous
-from .requests import AllGather, AllReduce, AllToAll, Collective, CommRequest, PendingCall, ReduceScatter, Transfer
 from .watchdog import Watchdog
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)

@@ -19,8 +19,8 @@ from .. import flight_recorder
 from ..environment import pretended_node_size, requested_timeout, requested_transport
 from ..process_group_cache import forget_dead_groups, on_group_destroyed
 from ..statistics import stats
+from .backend_limits import BACKENDS
 from .hierarchical import HierarchicalSharedMemoryTransport, HierarchicalSymmetricMemoryTransport
-from .policies import BACKENDS
 from .process_group import ProcessGroupTransport
 from .rendezvous import Rendezvous, settings
 from .shared_memory.transport import SharedMemoryTransport, machine_name, why_unsupported

@@ -27,7 +27,7 @@ from ....kernels import (
     weigh_rows,
 )
 from ...transports.base import Transport
-from ...transports.requests import CommRequest
+from ...transports.comm_requests import CommRequest
 from ..config import DispatchConfig, fill_value
 from ..dispatch_record import DispatchRecord, Tokens
 

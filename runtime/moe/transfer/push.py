@@ -15,7 +15,7 @@ import torch
 
 from ....kernels import Buffers, push_rows, share_counts
 from ...transports.base import OneSidedTransport
-from ...transports.requests import Address, Barrier
+from ...transports.comm_requests import Address, Barrier
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord
 from .base import Delivery, Read, Steps, TokenTransfer

@@ -17,7 +17,7 @@ import torch
 from ....kernels import Buffers, CountedPairs, Groups, PhysicalExperts, locate_rows, padding_rows, push_rows
 from ...statistics import stats
 from ...transports.base import TwoSidedTransport
-from ...transports.requests import Transfer
+from ...transports.comm_requests import Transfer
 from ..config import DispatchConfig
 from ..dispatch_record import Chunks, DispatchRecord
 from .base import ROUTING, Delivery, Read, Steps, TokenTransfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..requests import Address
+from ..comm_requests import Address
 from .allocator import Allocator
 
 LARGEST_KEPT = 1 << 20

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ....errors import PeerError, TransportError
+from ..comm_requests import Barrier, CommRequest, PendingCall
 from ..rendezvous import FIRST_POLL, LongWait, Rendezvous
-from ..requests import Barrier, CommRequest, PendingCall
 from .receive_buffers import ReceiveBuffers
 from .segments import (
     Segment,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ....kernels import StridedBoxes, copy_boxes, copy_table
-from ..policies import Rates
+from ..backend_limits import Rates
 from .transport import SymmetricMemoryTransport
 
 _MOST_BYTES = 64 << 20  # of a window, that a trial uses

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from ....errors import DisagreementError, MeetingTimeoutError, PeerError, TransportError
 from ....kernels import Code, Failure, wait_limit
+from ..backend_limits import WindowPolicy
 from ..buffer_pool import BufferPool
-from ..policies import WindowPolicy
+from ..comm_requests import PendingCall
 from ..rendezvous import Rendezvous
-from ..requests import PendingCall
 from ..streams import SideStream, refuse_capture
 from ..watchdog import Watchdog
 from .memory import Provider

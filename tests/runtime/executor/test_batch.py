@@ -14,7 +14,7 @@ import shardweave
 from shardweave.errors import ArgumentError, LayoutSyntaxError, UnsupportedError
 from shardweave.planner import NVLINK_INFINIBAND, Batch, Mesh
 from shardweave.runtime.transports import in_process
-from shardweave.runtime.transports.requests import Barrier, Transfer
+from shardweave.runtime.transports.comm_requests import Barrier, Transfer
 
 pytestmark = pytest.mark.plan
 

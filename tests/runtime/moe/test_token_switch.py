@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardweave
 from shardweave import kernels
 from shardweave.kernels.signal import signal_kernel
-from shardweave.runtime.moe.switch_engine import SwitchEngine
+from shardweave.runtime.moe.switch.engine import SwitchEngine
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport
 
 THERE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)

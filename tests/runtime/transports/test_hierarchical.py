@@ -25,9 +25,9 @@ import shardweave
 from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, MeetingTimeoutError, PeerError, UnsupportedError
 from shardweave.planner import Mesh, Topology
-from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
+from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm, explain_on
+from shardweave.runtime.transports.comm_requests import HEADER, AllToAll, Transfer
 from shardweave.runtime.transports.process_group import ProcessGroupTransport
-from shardweave.runtime.transports.requests import HEADER, AllToAll, Transfer
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 NODES = replace(shardweave.NVLINK_INFINIBAND, node_size=2, network=SLOW)
@@ -91,7 +91,7 @@ def test_members_choose_same_algorithm_by_nodes() -> None:
                 for step in program.steps:
                     for position in range(mesh.size):
                         members = program.members(step, position)
-                        algorithms = {lower(program, step, p, transport).algorithm for p in members}
+                        algorithms = {choose_algorithm(program, step, p, transport).name for p in members}
                         assert len(algorithms) == 1, (program.explain(), algorithms)
                         nodes = {p // node_size for p in members}
                         if len(members) > 1:

@@ -30,7 +30,7 @@ from variants import crossed
 
 import shardweave
 from shardweave.kernels.signal import wait_limit
-from shardweave.runtime.transports.policies import Rates
+from shardweave.runtime.transports.backend_limits import Rates
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.streams import SideStream
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport

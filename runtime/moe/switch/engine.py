@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...kernels import uploaded
-from ..transports.select import current_transports
-from .config import DispatchConfig
-from .dispatch_record import DispatchRecord, Tokens
-from .dispatcher import TokenDispatcher
-from .overflow import LATEST
-from .transfer.fixed import with_splits
+from ....kernels import uploaded
+from ...transports.select import current_transports
+from ..config import DispatchConfig
+from ..dispatch_record import DispatchRecord, Tokens
+from ..dispatcher import TokenDispatcher
+from ..overflow import LATEST
+from ..transfer.fixed import with_splits
 
 LAYOUTS = ("flat", "expert_major")
 Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

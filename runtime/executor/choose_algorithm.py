@@ -1,4 +1,4 @@
-"""Lowering: selects the algorithm by which a transport executes a step."""
+"""Chooses the algorithm by which a transport executes a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from ...errors import ArgumentError, shown
 from ...planner import ITEMSIZE, Exchange, Mesh, Partial, Program, Replicate, Shard, Step, format_bytes
+from ..transports.backend_limits import BACKENDS, Rates, WindowPolicy, assumed_node
 from ..transports.base import Capabilities, TwoSidedCapabilities
-from ..transports.policies import BACKENDS, Rates, WindowPolicy, assumed_node
 
 Reduction = Literal["ordered", "fast"]
 REDUCTIONS: tuple[Reduction, ...] = ("ordered", "fast")
@@ -22,26 +22,26 @@ _REDUCED_BY_BACKENDS = ("float64", "float32", "float16", "bfloat16", "int64", "i
 
 
 @dataclass(frozen=True)
-class Lowering:
+class Algorithm:
     """The algorithm of a step.
 
     Attributes:
-        algorithm: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
+        name: "local", "push", "pull", "push and send", "send and receive", "all-to-all", "all-gather",
             "reduce-scatter" or "all-reduce".
         why: the reason, for `explain`.
         group: of a collective, the ranks of its process group in its order.
     """
 
-    algorithm: str
+    name: str
     why: str
     group: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.algorithm}: {self.why}"
+        return f"{self.name}: {self.why}"
 
 
-_PUSH = Lowering("push", "ranks write into each other's memory")
-_LOCAL = Lowering("local", "no rank receives anything")
+_PUSH = Algorithm("push", "ranks write into each other's memory")
+_LOCAL = Algorithm("local", "no rank receives anything")
 
 
 def check_reduction(reduction: object) -> Reduction:
@@ -55,10 +55,10 @@ def check_reduction(reduction: object) -> Reduction:
     return reduction  # type: ignore[return-value]
 
 
-def lower(
+def choose_algorithm(
     program: Program, step: Step, position: int, transport: Capabilities, reduction: Reduction = "ordered"
-) -> Lowering:
-    """Select the algorithm of a step. All ranks of the step select the same: it depends on what they all know."""
+) -> Algorithm:
+    """Choose the algorithm of a step. All ranks of the step choose the same: it depends on what they all know."""
     if not isinstance(step, Exchange):
         return _LOCAL
     if transport.one_sided and not transport.windows:
@@ -67,42 +67,44 @@ def lower(
     if transport.one_sided and transport.windows:
         return _through_windows(program, step, members, transport.windows)
     if step.group is not None and len(members) == 1:
-        return Lowering("local", "this rank has no part in it")
+        return Algorithm("local", "this rank has no part in it")
     ranks = [program.mesh.rank_at(p) for p in members]
     nodes = len({transport.node_of(rank) for rank in ranks})
     if nodes == 1 and len(ranks) > 1:
         if transport.windows:
             return _through_windows(program, step, members, transport.windows)
-        return Lowering("push", "ranks of one node write into each other's memory")
+        return Algorithm("push", "ranks of one node write into each other's memory")
     if nodes < len(ranks):
-        return Lowering("push and send", f"ranks of a node write into each other's memory, those of {nodes} nodes send")
+        return Algorithm(
+            "push and send", f"ranks of a node write into each other's memory, those of {nodes} nodes send"
+        )
     if step.group is None:
-        return Lowering("send and receive", "between two meshes each rank has peers of its own")
+        return Algorithm("send and receive", "between two meshes each rank has peers of its own")
     processes = cast("TwoSidedCapabilities", transport)
     order = processes.group_order(ranks)
     if order is None:
-        return Lowering("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
+        return Algorithm("send and receive", "no process group of a mesh dim, or of all, has exactly these ranks")
     itemsize = ITEMSIZE[program.dtype]
     # The first member's shard is empty only if all are. Along one mesh dim it is the largest.
     before, after = (
         math.prod(shape(step, members[0])) * itemsize for shape in (program.shape_before, program.shape_after)
     )
     if before == 0 or after == 0:
-        return Lowering("local", "the ranks of this step hold nothing")
+        return Algorithm("local", "the ranks of this step hold nothing")
     if reduction == "fast" and (kind := _collective_reduction(program, step, members)):
-        return Lowering(kind, f'reduction="fast" leaves the order of terms to {processes.backend}', order)
+        return Algorithm(kind, f'reduction="fast" leaves the order of terms to {processes.backend}', order)
     limits, largest = BACKENDS[processes.backend], max(before, after)
     if largest <= limits.all_gather and _is_all_gather(step) and _are_even(program, step, members):
-        return Lowering("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
+        return Algorithm("all-gather", f"every rank ends with {format_bytes(largest)}, an equal part from each", order)
     if len(step.group) > 1:
-        return Lowering("send and receive", "along several mesh dims a rank has few of the group as peers")
+        return Algorithm("send and receive", "along several mesh dims a rank has few of the group as peers")
     shards = f"shards of {format_bytes(largest)}"
     if largest > limits.all_to_all:
-        return Lowering("send and receive", f"{shards} are not copied into one buffer first")
-    return Lowering("all-to-all", f"{shards} at most cost less in one call", order)
+        return Algorithm("send and receive", f"{shards} are not copied into one buffer first")
+    return Algorithm("all-to-all", f"{shards} at most cost less in one call", order)
 
 
-def _through_windows(program: Program, step: Step, members: Sequence[int], policy: WindowPolicy) -> Lowering:
+def _through_windows(program: Program, step: Step, members: Sequence[int], policy: WindowPolicy) -> Algorithm:
     """Select push or pull, whichever takes less time.
 
     A push writes a window's bytes to peers and copies them out of the own window. A pull copies the input into the own
@@ -112,7 +114,7 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
     pushed, published = (window_bytes(program, step, members, algorithm) for algorithm in ("push", "pull"))
     bytes_of = {"push": pushed, "pull": published}
     if policy.direction != "auto":
-        return Lowering(policy.direction, f"requested; windows of {format_bytes(bytes_of[policy.direction])}")
+        return Algorithm(policy.direction, f"requested; windows of {format_bytes(bytes_of[policy.direction])}")
     measured = policy.rates.get(tuple(sorted(map(program.mesh.rank_at, members))))
     rates = measured or Rates()
     seconds = {
@@ -123,7 +125,7 @@ def _through_windows(program: Program, step: Step, members: Sequence[int], polic
     why = f"windows of {format_bytes(bytes_of[algorithm])}, {format_bytes(bytes_of[other])} for {other}"
     if measured:
         why += f"; {1e6 * seconds[algorithm]:.3g} µs, {1e6 * seconds[other]:.3g} for {other}, by measured rates"
-    return Lowering(algorithm, why)
+    return Algorithm(algorithm, why)
 
 
 def window_members(program: Program, step: Step, position: int) -> tuple[int, ...]:
@@ -207,4 +209,4 @@ class AssumedTransport:
 def explain_on(program: Program, transport: Capabilities, reduction: Reduction = "ordered") -> str:
     """The program as text, with the algorithm of each step on a transport and the reason for it."""
     position = program.ranks[0]
-    return program.explain([lower(program, step, position, transport, reduction) for step in program.steps])
+    return program.explain([choose_algorithm(program, step, position, transport, reduction) for step in program.steps])

@@ -1,4 +1,4 @@
-"""Lowering: the algorithm of each step and its reason, equal on all members; the number of kernels."""
+"""The algorithm of each step and its reason, equal on all members; the number of kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardweave.__main__ import main
 from shardweave.errors import ArgumentError, DisagreementError
 from shardweave.planner import NVLINK_INFINIBAND, Exchange, Mesh
 from shardweave.runtime.executor import copies
-from shardweave.runtime.executor.lower import AssumedTransport, explain_on, lower
-from shardweave.runtime.transports.policies import BACKENDS
+from shardweave.runtime.executor.choose_algorithm import AssumedTransport, choose_algorithm, explain_on
+from shardweave.runtime.transports.backend_limits import BACKENDS
 
 SLOW = shardweave.Link(latency_us=1, gigabytes_per_s=0.001, one_sided=False)
 MESH = Mesh((2, 2))
@@ -38,24 +38,24 @@ MESH = Mesh((2, 2))
         ("R R", "S0 S1", (8, 6), False, "local", "no rank receives anything"),
     ],
 )
-def test_lower_algorithm_and_reason(
+def test_choose_algorithm_and_reason(
     source: str, target: str, shape: tuple[int, ...], one_sided: bool, algorithm: str, why: str
 ) -> None:
     program = shardweave.plan(MESH, shape, "float32", source, target)
-    lowered = lower(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
-    assert lowered.algorithm == algorithm and why in lowered.why
-    assert f"     by {lowered.algorithm}: {lowered.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
+    chosen = choose_algorithm(program, program.steps[0], 0, AssumedTransport(MESH, one_sided))
+    assert chosen.name == algorithm and why in chosen.why
+    assert f"     by {chosen.name}: {chosen.why}" in explain_on(program, AssumedTransport(MESH, one_sided))
 
 
 @pytest.mark.plan
-def test_lower_subset_of_mesh_dims_has_no_group() -> None:
+def test_choose_algorithm_subset_of_mesh_dims_has_no_group() -> None:
     mesh = Mesh((2, 2, 2))
     program = shardweave.plan(mesh, (8, 8), "float32", "R S0 S1", "R S1 S0")
-    lowered = lower(program, program.steps[0], 0, AssumedTransport(mesh, False))
-    assert lowered.algorithm == "send and receive" and "no process group of a mesh dim, or of all" in lowered.why
+    chosen = choose_algorithm(program, program.steps[0], 0, AssumedTransport(mesh, False))
+    assert chosen.name == "send and receive" and "no process group of a mesh dim, or of all" in chosen.why
     crossing = shardweave.plan(MESH, (8, 8), "float32", "S0 S1", "S0", target_mesh=Mesh((4,)))
-    lowered = lower(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
-    assert lowered.algorithm == "send and receive" and "between two meshes" in lowered.why
+    chosen = choose_algorithm(crossing, crossing.steps[0], 0, AssumedTransport(MESH, False))
+    assert chosen.name == "send and receive" and "between two meshes" in chosen.why
 
 
 @pytest.mark.plan
@@ -80,13 +80,16 @@ def test_lower_subset_of_mesh_dims_has_no_group() -> None:
         ("P R", "R R", (1, 1), "gloo", "ordered", "all-to-all"),
     ],
 )
-def test_lower_collectives_by_backend(
+def test_choose_algorithm_collectives_by_backend(
     source: str, target: str, shape: tuple[int, ...], backend: str, reduction: Any, algorithm: str
 ) -> None:
     topology = None if shape != (1, 1) else shardweave.NVLINK_NODE  # on which one step is cheaper than two
     program = shardweave.plan(MESH, shape, "float32", source, target, topology=topology)
-    lowered = [lower(program, program.steps[0], r, AssumedTransport(MESH, False, backend), reduction) for r in range(4)]
-    assert {lowering.algorithm for lowering in lowered} == {algorithm}, (program.explain(), lowered[0])
+    chosen = [
+        choose_algorithm(program, program.steps[0], r, AssumedTransport(MESH, False, backend), reduction)
+        for r in range(4)
+    ]
+    assert {algorithm.name for algorithm in chosen} == {algorithm}, (program.explain(), chosen[0])
     exact = shape == (1, 1) or "P" not in source
     contributed = integers(oracle.contribution_shape((2, 2), shape, source), source + target)
     for dtype in (torch.float32, torch.int64) if exact or "avg" not in source else (torch.float32,):
@@ -94,15 +97,17 @@ def test_lower_collectives_by_backend(
 
 
 @pytest.mark.plan
-def test_lower_unsupported_backend_reductions() -> None:
+def test_choose_algorithm_unsupported_backend_reductions() -> None:
     for dtype in ("bool", "complex64"):
         program = shardweave.plan(MESH, (8, 6), dtype, "P R", "S0 R")
-        assert lower(program, program.steps[0], 0, AssumedTransport(MESH, False), "fast").algorithm == "all-to-all"
+        assert (
+            choose_algorithm(program, program.steps[0], 0, AssumedTransport(MESH, False), "fast").name == "all-to-all"
+        )
 
 
 @pytest.mark.plan
 @pytest.mark.parametrize("case", [case for case in oracle.SAMPLED if len(case.shape)], ids=str)
-def test_lower_equal_on_all_members(case: Any) -> None:
+def test_choose_algorithm_equal_on_all_members(case: Any) -> None:
     mesh = Mesh(case.mesh_shape)
     # Shards of odd sizes around the limit.
     shape = (*case.shape[:-1], int(BACKENDS["gloo"].all_to_all) // 4 // 10)
@@ -111,11 +116,11 @@ def test_lower_equal_on_all_members(case: Any) -> None:
         for step in program.steps:
             for position in range(mesh.size):
                 members = program.members(step, position)
-                lowered = [lower(program, step, p, AssumedTransport(mesh, False)) for p in members]
-                assert all(other == lowered[0] for other in lowered)
+                chosen = [choose_algorithm(program, step, p, AssumedTransport(mesh, False)) for p in members]
+                assert all(other == chosen[0] for other in chosen)
                 here = len(members) == 1 or 0 in (program.shape_before(step, members[0]))
                 allowed = ("all-to-all", "send and receive", *(["local"] if here else []))
-                assert not isinstance(step, Exchange) or lowered[0].algorithm in allowed
+                assert not isinstance(step, Exchange) or chosen[0].name in allowed
 
 
 @pytest.mark.plan

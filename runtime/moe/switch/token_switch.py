@@ -15,11 +15,11 @@ import torch.distributed._token_switch as _token_switch  # type: ignore[import-n
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ArgumentError, shown
-from .config import MOST_ROWS
-from .engine import device_of
-from .switch_checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
-from .switch_engine import RoutingHandle, SwitchEngine
+from ....errors import ArgumentError, shown
+from ..config import MOST_ROWS
+from ..engine import device_of
+from .checks import check_expert_tokens, check_layout, check_out, check_outputs, check_tokens, check_topk_idx
+from .engine import RoutingHandle, SwitchEngine
 
 if not hasattr(_token_switch.Routing, "layout"):
     raise ImportError("an interface without layouts, as in torch 2.14", name="torch.distributed._token_switch")

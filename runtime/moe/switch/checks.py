@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from ...errors import ArgumentError, shown
-from ...kernels import MOST_K, PAYLOADS
-from ..dtensor.overlap import overlaps_itself
-from .switch_engine import LAYOUTS, RoutingHandle, SwitchEngine
+from ....errors import ArgumentError, shown
+from ....kernels import MOST_K, PAYLOADS
+from ...dtensor.overlap import overlaps_itself
+from .engine import LAYOUTS, RoutingHandle, SwitchEngine
 
 INTEGERS = (torch.int64, torch.int32)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

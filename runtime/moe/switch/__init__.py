@@ -1,0 +1,1 @@
+"""torch's TokenSwitch on token dispatchers."""
