@@ -63,8 +63,9 @@ test-torch:
 NEWEST ?= 2.15.0
 DEPENDS_ON_INTERNALS := \
     tests/runtime/test_*.py tests/runtime/dtensor tests/runtime/tracing tests/runtime/moe/test_activation.py \
-    tests/runtime/moe/test_compile.py tests/runtime/moe/test_torchtitan_*.py tests/runtime/transports/test_backends.py \
-    tests/runtime/transports/test_symmetric_memory.py tests/kernels/test_*aot.py tests/cli/test_doctor.py
+    tests/runtime/moe/test_compile.py tests/runtime/moe/test_torchtitan_*.py tests/runtime/moe/test_token_switch*.py \
+    tests/runtime/transports/test_backends.py tests/runtime/transports/test_symmetric_memory.py tests/kernels/test_*aot.py \
+    tests/kernels/test_triton_launcher.py tests/cli/test_doctor.py
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) NUMPY=numpy TORCH_TESTS="$(DEPENDS_ON_INTERNALS)"
 
