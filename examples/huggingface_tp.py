@@ -1,6 +1,6 @@
 """A Hugging Face model with `tp_plan="auto"`: loss, logits and gradients with shardweave installed, and without.
 
-torchrun --standalone --nproc-per-node 2 examples/huggingface_tp.py
+    torchrun --standalone --nproc-per-node 2 examples/huggingface_tp.py
 
 Needs `pip install transformers accelerate`, transformers 5.23 or newer. Nothing is downloaded: rank 0 makes the model
 from a config, with random weights, and saves it to a temporary folder. Its own plan says how layers are sharded.

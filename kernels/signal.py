@@ -41,7 +41,7 @@ _LATE, _PEER_FAILED, _DISAGREES = (tl.constexpr(kind << 60) for kind in (LATE, F
 _BLOCK = tl.constexpr(1024)
 _UNLIMITED = tl.constexpr(UNLIMITED)
 _COUNTED, _ABOVE = tl.constexpr(0x7FFF), tl.constexpr(48)  # bits of a count, and their position in a fingerprint
-_EAGER_POLLS, _NAP = 100, 1e-4  # of signal_cpu; seconds
+_EAGER, _NAP = 100_000, 1e-4  # of signal_cpu: nanoseconds of polling before naps; seconds of a nap
 _SHORTEST_POLL = 1.5e-7
 """Seconds; a lower bound for any GPU: a load that bypasses the first cache, broadcast to all lanes by shared memory."""
 TIMED = torch.version.hip is None
@@ -261,10 +261,10 @@ def signal_cpu(
             kind, seen = 0, pad[slot]
             if wait:
                 awaited[peer] += 1
-                goal, polls, end = awaited[peer] - credit, 0, time.monotonic_ns() + limit
-                while 0 <= seen < goal and time.monotonic_ns() < end:
-                    os.sched_yield() if polls < _EAGER_POLLS else time.sleep(_NAP)
-                    seen, polls = pad[slot], polls + 1
+                goal, start = awaited[peer] - credit, time.monotonic_ns()
+                while 0 <= seen < goal and (now := time.monotonic_ns()) < start + limit:
+                    os.sched_yield() if now < start + _EAGER else time.sleep(_NAP)
+                    seen = pad[slot]
                 if seen < goal:
                     kind = LATE
                 elif credit == 0 and pad[slot + 1 + (goal & 1)] != _mixed(fingerprint, goal):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from ...errors import UnsupportedError
+from ...kernels import on_device
 from ...planner import Layout, Mesh, plan, title
 from ..convert_specs import dtype_name
 from ..executor.bind import BoundProgram
@@ -62,7 +63,7 @@ def redistribute_plain(
     """
 
     def run(x: torch.Tensor, async_op: bool = False) -> torch.Tensor:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), on_device(x.device):
             out = plain_call(x, mesh, shape, source, target, options, groups)(x, async_op)
         return out.clone() if out is x else out
 

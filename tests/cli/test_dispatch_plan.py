@@ -104,9 +104,9 @@ def test_dispatch_states_bytes_sent(monkeypatch, save, top, limits):
     )  # fmt: skip
     sent, phase = dict.fromkeys(PHASES, 0), ""
 
-    def counted(sends, receives, fingerprint):
+    def counted(sends, receives, fingerprint, **given):
         sent[phase] += sum(len(data) for _, data in sends)
-        return transfer(sends, receives, fingerprint)
+        return transfer(sends, receives, fingerprint, **given)
 
     transfer = sendrecv.Transfer
     monkeypatch.setattr(sendrecv, "Transfer", counted)

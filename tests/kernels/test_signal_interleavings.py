@@ -28,17 +28,17 @@ ARRIVED, RELEASED = 0, 1
 
 
 class Forever(int):
-    """A number of polls that does not end."""
+    """The limit of a wait that does not end."""
 
-    def __sub__(self, other: int) -> int:
-        return self if other == 1 else 0
+    def __radd__(self, other: int) -> int:
+        return self
 
     def __gt__(self, other: int) -> bool:
         return True
 
 
 class Bounded(Forever):
-    """A number of polls that may end at any of them."""
+    """The limit of a wait that may end at any poll."""
 
     memory: Memory
 
@@ -64,9 +64,9 @@ class View:
 
     def __init__(self, memory: Memory, rank: int, size: int, bounded: bool) -> None:
         self.memory, self.rank, self.peers = memory, rank, [r for r in range(size) if r != rank]
-        self.polls = Bounded(1) if bounded else Forever(1)
+        self.limit = Bounded(1) if bounded else Forever(1)
         if bounded:
-            self.polls.memory = memory  # type: ignore[attr-defined]
+            self.limit.memory = memory  # type: ignore[attr-defined]
         self.failure = SimpleNamespace(error=[0], host_error=[0])
         self.arrived, self.released = self._channel(ARRIVED), self._channel(RELEASED)
         self.window: Any = SimpleNamespace(arrived=self.arrived, released=self.released)
@@ -102,15 +102,15 @@ def addresses(size: int) -> list[Any]:
 
 def exchange(view: View, pulls: bool, value: int, fingerprint: int) -> None:
     """One exchange as a step makes it. Later ones follow a failure as well: the host has enqueued them already."""
-    Window.signal(view.window, "acquire", fingerprint, view.polls)
+    Window.signal(view.window, "acquire", fingerprint, view.limit)
     for owner in [view.rank] if pulls else view.peers:
         view.write(owner, view.rank, value)
-    Window.signal(view.window, "barrier", fingerprint, view.polls)
+    Window.signal(view.window, "barrier", fingerprint, view.limit)
     # The kernel that reads; what it writes is overwritten if the rank has failed at its end.
     got: list[tuple[int, int]] = []
     for peer in view.peers:
         got.append(view.read(peer, peer) if pulls else view.read(view.rank, peer))
-    Window.signal(view.window, "release", fingerprint, view.polls)
+    Window.signal(view.window, "release", fingerprint, view.limit)
     right = all(halves == (value, value) for halves in got)
     assert view.failed or right, f"rank {view.rank} read other data than that of the exchange, and has not failed"
 
@@ -146,12 +146,13 @@ def variant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for old, new in zip(replaced[::2], replaced[1::2], strict=True):
             assert old in source, old
             source = source.replace(old, new)
-        names = dict(vars(signal_module))
+        clock = SimpleNamespace(monotonic_ns=lambda: 0, sleep=lambda seconds: None)
+        names = {**vars(signal_module), "time": clock}
         exec(compile(source, "<a variant of signal_cpu>", "exec", dont_inherit=True), names)
 
         def signal(channel: Any, *, send: bool = False, wait: bool = False, credit: int = 0, fingerprint: int = 0,
-                   polls: Any = None, poison: Any = None) -> None:  # fmt: skip
-            names["signal_cpu"](channel, send, wait, credit, fingerprint, Forever(1) if polls is None else polls, None)
+                   limit: Any = None, poison: Any = None) -> None:  # fmt: skip
+            names["signal_cpu"](channel, send, wait, credit, fingerprint, Forever(1) if limit is None else limit, None)
 
         monkeypatch.setattr(window_module, "signal", signal)
 

@@ -30,6 +30,7 @@ from shardweave.kernels.copy_boxes import copy_boxes, copy_boxes_kernel
 from shardweave.kernels.dtypes import poison_word
 from shardweave.kernels.reduce_boxes import reduce_boxes, reduce_boxes_kernel
 from shardweave.kernels.signal import signal, signal_constants, signal_kernel
+from shardweave.kernels.store_word import PTX
 
 pytestmark = pytest.mark.aot
 CPU = torch.device("cpu")
@@ -139,14 +140,14 @@ def launches_of_signals(stub: StubDriver) -> int:
         signal_kernel.device_caches.clear()
         filler, word = (0, 8) if dtype is None else poison_word(dtype)
         constants = signal_constants(**{"send": False, "wait": False, **use}, poison=dtype is not None, size=word)
-        for n, polls, fingerprint in ((0, 1, 0), (5, 1 << 62, (1 << 63) - 1), (16, 16, 16)):
+        for n, limit, fingerprint in ((0, 1, 0), (5, 1 << 62, (1 << 63) - 1), (16, 16, 16)):
             out = None if dtype is None else memory(dtype, n, 1)
-            signal(channel, **use, fingerprint=fingerprint, polls=polls, poison=out)
+            signal(channel, **use, fingerprint=fingerprint, limit=limit, poison=out)
             address, words = (0, 0) if out is None else (out.data_ptr(), out.numel() * out.itemsize // word)
             given = {
                 "table": channel.table.data_ptr(), "pad": channel.pad.data_ptr(),
                 "error": channel.failure.error.data_ptr(), "host_error": channel.failure.host_error.data_ptr(),
-                "fingerprint": fingerprint, "polls": polls, "out": address, "words": words, "poison": filler,
+                "fingerprint": fingerprint, "limit": limit, "out": address, "words": words, "poison": filler,
             }  # fmt: skip
             check(stub.launches[-1], signal_kernel, constants, 3, given)
     return 3 * len(USES)
@@ -163,7 +164,7 @@ def launches_of_comparisons(stub: StubDriver) -> int:
                 "codes": codes.data_ptr(), "error": compare.failure.error.data_ptr(),
                 "host_error": compare.failure.host_error.data_ptr(), "out": out.data_ptr(), "nbytes": 2 * out.numel(),
             }  # fmt: skip
-            check(stub.launches[-1], compare_words_kernel, {"num_warps": 1}, 1, given)
+            check(stub.launches[-1], compare_words_kernel, {"num_warps": 1, "PTX": PTX}, 1, given)
     return 4
 
 

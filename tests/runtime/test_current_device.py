@@ -12,7 +12,7 @@ from pretended_gpus import PretendedGpus
 
 import shardweave
 from shardweave.planner import Mesh, Request
-from shardweave.runtime.dtensor import batch, fsdp, local, redistribute_options
+from shardweave.runtime.dtensor import batch, fsdp, local, plain_calls, redistribute_options
 from shardweave.runtime.executor import call as calls
 from shardweave.runtime.moe.simulate import VirtualTokenDispatcher
 from shardweave.runtime.transports.streams import SideStream
@@ -121,10 +121,19 @@ def test_redistribute_batch(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch
 
 def test_fsdp(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     noting, x, group = Noting(gpus), torch.ones(3), object()
-    monkeypatch.setattr(fsdp, "_bind", noting.bind)
+    monkeypatch.setattr(fsdp, "plain_call", noting.bind)
+    monkeypatch.setattr(fsdp, "mesh_of_group", lambda group: None)
     with gpus:
         fsdp._redistribute_flat(torch.empty(3), x, group, 3, "S0", "R")  # type: ignore[arg-type]
     assert noting.noted == [OTHER] * 2 and gpus.current == 0
+
+
+def test_redistribution_of_plain_tensors(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    noting, x, mesh = Noting(gpus), torch.ones(3), Mesh((2,))
+    monkeypatch.setattr(plain_calls, "plain_call", noting.bind)
+    with gpus:
+        y = plain_calls.redistribute_plain(x, mesh, (3,), "R", "S0", redistribute_options.default, ())
+    assert y.equal(x) and noting.noted == [OTHER] * 2 and gpus.current == 0
 
 
 def test_choice_of_transport(gpus: PretendedGpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from rank_processes import end_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.flight_recorder import fr_trace
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import shardweave
@@ -35,6 +34,9 @@ shared_memory_only = pytest.mark.skipif(why_unsupported() is not None, reason=st
 
 def analysed(folder: Path, *arguments: str, caplog: pytest.LogCaptureFixture) -> str:
     """What torch's analysis says of a folder."""
+    # Not above: it keeps the standard error of when it is imported, which ranks inherit.
+    from torch.distributed.flight_recorder import fr_trace
+
     caplog.clear()
     with caplog.at_level(logging.INFO, "Flight Recorder"):
         try:
