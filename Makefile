@@ -41,8 +41,8 @@ test-nightly: $(READY)
 test-long: $(READY)
 	TORCHINDUCTOR_VEC_ISA_OK=1 "$(BIN)/pytest" -m long $(ARGS)
 
-# Every test that this machine can run.
-nightly: test test-nightly
+# Every test that this machine can run, and those of `test-newest`.
+nightly: test test-nightly test-newest
 
 # The drop-in replaces names of torch's own, which differ between its versions: the runtime's tests on another one, in an
 # environment of its own. Builds for GPUs are gigabytes. The interpreter of triton 3.6, which comes with torch 2.11, fails
@@ -56,7 +56,7 @@ test-torch:
 	sed -E '/^(numpy|torch|triton)==/d' constraints.txt > "$(TORCH_VENV)/constraints.txt"
 	"$(TORCH_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
 	    "torch==$(TORCH)" "$(NUMPY)" --editable ".[dev]" -c "$(TORCH_VENV)/constraints.txt"
-	"$(TORCH_VENV)/bin/python" -c "import shardweave.bench.harness.ranks"
+	"$(TORCH_VENV)/bin/python" -c "import shardweave.bench.harness.ranks"  # compiles what each process imports
 	"$(TORCH_VENV)/bin/pytest" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(TORCH_TESTS) $(ARGS)
 
 # What depends on torch's and triton's internals, on the newest release that is supported.

@@ -114,6 +114,7 @@ def signal_kernel(
             goal = tl.atomic_add(table + peers + peer, 1, sem="relaxed", scope="gpu") + 1 - CREDIT
             left = limit.to(tl.int64)
             if TIMED:
+                # One warp, whose lanes read the timer at once, so that all of them leave the loop together.
                 end = nanoseconds() + left
             while (seen < goal) & (seen >= 0) & (left > 0):
                 give_way()

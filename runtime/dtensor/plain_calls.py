@@ -116,7 +116,7 @@ def plain_call(
         UnsupportedError: the process group cannot carry programs on the device, or a dtype that cannot be reduced.
     """
     forget_dead_groups()
-    key = mesh, tuple(shape), x.shape, x.stride(), x.dtype, x.device, source, target, tuple(map(id, groups)), options
+    key = mesh, tuple(shape), x.shape, x.stride(), x.dtype, x.device, source, target, tuple(groups), options
     call = _calls.get(key)
     if call is None:
         call = _calls[key] = _bind(x, mesh, shape, source, target, options, groups)
