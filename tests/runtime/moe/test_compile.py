@@ -70,7 +70,7 @@ def same(got, want) -> bool:
 @pytest.mark.parametrize(
     "one_sided, weighted, given, backend",
     [
-        (True, True, {}, "aot_eager"),
+        pytest.param(True, True, {}, "aot_eager", marks=pytest.mark.long),  # test_processes_compiled has its settings
         pytest.param(False, True, {}, "aot_eager", marks=pytest.mark.long),
         (False, True, {"chunk_capacity": 3, "overflow": "drop"}, "aot_eager"),
         (True, False, {"layout": "batched", "expert_capacity": 6, "overflow": "drop"}, "aot_eager"),
