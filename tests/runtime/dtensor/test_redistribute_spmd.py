@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from enum import Enum
+from functools import partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 from test_spmd_types import give_gloo_all_to_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
@@ -210,6 +212,37 @@ def wrong(rank: int) -> None:
 
 def test_refused_arguments() -> None:
     run_ranks(wrong, 4)
+
+
+def checkpointed_in_another_order(rank: int, saved: bool) -> int:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    src, dst = typed((S(0), S(0)), (1, 0)), {"a": R, "b": R}
+    save = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    issued = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        issued.append(op)
+        return save if op is gather else CheckpointPolicy.PREFER_RECOMPUTE
+
+    whole = numbers(1, (8, 2))
+    x = held(whole, (S(0), S(0)), mesh, (1, 0)).requires_grad_()
+    shardweave.stats().reset()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return shardweave.redistribute_spmd(x * 1, mesh, src, dst).square()
+
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    assert y.equal(whole.square()) and issued.count(gather) == 2  # one per axis
+    y.sum().backward()
+    assert x.grad.equal(8 * x)
+    return sum(shardweave.stats().calls.values())
+
+
+@pytest.mark.parametrize("saved, calls", [(False, 3), (True, 2)])
+def test_selective_checkpointing_with_an_order_of_shards(saved: bool, calls: int) -> None:
+    assert run_ranks(checkpointed_in_another_order, 4, saved) == [calls] * 4
 
 
 def type_checked(rank: int) -> None:
