@@ -246,7 +246,7 @@ def _carry_out(
         try:
             async_op = getattr(dtypes, "async_op", False) and request.squeezed is None and request.moved is None
             given = request.x
-            if async_op and not modes and request.source == "P":
+            if async_op and not modes and request.source == "P" and x.dtype == dtypes.op_dtype:
                 given = given.clone()  # a sum reads it when it is waited for, and spmd_types lets callers change it
             out = redistribute_plain(given, mesh, *request[1:4], options, (axis,), async_op)
             if modes:

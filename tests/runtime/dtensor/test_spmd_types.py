@@ -292,11 +292,12 @@ def in_place_and_async(rank: int) -> None:
         assert type(y).__name__ == "AsyncCollectiveTensor" and (y + 0).equal(
             torch.cat([values(r, 3, 5) for r in (0, 1)])
         )
-        for call in (partial(spmd.all_reduce, dst=R), partial(spmd.reduce_scatter, dst=S(0))):
+        sums = partial(spmd.all_reduce, dst=R), partial(spmd.reduce_scatter, dst=S(0))
+        for call, dtype in product(sums, (None, torch.float64)):
             x = values(rank, 4, 500)
-            y = call(x, axis, src=P, async_op=True)
+            y = call(x, axis, src=P, op_dtype=dtype, out_dtype=dtype, async_op=True)
             x.fill_(math.nan)  # before the result is used, which spmd_types allows
-            total = values(0, 4, 500) + values(1, 4, 500)
+            total = (values(0, 4, 500) + values(1, 4, 500)).to(dtype or x.dtype)
             assert (y + 0).equal(total if len(y) == 4 else total.chunk(2)[rank])
         x = values(rank, 3, 5)
     shardweave.stats().reset()
