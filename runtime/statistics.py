@@ -113,23 +113,25 @@ def log_level(level: int) -> int:
     return level if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
 
 
-_logged_reasons: set[str] = set()
+_logged_reasons: set[tuple[str, str]] = set()
 _MAX_LOGGED_REASONS = 64
 
 
-def count_delegation(reason: str, level: int, current: object, target: object) -> None:
-    """Count a redistribution that is left to torch, and log it: the first one of each reason at `level` on rank 0, all
-    others at debug level. Other ranks leave the same ones."""
+def count_delegation(reason: str, level: int, current: object, target: object, left_to: str = "torch") -> None:
+    """Count a redistribution that is left to torch or spmd_types, and log it: the first one of each reason at `level`
+    on rank 0, all others at debug level. Other ranks leave the same ones."""
     _statistics.delegations[reason] += 1
-    if reason in _logged_reasons or len(_logged_reasons) == _MAX_LOGGED_REASONS:
+    text = reason.removeprefix(f"{left_to}: ")
+    if (left_to, reason) in _logged_reasons or len(_logged_reasons) == _MAX_LOGGED_REASONS:
         if _logger.isEnabledFor(logging.DEBUG):
-            _logger.debug("left to torch: %s (%s to %s)", reason, current, target)
+            _logger.debug("left to %s: %s (%s to %s)", left_to, text, current, target)
         return
-    _logged_reasons.add(reason)
+    _logged_reasons.add((left_to, reason))
     _logger.log(
         log_level(level),
-        "left to torch: %s (%s to %s). Further ones are counted in shardweave.stats().delegations.",
-        reason,
+        "left to %s: %s (%s to %s). Further ones are counted in shardweave.stats().delegations.",
+        left_to,
+        text,
         current,
         target,
     )

@@ -79,9 +79,10 @@ def _torchs_collectives(
     source: Layout | str, target: Layout | str, groups: Sequence[dist.ProcessGroup], x: torch.Tensor
 ) -> list[tuple[Any, ...]]:
     """The collectives that torch would issue, one mesh dim after the other, as operators and their arguments."""
-    kinds = zip(str(source).split(), str(target).split(), groups, strict=True)
+    # The text of a layout has its placements, and after " @ " the shard orders.
+    before_after = (str(layout).partition(" @ ")[0].split() for layout in (source, target))
     steps: list[tuple[Any, ...]] = []
-    for before, after, group in kinds:
+    for before, after, group in zip(*before_after, groups, strict=True):
         size, name = group.size(), str(group.group_name)
         if before[0] == "P" and after[0] == "R":
             steps.append((_c10d.all_reduce.default, x, "sum", name))

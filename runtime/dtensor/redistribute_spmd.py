@@ -25,7 +25,7 @@ from .local import PLAIN_TENSORS
 from .plain_calls import redistribute_plain
 from .redistribute_options import RedistributeOptions, call_options
 
-_DUAL: dict[str | int, str | int] = {"R": "P", "P": "R", "I": "I"}
+_DUAL: dict[str | int | None, str | int | None] = {"R": "P", "P": "R", "I": "I"}
 """The type of the gradient of a tensor of each type; that of a shard is the same shard."""
 _SpmdTypes = Mapping[Any, Any] | Any
 
@@ -42,46 +42,38 @@ class _Distribution(NamedTuple):
     orders: dict[int, tuple[int, ...]]
 
 
+class _Exchange(NamedTuple):
+    """One direction of a redistribution.
+
+    Attributes:
+        source, target: the layouts. Axes on which a replicated value becomes partial stay replicated in them.
+        keeps: whether this rank keeps its values: on those axes the first rank does, and the others have zeros.
+    """
+
+    source: Layout
+    target: Layout
+    keeps: bool
+
+
 class _Request(NamedTuple):
     """A redistribution on the mesh of the axes that take part.
 
     Attributes:
-        device_mesh: kept alive, since its id is in the key of a cache.
         mesh: the ranks that make the call together.
         groups: the process groups of the axes.
         shape: the global shape over these axes.
-        source, target: the kind of each axis.
-        orders: the mesh dims that shard each tensor dim, of the source and of the target.
+        forward, backward: the exchange of the value and that of its gradient.
     """
 
-    device_mesh: DeviceMesh
     mesh: Mesh
     groups: tuple[dist.ProcessGroup, ...]
     shape: tuple[int, ...]
-    source: tuple[str | int, ...]
-    target: tuple[str | int, ...]
-    orders: tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]
+    forward: _Exchange
+    backward: _Exchange
 
-    def backward(self) -> _Request:
+    def reversed(self) -> _Request:
         """The redistribution of the gradient."""
-        source, target = (tuple(_DUAL.get(k, k) for k in kinds) for kinds in (self.target, self.source))
-        return self._replace(source=source, target=target, orders=self.orders[::-1])
-
-    def layouts(self) -> tuple[Layout, Layout]:
-        """The layouts of the exchange. Axes that become partial stay replicated in it, see `keeps`."""
-        target = tuple("R" if m in self.split else kind for m, kind in enumerate(self.target))
-        return _layout(self.source, self.orders[0]), _layout(target, self.orders[1])
-
-    @property
-    def split(self) -> list[int]:
-        """The axes on which a replicated value becomes partial: the first rank keeps it, the others have zeros."""
-        pairs = enumerate(zip(self.source, self.target, strict=True))
-        return [m for m, (source, target) in pairs if source in ("R", "I") and target == "P"]
-
-    def keeps(self) -> bool:
-        """Whether this rank keeps its values."""
-        coordinate = self.mesh.coordinate(_position(self.mesh))
-        return not any(coordinate[m] for m in self.split)
+        return self._replace(forward=self.backward, backward=self.forward)
 
 
 class _Dtypes(NamedTuple):
@@ -114,20 +106,21 @@ def redistribute_spmd(
         x: this rank's tensor, which is neither changed nor aliased, except where nothing has to be done.
         mesh: a mesh with names. Every rank must call that has the same coordinates as this one on the axes that take no
             part: those whose type stays, unless they shard a tensor dim that another axis shards as well.
-        src, dst: the type of each axis, R, I, P, S(dim) or V: a mapping from names of mesh dims (or members of an
-            enumeration with such values) to types, or an `spmd_types.SpmdType`, whose `PartitionSpec` gives the order
-            in which several axes shard a tensor dim. Both name the same axes. V stays V, unless the PartitionSpec
-            says what it shards.
-        shape: the global shape; shards are those of torch.chunk and may be uneven. None: in `src` all ranks hold shards
-            of the same shape.
+        src, dst: the type of each axis, R, I, P, S(dim) or V: a mapping from axes to types, or an
+            `spmd_types.SpmdType`, whose `PartitionSpec` gives the order in which several axes shard a tensor dim. An
+            axis is the name of a mesh dim (or a member of an enumeration with such a value), its process group, or the
+            `MeshAxis` that `spmd_types.get_local_type` returns. Both name the same axes. V stays V, unless the
+            PartitionSpec says what it shards.
+        shape: the global shape over the axes with known shards (V without a PartitionSpec has none); shards are those
+            of torch.chunk and may be uneven. None: in `src` all ranks hold shards of the same shape.
         forward_dtype: the dtype that is communicated and returned. None: the dtype of `x`.
         backward_dtype: the dtype in which gradients are communicated; they are returned in the dtype of `x`. None: the
             dtype of `x`.
         transport, topology, reduction: as for `redistribute`.
 
     Returns:
-        This rank's tensor of the distribution `dst`. Differentiable any number of times, with the gradients that
-        spmd_types defines: the gradient of R is P and that of P is R, those of I and S keep their type.
+        This rank's tensor of the distribution `dst`. Differentiable any number of times, with gradients as in
+        spmd_types, where that of R is P, that of P is R, and those of I and S keep their type.
 
     While spmd_types checks types, the types of `x` are checked against `src`, and the result gets those of `dst`; both
     must name all axes that `x` has types of.
@@ -169,7 +162,7 @@ class _RedistributeSpmd(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, request: _Request, dtypes: _Dtypes, options: RedistributeOptions
     ) -> torch.Tensor:
         ctx.request, ctx.dtypes, ctx.options = request, dtypes, options
-        source, target = request.layouts()
+        source, target, keeps = request.forward
         local = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         local = local.to(dtypes.communicated)
         if source == target:  # R and I differ in the gradient only
@@ -177,14 +170,14 @@ class _RedistributeSpmd(torch.autograd.Function):
         else:
             groups = request.groups
             out = redistribute_plain(local, request.mesh, request.shape, source, target, options, groups)
-        if not request.keeps():
+        if not keeps:
             return torch.zeros_like(out, dtype=dtypes.result)
         return (out.view_as(out) if out is x else out).to(dtypes.result)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         with _without_type_checks():
-            backward = ctx.request.backward(), ctx.dtypes.reversed(), ctx.options
+            backward = ctx.request.reversed(), ctx.dtypes.reversed(), ctx.options
             return _RedistributeSpmd.apply(gradient, *backward), None, None, None
 
 
@@ -204,25 +197,33 @@ def _check(x: Any, mesh: Any, forward_dtype: Any, backward_dtype: Any) -> None:
             raise ArgumentError(f"{name}: {dtype!r}; allowed: a torch.dtype, or None")
 
 
-_requests: ProcessGroupCache[tuple, _Request | None] = ProcessGroupCache(2048)
-_kept: ProcessGroupCache[int, DeviceMesh] = ProcessGroupCache(256)
+# With the mesh, whose id is in the key.
+_requests: ProcessGroupCache[tuple, tuple[DeviceMesh, _Request | None]] = ProcessGroupCache(2048)
 
 
 def _request(x: torch.Tensor, mesh: DeviceMesh, src: Any, dst: Any, shape: tuple[int, ...] | None) -> _Request | None:
     """The request of a call, from the cache if it was made before; None if no type changes."""
     forget_dead_groups()
     key: tuple | None = None
-    if isinstance(src, Mapping) and isinstance(dst, Mapping):
-        key = id(mesh), tuple(src.items()), tuple(dst.items()), x.shape, shape
+    (src_types, src_spec), (dst_types, dst_spec) = _types_of(src), _types_of(dst)
+    if isinstance(src_types, Mapping) and isinstance(dst_types, Mapping):
+        key = id(mesh), tuple(src_types.items()), src_spec, tuple(dst_types.items()), dst_spec, x.shape, shape
         try:
-            if key in _requests:
-                return _requests[key]
+            if (cached := _requests.get(key)) is not None:
+                return cached[1]
         except TypeError:  # an element that cannot be hashed is no type, which `_distribution` reports
             key = None
     request = _new_request(x, mesh, _distribution("src", src, mesh, x), _distribution("dst", dst, mesh, x), shape)
     if key is not None:
-        _requests[key], _kept[id(mesh)] = request, mesh
+        _requests[key] = mesh, request
     return request
+
+
+def _types_of(value: Any) -> tuple[Any, Any]:
+    """The types of the axes and the PartitionSpec of an argument; None if it has none."""
+    if not isinstance(value, Mapping) and isinstance(value, _spmd_types().SpmdType):
+        return value.local_type, value.partition_spec
+    return value, None
 
 
 def _new_request(
@@ -240,7 +241,13 @@ def _new_request(
             )
     if shape is not None and len(shape) != x.ndim:
         raise ArgumentError(f"shape: {shape} for a tensor of {x.ndim} dims; allowed: the global shape")
-    sizes = tuple(device_mesh.shape)
+    sizes, coordinate = tuple(device_mesh.shape), device_mesh.get_coordinate()
+    assert coordinate is not None
+    if shape is not None:
+        kinds = tuple("R" if size == 1 else kind for size, kind in zip(sizes, src.kinds, strict=True))
+        held = held_sizes(shape, _layout(kinds, src.orders), sizes, tuple(coordinate))
+        if tuple(x.shape) != held:
+            raise ArgumentError(f"x: {list(x.shape)}; allowed: {list(held)}, this rank's shard of shape={shape}")
     changed = {m for m, (a, b) in enumerate(zip(src.kinds, dst.kinds, strict=True)) if a != b and sizes[m] > 1}
     touched = {kind for m in changed for kind in (src.kinds[m], dst.kinds[m]) if isinstance(kind, int)}
     # The order of cuts alone may change.
@@ -255,8 +262,6 @@ def _new_request(
             f"mesh: the ranks along {names[min(unordered)]!r} do not ascend, and their process group has another "
             f"order; allowed: a mesh whose ranks ascend along the axes that take part"
         )
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None
     at = tuple(slice(None) if m in dims else coordinate[m] for m in range(len(sizes)))
     mesh = Mesh([sizes[m] for m in dims], ranks=whole.rank_array.reshape(sizes)[at].flatten().tolist())
     source, target = (tuple(kinds[m] for m in dims) for kinds in (src.kinds, dst.kinds))
@@ -268,18 +273,29 @@ def _new_request(
     for d in {*orders[0], *orders[1]}:
         parts = [mesh.shape[m] for m in orders[0].get(d, ())]
         global_shape[d] = math.prod([x.shape[d], *parts]) if shape is None else shape[d]
-    request = _Request(device_mesh, mesh, groups, tuple(global_shape), source, target, orders)  # type: ignore[arg-type]
-    held = held_sizes(request.shape, request.layouts()[0], mesh.shape, mesh.coordinate(_position(mesh)))
-    if tuple(x.shape) != tuple(held):
-        raise ArgumentError(f"x: {list(x.shape)}; allowed: {list(held)}, this rank's shard of {shape}")
-    return request
+    at_mesh = tuple(coordinate[m] for m in dims)
+    forward = _exchange(at_mesh, source, target, *orders)
+    dual_source, dual_target = (tuple(_DUAL.get(k, k) for k in kinds) for kinds in (target, source))
+    backward = _exchange(at_mesh, dual_source, dual_target, *orders[::-1])
+    return _Request(mesh, groups, tuple(global_shape), forward, backward)
 
 
-def _position(mesh: Mesh) -> int:
-    return mesh.rank_array.tolist().index(dist.get_rank())
+def _exchange(
+    coordinate: tuple[int, ...],
+    source: tuple[str | int | None, ...],
+    target: tuple[str | int | None, ...],
+    source_orders: dict[int, tuple[int, ...]],
+    target_orders: dict[int, tuple[int, ...]],
+) -> _Exchange:
+    """The exchange of the rank at a coordinate, from the kinds of the axes and the mesh dims that shard each tensor
+    dim."""
+    split = [m for m, pair in enumerate(zip(source, target, strict=True)) if pair in (("R", "P"), ("I", "P"))]
+    target = tuple("R" if m in split else kind for m, kind in enumerate(target))
+    keeps = not any(coordinate[m] for m in split)
+    return _Exchange(_layout(source, source_orders), _layout(target, target_orders), keeps)
 
 
-def _layout(kinds: tuple[str | int, ...], orders: dict[int, tuple[int, ...]]) -> Layout:
+def _layout(kinds: tuple[str | int | None, ...], orders: dict[int, tuple[int, ...]]) -> Layout:
     placements: list[Placement] = [
         Shard(kind) if isinstance(kind, int) else Partial("sum") if kind == "P" else Replicate() for kind in kinds
     ]
@@ -293,19 +309,22 @@ def _distribution(argument: str, value: Any, mesh: DeviceMesh, x: torch.Tensor) 
         ArgumentError: it is of another type, or names axes or tensor dims that are not there.
     """
     spmd, names = _spmd_types(), list(mesh.mesh_dim_names or ())
-    local, spec = (value.local_type, value.partition_spec) if isinstance(value, spmd.SpmdType) else (value, None)
+    local, spec = _types_of(value)
     if not isinstance(local, Mapping):
         raise ArgumentError(f"{argument}: {shown(value)}; allowed: a mapping of axes to types, or an SpmdType")
 
     def mesh_dim(axis: Any) -> int:
-        name = getattr(axis, "value", axis)
-        if name not in names:
-            raise ArgumentError(f"{argument}: axis {shown(axis)}; allowed: {', '.join(map(repr, names))}")
-        return names.index(name)
+        m = _mesh_dim(axis, mesh)
+        if m is None:
+            allowed = ", ".join(map(repr, names))
+            raise ArgumentError(f"{argument}: axis {shown(axis)}; allowed: {allowed}, or the process group of one")
+        return m
 
     kinds: list[str | int | None] = [None] * len(names)
     orders: dict[int, tuple[int, ...]] = {}
     for axis, kind in local.items():
+        if kinds[mesh_dim(axis)] is not None:
+            raise ArgumentError(f"{argument}: axis {names[mesh_dim(axis)]!r} has two types; allowed: one")
         if isinstance(kind, spmd.Shard):
             if not -x.ndim <= kind.dim < x.ndim:
                 allowed = f"{-x.ndim}..{x.ndim - 1}" if x.ndim else "none, the tensor has no dims"
@@ -338,6 +357,24 @@ def _distribution(argument: str, value: Any, mesh: DeviceMesh, x: torch.Tensor) 
     return _Distribution(tuple(kinds), {d: cuts for d, cuts in larger.items() if cuts})
 
 
+def _mesh_dim(axis: Any, mesh: DeviceMesh) -> int | None:
+    """The mesh dim of an axis: of its name, a member of an enumeration of names, its process group, or the `MeshAxis`
+    by which spmd_types identifies the groups of equal strides. None if the mesh has no such axis."""
+    name = getattr(axis, "value", axis)
+    if isinstance(name, str):
+        names = mesh.mesh_dim_names or ()
+        return names.index(name) if name in names else None
+    spmd = _spmd_types()
+    if not isinstance(axis, dist.ProcessGroup | spmd.MeshAxis):
+        return None
+    groups = mesh.get_all_groups()
+    if axis in groups:
+        return groups.index(axis)
+    normalized = spmd.normalize_axis(axis)
+    axes = [spmd.normalize_axis(group) for group in groups]
+    return axes.index(normalized) if normalized in axes else None
+
+
 def _text(kind: str | int | None) -> str:
     return f"S({kind})" if isinstance(kind, int) else str(kind)
 
@@ -366,11 +403,10 @@ def _assert_types(x: torch.Tensor, mesh: DeviceMesh, value: Any, *, complete: bo
         return
 
     def group(axis: Any) -> dist.ProcessGroup:
-        return mesh.get_group(getattr(axis, "value", axis))
+        return mesh.get_group(_mesh_dim(axis, mesh))
 
-    with_spec = isinstance(value, spmd.SpmdType)
-    kinds = {group(axis): kind for axis, kind in (value.local_type if with_spec else value).items()}
-    spec = value.partition_spec if with_spec else None
+    local, spec = _types_of(value)
+    kinds = {group(axis): kind for axis, kind in local.items()}
     if spec is not None:
         entries = (entry if entry is None or isinstance(entry, tuple) else (entry,) for entry in spec)
         spec = spmd.PartitionSpec(*(entry if entry is None else tuple(map(group, entry)) for entry in entries))

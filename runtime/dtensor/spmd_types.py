@@ -245,7 +245,10 @@ def _carry_out(
         assert isinstance(request, _Request)
         try:
             async_op = getattr(dtypes, "async_op", False) and request.squeezed is None and request.moved is None
-            out = redistribute_plain(request.x, mesh, *request[1:4], options, (axis,), async_op)
+            given = request.x
+            if async_op and not modes and request.source == "P" and x.dtype == dtypes.op_dtype:
+                given = given.clone()  # a sum reads it when it is waited for, and spmd_types lets callers change it
+            out = redistribute_plain(given, mesh, *request[1:4], options, (axis,), async_op)
             if modes:
                 note_decision(modes, None)
             return request.finish(out)
@@ -254,7 +257,7 @@ def _carry_out(
     if modes:
         note_decision(modes, reason)
     source, target = (request.source, request.target) if isinstance(request, _Request) else ("its src", "its dst")
-    count_delegation(reason, log_level(reason), source, target)
+    count_delegation(reason, log_level(reason), source, target, left_to="spmd_types")
     return None
 
 

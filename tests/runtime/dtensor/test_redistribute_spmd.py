@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from enum import Enum
+from functools import partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 from test_spmd_types import give_gloo_all_to_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardweave
 from shardweave.errors import ArgumentError, UnsupportedError
+from shardweave.runtime.dtensor import redistribute_spmd
 
 if importlib.util.find_spec("spmd_types"):
     import spmd_types as spmd
@@ -194,6 +197,18 @@ def wrong(rank: int) -> None:
         ("src: \\[1\\]; allowed: a mapping", (x, mesh, [1], {}), {}),
         ("shape: .8,. for a tensor of 2 dims", (x, mesh, {"a": R}, {"a": S(0)}), {"shape": (8,)}),
         ("x: \\[4, 3\\]; allowed: \\[5, 3\\]", (x, mesh, {"a": S(0)}, {"a": R}), {"shape": (10, 3)}),
+        ("x: \\[4, 3\\]; allowed: \\[4, 9\\]", (x, mesh, {"a": S(0)}, {"a": R}), {"shape": (8, 9)}),
+        ("x: \\[4, 3\\]; allowed: \\[8, 3\\]", (x, mesh, {"a": P}, {"a": S(0)}), {"shape": (8, 3)}),
+        ("x: \\[4, 3\\]; allowed: \\[1, 3\\]", (x, mesh, {"a": S(0)}, {"a": S(0)}), {"shape": (2, 3)}),  # no change
+        (  # of a dim that the change leaves alone
+            "x: \\[4, 3\\]; allowed: \\[5, 3\\]",
+            (x, mesh, {"a": S(0), "b": P}, {"a": S(0), "b": S(1)}),
+            {"shape": (10, 3)},
+        ),
+        ("x: \\[4, 3\\]; allowed: \\[2, 3\\]", (x, mesh, both, both), {"shape": (8, 3)}),
+        ("src: axis 'a' has two types", (x, mesh, {"a": R, Axis.A: P}, {"a": R}), {}),
+        ("src: axis <.*ProcessGroup.*>; allowed: 'a', 'b', or", (x, mesh, {dist.group.WORLD: P}, {"a": R}), {}),
+        ("src: axis 7; allowed: 'a', 'b', or", (x, mesh, {7: P}, {"a": R}), {}),
         ("forward_dtype: 'half'", (x, mesh, {"a": R}, {"a": P}), {"forward_dtype": "half"}),
         ("transport: 7", (x, mesh, {"a": R}, {"a": P}), {"transport": 7}),
     ]:
@@ -210,6 +225,87 @@ def wrong(rank: int) -> None:
 
 def test_refused_arguments() -> None:
     run_ranks(wrong, 4)
+
+
+def axes_by_group(rank: int) -> None:
+    from spmd_types.checker import typecheck
+
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    groups = dict(zip("abc", mesh.get_all_groups(), strict=True))
+    normalized = {name: spmd.normalize_axis(group) for name, group in groups.items()}
+    src, dst = {"a": P, "b": S(0), "c": R}, {"a": S(0), "b": R, "c": P}
+    x = numbers(rank, (4, 3))
+    want = shardweave.redistribute_spmd(x, mesh, src, dst)
+    for keys in (groups, normalized):
+        types = [{keys[name]: kind for name, kind in given.items()} for given in (src, dst)]
+        assert shardweave.redistribute_spmd(x, mesh, *types).equal(want)
+        order = SpmdType({keys["a"]: V, keys["b"]: V}, PartitionSpec((keys["b"], keys["a"])))
+        gathered = shardweave.redistribute_spmd(x, mesh, order, {keys["a"]: R, keys["b"]: R})
+        assert gathered.equal(torch.cat([numbers(r, (4, 3)) for r in (0, 2, 1, 3)]))
+    with typecheck():
+        spmd.assert_type(x, {groups["a"]: P, groups["b"]: R})
+        own = spmd.get_local_type(x)
+        y = shardweave.redistribute_spmd(x, mesh, own, dict.fromkeys(own, R))
+        assert set(spmd.get_local_type(y).values()) == {R}
+    assert y.equal(numbers(rank % 2, (4, 3)) + numbers(rank % 2 + 2, (4, 3)))
+
+
+def test_axes_by_process_group() -> None:
+    run_ranks(axes_by_group, 4)
+
+
+def cached(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    first, second = (typed((S(0), S(0)), order) for order in ((0, 1), (1, 0)))
+    whole = numbers(1, (8, 3))
+
+    def check() -> None:
+        for src, order in ((first, (0, 1)), (second, (1, 0))):
+            x = held(whole, (S(0), S(0)), mesh, order)
+            assert shardweave.redistribute_spmd(x, mesh, src, {"a": R, "b": R}).equal(whole)
+            assert shardweave.redistribute_spmd(x, mesh, src, src) is x
+
+    check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redistribute_spmd, "_new_request", None)
+        check()
+        with pytest.raises(TypeError):
+            shardweave.redistribute_spmd(whole, mesh, first, {"a": R, "b": R})  # of another shape
+
+
+def test_requests_are_cached_by_type_and_order() -> None:
+    run_ranks(cached, 4)
+
+
+def checkpointed_in_another_order(rank: int, saved: bool) -> int:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    src, dst = typed((S(0), S(0)), (1, 0)), {"a": R, "b": R}
+    save = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    issued = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        issued.append(op)
+        return save if op is gather else CheckpointPolicy.PREFER_RECOMPUTE
+
+    whole = numbers(1, (8, 2))
+    x = held(whole, (S(0), S(0)), mesh, (1, 0)).requires_grad_()
+    shardweave.stats().reset()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return shardweave.redistribute_spmd(x * 1, mesh, src, dst).square()
+
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    assert y.equal(whole.square()) and issued.count(gather) == 2  # one per axis
+    y.sum().backward()
+    assert x.grad.equal(8 * x)
+    return sum(shardweave.stats().calls.values())
+
+
+@pytest.mark.parametrize("saved, calls", [(False, 3), (True, 2)])
+def test_selective_checkpointing_with_an_order_of_shards(saved: bool, calls: int) -> None:
+    assert run_ranks(checkpointed_in_another_order, 4, saved) == [calls] * 4
 
 
 def type_checked(rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import math
 import re
 import types
 from collections.abc import Callable
@@ -291,6 +292,14 @@ def in_place_and_async(rank: int) -> None:
         assert type(y).__name__ == "AsyncCollectiveTensor" and (y + 0).equal(
             torch.cat([values(r, 3, 5) for r in (0, 1)])
         )
+        sums = partial(spmd.all_reduce, dst=R), partial(spmd.reduce_scatter, dst=S(0))
+        for call, dtype in product(sums, (None, torch.float64)):
+            x = values(rank, 4, 500)
+            y = call(x, axis, src=P, op_dtype=dtype, out_dtype=dtype, async_op=True)
+            x.fill_(math.nan)  # before the result is used, which spmd_types allows
+            total = (values(0, 4, 500) + values(1, 4, 500)).to(dtype or x.dtype)
+            assert (y + 0).equal(total if len(y) == 4 else total.chunk(2)[rank])
+        x = values(rank, 3, 5)
     shardweave.stats().reset()
     with shardweave.installed(spmd_types=True, min_bytes=100):
         spmd.all_reduce(x, axis, dst=R)
@@ -310,8 +319,29 @@ def in_place_and_async(rank: int) -> None:
 
 @needs_spmd_types
 @pytest.mark.multi
-def test_in_place_async_and_options() -> None:
-    run_ranks(in_place_and_async, 2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_in_place_async_and_options(transport: str) -> None:
+    run_ranks(in_place_and_async, 2, environment={"SHARDWEAVE_TRANSPORT": transport})
+
+
+def logged(rank: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardweave").addHandler(handler)
+    logging.getLogger("shardweave").setLevel(logging.DEBUG)
+    shardweave.install(spmd_types=True)
+    for _ in range(2):
+        spmd.all_gather(values(rank, 2, 2), dist.group.WORLD, src=V, dst=R, gather_dim=-1)
+    return [message for message in messages if message.startswith("left to")]
+
+
+@needs_spmd_types
+@pytest.mark.multi
+def test_log_of_what_is_left_to_spmd_types() -> None:
+    for messages in run_ranks(logged, 2):
+        assert len(messages) == 2
+        assert all(message.startswith("left to spmd_types: sizes, strides or dims") for message in messages)
 
 
 def under_checkpointing(rank: int, saved: bool) -> dict[str, int]:
