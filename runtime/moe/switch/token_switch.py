@@ -174,7 +174,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 not.
             max_recv_tokens: M, the rows of the results, at least R. Required without `out`, ignored with it.
             out: the three results to write to, with M rows, M at least R: out_topk_weights of any floats, out_topk_idx
-                of int64 or int32, either of them None if it is not wanted. No gradients are recorded.
+                of int64 or int32, either of them None if it is not wanted. They overlap neither each other's memory nor
+                that of tokens and topk_weights. No gradients are recorded.
 
         Returns:
             out_tokens, [M, H] of the dtype of tokens; out_topk_weights of the dtype of topk_weights, flat [M, K],
@@ -188,7 +189,7 @@ class TokenSwitch(_token_switch.TokenSwitch):
             handle = self._checked(routing)
             check_tokens(handle, tokens, topk_weights, self._max_token_bytes)
             if out is not None:
-                check_outputs(handle, tokens, out, least)
+                check_outputs(handle, tokens, topk_weights, out, least)
             elif max_recv_tokens is None:
                 raise ArgumentError(f"max_recv_tokens: None, without out; allowed: the rows of the results, {least} up")
             else:
@@ -218,7 +219,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 It has to depend on the dispatched rows on each rank, also if none arrive, for their backward to run
                 everywhere. If it requires no gradients, as on a rank without experts, the backward of the routing's
                 latest dispatch runs, as long as its out_tokens lives.
-            out: the result to write to, [T, H] of the dtype of expert_tokens. No gradients are recorded.
+            out: the result to write to, [T, H] of the dtype of expert_tokens, in other memory. No gradients are
+                recorded.
 
         Raises:
             ArgumentError, TransportError: as for `create_routing`.
@@ -228,7 +230,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
             check_expert_tokens(handle, expert_tokens, self._max_token_bytes)
             if out is not None:
                 shape = handle.shape[0], expert_tokens.shape[1]
-                check_out("out", out, expert_tokens.device, shape, (expert_tokens.dtype,))
+                read = {"expert_tokens": expert_tokens}
+                check_out("out", out, expert_tokens.device, shape, (expert_tokens.dtype,), read)
         if out is None:
             # A rank without experts has nothing to differentiate, but its peers need its backward.
             tie = None if expert_tokens.requires_grad or handle.latest is None else handle.latest()

@@ -73,6 +73,10 @@ def refusals(rank: int) -> None:
     def make(*given, **named):
         return shardweave.TokenSwitch(*given, **named)
 
+    def inference(x):
+        with torch.inference_mode():
+            return x.clone()
+
     def out(*parts):
         return lambda: switch.dispatch(flat, x, weights, out=parts)
 
@@ -133,6 +137,28 @@ def refusals(rank: int) -> None:
             r"out: .* of shape \(8, 12\).* allowed: float32 of shape \[2, 12\]",
         ),
         (lambda: switch.combine(major, rows, out=x.half()), "out: torch.float16"),
+        # Memory that is read and written.
+        (lambda: switch.combine(major, rows, out=rows[:2]), "out: overlaps the memory of expert_tokens; allowed"),
+        (lambda: switch.combine(major, rows[1:], out=rows[:2]), "out: overlaps the memory of expert_tokens; allowed"),
+        (
+            lambda: switch.dispatch(flat, rows[-2:], weights, out=(rows, None, None)),
+            r"out\[0\]: overlaps the memory of tokens; allowed: memory of its own",
+        ),
+        (
+            lambda: switch.dispatch(flat, x, of_rows[:2], out=(rows, of_rows, None)),
+            r"out\[1\]: overlaps the memory of topk_weights; allowed",
+        ),
+        (out(rows, rows.view(-1)[: 8 * K].view(8, K), None), r"out\[1\]: overlaps the memory of out\[0\]; allowed"),
+        (out(rows, of_rows, of_rows.view(torch.int32)), r"out\[2\]: overlaps the memory of out\[1\]; allowed"),
+        # Inference tensors cannot be written to outside of inference mode.
+        (
+            lambda: switch.create_routing(ids, inference(counts), layout="flat"),
+            "per_expert_token_counts: made in inference mode; allowed outside of it: a tensor made outside of it",
+        ),
+        (out(inference(rows), None, None), r"out\[0\]: made in inference mode; allowed"),
+        (out(rows, inference(of_rows), None), r"out\[1\]: made in inference mode; allowed"),
+        (out(rows, None, inference(of_ids)), r"out\[2\]: made in inference mode; allowed"),
+        (lambda: switch.combine(major, rows, out=inference(x)), "out: made in inference mode; allowed"),
     ]
     for i, (call, text) in enumerate(calls):
         with pytest.raises(ArgumentError, match=text):
@@ -140,6 +166,13 @@ def refusals(rank: int) -> None:
         if i % 9 == 0:
             assert switch.dispatch(flat, x, weights, 8)[2].eq(-1).all()
     assert torch.equal(switch.combine(major, rows), x)
+    # Adjacent memory, and inference tensors in inference mode, are allowed.
+    together = torch.zeros(10, H)
+    assert torch.equal(switch.combine(major, together[:8], out=together[8:]), x)
+    switch.dispatch(flat, together[8:], weights, out=(together[:8], None, None))
+    with torch.inference_mode():
+        switch.create_routing(ids, inference(counts), layout="flat")
+        assert torch.equal(switch.combine(major, rows, out=inference(x)), x)
 
 
 @needs_token_switch
