@@ -21,7 +21,7 @@ from ...transports.select import current_transports
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
 from ..dispatcher import TokenDispatcher
-from ..overflow import LATEST
+from ..overflow import LATEST, Overflow
 from ..transfer.fixed import with_splits
 
 LAYOUTS = ("flat", "expert_major")
@@ -101,6 +101,8 @@ class SwitchEngine:
             device=device, transport=transport,
         )  # fmt: skip
         config, me = self.common.config, self.common.transfers[0].me
+        # Errors name the arguments of TokenSwitch.
+        self.common._overflow = Overflow(config, device, "routing", f"max_recv_tokens_per_rank: {rows}")
         self._first_expert, end = config.bounds[me : me + 2]
         self.own_experts = end - self._first_expert
         self._ends = uploaded(np.array(config.bounds[1:], np.int64), device)
