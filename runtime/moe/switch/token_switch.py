@@ -224,8 +224,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 recorded.
 
         Raises:
-            ArgumentError, TransportError: as for `create_routing`. ArgumentError also if expert_tokens requires no
-                gradients and that dispatch does, but its out_tokens was freed.
+            ArgumentError, TransportError: as for `create_routing`. ArgumentError also on a rank without experts
+                whose expert_tokens requires no gradients, if out_tokens of the dispatch that it belongs to was freed.
         """
         with self._engine.common._reporting():
             handle = self._checked(routing)
@@ -237,8 +237,9 @@ class TokenSwitch(_token_switch.TokenSwitch):
             tie = None
             if out is None and torch.is_grad_enabled():
                 # A rank without experts has nothing to differentiate, but its peers need its backward.
-                rows = handle.rows_to_combine(required=not expert_tokens.requires_grad)
-                tie = None if expert_tokens.requires_grad else rows
+                given = expert_tokens.requires_grad
+                rows = handle.rows_to_combine(required=not given and not self._engine.own_experts)
+                tie = None if given else rows
         if out is None:
             result: torch.Tensor = _Combine.apply(self._engine, handle, expert_tokens, tie)
             return result

@@ -132,6 +132,17 @@ def slice_of_no_rows(rank: int) -> None:
         switch.combine(routed, torch.ones(0, H))
 
 
+def constants(rank: int) -> None:
+    """Ranks with experts may combine constants, whether or not an earlier dispatch was combined."""
+    rows, tokens = most_rows("expert_major", 2), given_of(rank, 0)
+    switch = switch_of(5, rows)
+    routed = switch.create_routing(tokens.ids, layout="expert_major")
+    switch.dispatch(routed, leaf(tokens.x), leaf(tokens.weights), rows)
+    for _ in range(2):
+        y = switch.combine(routed, torch.ones(rows, H))
+        assert torch.equal(y, (tokens.ids >= 0).sum(1, keepdim=True).float().expand(-1, H))
+
+
 @needs_token_switch
 @pytest.mark.multi
 def test_freed_rows_are_an_error():
@@ -140,3 +151,4 @@ def test_freed_rows_are_an_error():
     text = "expert_tokens: requires no gradients, and out_tokens of the routing's oldest dispatch"
     assert all(text in end.message and end.error is not None for end in ends), [end.message for end in ends]
     run_ranks(slice_of_no_rows, SIZE)
+    run_ranks(constants, 2)
