@@ -1,4 +1,4 @@
-"""Whether two elements of a strided tensor share memory, so that it cannot be written to."""
+"""Whether elements of a strided tensor share memory with each other or with another tensor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ import torch
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of `tensor` share memory. Exact; fast for nested strides, which nearly all tensors have."""
     return _overlap(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes from the first to the last element of two tensors on one device overlap."""
+    if not a.numel() or not b.numel():
+        return False
+    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    span = sum(stride * (n - 1) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (span + 1) * tensor.itemsize
 
 
 @lru_cache(maxsize=1024)

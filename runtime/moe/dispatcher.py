@@ -246,8 +246,8 @@ class TokenDispatcher(TokenEngine):
         Args:
             expert_output: of the shape and dtype of `routed.x`. Only rows of tokens are read.
             routed: the result of a dispatch; may be combined several times.
-            out: [T, H], the output; only without gradients.
-            add: [T, H], added last.
+            out: [T, H], the output, in other memory than `expert_output`; only without gradients.
+            add: [T, H], added last; may be `out` itself.
             weighted: False if the experts applied `routed.weights`.
 
         Raises:

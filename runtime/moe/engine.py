@@ -40,7 +40,11 @@ class TokenEngine:
     def __init__(self, config: DispatchConfig, transfers: Sequence[TokenTransfer], name: str, why: str = "") -> None:
         self.config, self.transfers, self.name, self.why = config, transfers, name, why
         transport, device = transfers[0].transport, transfers[0].device
-        self._overflow = Overflow(config, device)
+        self._overflow = Overflow(
+            config, device, "dispatch",
+            f"capacity: {config.rows} rows per rank, expert_capacity: {config.expert_capacity}, "
+            f"chunk_capacity: {config.chunk_capacity}",
+        )  # fmt: skip
         self.handle = next(_handles)
         _engines[self.handle] = self
         self.state = _state_of(transport, device)

@@ -14,10 +14,14 @@ LATEST = 2
 
 
 class Overflow:
-    """Dropped rows and bad ids of recent dispatches, copied to the host without synchronising."""
+    """Dropped rows and bad ids of recent dispatches, copied to the host without synchronising.
 
-    def __init__(self, config: DispatchConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
+    Args:
+        call, limits: for errors: what overflowed, and the arguments that limit rows, with their values.
+    """
+
+    def __init__(self, config: DispatchConfig, device: torch.device, call: str, limits: str) -> None:
+        self._config, self._device, self._call, self._limits = config, device, call, limits
         self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._calls = 0
 
@@ -50,11 +54,10 @@ class Overflow:
                 event.synchronize()
             dropped, bad = overflow.tolist()
             if dropped or bad:
-                config = self._config
                 raise CapacityError(
-                    f"dispatch {call}: {dropped} rows exceeded the capacity (capacity: {config.rows} rows per rank, "
-                    f"expert_capacity: {config.expert_capacity}, chunk_capacity: {config.chunk_capacity}) and {bad} "
-                    f'ids were outside -1 to {config.num_experts - 1}, all ranks together; overflow="drop" drops them'
+                    f"{self._call} {call}: {dropped} rows exceeded the capacity ({self._limits}) and {bad} ids were "
+                    f"outside -1 to {self._config.num_experts - 1}, all ranks together; "
+                    'overflow="drop" drops them'
                 )
 
 

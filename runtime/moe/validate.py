@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ...errors import ArgumentError
-from ..dtensor.overlap import overlaps_itself
+from ..dtensor.overlap import overlaps_itself, ranges_overlap
 from .config import DispatchConfig
 from .dispatch_record import Tokens
 from .routed import RoutedTokens
@@ -82,6 +84,11 @@ def check_combine(
                 f"{name}{at}: {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: "
                 f"{config.dtype} of shape {shape}, the elements of a row adjacent{apart}"
             )
+    if out is not None and not torch.compiler.is_compiling():  # traced tensors have no addresses
+        read = {f"expert_output{at}": values}
+        if add is not None and (out.data_ptr(), out.stride()) != (add.data_ptr(), add.stride()):
+            read[f"add{at}"] = add  # `out` itself is allowed
+        check_writable(f"out{at}", out, read)
     needing = (
         values.requires_grad
         or routed.weights.requires_grad
@@ -90,6 +97,19 @@ def check_combine(
     )
     if out is not None and torch.is_grad_enabled() and (needing or out.requires_grad):
         raise ArgumentError(f"out{at}: gradients are recorded; allowed: None, or a tensor under torch.no_grad()")
+
+
+def check_writable(name: str, out: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
+    """Check that `out` can be written to here, and while `others`, by name and on its device, are in use.
+
+    Raises:
+        ArgumentError: an inference tensor outside of inference mode, or memory of another tensor.
+    """
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(f"{name}: made in inference mode; allowed outside of it: a tensor made outside of it")
+    for other, tensor in others.items():
+        if ranges_overlap(out, tensor):
+            raise ArgumentError(f"{name}: overlaps the memory of {other}; allowed: memory of its own")
 
 
 def _check_tensors(at: str, **given: object) -> None:

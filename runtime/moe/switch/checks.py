@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ....errors import ArgumentError, shown
 from ....kernels import MOST_K, PAYLOADS
 from ...dtensor.overlap import overlaps_itself
+from ..validate import check_writable
 from .engine import LAYOUTS, RoutingHandle, SwitchEngine
 
 INTEGERS = (torch.int64, torch.int32)
@@ -43,6 +44,7 @@ def check_topk_idx(engine: SwitchEngine, ids: torch.Tensor, counts: torch.Tensor
             ),
             f"int32 of shape [n], n at least {engine.own_experts}, the experts of this rank, without overlap",
         )
+        check_writable("per_expert_token_counts", counts, {})
 
 
 def check_tokens(handle: RoutingHandle, tokens: torch.Tensor, topk_weights: torch.Tensor, max_bytes: int) -> None:
@@ -75,29 +77,39 @@ def check_expert_tokens(handle: RoutingHandle, values: torch.Tensor, max_bytes: 
     )
 
 
-def check_outputs(handle: RoutingHandle, tokens: torch.Tensor, out: object, least: int) -> None:
+def check_outputs(
+    handle: RoutingHandle, tokens: torch.Tensor, topk_weights: torch.Tensor, out: object, least: int
+) -> None:
     """Check `out` of dispatch, whose tensors have at least `least` rows."""
     if not isinstance(out, tuple | list) or len(out) != 3:
         given = f"{len(out)} of them" if isinstance(out, tuple | list) else type(out).__name__
         raise ArgumentError(f"out: {given}; allowed: (out_tokens, out_topk_weights, out_topk_idx)")
     rows, weights, ids = out
     device, flat = handle.engine.device, handle.layout == "flat"
-    check_out("out[0]", rows, device, (None, tokens.shape[1]), (tokens.dtype,))
+    others = {"tokens": tokens, "topk_weights": topk_weights}
+    check_out("out[0]", rows, device, (None, tokens.shape[1]), (tokens.dtype,), others)
+    others["out[0]"] = rows
     if len(rows) < least:
         raise ArgumentError(f"out[0]: {len(rows)} rows; allowed: at least max_recv_tokens_per_rank, {least}")
     shape = (len(rows), handle.shape[1]) if flat else (len(rows),)
     if weights is not None:
-        check_out("out[1]", weights, device, shape, FLOATS)
+        check_out("out[1]", weights, device, shape, FLOATS, others)
+        others["out[1]"] = weights
     if ids is not None and not flat:
         raise ArgumentError(f"out[2]: a {type(ids).__name__}; allowed in the expert-major layout: None")
     if ids is not None:
-        check_out("out[2]", ids, device, shape, INTEGERS)
+        check_out("out[2]", ids, device, shape, INTEGERS, others)
 
 
 def check_out(
-    name: str, out: torch.Tensor, device: torch.device, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    out: torch.Tensor,
+    device: torch.device,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    others: Mapping[str, torch.Tensor],
 ) -> None:
-    """Check a tensor to write to. None in `shape`: any size."""
+    """Check a tensor to write to, apart from `others`, by name. None in `shape`: any size."""
     sizes = ", ".join("M" if size is None else str(size) for size in shape)
     _check(
         name,
@@ -111,6 +123,7 @@ def check_out(
         ),
         f"{_names(dtypes)} of shape [{sizes}], without overlap",
     )
+    check_writable(name, out, others)
 
 
 def _check(name: str, x: object, device: torch.device, fits: Callable[[], bool], allowed: str) -> None:

@@ -8,7 +8,8 @@ has experts of it: the "experts" of its dispatchers are the ranks, and the rows 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ....errors import ArgumentError
 from ....kernels import uploaded
 from ...transports.select import current_transports
 from ..config import DispatchConfig
 from ..dispatch_record import DispatchRecord, Tokens
 from ..dispatcher import TokenDispatcher
-from ..overflow import LATEST
+from ..overflow import LATEST, Overflow
 from ..transfer.fixed import with_splits
 
 LAYOUTS = ("flat", "expert_major")
@@ -40,8 +42,33 @@ class RoutingHandle:
     """Flat only: int64 [R, K], `out_topk_idx` of every dispatch."""
     order: torch.Tensor | None = None
     """Flat only: int64 [R, K], the k of each entry of `expert_ids`."""
-    latest: weakref.ref[torch.Tensor] | None = None
-    """The differentiable rows of the latest dispatch."""
+    dispatched: deque[weakref.ref[torch.Tensor]] = field(default_factory=deque)
+    """The differentiable rows of the dispatches not combined yet, oldest first."""
+    combined: weakref.ref[torch.Tensor] | None = None
+    """The rows of the dispatch that was combined last."""
+
+    def rows_to_combine(self, required: bool) -> torch.Tensor | None:
+        """Return the differentiable rows that the next combine belongs to, if there are any: those of the oldest
+        dispatch not combined yet, or else those that were combined last.
+
+        Args:
+            required: whether they have to exist still if they were not combined yet.
+
+        Raises:
+            ArgumentError: they do not.
+        """
+        if not self.dispatched:
+            return None if self.combined is None else self.combined()
+        rows = self.dispatched[0]()
+        if required and rows is None:
+            raise ArgumentError(
+                "expert_tokens: requires no gradients, and out_tokens of the routing's oldest dispatch without a "
+                "combine was freed, so its backward, which the other ranks need, cannot run; allowed: values that "
+                "depend on out_tokens, such as a slice of 0 rows, out_tokens that live until combine, or "
+                "torch.no_grad()"
+            )
+        self.combined = self.dispatched.popleft()
+        return rows
 
     @property
     def shape(self) -> torch.Size:
@@ -101,6 +128,8 @@ class SwitchEngine:
             device=device, transport=transport,
         )  # fmt: skip
         config, me = self.common.config, self.common.transfers[0].me
+        # Errors name the arguments of TokenSwitch.
+        self.common._overflow = Overflow(config, device, "routing", f"max_recv_tokens_per_rank: {rows}")
         self._first_expert, end = config.bounds[me : me + 2]
         self.own_experts = end - self._first_expert
         self._ends = uploaded(np.array(config.bounds[1:], np.int64), device)

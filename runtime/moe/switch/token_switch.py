@@ -174,7 +174,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 not.
             max_recv_tokens: M, the rows of the results, at least R. Required without `out`, ignored with it.
             out: the three results to write to, with M rows, M at least R: out_topk_weights of any floats, out_topk_idx
-                of int64 or int32, either of them None if it is not wanted. No gradients are recorded.
+                of int64 or int32, either of them None if it is not wanted. They overlap neither each other's memory nor
+                that of tokens and topk_weights. No gradients are recorded.
 
         Returns:
             out_tokens, [M, H] of the dtype of tokens; out_topk_weights of the dtype of topk_weights, flat [M, K],
@@ -188,16 +189,16 @@ class TokenSwitch(_token_switch.TokenSwitch):
             handle = self._checked(routing)
             check_tokens(handle, tokens, topk_weights, self._max_token_bytes)
             if out is not None:
-                check_outputs(handle, tokens, out, least)
+                check_outputs(handle, tokens, topk_weights, out, least)
             elif max_recv_tokens is None:
                 raise ArgumentError(f"max_recv_tokens: None, without out; allowed: the rows of the results, {least} up")
             else:
                 max_recv_tokens = _whole("max_recv_tokens", max_recv_tokens, least, MOST_ROWS)
         if out is None:
             results: Outputs = _Dispatch.apply(self._engine, handle, tokens, topk_weights, max_recv_tokens)
-            handle.latest = weakref.ref(results[0]) if results[0].requires_grad else None
+            if results[0].requires_grad:
+                handle.dispatched.append(weakref.ref(results[0]))
             return results
-        handle.latest = None
         self._dispatch(routing, tokens, topk_weights, *out)
         return out
 
@@ -217,21 +218,29 @@ class TokenSwitch(_token_switch.TokenSwitch):
                 those of a dispatch. Rows that it lacks are zero, and rows without a token are not read. Differentiable.
                 It has to depend on the dispatched rows on each rank, also if none arrive, for their backward to run
                 everywhere. If it requires no gradients, as on a rank without experts, the backward of the routing's
-                latest dispatch runs, as long as its out_tokens lives.
-            out: the result to write to, [T, H] of the dtype of expert_tokens. No gradients are recorded.
+                oldest dispatch without a combine runs, or if each has one, of the last one that was combined. So with
+                several dispatches in flight, combine in their order, and keep out_tokens until then.
+            out: the result to write to, [T, H] of the dtype of expert_tokens, in other memory. No gradients are
+                recorded.
 
         Raises:
-            ArgumentError, TransportError: as for `create_routing`.
+            ArgumentError, TransportError: as for `create_routing`. ArgumentError also on a rank without experts
+                whose expert_tokens requires no gradients, if out_tokens of the dispatch that it belongs to was freed.
         """
         with self._engine.common._reporting():
             handle = self._checked(routing)
             check_expert_tokens(handle, expert_tokens, self._max_token_bytes)
             if out is not None:
                 shape = handle.shape[0], expert_tokens.shape[1]
-                check_out("out", out, expert_tokens.device, shape, (expert_tokens.dtype,))
+                read = {"expert_tokens": expert_tokens}
+                check_out("out", out, expert_tokens.device, shape, (expert_tokens.dtype,), read)
+            tie = None
+            if out is None and torch.is_grad_enabled():
+                # A rank without experts has nothing to differentiate, but its peers need its backward.
+                given = expert_tokens.requires_grad
+                rows = handle.rows_to_combine(required=not given and not self._engine.own_experts)
+                tie = None if given else rows
         if out is None:
-            # A rank without experts has nothing to differentiate, but its peers need its backward.
-            tie = None if expert_tokens.requires_grad or handle.latest is None else handle.latest()
             result: torch.Tensor = _Combine.apply(self._engine, handle, expert_tokens, tie)
             return result
         self._combine(routing, expert_tokens, out)
@@ -302,7 +311,8 @@ class TokenSwitch(_token_switch.TokenSwitch):
 class _Dispatch(torch.autograd.Function):
     """(engine, handle, tokens, topk_weights, max_recv_tokens) to the results of TokenSwitch.dispatch.
 
-    Backward keeps the handle, and nothing of [R, H].
+    Backward keeps the handle, and nothing of [R, H]. It unpacks an empty tensor, so that under activation checkpointing
+    it recomputes the layer on each rank: also where nothing else was saved, as on a rank without experts.
     """
 
     @staticmethod
@@ -315,6 +325,7 @@ class _Dispatch(torch.autograd.Function):
         max_recv_tokens: int,
     ) -> Outputs:
         ctx.engine, ctx.handle, ctx.weights_dtype = engine, handle, topk_weights.dtype
+        ctx.save_for_backward(tokens.new_empty(0))
         rows, weights, ids = engine.dispatch(handle, tokens, topk_weights, None)
         rows, weights = (_with_rows(x, max_recv_tokens) for x in (rows, weights.to(topk_weights.dtype)))
         if ids is not None:
@@ -325,6 +336,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_rows: torch.Tensor, of_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors
         rows = ctx.engine.rows
         given = of_weights[:rows].float() if ctx.needs_input_grad[3] else None
         tokens, weights = ctx.engine.dispatch_backward(ctx.handle, of_rows[:rows], given)

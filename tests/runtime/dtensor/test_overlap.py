@@ -1,4 +1,4 @@
-"""`overlaps_itself` against an enumeration of all offsets."""
+"""`overlaps_itself` and `ranges_overlap` against an enumeration of all offsets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from shardweave.runtime.dtensor.overlap import overlaps_itself
+from shardweave.runtime.dtensor.overlap import overlaps_itself, ranges_overlap
 
 pytestmark = pytest.mark.plan
 
@@ -46,3 +46,26 @@ def test_overlap_of_views_and_expanded_tensors() -> None:
     for shared in (x[:1].expand(3, -1, -1), x.unfold(1, 5, 3), torch.empty(12).as_strided((4, 4), (2, 1))):
         assert overlaps_itself(shared)
     assert not overlaps_itself(torch.empty(100).unfold(0, 5, 5))
+
+
+def test_ranges_of_two_tensors() -> None:
+    memory, other, random = torch.empty(64), torch.empty(64), Random(1)
+    views = [memory.as_strided((m, n), (4, 1), at) for m in range(3) for n in range(4) for at in range(0, 20, 3)]
+    views += [memory.as_strided((3, 2), (s, t), at) for s in range(4) for t in range(4) for at in range(0, 20, 3)]
+    views += [view.view(torch.float16) for view in views if view.stride(1) == 1]
+    found = {True: 0, False: 0}
+    for _ in range(3000):
+        a, b = random.choice(views), random.choice(views)
+        first, second = (
+            [
+                (v.storage_offset() + i * v.stride(0) + j * v.stride(1)) * v.itemsize + byte
+                for i, j in product(*map(range, v.shape))
+                for byte in range(v.itemsize)
+            ]
+            for v in (a, b)
+        )
+        expected = bool(first and second) and min(first) <= max(second) and min(second) <= max(first)
+        assert ranges_overlap(a, b) == expected
+        assert not ranges_overlap(a, other)
+        found[expected] += 1
+    assert min(found.values()) > 400

@@ -388,6 +388,8 @@ def test_routed_is_a_pytree_and_combines_repeatedly(one_sided):
     out = [torch.full_like(y, 7.0) for y in first]
     d.combine([r.x for r in again], again, out=out)
     assert all(torch.equal(a, b) for a, b in zip(first, out, strict=True))
+    d.combine([r.x for r in again], again, out=out, add=out)
+    assert all(torch.equal(2 * a, b) for a, b in zip(first, out, strict=True))
 
 
 @pytest.mark.parametrize("one_sided", [True, False])

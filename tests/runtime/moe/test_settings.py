@@ -101,6 +101,9 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
         d.combine([r.x for r in routed], [None, None])
     with pytest.raises(ArgumentError, match=r"add\[0\]: torch.float32 of shape \(4, 7\)"):
         d.combine([r.x for r in routed], routed, add=[torch.zeros(4, 7), None])
+    shared = torch.zeros(5, 8)
+    with torch.inference_mode():
+        inference = torch.zeros(4, 8)
     for change, text in (
         ({"expert_outputs": [routed[0].x, routed[1].x.to("meta")]}, r"expert_output\[1\]: on meta; allowed: cpu"),
         ({"add": [torch.zeros(4, 8, device="meta"), None]}, r"add\[0\]: on meta"),
@@ -110,6 +113,9 @@ def test_dispatch_and_combine_refuse_tensors(change, text):
             {"out": [torch.zeros(8).expand(4, 8)] * 2},
             r"out\[0\]: .*strides \(0, 1\); .* rows that do not overlap",
         ),
+        ({"out": [routed[0].x[:4], torch.zeros(4, 8)]}, r"out\[0\]: overlaps the memory of expert_output\[0\]"),
+        ({"out": [shared[1:5]] * 2, "add": [shared[:4]] * 2}, r"out\[0\]: overlaps the memory of add\[0\]"),
+        ({"out": [inference] * 2}, r"out\[0\]: made in inference mode; allowed outside of it"),
         ({"routed": routed[::-1]}, r"routed\[0\]: of rank 1; allowed: of rank 0"),
     ):
         with pytest.raises(ArgumentError, match=text):

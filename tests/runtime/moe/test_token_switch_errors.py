@@ -27,14 +27,15 @@ def overflowing(rank: int, transport: str) -> list[str]:
     for layout in LAYOUTS:
         ids = torch.full((4, K), 0 if rank == 1 else -1)
         lost = 2 if layout == "flat" else 4 * K - 2
+        text = rf"routing 0: {lost} rows exceeded the capacity \(max_recv_tokens_per_rank: 2\) and 0 ids"
         switch = switch_of(4, 2, transport=transport)
         assert int(switch.create_routing(ids, layout=layout).handle.dropped) == lost
-        with pytest.raises(CapacityError, match=rf"dispatch 0: {lost} rows .* \(capacity: 2 rows") as raised:
+        with pytest.raises(CapacityError, match=text) as raised:
             switch.check()
         switch.check()  # each is raised once
         switch.create_routing(ids, layout=layout)
         switch.create_routing(torch.full((1, 1), -1), layout="flat")
-        with pytest.raises(CapacityError, match="dispatch 1"):
+        with pytest.raises(CapacityError, match="routing 1: "):
             switch.create_routing(ids, layout=layout)
         texts.append(str(raised.value))
         bad = torch.tensor([[0, 4, -2], [4, 2**31 - 1, 0]], dtype=torch.int32)
@@ -72,6 +73,10 @@ def refusals(rank: int) -> None:
 
     def make(*given, **named):
         return shardweave.TokenSwitch(*given, **named)
+
+    def inference(x):
+        with torch.inference_mode():
+            return x.clone()
 
     def out(*parts):
         return lambda: switch.dispatch(flat, x, weights, out=parts)
@@ -133,6 +138,28 @@ def refusals(rank: int) -> None:
             r"out: .* of shape \(8, 12\).* allowed: float32 of shape \[2, 12\]",
         ),
         (lambda: switch.combine(major, rows, out=x.half()), "out: torch.float16"),
+        # Memory that is read and written.
+        (lambda: switch.combine(major, rows, out=rows[:2]), "out: overlaps the memory of expert_tokens; allowed"),
+        (lambda: switch.combine(major, rows[1:], out=rows[:2]), "out: overlaps the memory of expert_tokens; allowed"),
+        (
+            lambda: switch.dispatch(flat, rows[-2:], weights, out=(rows, None, None)),
+            r"out\[0\]: overlaps the memory of tokens; allowed: memory of its own",
+        ),
+        (
+            lambda: switch.dispatch(flat, x, of_rows[:2], out=(rows, of_rows, None)),
+            r"out\[1\]: overlaps the memory of topk_weights; allowed",
+        ),
+        (out(rows, rows.view(-1)[: 8 * K].view(8, K), None), r"out\[1\]: overlaps the memory of out\[0\]; allowed"),
+        (out(rows, of_rows, of_rows.view(torch.int32)), r"out\[2\]: overlaps the memory of out\[1\]; allowed"),
+        # Inference tensors cannot be written to outside of inference mode.
+        (
+            lambda: switch.create_routing(ids, inference(counts), layout="flat"),
+            "per_expert_token_counts: made in inference mode; allowed outside of it: a tensor made outside of it",
+        ),
+        (out(inference(rows), None, None), r"out\[0\]: made in inference mode; allowed"),
+        (out(rows, inference(of_rows), None), r"out\[1\]: made in inference mode; allowed"),
+        (out(rows, None, inference(of_ids)), r"out\[2\]: made in inference mode; allowed"),
+        (lambda: switch.combine(major, rows, out=inference(x)), "out: made in inference mode; allowed"),
     ]
     for i, (call, text) in enumerate(calls):
         with pytest.raises(ArgumentError, match=text):
@@ -140,6 +167,13 @@ def refusals(rank: int) -> None:
         if i % 9 == 0:
             assert switch.dispatch(flat, x, weights, 8)[2].eq(-1).all()
     assert torch.equal(switch.combine(major, rows), x)
+    # Adjacent memory, and inference tensors in inference mode, are allowed.
+    together = torch.zeros(10, H)
+    assert torch.equal(switch.combine(major, together[:8], out=together[8:]), x)
+    switch.dispatch(flat, together[8:], weights, out=(together[:8], None, None))
+    with torch.inference_mode():
+        switch.create_routing(ids, inference(counts), layout="flat")
+        assert torch.equal(switch.combine(major, rows, out=inference(x)), x)
 
 
 @needs_token_switch

@@ -1,0 +1,154 @@
+"""TokenSwitch on ranks without experts, whose outputs require no gradients: which backwards run, and recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_reference import Tokens
+from rank_processes import end_ranks, run_ranks
+from test_token_switch import (
+    LAYOUTS,
+    H,
+    assert_weighted,
+    given_of,
+    leaf,
+    most_rows,
+    needs_token_switch,
+    switch_of,
+    weighted,
+)
+from torch.utils.checkpoint import checkpoint
+
+from shardweave.errors import ArgumentError
+
+SIZE, EXPERTS = 3, 2  # the last rank has none
+
+
+def tokens_in_flight(rank: int, number: int) -> list[Tokens]:
+    """Return tokens of equal ids."""
+    tokens = [given_of(rank, seed, experts=EXPERTS) for seed in range(number)]
+    for item in tokens:
+        item.ids = tokens[0].ids
+    return tokens
+
+
+def outputs(switch, layout: str, got, depend: bool = False) -> torch.Tensor:
+    """Return the rows times their weights where the rank has experts, otherwise no rows, which may depend on `got`."""
+    if switch._engine.own_experts:
+        return weighted(layout, got)
+    return got[0][:0] if depend else torch.zeros(0, H)
+
+
+def several_in_flight(rank: int) -> None:
+    for layout in LAYOUTS:
+        rows = most_rows(layout, SIZE)
+        switch = switch_of(EXPERTS, rows)
+        tokens = tokens_in_flight(rank, 3)
+        routed = switch.create_routing(tokens[0].ids, layout=layout)
+        given = [(leaf(t.x), leaf(t.weights)) for t in tokens]
+        got = [switch.dispatch(routed, *pair, rows) for pair in given]
+        with torch.no_grad():
+            switch.combine(routed, torch.ones(rows, H))  # belongs to no dispatch
+        ys = [switch.combine(routed, outputs(switch, layout, item, depend=i == 1)) for i, item in enumerate(got)]
+        order = [1, 0, 2]
+        for i, at in enumerate(order):
+            ys[at].backward(tokens[at].gradient)
+            assert {n for n, (x, _) in enumerate(given) if x.grad is not None} == set(order[: i + 1])
+        for t, y, (x, weights) in zip(tokens, ys, given, strict=True):
+            assert_weighted(t, y, x.grad, weights.grad)
+
+
+def combined_twice(rank: int) -> None:
+    """Two combines of one dispatch, then a dispatch and a combine."""
+    for layout in LAYOUTS:
+        rows = most_rows(layout, SIZE)
+        switch = switch_of(EXPERTS, rows)
+        first, second = tokens_in_flight(rank, 2)
+        routed = switch.create_routing(first.ids, layout=layout)
+        x, weights = leaf(first.x), leaf(first.weights)
+        got = switch.dispatch(routed, x, weights, rows)
+        a, b = (switch.combine(routed, outputs(switch, layout, got) * share) for share in (0.25, 0.75))
+        (a + b).backward(first.gradient)
+        assert_weighted(first, a + b, x.grad, weights.grad)
+        x, weights = leaf(second.x), leaf(second.weights)
+        again = switch.dispatch(routed, x, weights, rows)  # with `got` alive
+        y = switch.combine(routed, outputs(switch, layout, again))
+        y.backward(second.gradient)
+        assert_weighted(second, y, x.grad, weights.grad)
+
+
+def checkpointed(rank: int) -> None:
+    for layout in LAYOUTS:
+        rows, (tokens,) = most_rows(layout, SIZE), tokens_in_flight(rank, 1)
+        switch = switch_of(EXPERTS, rows)
+        routings = []
+
+        def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            routings.append(switch.create_routing(tokens.ids, layout=layout))  # noqa: B023
+            got = switch.dispatch(routings[-1], x, weights, rows)  # noqa: B023
+            return switch.combine(routings[-1], outputs(switch, layout, got))  # noqa: B023
+
+        for reentrant in (False, True):
+            routings.clear()
+            x, weights = leaf(tokens.x), leaf(tokens.weights)
+            y = checkpoint(layer, x, weights, use_reentrant=reentrant)
+            y.backward(tokens.gradient)
+            assert len(routings) == 2
+            assert_weighted(tokens, y, x.grad, weights.grad)
+        switch.check()
+
+
+@needs_token_switch
+@pytest.mark.multi
+@pytest.mark.parametrize("function", [several_in_flight, combined_twice, checkpointed])
+def test_a_rank_without_experts(function):
+    run_ranks(function, SIZE)
+
+
+def freed(rank: int) -> None:
+    rows, (tokens,) = most_rows("flat", SIZE), tokens_in_flight(rank, 1)
+    switch = switch_of(EXPERTS, rows)
+    routed = switch.create_routing(tokens.ids, layout="flat")
+    x, weights = leaf(tokens.x), leaf(tokens.weights)
+    # The last rank frees the rows before it combines.
+    values = outputs(switch, "flat", switch.dispatch(routed, x, weights, rows))
+    switch.combine(routed, values)
+
+
+def slice_of_no_rows(rank: int) -> None:
+    """What the error advises."""
+    rows, (tokens,) = most_rows("flat", SIZE), tokens_in_flight(rank, 1)
+    switch = switch_of(EXPERTS, rows)
+    routed = switch.create_routing(tokens.ids, layout="flat")
+    x, weights = leaf(tokens.x), leaf(tokens.weights)
+    got = switch.dispatch(routed, x, weights, rows)
+    values = outputs(switch, "flat", got, depend=True)
+    del got
+    y = switch.combine(routed, values)
+    y.backward(tokens.gradient)
+    assert_weighted(tokens, y, x.grad, weights.grad)
+    switch.dispatch(routed, x, weights, rows)
+    with torch.no_grad():
+        switch.combine(routed, torch.ones(0, H))
+
+
+def constants(rank: int) -> None:
+    """Ranks with experts may combine constants, whether or not an earlier dispatch was combined."""
+    rows, tokens = most_rows("expert_major", 2), given_of(rank, 0)
+    switch = switch_of(5, rows)
+    routed = switch.create_routing(tokens.ids, layout="expert_major")
+    switch.dispatch(routed, leaf(tokens.x), leaf(tokens.weights), rows)
+    for _ in range(2):
+        y = switch.combine(routed, torch.ones(rows, H))
+        assert torch.equal(y, (tokens.ids >= 0).sum(1, keepdim=True).float().expand(-1, H))
+
+
+@needs_token_switch
+@pytest.mark.multi
+def test_freed_rows_are_an_error():
+    ends = end_ranks(freed, SIZE, environment={"SHARDWEAVE_TIMEOUT": "40"})
+    assert ends[2].error == ArgumentError.__name__
+    text = "expert_tokens: requires no gradients, and out_tokens of the routing's oldest dispatch"
+    assert all(text in end.message and end.error is not None for end in ends), [end.message for end in ends]
+    run_ranks(slice_of_no_rows, SIZE)
+    run_ranks(constants, 2)
