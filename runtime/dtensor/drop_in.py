@@ -107,7 +107,7 @@ def redistribute_local_tensor(
             reason = str(error)
     if modes:
         note_decision(modes, reason)
-    count_delegation(reason, log_level(reason), current_spec, target_spec)
+    count_delegation(reason, level_of_reason(reason), current_spec, target_spec)
     torch_options = {"async_op": async_op, "is_explicit": is_explicit}
     if use_graph_based_transform is not None:
         torch_options["use_graph_based_transform"] = use_graph_based_transform
@@ -156,7 +156,7 @@ def backend_obstacle(device: torch.device) -> str | None:
         return obstacle
 
 
-def log_level(reason: str) -> int:
+def level_of_reason(reason: str) -> int:
     """Debug for a world of one rank, info for what the user requested, warning for the rest."""
     if reason == _ONE_RANK:
         return logging.DEBUG

@@ -95,7 +95,8 @@ def install(
             in `stats().delegations`. `only` then means the axes of the meshes.
 
     Raises:
-        ArgumentError: an argument of the wrong type, or a value that is not allowed; `spmd_types` without the package.
+        ArgumentError: an argument of the wrong type, or a value that is not allowed, also of an environment variable;
+            `spmd_types` without the package. Then the previous state stays.
     """
     _apply(install_options(topology, reduction, min_bytes, only, costs, spmd_types))
 
@@ -132,23 +133,24 @@ def installed(
 
 
 def _apply(options: RedistributeOptions | None) -> None:
-    """Install with these options, or uninstall."""
+    """Install with these options, or uninstall. Installing changes nothing if it raises."""
     if options is not None:
         _warn_of_versions()
+        publish_settings()  # makes the transports, which raises for variables with values that are not allowed
     was_installed = is_installed()
     bind_spmd_types(options is not None and options.spmd_types)
     bind_replacements(options is not None)
+    default = options or RedistributeOptions()
+    set_default(default)
+    set_cost_topology((default.topology or NVLINK_NODE) if default.costs else None)
+    publish_settings()
     level = log_level(logging.INFO)
     if options is not None:
         versions = ", ".join(f"{name} {installed_version(name)}" for name in SUPPORTED)
-        settings = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if name != "transport")
-        _logger.log(level, "installed: DTensor redistributions run on shardweave (%s; %s)", settings, versions)
+        arguments = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if name != "transport")
+        _logger.log(level, "installed: DTensor redistributions run on shardweave (%s; %s)", arguments, versions)
     elif was_installed:
         _logger.log(level, "uninstalled: DTensor redistributions run on torch")
-    options = options or RedistributeOptions()
-    set_default(options)
-    set_cost_topology((options.topology or NVLINK_NODE) if options.costs else None)
-    publish_settings()
 
 
 @cache

@@ -26,7 +26,7 @@ from ...planner import Mesh
 from ..executor.dispatch_modes import active_modes, note_decision, why_not_under
 from ..statistics import count_delegation, stats
 from . import redistribute_options
-from .drop_in import SMALL, backend_obstacle, log_level, why_not_plain
+from .drop_in import SMALL, backend_obstacle, level_of_reason, why_not_plain
 from .plain_calls import mesh_of_group, redistribute_plain
 from .redistribute_options import RedistributeOptions
 
@@ -257,7 +257,7 @@ def _carry_out(
     if modes:
         note_decision(modes, reason)
     source, target = (request.source, request.target) if isinstance(request, _Request) else ("its src", "its dst")
-    count_delegation(reason, log_level(reason), source, target, left_to="spmd_types")
+    count_delegation(reason, level_of_reason(reason), source, target, left_to="spmd_types")
     return None
 
 

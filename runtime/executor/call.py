@@ -30,7 +30,7 @@ from .bind import BoundProgram
 from .dispatch_modes import below_modes
 from .local_slice import BoundSlice
 from .ranges import call_range, wants_ranges
-from .run import ExclusiveCall, Run, run_profiled, run_to_end
+from .run import ExclusiveCall, Run, fail, run_profiled, run_to_end
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Call:
             # Raise before anything is pushed: receive buffers that peers kept may be in use for something else. If only
             # one part of a hierarchical transport has failed, the peers of the other part are notified here.
             error = transport.error
-            transport.fail(error)
+            fail(transport, error)
             raise error
         self.calls[transport.name] += 1
         self.statistics.calls += 1

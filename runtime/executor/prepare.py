@@ -75,14 +75,14 @@ def prepare(mesh: DeviceMesh, max_bytes: int, *, transport: str | None = None) -
     order = order_on(device)
     if order is not None:
         order.join()
-    try:
-        with torch.inference_mode(False):
-            with chosen.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
+    with torch.inference_mode(False):
+        with chosen.rendezvous.making_ready(ranks, lambda: f"prepare(max_bytes={max_bytes})"):
+            try:
                 _prepare(chosen, planned_mesh, device, max_bytes)
-        _logger.debug("prepared ranks %s on %s for %d bytes", ranks, chosen.name, max_bytes)
-    except TransportError as error:
-        chosen.fail(error)
-        raise
+            except TransportError as error:
+                chosen.fail(error)  # first: flight records, for which this rank waits, are written on leaving
+                raise
+    _logger.debug("prepared ranks %s on %s for %d bytes", ranks, chosen.name, max_bytes)
 
 
 def _prepare(transport: AnyTransport, mesh: Mesh, device: torch.device, max_bytes: int) -> None:

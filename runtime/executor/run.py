@@ -58,6 +58,13 @@ def run_profiled(run: Run, answer: Callable[[CommRequest], Any] | None, name: st
             return end.value
 
 
+def fail(transport: AnyTransport, error: TransportError) -> None:
+    """Notify all peers that this rank has failed, then write flight records, for which this rank waits."""
+    transport.fail(error)
+    if flight_recorder.current is not None:
+        flight_recorder.current.failed()
+
+
 class ExclusiveCall:
     """Holds a transport for the duration of one call and measures its time. A failure invalidates the transport.
 
@@ -75,7 +82,7 @@ class ExclusiveCall:
                 f"rank {transport.rank}: two threads redistribute at once; allowed: one call at a time, alike on "
                 "all ranks"
             )
-            transport.fail(error)
+            fail(transport, error)
             raise error
         transport.busy = True
         self.start = time.perf_counter()
@@ -89,4 +96,4 @@ class ExclusiveCall:
         if error is not None:
             # Peers may be waiting for this rank's next exchange: notify them.
             text = f"rank {transport.rank} failed in an earlier call: {type(error).__name__}: {error}"
-            transport.fail(error if isinstance(error, TransportError) else TransportError(text))
+            fail(transport, error if isinstance(error, TransportError) else TransportError(text))

@@ -300,8 +300,6 @@ class Rendezvous:
         self.write_waiting(0)
         with suppress(dist.DistError):
             self.store.set(self._key("failed", self.rank), text)
-        if flight_recorder.current is not None:
-            flight_recorder.current.failed()
 
     def failure(self, rank: int) -> str | None:
         """The text of a rank's `fail`; None if it has not failed."""
