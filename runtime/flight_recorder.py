@@ -192,8 +192,8 @@ class FlightRecorder:
 
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
-        """A context in which ranks may wait for each other before `call`. Recorded only if it fails; a refusal, which may
-        leave the call to torch, is no failure."""
+        """A context in which ranks may wait for each other before `call`. Recorded only if it fails; a refusal,
+        which may leave the call to torch, is no failure."""
         before, key = self._open, self._key
         self.begin(call)
         record = self._open

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, UnsupportedError
 from shardweave.runtime import flight_recorder
+from shardweave.runtime.dtensor.install import is_installed
 from shardweave.runtime.environment import flight_record_folder, requested_flight_records
 from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.flight_recorder import FlightRecorder, dump_flight_records
@@ -317,6 +318,18 @@ def test_dump_without_recorder_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "current", None)
     with pytest.raises(UnsupportedError, match="nothing is recorded; allowed: with SHARDWEAVE_FR_BUFFER_SIZE set"):
         dump_flight_records()
+
+
+def installed_with_a_wrong_variable(rank: int) -> bool:
+    os.environ["SHARDWEAVE_FR_BUFFER_SIZE"] = "many"
+    with pytest.raises(ArgumentError, match="SHARDWEAVE_FR_BUFFER_SIZE: 'many'"):
+        shardweave.install()
+    return is_installed()
+
+
+@pytest.mark.multi
+def test_install_that_raises_changes_nothing() -> None:
+    assert run_ranks(installed_with_a_wrong_variable, 1) == [False]
 
 
 def redistributions(folder: str | None) -> list[list[tuple[str, str]]]:
