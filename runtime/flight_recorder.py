@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import TransportError, UnsupportedError
+from ..errors import ArgumentError, TransportError, UnsupportedError
 from .environment import flight_record_folder, requested_flight_records
 
 _logger = logging.getLogger(__name__)
@@ -139,14 +139,15 @@ class FlightRecorder:
         self._records: deque[Record] = deque(maxlen=size)
         self._open: Record | None = None
         self._count = 0
-        self._has_written = False
-        self._writing = threading.Lock()
+        self._key = 0  # of the current call, on the control page of `barriers`
+        self._has_failed = False
+        self._answered_at: int | None = None  # the count when this rank last wrote its file for another one
+        self._writing, self._requesting = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
         self._store = _own_connection(store)
         self._earlier_request = ""
         with suppress(RuntimeError):  # the store of a fake group keeps nothing
             self._earlier_request = self._request()
-            self._store.set(_written_key(rank), "")
         self._thread = threading.Thread(target=self._watch, name="shardweave-flight-recorder", daemon=True)
         self._thread.start()
 
@@ -155,8 +156,7 @@ class FlightRecorder:
         self._open = Record(self._count, call)
         self._count += 1
         self._records.append(self._open)
-        if self.barriers is not None:
-            self.barriers.enter_call(hash((call.ranks, call.number)) & _MOST_KEYS or 1)  # hashes of ints are equal
+        self._enter(hash((call.ranks, call.number)) & _MOST_KEYS or 1)  # hashes of ints are equal on all ranks
 
     def describe(self, transport: str, device: torch.device, traffic: Traffic | None = None) -> None:
         """Complete the record of the current call."""
@@ -178,8 +178,8 @@ class FlightRecorder:
             if not torch.cuda.is_current_stream_capturing():
                 record.done = (stream or torch.cuda.current_stream(device)).record_event()
         record.failed, record.finished = error is not None, time.time_ns()
-        if error is None and self.barriers is not None:
-            self.barriers.enter_call(0)
+        if error is None:
+            self._enter(0)
 
     def suspend(self) -> Record | None:
         """The current call goes on later, with `resume`."""
@@ -192,12 +192,16 @@ class FlightRecorder:
 
     @contextmanager
     def attempt(self, call: Call) -> Iterator[None]:
-        """A context in which ranks may wait for each other before `call`. Recorded only if it fails."""
-        before = self._open
+        """A context in which ranks may wait for each other before `call`. Recorded only if it fails; a refusal,
+        which may leave the call to torch, is no failure."""
+        before, key = self._open, self._key
         self.begin(call)
         record = self._open
         try:
             yield
+        except (ArgumentError, UnsupportedError):
+            self._forget_attempt(record, key)
+            raise
         except BaseException as error:
             if self._open is not record and self._open is not None:  # a call within it failed
                 self._forget(record)
@@ -208,28 +212,33 @@ class FlightRecorder:
                 self.failed()
             raise
         else:
-            self._forget(self._open)
-            self._forget(record)
-            if record is not None and (not self._records or self._records[-1].number < record.number):
-                self._count = record.number  # the analysis compares the counts of ranks
+            self._forget_attempt(record, key)
         finally:
             self._open = before
 
     def failed(self) -> None:
-        """A call of this rank has failed: write its file and have all other ranks write theirs, unless this rank has
-        written one because of the first failure. Waits briefly for them, because they may be ended when this rank
-        raises."""
-        if self._has_written:
+        """A call of this rank has failed: if it is the first one, write the file and have all other ranks write theirs.
+        Waits briefly for them, because they may be ended when this rank raises. Peers that wait for this rank are
+        notified before.
+
+        A file that this rank has written for another one in the same call, or just before it, stays: it shows what this
+        rank did while its peers waited."""
+        if self._has_failed:
             return
-        self._has_written = True
+        self._has_failed = True
+        if self._answered_at is not None and self._count <= self._answered_at + 1:
+            return
         self._write(str(self.rank))
         with suppress(RuntimeError):  # the store is gone
-            if self._request() == self._earlier_request:
-                self._store.set(_REQUESTED, f"{self.rank} {secrets.token_hex(8)}")
+            with self._requesting:
+                own = f"{self.rank} {secrets.token_hex(8)}"
+                request = self._store.compare_set(_REQUESTED, self._earlier_request, own).decode()
+                self._earlier_request = request
+                self._store.set(_written_key(self.rank, request), "written")
+            keys = [_written_key(rank, request) for rank in range(self.ranks)]
             deadline = time.monotonic() + _PATIENCE
-            for rank in range(self.ranks):
-                while not self._text(_written_key(rank)) and time.monotonic() < deadline:
-                    time.sleep(0.02)
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def dump(self, folder: Path | None = None) -> Path:
         """Write this rank's file and return its path.
@@ -281,6 +290,19 @@ class FlightRecorder:
         if self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
 
+    def _enter(self, key: int) -> None:
+        self._key = key
+        if self.barriers is not None:
+            self.barriers.enter_call(key)
+
+    def _forget_attempt(self, record: Record | None, key: int) -> None:
+        """An attempt has ended without a failure. `key`: that of the call before it."""
+        self._forget(self._open)
+        self._forget(record)
+        if record is not None and (not self._records or self._records[-1].number < record.number):
+            self._count = record.number  # the analysis compares the counts of ranks
+        self._enter(key)
+
     def _forget(self, record: Record | None) -> None:
         if record is not None and record in self._records:  # else later ones have taken its place
             self._records.remove(record)
@@ -291,26 +313,27 @@ class FlightRecorder:
             _logger.warning("a call of rank %s has failed: flight records are in %s", failed, self.dump())
         except Exception as error:
             _logger.warning("a call of rank %s has failed: flight records cannot be written: %r", failed, error)
-        with suppress(RuntimeError):  # the store is gone
-            self._store.set(_written_key(self.rank), "written")
 
     def _watch(self) -> None:
         """Write this rank's file when another rank has failed. Runs on a thread, since this rank may be stuck."""
+        has_stopped = False
         with suppress(RuntimeError):  # the store is gone
-            while not self._stopped.wait(_POLL):
-                request = self._request()
-                if request != self._earlier_request:
-                    if not self._has_written:
-                        self._has_written = True
-                        self._write(request.split()[0])
-                    return
+            while not has_stopped:
+                has_stopped = self._stopped.wait(_POLL)  # then look once more
+                with self._requesting:
+                    self._answer()
+
+    def _answer(self) -> None:
+        """Write this rank's file if another rank has asked for it since the last time."""
+        request = self._request()
+        if request != self._earlier_request:
+            self._earlier_request, self._answered_at = request, self._count
+            self._write(request.split()[0])
+            self._store.set(_written_key(self.rank, request), "written")
 
     def _request(self) -> str:
-        """Who has asked for all files; "" if nobody has."""
-        return self._text(_REQUESTED)
-
-    def _text(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        """The last request for all files: the rank that has failed, and a word of its own; "" if there is none."""
+        return self._store.get(_REQUESTED).decode() if self._store.check([_REQUESTED]) else ""
 
 
 def _own_connection(store: Any) -> dist.Store:
@@ -322,8 +345,8 @@ def _own_connection(store: Any) -> dist.Store:
         return store
 
 
-def _written_key(rank: int) -> str:
-    return f"flight records of rank {rank}"
+def _written_key(rank: int, request: str) -> str:
+    return f"flight records of rank {rank} for {request}"
 
 
 def _group_name(ranks: tuple[int, ...]) -> str:

@@ -24,7 +24,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import shardweave
 from shardweave.errors import ArgumentError, MeetingTimeoutError, UnsupportedError
 from shardweave.runtime import flight_recorder
+from shardweave.runtime.dtensor.install import is_installed
 from shardweave.runtime.environment import flight_record_folder, requested_flight_records
+from shardweave.runtime.executor.run import ExclusiveCall
 from shardweave.runtime.flight_recorder import FlightRecorder, dump_flight_records
 from shardweave.runtime.transports.rendezvous import CallRecord
 from shardweave.runtime.transports.shared_memory.transport import SharedMemoryTransport, why_unsupported
@@ -124,6 +126,10 @@ def test_attempts_are_recorded_only_if_they_fail(
     recorder.end()
     with pytest.raises(ValueError), recorder.attempt(call_of(2, "binding")):
         raise ValueError
+    for refusal in (UnsupportedError, ArgumentError):  # the first one leaves the call to torch
+        with pytest.raises(refusal), recorder.attempt(call_of(2, "refused")):
+            recorder.begin(call_of(2, "prepare"))
+            raise refusal
     assert not failures
     with pytest.raises(MeetingTimeoutError), recorder.attempt(call_of(3, "binding")):
         recorder.begin(call_of(3, "prepare"))
@@ -131,6 +137,32 @@ def test_attempts_are_recorded_only_if_they_fail(
     assert len(failures) == 1
     found = [(e["record_id"], e["profiling_name"].split()[-1], e["state"]) for e in recorder.as_dict()["entries"]]
     assert found == [(0, "R", "completed"), (1, "binding", "started"), (3, "prepare", "started")]
+
+
+@pytest.mark.plan
+def test_peers_see_only_the_call_that_a_rank_is_in(
+    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, keys = recorders(), [0]
+    monkeypatch.setattr(recorder, "failed", lambda: None)
+    recorder.barriers = SimpleNamespace(enter_call=keys.append, late_peers=lambda: [])
+    with recorder.attempt(call_of(1, "binding")):
+        assert keys[-1]
+    assert keys[-1] == 0
+    recorder.begin(call_of(1))
+    inside = keys[-1]
+    with pytest.raises(UnsupportedError), recorder.attempt(call_of(2, "binding")):
+        assert keys[-1] not in (0, inside)
+        raise UnsupportedError
+    assert keys[-1] == inside != 0
+    recorder.suspend()
+    with recorder.attempt(call_of(2, "binding")):
+        pass
+    assert keys[-1] == inside
+    recorder.end()
+    with pytest.raises(MeetingTimeoutError), recorder.attempt(call_of(2, "binding")):
+        raise MeetingTimeoutError
+    assert keys[-1] not in (0, inside)
 
 
 @pytest.mark.plan
@@ -175,9 +207,56 @@ def test_file_of_a_rank_whose_peer_has_failed(
     assert sorted(path.name for path in (tmp_path / "shardweave").iterdir()) == ["shardweave_0", "shardweave_1"]
     (entry,) = pickle.loads((tmp_path / "shardweave/shardweave_1").read_bytes())["entries"]
     assert entry["state"] == "started"
-    (tmp_path / "shardweave/shardweave_0").unlink()
+    for path in (tmp_path / "shardweave").iterdir():
+        path.unlink()
     one.failed()  # once
-    assert not (tmp_path / "shardweave/shardweave_0").exists()
+    other.end(MeetingTimeoutError())
+    other.failed()  # because of the first failure, which its file shows
+    assert not list((tmp_path / "shardweave").iterdir())
+
+
+@pytest.mark.plan
+def test_later_failure_is_written_by_all_ranks(
+    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
+    store = dist.HashStore()
+    one, other = recorders(0, store=store), recorders(1, store=store)
+    one.failed()
+    for number in (1, 2):
+        for recorder in (one, other):
+            recorder.begin(call_of(number))
+        other.end(MeetingTimeoutError() if number == 2 else None)
+        one.end()
+    other.failed()
+    for rank, states in enumerate((["completed", "completed"], ["completed", "started"])):
+        entries = pickle.loads((tmp_path / f"shardweave/shardweave_{rank}").read_bytes())["entries"]
+        assert [entry["state"] for entry in entries] == states
+
+
+@pytest.mark.plan
+def test_rank_that_ends_after_a_request_writes_its_file(
+    recorders: Callable[..., FlightRecorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
+    monkeypatch.setattr(flight_recorder, "_POLL", 60.0)
+    store = dist.HashStore()
+    recorder = recorders(1, store=store)
+    store.set("flight records requested", "0 now")
+    recorder.close()
+    assert [path.name for path in (tmp_path / "shardweave").iterdir()] == ["shardweave_1"]
+
+
+@pytest.mark.plan
+def test_peers_are_notified_before_flight_records_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    transport: Any = SimpleNamespace(rank=0, busy=False, fail=lambda error: events.append(f"notified: {error}"))
+    recorder = SimpleNamespace(end=lambda error: events.append("ended"), failed=lambda: events.append("written"))
+    monkeypatch.setattr(flight_recorder, "current", recorder)
+    statistics: Any = SimpleNamespace(milliseconds=0.0)
+    with pytest.raises(MeetingTimeoutError), ExclusiveCall(transport, statistics):
+        raise MeetingTimeoutError("late")
+    assert events == ["ended", "notified: late", "written"]
 
 
 @pytest.mark.plan
@@ -239,6 +318,18 @@ def test_dump_without_recorder_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "current", None)
     with pytest.raises(UnsupportedError, match="nothing is recorded; allowed: with SHARDWEAVE_FR_BUFFER_SIZE set"):
         dump_flight_records()
+
+
+def installed_with_a_wrong_variable(rank: int) -> bool:
+    os.environ["SHARDWEAVE_FR_BUFFER_SIZE"] = "many"
+    with pytest.raises(ArgumentError, match="SHARDWEAVE_FR_BUFFER_SIZE: 'many'"):
+        shardweave.install()
+    return is_installed()
+
+
+@pytest.mark.multi
+def test_install_that_raises_changes_nothing() -> None:
+    assert run_ranks(installed_with_a_wrong_variable, 1) == [False]
 
 
 def redistributions(folder: str | None) -> list[list[tuple[str, str]]]:
