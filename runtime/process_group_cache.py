@@ -58,7 +58,7 @@ def forget_dead_groups() -> None:
     """Empty the caches if the default process group is not the one that they were filled for."""
     global _group, _generation
     c10d: Any = dist.distributed_c10d
-    group = c10d.GroupMember.WORLD
+    group = c10d._world.default_pg  # what `GroupMember.WORLD` returns, with a call less
     if _group is group:
         return
     _end(_generation)

@@ -85,13 +85,23 @@ def run_redistribution(
 
 def _lookup(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:
     """The request bound to a transport, from the cache if it was bound before."""
-    forget_dead_groups()
-    # With the ids of the meshes: meshes of the same ranks are equal, but may have different process groups.
-    key = (current, target, id(current.mesh), id(target.mesh), x.shape, x.stride(), x.dtype, x.device, options)
-    bound = _bound.get(key)
+    bound = bound_before(x, current, target, options)
     if bound is None:
-        bound = _bound[key] = _bind(x, current, target, options)
+        bound = _bound[_key(x, current, target, options)] = _bind(x, current, target, options)
     return bound
+
+
+def bound_before(
+    x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions
+) -> Bound | None:
+    """The request bound to a transport, if it was bound before."""
+    forget_dead_groups()
+    return _bound.get(_key(x, current, target, options))
+
+
+def _key(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> tuple:
+    # With the ids of the meshes: meshes of the same ranks are equal, but may have different process groups.
+    return current, target, id(current.mesh), id(target.mesh), x.shape, x.stride(), x.dtype, x.device, options
 
 
 def _bind(x: torch.Tensor, current: DTensorSpec, target: DTensorSpec, options: RedistributeOptions) -> Bound:

@@ -41,6 +41,9 @@ class Call:
     Args:
         bound, transport: None if there is nothing to do: a call then returns its input.
         participants: the ranks that make the call together, this one included.
+
+    Attributes:
+        replaces_torch: `install` has checked that such calls are carried out here rather than by torch.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Call:
     ) -> None:
         self.bound, self.transport, self.participants = bound, transport, participants
         self.has_peers = len(participants) > 1
+        self.replaces_torch = False
         self.calls = stats().calls
         self.order = None if bound is None else order_on(bound.device)
         if self.order is not None:
