@@ -47,13 +47,13 @@ class Batch:
         """The ranks whose programs these are, ascending."""
         if self.rank is not None:
             return (self.rank,)
-        return tuple(sorted({r for program in self.programs for r in program.mesh.rank_array.tolist()}))
+        return self.everyone
 
     @property
     def everyone(self) -> tuple[int, ...]:
         """The ranks that take part in any program, ascending."""
-        tables = [program.mesh.rank_array for program in self.programs]
-        return tuple(np.unique(np.concatenate(tables)).tolist()) if tables else ()
+        meshes = {id(program.mesh): program.mesh for program in self.programs}  # most batches have one
+        return tuple(sorted({rank for mesh in meshes.values() for rank in mesh.rank_array.tolist()}))
 
     @property
     def exchanges(self) -> int:
@@ -136,7 +136,7 @@ class Batch:
                 boxes = step.boxes
                 receivers = boxes.receiver[(boxes.sender == position).any(axis=1)]
                 senders = boxes.sender[boxes.receiver == position]
-                others = np.unique(np.concatenate([receivers, senders.reshape(-1)]))
+                others = np.concatenate([receivers, senders.reshape(-1)])
                 others = others[(others >= 0) & (others != position)]
                 peers.append(set(program.mesh.rank_array[others].tolist()))
         return peers

@@ -69,7 +69,7 @@ class ProgramBase:
         peers = np.concatenate(
             [boxes.sender[boxes.receiver == position, 0], boxes.receiver[boxes.sender[:, 0] == position]]
         )
-        return tuple(np.unique(np.append(peers, position)).tolist())
+        return tuple(sorted({position, *peers.tolist()}))
 
     def first_group(self, position: int) -> tuple[int, ...]:
         """The ranks that take part in the first exchange of `position`, itself included, ascending; only itself if it

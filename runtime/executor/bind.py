@@ -25,7 +25,7 @@ AnyStep = PutStep | SendRecvStep | WindowStep | CollectiveReduction
 
 
 def step_type(algorithm: Algorithm, transport: Transport) -> type[AnyStep]:
-    """The class that implements a algorithm on a transport."""
+    """The class that implements an algorithm on a transport."""
     if algorithm.name == "push and send":
         return HierarchicalWindowStep if transport.windows else HierarchicalStep
     if algorithm.name in ("reduce-scatter", "all-reduce"):
