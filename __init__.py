@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardweave import runtime
 from shardweave.errors import (
     ArgumentError,
     CapacityError,
@@ -34,6 +33,19 @@ from shardweave.planner import (
     Topology,
     draw,
 )
+
+try:
+    from shardweave import runtime
+except (ImportError, AttributeError) as error:
+    lacking = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", None)
+    if not str(lacking).startswith("torch."):
+        raise
+    import torch
+
+    raise ImportError(
+        f"shardweave cannot be imported with torch {torch.__version__}, which lacks a name that it uses: {error}; "
+        f"docs/versions.md lists the versions of torch that are supported"
+    ) from error
 from shardweave.runtime import (
     ExpertParallel,
     FSDPAllGather,

@@ -21,7 +21,10 @@ def _install() -> None:
     report: dict[str, Any] = {"error": None, "calls": {}, "delegations": {}}
 
     def leave() -> None:
-        Path(os.environ[FOLDER], f"{os.getpid()}.json").write_text(json.dumps(report), encoding="utf-8")
+        file = Path(os.environ[FOLDER], f"{os.getpid()}.json")
+        part = file.with_suffix(".part")  # this process may be killed
+        part.write_text(json.dumps(report), encoding="utf-8")
+        part.replace(file)
 
     def begin_as_child(_: Any) -> None:
         for counts in (report["calls"], report["delegations"]):

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from . import installed_in_tests
 DEFAULT_TIMEOUT = 1800.0
 _PRELOADED = ["torch.testing._internal.distributed._tensor.common_dtensor"]
 _LINES = 12  # shown of the error of a test
+_RANKS_END = 5.0
 
 
 @dataclass
@@ -92,15 +94,24 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
             command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            end(process)  # with its ranks
+            _wait_for_ranks(process)
+        end(process)
         column.seconds = time.monotonic() - start
         for outcome in plugin.read(outcomes):
             column.note(*outcome)
-        column.processes = [json.loads(path.read_text(encoding="utf-8")) for path in counts.iterdir()]
+        column.processes = [json.loads(path.read_text(encoding="utf-8")) for path in counts.glob("*.json")]
     return column
+
+
+def _wait_for_ranks(process: subprocess.Popen[bytes]) -> None:
+    """Wait briefly for the ranks that a process has left behind, which write their counts when they end."""
+    deadline = time.monotonic() + _RANKS_END
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
 
 
 def compare(

@@ -28,23 +28,29 @@ _REPLACEMENTS: dict[str, Any] = {
     "redistribute_local_tensor": redistribute_local_tensor,
     "Redistribute": RedistributeReplacement,
 }
-_MODULES = {
-    "redistribute_local_tensor": (
-        "torch.distributed.tensor._redistribute",
-        "torch.distributed.tensor._dispatch",
-        "torch.distributed.tensor._api",
-        "torch.distributed.tensor.experimental._tp_transform",
-    ),
-    "Redistribute": ("torch.distributed.tensor._redistribute", "torch.distributed.tensor._api"),
+_TENSOR = "torch.distributed.tensor"
+_LEFT_WITHOUT = {
+    (f"{_TENSOR}._redistribute", "redistribute_local_tensor"): "redistributions in backward passes of torch's own",
+    (f"{_TENSOR}._dispatch", "redistribute_local_tensor"): "implicit redistributions",
+    (f"{_TENSOR}._api", "redistribute_local_tensor"): "the backward of DTensor.from_local",
+    (f"{_TENSOR}.experimental._tp_transform", "redistribute_local_tensor"): "exported programs",
+    (f"{_TENSOR}._redistribute", "Redistribute"): "redistributions by torch's autograd function",
+    (f"{_TENSOR}._api", "Redistribute"): "DTensor.redistribute and DTensor.full_tensor",
 }
-"""The modules of torch that bind each replaced name; not all versions have all of them."""
+"""The modules of torch and the names in them that are replaced, with what is left to torch where torch has another
+name."""
 _logger = logging.getLogger(__name__)
-_originals = {
-    (module, name): getattr(import_module(module), name)
-    for name, modules in _MODULES.items()
-    for module in modules
-    if hasattr(import_module(module), name)
-}
+
+
+def _bound(module: str, name: str) -> Any:
+    """What a module of torch binds to a name; None if there is no such module or name."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+_originals = {(module, name): found for module, name in _LEFT_WITHOUT if (found := _bound(module, name)) is not None}
 
 
 def bind_replacements(installed: bool) -> None:
@@ -155,15 +161,21 @@ def _apply(options: RedistributeOptions | None) -> None:
 
 @cache
 def _warn_of_versions() -> None:
-    """Warn, once and on rank 0, if torch or triton is a version that shardweave is not tested with."""
+    """Warn, once and on rank 0, if torch or triton is a version that shardweave is not tested with, and of each name
+    that torch lacks."""
     level = log_level(logging.WARNING)
     for name in SUPPORTED:
         if not is_supported(name):
             _logger.log(
                 level,
-                "%s %s is not tested with shardweave, which requires %s; its names fit, so install() goes on",
+                "%s %s is not tested with shardweave, which requires %s; install() goes on with the names that fit",
                 name, installed_version(name), requirement(name),
             )  # fmt: skip
+    for (module, name), left in _LEFT_WITHOUT.items():
+        if (module, name) not in _originals:
+            _logger.log(
+                level, "torch %s has no %s.%s; left to torch: %s", installed_version("torch"), module, name, left
+            )
 
 
 def _default_option(name: str) -> Callable[[], str]:

@@ -4,10 +4,7 @@ several mesh axes in one exchange."""
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,29 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...planner import Layout, Mesh, Partial, Placement, Replicate, Shard, Topology, check_shape, held_sizes
-from ..convert_specs import mesh_of, unordered_dims
 from ..executor.call import refuse_unplanned
 from ..executor.choose_algorithm import Reduction
 from ..process_group_cache import ProcessGroupCache, forget_dead_groups
 from .local import PLAIN_TENSORS
 from .plain_calls import redistribute_plain
 from .redistribute_options import RedistributeOptions, call_options
+from .spmd_distribution import (
+    Axes,
+    Distribution,
+    assert_types,
+    axes_of,
+    distribution_of,
+    type_text,
+    types_of,
+    without_type_checks,
+)
 
 _DUAL: dict[str | int | None, str | int | None] = {"R": "P", "P": "R", "I": "I"}
 """The type of the gradient of a tensor of each type; that of a shard is the same shard."""
 _SpmdTypes = Mapping[Any, Any] | Any
-
-
-class _Distribution(NamedTuple):
-    """The distribution of a tensor over the axes of a mesh.
-
-    Attributes:
-        kinds: for each mesh dim "R", "I", "V", "P", the sharded tensor dim, or None for an axis that is not named.
-        orders: the mesh dims of more than one rank that shard each tensor dim, in the order of the cuts.
-    """
-
-    kinds: tuple[str | int | None, ...]
-    orders: dict[int, tuple[int, ...]]
 
 
 class _Exchange(NamedTuple):
@@ -109,8 +103,9 @@ def redistribute_spmd(
         src, dst: the type of each axis, R, I, P, S(dim) or V: a mapping from axes to types, or an
             `spmd_types.SpmdType`, whose `PartitionSpec` gives the order in which several axes shard a tensor dim. An
             axis is the name of a mesh dim (or a member of an enumeration with such a value), its process group, or the
-            `MeshAxis` that `spmd_types.get_local_type` returns. Both name the same axes. V stays V, unless the
-            PartitionSpec says what it shards.
+            `MeshAxis` that `spmd_types.get_local_type` returns. Several mesh dims are one axis by the name that
+            `DeviceMesh._flatten` gave them, if `mesh` is the root mesh, or by the process group of the flattened mesh.
+            Both name the same axes. V stays V, unless the PartitionSpec says what it shards.
         shape: the global shape over the axes with known shards (V without a PartitionSpec has none); shards are those
             of torch.chunk and may be uneven. None: in `src` all ranks hold shards of the same shape.
         forward_dtype: the dtype that is communicated and returned. None: the dtype of `x`.
@@ -138,20 +133,20 @@ def redistribute_spmd(
     try:
         _check(x, mesh, forward_dtype, backward_dtype)
         options = call_options(transport, topology, reduction)
-        with _without_type_checks():
+        with without_type_checks():
             request = _request(x, mesh, src, dst, None if shape is None else check_shape(shape))
-        _assert_types(x, mesh, src, complete=True)
+        assert_types(x, mesh, src, complete=True)
         own = x.dtype
         dtypes = _Dtypes(forward_dtype or own, forward_dtype or own, backward_dtype or own, own)
-        with _without_type_checks():
+        with without_type_checks():
             if request is not None:
                 out = _RedistributeSpmd.apply(x, request, dtypes, options)
             else:
                 out = x if own == dtypes.result else x.to(dtypes.result)
-        _assert_types(out, mesh, dst)
+        assert_types(out, mesh, dst)
         return out
     except (ArgumentError, UnsupportedError) as error:
-        with _without_type_checks():
+        with without_type_checks():
             refuse_unplanned(error, [mesh] if isinstance(mesh, DeviceMesh) else [])
         raise
 
@@ -176,7 +171,7 @@ class _RedistributeSpmd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        with _without_type_checks():
+        with without_type_checks():
             backward = ctx.request.reversed(), ctx.dtypes.reversed(), ctx.options
             return _RedistributeSpmd.apply(gradient, *backward), None, None, None
 
@@ -205,47 +200,37 @@ def _request(x: torch.Tensor, mesh: DeviceMesh, src: Any, dst: Any, shape: tuple
     """The request of a call, from the cache if it was made before; None if no type changes."""
     forget_dead_groups()
     key: tuple | None = None
-    (src_types, src_spec), (dst_types, dst_spec) = _types_of(src), _types_of(dst)
+    (src_types, src_spec), (dst_types, dst_spec) = types_of(src), types_of(dst)
     if isinstance(src_types, Mapping) and isinstance(dst_types, Mapping):
         key = id(mesh), tuple(src_types.items()), src_spec, tuple(dst_types.items()), dst_spec, x.shape, shape
         try:
             if (cached := _requests.get(key)) is not None:
                 return cached[1]
-        except TypeError:  # an element that cannot be hashed is no type, which `_distribution` reports
+        except TypeError:  # an element that cannot be hashed is no type, which `distribution_of` reports
             key = None
-    request = _new_request(x, mesh, _distribution("src", src, mesh, x), _distribution("dst", dst, mesh, x), shape)
+    axes = axes_of(mesh, src, dst)
+    request = _new_request(x, axes, distribution_of("src", src, axes, x), distribution_of("dst", dst, axes, x), shape)
     if key is not None:
         _requests[key] = mesh, request
     return request
 
 
-def _types_of(value: Any) -> tuple[Any, Any]:
-    """The types of the axes and the PartitionSpec of an argument; None if it has none."""
-    if not isinstance(value, Mapping) and isinstance(value, _spmd_types().SpmdType):
-        return value.local_type, value.partition_spec
-    return value, None
-
-
 def _new_request(
-    x: torch.Tensor, device_mesh: DeviceMesh, src: _Distribution, dst: _Distribution, shape: tuple[int, ...] | None
+    x: torch.Tensor, axes: Axes, src: Distribution, dst: Distribution, shape: tuple[int, ...] | None
 ) -> _Request | None:
-    names = device_mesh.mesh_dim_names
-    assert names is not None
+    names, sizes, coordinate = axes.names, axes.sizes, axes.coordinate
     for name, a, b in zip(names, src.kinds, dst.kinds, strict=True):
         if (a is None) != (b is None):
             given, missing = ("src", "dst") if b is None else ("dst", "src")
             raise ArgumentError(f"{missing}: no type of axis {name!r}, which {given} names; allowed: the same axes")
         if a != b and "V" in (a, b):
-            raise ArgumentError(
-                f"src, dst: {_text(a)} to {_text(b)} on axis {name!r}; allowed: V on both, or S(dim) in place of V"
-            )
+            change = f"{type_text(a)} to {type_text(b)}"
+            raise ArgumentError(f"src, dst: {change} on axis {name!r}; allowed: V on both, or S(dim) in place of V")
     if shape is not None and len(shape) != x.ndim:
         raise ArgumentError(f"shape: {shape} for a tensor of {x.ndim} dims; allowed: the global shape")
-    sizes, coordinate = tuple(device_mesh.shape), device_mesh.get_coordinate()
-    assert coordinate is not None
     if shape is not None:
         kinds = tuple("R" if size == 1 else kind for size, kind in zip(sizes, src.kinds, strict=True))
-        held = held_sizes(shape, _layout(kinds, src.orders), sizes, tuple(coordinate))
+        held = held_sizes(shape, _layout(kinds, src.orders), sizes, coordinate)
         if tuple(x.shape) != held:
             raise ArgumentError(f"x: {list(x.shape)}; allowed: {list(held)}, this rank's shard of shape={shape}")
     changed = {m for m, (a, b) in enumerate(zip(src.kinds, dst.kinds, strict=True)) if a != b and sizes[m] > 1}
@@ -256,19 +241,18 @@ def _new_request(
     dims = sorted(changed | cut)
     if not dims:
         return None
-    whole = mesh_of(device_mesh)
-    if touched and (unordered := set(dims).intersection(unordered_dims(device_mesh))):
+    if touched and (unordered := axes.unordered.intersection(dims)):
         raise UnsupportedError(
             f"mesh: the ranks along {names[min(unordered)]!r} do not ascend, and their process group has another "
             f"order; allowed: a mesh whose ranks ascend along the axes that take part"
         )
     at = tuple(slice(None) if m in dims else coordinate[m] for m in range(len(sizes)))
-    mesh = Mesh([sizes[m] for m in dims], ranks=whole.rank_array.reshape(sizes)[at].flatten().tolist())
+    mesh = Mesh([sizes[m] for m in dims], ranks=axes.ranks[at].flatten().tolist())
     source, target = (tuple(kinds[m] for m in dims) for kinds in (src.kinds, dst.kinds))
     orders = tuple(
         {d: tuple(map(dims.index, cuts)) for d, cuts in of.orders.items() if d in touched} for of in (src, dst)
     )
-    groups = tuple(device_mesh.get_group(m) for m in dims)
+    groups = tuple(axes.groups[m] for m in dims)
     global_shape = list(x.shape)
     for d in {*orders[0], *orders[1]}:
         parts = [mesh.shape[m] for m in orders[0].get(d, ())]
@@ -300,124 +284,3 @@ def _layout(kinds: tuple[str | int | None, ...], orders: dict[int, tuple[int, ..
         Shard(kind) if isinstance(kind, int) else Partial("sum") if kind == "P" else Replicate() for kind in kinds
     ]
     return Layout(placements, orders)
-
-
-def _distribution(argument: str, value: Any, mesh: DeviceMesh, x: torch.Tensor) -> _Distribution:
-    """The distribution that an argument gives.
-
-    Raises:
-        ArgumentError: it is of another type, or names axes or tensor dims that are not there.
-    """
-    spmd, names = _spmd_types(), list(mesh.mesh_dim_names or ())
-    local, spec = _types_of(value)
-    if not isinstance(local, Mapping):
-        raise ArgumentError(f"{argument}: {shown(value)}; allowed: a mapping of axes to types, or an SpmdType")
-
-    def mesh_dim(axis: Any) -> int:
-        m = _mesh_dim(axis, mesh)
-        if m is None:
-            allowed = ", ".join(map(repr, names))
-            raise ArgumentError(f"{argument}: axis {shown(axis)}; allowed: {allowed}, or the process group of one")
-        return m
-
-    kinds: list[str | int | None] = [None] * len(names)
-    orders: dict[int, tuple[int, ...]] = {}
-    for axis, kind in local.items():
-        if kinds[mesh_dim(axis)] is not None:
-            raise ArgumentError(f"{argument}: axis {names[mesh_dim(axis)]!r} has two types; allowed: one")
-        if isinstance(kind, spmd.Shard):
-            if not -x.ndim <= kind.dim < x.ndim:
-                allowed = f"{-x.ndim}..{x.ndim - 1}" if x.ndim else "none, the tensor has no dims"
-                raise ArgumentError(f"{argument}: {kind} on axis {shown(axis)}; allowed dims: {allowed}")
-            d = kinds[mesh_dim(axis)] = kind.dim % x.ndim
-            orders[d] = (*orders.get(d, ()), mesh_dim(axis))
-        elif kind in (spmd.R, spmd.I, spmd.V, spmd.P):
-            kinds[mesh_dim(axis)] = kind.value
-        else:
-            raise ArgumentError(f"{argument}: {shown(kind)} on axis {shown(axis)}; allowed: R, I, V, P, S(dim)")
-    for d, cuts in orders.items():
-        if len([m for m in cuts if mesh.size(m) > 1]) > 1:
-            raise ArgumentError(
-                f"{argument}: axes {[names[m] for m in cuts]} shard tensor dim {d}; allowed: one, or an SpmdType whose "
-                f"PartitionSpec gives their order"
-            )
-    if spec is not None and len(spec) > x.ndim:
-        raise ArgumentError(f"{argument}: a PartitionSpec of {len(spec)} dims; allowed: up to {x.ndim}")
-    for d, entry in enumerate(spec or ()):
-        cuts = tuple(mesh_dim(axis) for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None)
-        for m in cuts:
-            if kinds[m] not in (None, "V"):
-                raise ArgumentError(
-                    f"{argument}: axis {names[m]!r} is {_text(kinds[m])} and shards tensor dim {d}; allowed: V, once"
-                )
-            kinds[m] = d
-        if cuts:
-            orders[d] = cuts
-    larger = {d: tuple(m for m in cuts if mesh.size(m) > 1) for d, cuts in orders.items()}
-    return _Distribution(tuple(kinds), {d: cuts for d, cuts in larger.items() if cuts})
-
-
-def _mesh_dim(axis: Any, mesh: DeviceMesh) -> int | None:
-    """The mesh dim of an axis: of its name, a member of an enumeration of names, its process group, or the `MeshAxis`
-    by which spmd_types identifies the groups of equal strides. None if the mesh has no such axis."""
-    name = getattr(axis, "value", axis)
-    if isinstance(name, str):
-        names = mesh.mesh_dim_names or ()
-        return names.index(name) if name in names else None
-    spmd = _spmd_types()
-    if not isinstance(axis, dist.ProcessGroup | spmd.MeshAxis):
-        return None
-    groups = mesh.get_all_groups()
-    if axis in groups:
-        return groups.index(axis)
-    normalized = spmd.normalize_axis(axis)
-    axes = [spmd.normalize_axis(group) for group in groups]
-    return axes.index(normalized) if normalized in axes else None
-
-
-def _text(kind: str | int | None) -> str:
-    return f"S({kind})" if isinstance(kind, int) else str(kind)
-
-
-def _spmd_types() -> Any:
-    """The package.
-
-    Raises:
-        ArgumentError: it is not installed.
-    """
-    try:
-        return import_module("spmd_types")
-    except ImportError as error:
-        raise ArgumentError(f"src, dst: types of spmd_types, which cannot be imported ({error})") from error
-
-
-def _assert_types(x: torch.Tensor, mesh: DeviceMesh, value: Any, *, complete: bool = False) -> None:
-    """While spmd_types checks types: check those of `x`, or give it these. With `complete`, `x` may have no others.
-
-    Raises:
-        ArgumentError: `x` has types of axes that are not named.
-        spmd_types.SpmdTypeError: `x` has other types.
-    """
-    spmd = sys.modules["spmd_types"]
-    if not spmd.is_type_checking():
-        return
-
-    def group(axis: Any) -> dist.ProcessGroup:
-        return mesh.get_group(_mesh_dim(axis, mesh))
-
-    local, spec = _types_of(value)
-    kinds = {group(axis): kind for axis, kind in local.items()}
-    if spec is not None:
-        entries = (entry if entry is None or isinstance(entry, tuple) else (entry,) for entry in spec)
-        spec = spmd.PartitionSpec(*(entry if entry is None else tuple(map(group, entry)) for entry in entries))
-        kinds |= {axis: spmd.V for entry in spec if entry is not None for axis in entry}
-    spmd.assert_type(x, kinds, partition_spec=spec)
-    named = {spmd.normalize_axis(axis) for axis in kinds}
-    if complete and (others := [axis for axis in spmd.get_local_type(x) if axis not in named]):
-        raise ArgumentError(f"src: no type of axes {others}, of which x has one; allowed: all axes of x")
-
-
-def _without_type_checks() -> AbstractContextManager[Any]:
-    """A context in which spmd_types does not check types: it would check those of the mesh's own tensor."""
-    spmd = sys.modules.get("spmd_types")
-    return spmd.no_typecheck() if spmd is not None and spmd.is_type_checking() else nullcontext()

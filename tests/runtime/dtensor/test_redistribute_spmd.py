@@ -47,13 +47,13 @@ def gradient_of(kind: Any) -> Any:
     return P if kind is R else R if kind is P else kind
 
 
-def typed(kinds: tuple[Any, ...], order: tuple[int, ...] = (0, 1)) -> Any:
-    """An argument for axes "a" and "b"; with a PartitionSpec where both shard one tensor dim."""
+def typed(kinds: tuple[Any, ...], order: tuple[int, ...] = (0, 1), axes: tuple[Any, Any] = ("a", "b")) -> Any:
+    """An argument for two axes; with a PartitionSpec where both shard one tensor dim."""
     if not all(isinstance(kind, S) for kind in kinds) or kinds[0] != kinds[1]:
-        return dict(zip("ab", kinds, strict=True))
+        return dict(zip(axes, kinds, strict=True))
     entries: list[Any] = [None] * 2
-    entries[kinds[0].dim] = tuple("ab"[m] for m in order)
-    return SpmdType({"a": V, "b": V}, PartitionSpec(*entries))
+    entries[kinds[0].dim] = tuple(axes[m] for m in order)
+    return SpmdType(dict.fromkeys(axes, V), PartitionSpec(*entries))
 
 
 def held(x: torch.Tensor, kinds: tuple[Any, ...], mesh: DeviceMesh, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
@@ -207,8 +207,8 @@ def wrong(rank: int) -> None:
         ),
         ("x: \\[4, 3\\]; allowed: \\[2, 3\\]", (x, mesh, both, both), {"shape": (8, 3)}),
         ("src: axis 'a' has two types", (x, mesh, {"a": R, Axis.A: P}, {"a": R}), {}),
-        ("src: axis <.*ProcessGroup.*>; allowed: 'a', 'b', or", (x, mesh, {dist.group.WORLD: P}, {"a": R}), {}),
-        ("src: axis 7; allowed: 'a', 'b', or", (x, mesh, {7: P}, {"a": R}), {}),
+        ("axes 'a_b' and 'a' have mesh dims .'a'. in common", (x, mesh, {dist.group.WORLD: P}, {"a": R}), {}),
+        ("src: axis 7; allowed: 'a', 'b', a flattened", (x, mesh, {7: P}, {"a": R}), {}),
         ("forward_dtype: 'half'", (x, mesh, {"a": R}, {"a": P}), {"forward_dtype": "half"}),
         ("transport: 7", (x, mesh, {"a": R}, {"a": P}), {"transport": 7}),
     ]:
@@ -252,6 +252,78 @@ def axes_by_group(rank: int) -> None:
 
 def test_axes_by_process_group() -> None:
     run_ranks(axes_by_group, 4)
+
+
+def flattened(rank: int, sizes: tuple[int, int, int], samples: int) -> None:
+    """Axes "ac", which flattens two mesh dims that need not be neighbours, and "b", as on a mesh with these dims."""
+    mesh, random = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b", "c")), Random(3)
+    group = mesh["a", "c"]._flatten("ac").get_group()
+    two_dims = DeviceMesh("cpu", mesh.mesh.permute(0, 2, 1).reshape(-1, sizes[1]), mesh_dim_names=("ac", "b"))
+    kinds, shape = list(product([R, I, P, S(0), S(1)], repeat=2)), (5, 7)  # shards by four and then by two differ
+    for src, dst in random.sample(list(product(kinds, kinds)), samples):
+        order, axes = random.choice([(0, 1), (1, 0)]), (random.choice(["ac", group]), "b")
+        mine, value = terms_of(1, shape, src, two_dims)
+        x = held(mine, src, two_dims, order).requires_grad_()
+        y = shardweave.redistribute_spmd(x, mesh, typed(src, order, axes), typed(dst, order, axes), shape=shape)
+        assert total(y, dst, two_dims).equal(held(value, dst, two_dims, order)), (src, dst, order)
+        there, back = (tuple(map(gradient_of, types)) for types in (dst, src))
+        mine, value = terms_of(2, shape, there, two_dims)
+        y.backward(held(mine, there, two_dims, order))
+        assert total(x.grad, back, two_dims).equal(held(value, back, two_dims, order)), (src, dst, order)
+    assert not shardweave.stats().delegations
+
+
+def other_flattened(rank: int) -> None:
+    from spmd_types.checker import typecheck
+
+    mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=("a", "b", "c", "d"))
+    x = numbers(rank, (4, 3))
+    want = shardweave.redistribute_spmd(x, mesh, {"a": P, "b": S(0)}, {"a": S(0), "b": R})
+    for dims, name in ((("a", "b"), "ab"), (("b", "c"), "bc"), (("c", "d"), "cd")):
+        mesh[dims]._flatten(name)
+    # Mesh dims of one rank make no difference.
+    y = shardweave.redistribute_spmd(x, mesh, {"a": P, "bc": S(0), "cd": R}, {"a": S(0), Axis.B: R, "cd": S(1)})
+    assert y.equal(want)
+    x = numbers(rank, (4, 3))
+    for text, on, src, dst in [
+        ("axes 'ab' and 'a' have mesh dims .'a'. in common", mesh, {"ab": S(0)}, {"a": R, "b": S(0)}),
+        ("dst: no type of axis 'ab', which src names", mesh, {"ab": S(0), "c": R}, {"c": R}),
+        ("src: axis 'ab' has two types", mesh, {"ab": S(0), dist.group.WORLD: R}, {"ab": R}),
+        (
+            "src: axis 'ab'; allowed: 'a', 'b', a flattened mesh dim if `mesh` is the root",
+            mesh["a", "b"],
+            {"ab": P},
+            {},
+        ),
+        ("src: axis <.*ProcessGroup.*>; allowed: 'a', a flattened", mesh["a"], {dist.group.WORLD: P}, {}),
+    ]:
+        with pytest.raises(ArgumentError, match=text):
+            shardweave.redistribute_spmd(x, on, src, dst)
+    y = shardweave.redistribute_spmd(x, mesh["a", "b"], {dist.group.WORLD: P}, {dist.group.WORLD: R})
+    assert y.equal(sum(numbers(r, (4, 3)) for r in range(4)))
+    with typecheck():
+        spmd.assert_type(x, {dist.group.WORLD: P})
+        y = shardweave.redistribute_spmd(x, mesh, {"ab": P}, {"ab": R})
+        assert spmd.get_axis_local_type(y, dist.group.WORLD) is R
+    swapped = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("e", "f"))
+    swapped["e", "f"]._flatten("ef")
+    y = shardweave.redistribute_spmd(x, swapped, {"ef": P}, {"ef": R})  # no shards
+    assert y.equal(sum(numbers(r, (4, 3)) for r in range(4)))
+    with pytest.raises(UnsupportedError, match="along 'ef' do not ascend"):
+        shardweave.redistribute_spmd(x, swapped, {"ef": S(0)}, {"ef": R})
+
+
+def test_flattened_axes() -> None:
+    run_ranks(flattened, 4, (2, 1, 2), 30)
+
+
+@pytest.mark.long
+def test_flattened_axes_of_separate_mesh_dims() -> None:
+    run_ranks(flattened, 8, (2, 2, 2), 300)
+
+
+def test_names_of_flattened_axes() -> None:
+    run_ranks(other_flattened, 4)
 
 
 def cached(rank: int) -> None:
