@@ -88,13 +88,20 @@ def least_bytes(
     return result
 
 
-def rows_into_hosts(ids: torch.Tensor, host_of_token: int, host_of_expert: torch.Tensor) -> dict[int, tuple[int, int]]:
-    """For tokens of one rank and each other host: the (token, k) pairs with an expert there, and the tokens with any.
+def least_token_bytes(ids: Sequence[torch.Tensor], host_of: Sequence[int], experts: int, row: int) -> list[int]:
+    """The bytes that enter each host at least in one dispatch and combine: each token once for each other host that has
+    an expert of it, and one sum of each back.
 
     Args:
-        ids: [T, K] the experts of each token.
-        host_of_expert: [experts]
+        ids: [T, K] the experts of each rank's tokens. Each rank has as many experts.
+        row: bytes of a token.
     """
-    hosts = host_of_expert[ids]
-    others = [host for host in host_of_expert.unique().tolist() if host != host_of_token]
-    return {host: (int((hosts == host).sum()), int((hosts == host).any(1).sum())) for host in others}
+    hosts = torch.tensor(host_of)
+    into = [0] * (max(host_of) + 1)
+    for rank, chosen in enumerate(ids):
+        at = hosts[chosen // (experts // len(host_of))]
+        for host in set(host_of) - {host_of[rank]}:
+            tokens = int((at == host).any(1).sum())
+            into[host] += tokens * row
+            into[host_of[rank]] += tokens * row
+    return into
