@@ -83,12 +83,14 @@ def time_sides(
     rounds: int,
     turn_seconds: float = TURN_SECONDS,
     finish: Callable[[], Any] = lambda: None,
+    warm_calls: int = 2 * KEPT,
 ) -> dict[str, list[float]]:
     """Time the calls of each contender in turns. All ranks of the default group call it together.
 
     Args:
         turn_seconds: a turn has as many calls as take this long.
         finish: waits for pending calls; called once in each turn, within its time.
+        warm_calls: of each contender before the first round, twice.
 
     Returns:
         For each contender the seconds of a call on this rank, one figure a round.
@@ -106,8 +108,8 @@ def time_sides(
 
     # The first calls bind programs and touch fresh pages. The next determine how many calls make a turn, on all ranks.
     for side in sides:
-        turn(side, 2 * KEPT)
-    warm = torch.tensor([turn(side, 2 * KEPT) for side in sides])
+        turn(side, warm_calls)
+    warm = torch.tensor([turn(side, warm_calls) for side in sides])
     dist.all_reduce(warm, op=dist.ReduceOp.MAX)
     calls = {s: max(1, min(MOST_CALLS, math.ceil(turn_seconds / t))) for s, t in zip(sides, warm.tolist(), strict=True)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}

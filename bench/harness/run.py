@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ..suites import SUITES
+from ..suites import ON_REQUEST, SUITES
 from .compare import THRESHOLD, compare, show
 from .machine import kind
 from .markdown import as_markdown
@@ -30,7 +30,7 @@ def run(
     """Measure suites, print the tables and write the files.
 
     Args:
-        names: of `SUITES`; none: all.
+        names: of `SUITES` or `ON_REQUEST`; none: all of `SUITES`.
         out: write JSON and Markdown to `<kind of machine>/<scale>` in this folder.
         check: compare with `<kind of machine>/<scale>.json` in `committed`, if there is one.
 
@@ -42,8 +42,9 @@ def run(
         ArgumentError: an unknown suite, no case with that name, a file that cannot be written.
     """
     for name in names:
-        if name not in SUITES:
-            raise ArgumentError(f"suite: {name!r}; allowed: {', '.join(SUITES)}, or none for all of them")
+        if name not in (*SUITES, *ON_REQUEST):
+            allowed = f"{', '.join((*SUITES, *ON_REQUEST))}, or none for all but {', '.join(ON_REQUEST)}"
+            raise ArgumentError(f"suite: {name!r}; allowed: {allowed}")
     chosen = list(dict.fromkeys(names)) or list(SUITES)
     check_writable("--json", json_path)
     if out is not None:

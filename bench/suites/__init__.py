@@ -8,4 +8,5 @@ ranks, one holds a GPU.
 from __future__ import annotations
 
 SUITES = ("redistribute", "kernels", "dispatch", "host", "plan")
+ON_REQUEST = ("hosts",)  # not measured unless named: it needs namespaces, and takes long
 SCALES = ("full", "quick", "dry")  # dry: every line runs, on tiny sizes, and no figure means anything

@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(PROGRAMS)}. gpu.targets measures kernels against their targets on a GPU; make gpu runs it."
     )
     parser.add_argument(
-        "suites", nargs="*", metavar="SUITE", help="redistribute, kernels, dispatch, host, plan (default: all)"
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help="redistribute, kernels, dispatch, host, plan (default: all of these), hosts",
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; takes minutes")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name contains TEXT")

@@ -226,7 +226,11 @@ def descending_dims(order: list[int], shape: tuple[int, ...]) -> set[int]:
     return {m for m in range(len(shape)) if not table.equal(table.sort(m).values)}
 
 
-REAL = {4: [(4,), (2, 2), (2, 1, 2), (1, 4), (3,)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (5,)]}
+REAL = {
+    4: [(4,), (2, 2), (2, 1, 2), (1, 4), (3,)],
+    5: [(5,), (1, 5), (2, 2), (3,)],
+    8: [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (5,)],
+}
 
 
 def real_meshes(random: Random, ranks: int) -> list[tuple[tuple[int, ...], list[int], DeviceMesh]]:
