@@ -25,7 +25,7 @@ from typing import Any
 
 from ...errors import ArgumentError, ShardweaveError
 from ..gpu import outcomes as plugin
-from ..gpu.run_tests import end
+from ..gpu.run_sections import end
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines, table
 from ..harness.writable import check_writable
@@ -97,8 +97,8 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
         except subprocess.TimeoutExpired:
             end(process)  # with its ranks
         column.seconds = time.monotonic() - start
-        for outcome in plugin.read(outcomes):
-            column.note(*outcome)
+        for row in plugin.read(outcomes):
+            column.note(row["test"], row["outcome"], row.get("text", ""))
         column.processes = [json.loads(path.read_text(encoding="utf-8")) for path in counts.iterdir()]
     return column
 
