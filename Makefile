@@ -88,15 +88,12 @@ SPHINX = "$(BIN)/sphinx-build" --quiet --fail-on-warning --keep-going --conf-dir
 docs-site: $(READY)
 	trees=$$(mktemp -d) && trap 'rm -rf "$$trees"' EXIT && $(SPHINX) --doctree-dir "$$trees" . site
 
-# For a machine with a GPU and no network: the python on PATH has torch, triton and pytest; nothing is installed. The
-# tests, then what the kernels reach: one JSON and one Markdown file, in $OUT where it is set. 8 minutes at most.
+# For a machine with a GPU and no network: the python on PATH has torch, triton, numpy and pytest; nothing is installed.
+# Tests and measurements in sections, 8 minutes at most; a report and what the next run needs are in $OUT, or in
+# bench/results/gpu. `make gpu ARGS=--dry` needs no GPU. docs/gpu.md has the rest.
 gpu:
-	out="$${OUT:-bench/results}" && mkdir -p "$$out" && \
 	links=$$(mktemp -d) && trap 'rm -rf "$$links"' EXIT && ln -s "$(CURDIR)" "$$links/shardweave" && \
-	export PYTHONPATH="$$links" && tested=0 && \
-	{ $(PYTHON) -m shardweave.bench.gpu.run_tests --root . --report "$$links/tests.json" -- $(ARGS) || tested=$$?; } && \
-	timeout 220 $(PYTHON) -m shardweave.bench.gpu.targets --out "$$out" $${OUT:+--flat} --tests "$$links/tests.json" && \
-	exit $$tested
+	PYTHONPATH="$$links" $(PYTHON) -m shardweave.bench.gpu.run_sections --out "$${OUT:-bench/results/gpu}" $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (torch is downloaded once, if pip has not got it)"

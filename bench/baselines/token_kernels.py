@@ -16,8 +16,6 @@ import torch
 from shardweave.bench.gpu.kernel_cases import Made, checked, poisoned, random_buffer
 from shardweave.bench.gpu.token_cases import VirtualRank
 
-COMPILING_S = 30.0  # what a compilation may take
-
 
 @dataclass(frozen=True)
 class Rival:
@@ -25,13 +23,11 @@ class Rival:
 
     Attributes:
         make: as of a Case. ImportError where it is not installed.
-        seconds: that it may take, compilation included.
         needs_gpu: or Triton's interpreter.
     """
 
     name: str
     make: Callable[[], Made]
-    seconds: float = 10.0
     needs_gpu: bool = False
 
 
@@ -97,7 +93,7 @@ def permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
     return [
         Rival("index_select", lambda: _permutation(rank, lambda x: gather(x, order, k))),
         Rival("torchtitan", lambda: _by_torchtitan(rank, routing=False), needs_gpu=True),
-        Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, order, k)), COMPILING_S),
+        Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, order, k))),
     ]
 
 
@@ -109,7 +105,7 @@ def routing_and_permuting(rank: VirtualRank, dry: bool) -> list[Rival]:
         Rival("argsort + index_select", lambda: _permutation(rank, lambda x: route_and_gather(x, rank.ids, experts))),
         Rival("torchao", lambda: _by_torchao(rank)),
         Rival("torchtitan", lambda: _by_torchtitan(rank, routing=True), needs_gpu=True),
-        Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, rank.ids, experts)), COMPILING_S),
+        Rival("torch.compile", lambda: _permutation(rank, lambda x: fast(x, rank.ids, experts))),
     ]
 
 
@@ -145,7 +141,7 @@ def combining(rank: VirtualRank, dry: bool) -> list[Rival]:
         Rival("index_select + sum", lambda: made(lambda rows: weighted_sum(rows, inverse, rank.weights))),
         Rival("index_add", lambda: made(lambda rows: added(rows, order, rank.weights))),
         Rival("torchtitan", torchtitan, needs_gpu=True),
-        Rival("torch.compile", lambda: made(lambda rows: fast(rows, inverse, rank.weights)), COMPILING_S),
+        Rival("torch.compile", lambda: made(lambda rows: fast(rows, inverse, rank.weights))),
     ]
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from ...errors import ArgumentError, ShardweaveError
 from ..gpu import outcomes as plugin
-from ..gpu.run_tests import end
+from ..gpu.run_sections import end
 from ..harness.machine import provenance
 from ..harness.markdown import provenance_lines, table
 from ..harness.writable import check_writable
@@ -99,8 +99,8 @@ def run(file: Path, folder: Path, installed: bool, only: str | None, timeout: fl
             _wait_for_ranks(process)
         end(process)
         column.seconds = time.monotonic() - start
-        for outcome in plugin.read(outcomes):
-            column.note(*outcome)
+        for row in plugin.read(outcomes):
+            column.note(row["test"], row["outcome"], row.get("text", ""))
         column.processes = [json.loads(path.read_text(encoding="utf-8")) for path in counts.glob("*.json")]
     return column
 

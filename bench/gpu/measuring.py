@@ -7,7 +7,6 @@ bytes is among its contenders.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -35,7 +34,6 @@ class Measuring:
         least_seconds: of a round on a CPU.
         dry: no figure means anything: buffers need not leave the cache, and every failure of a contender that is
             installed is an error.
-        seconds: after these no contender begins.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class Measuring:
         rounds: int,
         least_seconds: float = 0.0,
         dry: bool = False,
-        seconds: float = math.inf,
     ) -> None:
         self.sink, self.device, self.dry = sink, device, dry
         self.kernels, self.ours = kernels, KERNEL if kernels else REFERENCE
@@ -57,11 +54,6 @@ class Measuring:
             self.prepare = in_graph
             cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
         self.cache = 1 if dry else cache
-        self._until = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds until no contender begins."""
-        return self._until - time.monotonic()
 
     def sets(self, moved: int, held: int) -> int:
         """The number of sets of buffers that take turns, so that a call finds nothing in the cache. On a CPU they take
@@ -123,13 +115,11 @@ class Measuring:
         return times
 
     def _present(self, case: str, rivals: Sequence[Rival]) -> dict[str, Callable[[], Made]]:
-        """The rivals that can run here and have time left; why the others cannot goes into the sink."""
+        """The rivals that can run here; why the others cannot goes into the sink."""
         present = {}
         for rival in rivals:
             if rival.needs_gpu and not self.kernels:
                 self.sink.absent(case, rival.name, "its kernels run on GPUs alone, and none is here")
-            elif self.left() < rival.seconds:
-                self.sink.absent(case, rival.name, "no time was left")
             else:
                 present[rival.name] = rival.make
         return present

@@ -1,29 +1,48 @@
-"""A pytest plugin that writes each test's outcome when the test ends, so that a killed run leaves those that ended.
+"""A pytest plugin that writes rows of JSON while tests run, so that a killed run leaves what it has seen.
 
-`pytest -p shardweave.bench.gpu.outcomes`, with SHARDWEAVE_TEST_OUTCOMES=FILE in the environment; `summary([FILE])`
-reads it. With SHARDWEAVE_TEST_FORKSERVER=MODULE,MODULE processes that tests spawn start from a server that has imported
-these, as this process has: torch's tests spawn new ranks for every test, which takes seconds each. Imports nothing of
-shardweave, and works as a copy.
+`pytest -p outcomes`, with this folder in PYTHONPATH and SHARDWEAVE_TEST_OUTCOMES=FILE; `read(FILE)` reads it. Imports
+nothing of shardweave, and works as a copy. Other variables:
+
+- SHARDWEAVE_TEST_SECTION=NAME: goes into each row. Tests that FILE has already are not run again.
+- SHARDWEAVE_TEST_FIRST=1: of each test function only the first case.
+- SHARDWEAVE_TEST_FORKSERVER=MODULE,MODULE: processes that tests spawn start from a server that has imported these, as
+  this process has. torch's tests spawn new ranks for every test, which takes seconds each.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FILE, FORK = "SHARDWEAVE_TEST_OUTCOMES", "SHARDWEAVE_TEST_FORKSERVER"
-_COUNTED = {"failed": "failures", "error": "errors", "skipped": "skipped"}
+SECTION, FIRST = "SHARDWEAVE_TEST_SECTION", "SHARDWEAVE_TEST_FIRST"
+LOST = 86
+"""The exit code after a test that left CUDA unusable for its process."""
 
 
-def _write(test: str, outcome: str, text: str = "") -> None:
-    with open(os.environ[FILE], "a", encoding="utf-8") as file:
-        file.write(json.dumps([test, outcome, text]) + "\n")
+def write(file: str | Path, **row: Any) -> None:
+    with open(file, "a", encoding="utf-8") as rows:  # one write, so that rows of several processes do not mix
+        rows.write(json.dumps(row) + "\n")
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows as they were written: "section", and either "selected" tests, or a "test", its "outcome" (started,
+    passed, skipped, failed, error, finished) and the "text" of an error or a skip."""
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ():
+        with suppress(ValueError):  # the last one, of a run that was killed as it wrote
+            yield json.loads(line)
+
+
+def _write(**row: Any) -> None:
+    write(os.environ[FILE], section=os.environ.get(SECTION, ""), **row)
 
 
 def pytest_configure(config: Any) -> None:
@@ -41,44 +60,53 @@ def pytest_configure(config: Any) -> None:
     processes.set_start_method = lambda method, force=False: start("forkserver", force=True)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> Iterator[None]:
+    yield  # after deselection by marker and by part
+    if SECTION not in os.environ:
+        return
+    kept = {getattr(item, "originalname", item.name) + str(item.path): item for item in reversed(items)}
+    selected = [item for item in items if FIRST not in os.environ or item in kept.values()]
+    _write(selected=[item.nodeid for item in selected])
+    known = {row.get("test") for row in read(Path(os.environ[FILE]))}
+    left = [item for item in selected if item.nodeid not in known]
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = left
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
-    _write(nodeid, "started")
+    _write(test=nodeid, outcome="started")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    if report.failed and report.when != "call":
-        _write(report.nodeid, "error", report.longreprtext)
-    elif report.when == "call" or report.skipped:
-        _write(report.nodeid, report.outcome, report.longreprtext if report.failed else "")
+    if report.failed or report.skipped or report.when == "call":
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        _write(test=report.nodeid, outcome=outcome, text=_text(report), seconds=round(report.duration, 2))
+    if report.failed and _cuda_is_lost():
+        print(f"{report.nodeid} left CUDA unusable for this process", flush=True)
+        os._exit(LOST)  # every later test would fail
+
+
+def _cuda_is_lost() -> bool:
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        if cuda is not None and cuda.is_initialized():
+            cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    _write(nodeid, "finished")
+    _write(test=nodeid, outcome="finished")
 
 
 def pytest_collectreport(report: Any) -> None:
-    if report.failed:
-        _write(report.nodeid, "error", report.longreprtext)
+    if not report.passed:
+        _write(test=report.nodeid, outcome="error" if report.failed else "skipped", text=_text(report))
 
 
-def summary(files: Iterable[Path]) -> dict[str, Any]:
-    """How many tests ended, and how; the names of those that failed, and of those that had not ended."""
-    lines = [(test, outcome) for file in files for test, outcome, _ in read(file)]
-    ended = {test for test, outcome in lines if outcome == "finished"}
-    counts = Counter(outcome for _, outcome in lines)
-    return {
-        "tests": len(ended),
-        **{name: counts[outcome] for outcome, name in _COUNTED.items()},
-        "failed": list(dict.fromkeys(test for test, outcome in lines if outcome in ("failed", "error"))),
-        "running": [test for test, outcome in lines if outcome == "started" and test not in ended],
-    }
-
-
-def read(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Tests, their outcomes, and the errors of those that failed, as they were written."""
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        try:
-            test, outcome, text = json.loads(line)
-        except ValueError:  # the last one, of a run that was killed as it wrote
-            continue
-        yield test, outcome, text
+def _text(report: Any) -> str:
+    """The traceback of an error, the reason of a skip."""
+    skipped = isinstance(report.longrepr, tuple)
+    return str(report.longrepr[2]).removeprefix("Skipped: ") if skipped else report.longreprtext

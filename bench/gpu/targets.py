@@ -1,8 +1,8 @@
 """Targets on a GPU and the figures reached: kernels beside a copy in the same run, whole programs, host work.
 
-`make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out bench/results` writes a JSON file,
-which compare and report read, and a page of the targets into a folder named after the device, again after each target.
-The suite `python -m shardweave bench kernels` measures the same kernels without targets or a time limit, on CPUs too.
+`make gpu` runs it after the tests: `python -m shardweave.bench.gpu.targets --out FOLDER` prints a line for each target,
+and writes `gpu_targets.json`, which compare and report read, again after each.
+The suite `python -m shardweave bench kernels` measures the same kernels without targets, on CPUs too.
 The ceiling of a case is `copy_` of as many bytes, read and written, timed like the case itself: in a CUDA graph, over
 buffers that rotate past the L2 cache. Every result is checked before it is timed. With `--dry` every line runs without
 a GPU, on tiny shapes, and no figure means anything.
@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from shardweave.bench.baselines.token_kernels import combining, permuting, routing_and_permuting
+from shardweave.bench.gpu.environment import clocks, gpu_machine
 from shardweave.bench.gpu.kernel_cases import Case, cases
 from shardweave.bench.gpu.measuring import COPY, Measuring
 from shardweave.bench.gpu.program_cases import pack_and_unpack, whole_program
 from shardweave.bench.gpu.token_cases import DRY_FEW, DRY_LARGE, FEW, FEW_SETS, LARGE, VirtualRank
-from shardweave.bench.harness import markdown
-from shardweave.bench.harness.machine import machine, now, output_of, slug
+from shardweave.bench.harness.machine import now
 from shardweave.bench.harness.measure import Sink, why_absent
 from shardweave.bench.harness.result_file import Missing, Results, Row
 from shardweave.kernels import SLOT, Channel, Failure, pack, signal, wait_limit
@@ -37,7 +37,6 @@ from shardweave.kernels import SLOT, Channel, Failure, pack, signal, wait_limit
 SUITE, CEILING = "kernels", "of the ceiling"
 HOST_TARGET_US = 15.0
 NO_FIGURE = "dry run: no figure"
-_CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 
 
 @dataclass
@@ -63,12 +62,10 @@ class Target:
     wrong: bool = False
 
     def run(self, measuring: Measuring) -> None:
-        """Measure if time is left; an error is noted and does not end the run."""
+        """Measure; an error is noted and does not end the run."""
         results = Results("", "", "", {})
         measuring.sink = Sink(SUITE, results.put)
         try:
-            if measuring.left() < 0:
-                raise TimeoutError("no time was left")
             self.measure(self.case)
         except AssertionError as error:
             measuring.sink.fault(self.case, "ours", str(error))
@@ -108,6 +105,14 @@ class Target:
         if dry:
             return NO_FIGURE
         return f"{self.value:.1%}" if self.unit == CEILING else f"{self.value:.2f} {self.unit} {note}".strip()
+
+    def judged(self, dry: bool) -> str:
+        """The target, and whether it is met."""
+        if self.bound is None:
+            return ""
+        bound = f"{self.bound:.0%}" if self.unit == CEILING else f"{self.bound:g} {self.unit}"
+        met = "" if dry or self.met is None else ": met" if self.met else ": NOT met"
+        return f" (target {'≥' if self.at_least else '≤'} {bound}{met})"
 
 
 def targets(measuring: Measuring) -> Iterator[Target]:
@@ -214,67 +219,9 @@ def as_results(targets: Sequence[Target], about: dict[str, Any], dry: bool, comm
     return Results(now(), command, "dry" if dry else "full", about, tuple(rows), tuple(absent), tuple(faults))
 
 
-def as_markdown(targets: Sequence[Target], about: dict[str, Any], dry: bool = False) -> str:
-    lines = [f"# Kernels on {about['device']}", "", "`make gpu`", ""]
-    lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in about.items() if name != "device"]
-    lines += ["", "GB/s count bytes read and written; the ceiling is `copy_` of as many bytes in the same run.", ""]
-    rows = []
-    kinds: Sequence[Mapping[str, Any]] = ()
-    for target in targets:
-        ours, bound, figures = target.rows.get("ours"), "-", list[float | None]([None] * 3)
-        if ours and not dry:
-            rate = ours.bytes / ours.median / 1e3 if ours.bytes else None
-            ceiling = rate / ours.share_of_ceiling if rate and ours.share_of_ceiling else None
-            figures = [ours.median if ours.unit == "µs" else None, rate, ceiling]
-            kinds = ours.detail.get("kinds", kinds)
-        if target.bound is not None:
-            number = f"{target.bound:.0%}" if target.unit == CEILING else f"{target.bound:g} {target.unit}"
-            bound = f"{'≥' if target.at_least else '≤'} {number}"
-        met = {True: "yes", False: "**no**", None: "-"}[None if dry else target.met]
-        rows.append([target.case, target.shown(dry), bound, met, *("-" if n is None else f"{n:.1f}" for n in figures)])
-    lines += markdown.table(("what", "reached", "target", "met", "µs", "GB/s", "ceiling GB/s"), rows)
-    if kinds:
-        lines += [
-            "",
-            "Host time of a cached call, µs: through windows, without launches and with them; by messages.",
-            "",
-        ]
-        cells = [[n if isinstance(n, str) else f"{n:.1f}" for n in kind.values()] for kind in kinds]
-        lines += markdown.table(list(kinds[0]), cells)
-    return "\n".join(lines) + "\n"
-
-
-def gpu_machine(device: torch.device) -> dict[str, Any]:
-    """`machine()` with the name, multiprocessors, memory, L2 cache, driver and clocks of the device."""
-    about: dict[str, Any] = {"device": "CPU, a dry run without figures"}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        about = {
-            "device": properties.name,
-            "sms": properties.multi_processor_count,
-            "device_memory_gib": round(properties.total_memory / 2**30, 1),
-            "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
-        }
-    return {**about, "driver": nvidia_smi(device, "driver_version")[0], "clocks": clocks(device), **machine()}
-
-
-def clocks(device: torch.device) -> dict[str, str]:
-    """The current and maximum clocks, and the power limit."""
-    return dict(zip(_CLOCKS, nvidia_smi(device, *_CLOCKS), strict=False))
-
-
-def nvidia_smi(device: torch.device, *names: str) -> list[str]:
-    at = ["-i", str(device.index)] if device.index is not None else []
-    output = output_of("nvidia-smi", *at, f"--query-gpu={','.join(names)}", "--format=csv,noheader")
-    return [value.strip() for value in output.split(",")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardweave.bench.gpu.targets", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder for the device goes there")
-    parser.add_argument("--flat", action="store_true", help="write into --out itself")
-    parser.add_argument("--tests", type=Path, metavar="FILE", help="report of the tests that ran before")
-    parser.add_argument("--seconds", type=float, default=170.0, help="begin no case after these (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--dry", action="store_true", help="no GPU: run every line on tiny shapes, report no figure")
     arguments = parser.parse_args(argv)
     if not arguments.dry and not torch.cuda.is_available():
@@ -282,29 +229,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cpu") if arguments.dry else torch.device("cuda", torch.cuda.current_device())
     about = gpu_machine(device)
-    if arguments.tests is not None:
-        about["tests"] = json.loads(arguments.tests.read_text(encoding="utf-8"))
-    folder = arguments.out if arguments.flat else arguments.out / slug(about["device"])
-    folder.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     command = "python -m shardweave.bench.gpu.targets" + " --dry" * arguments.dry
     sink = Sink(SUITE, Results("", "", "", {}).put)
     rounds = 1 if arguments.dry else 9
-    measuring = Measuring(sink, device, True, rounds, dry=arguments.dry, seconds=arguments.seconds)
+    measuring = Measuring(sink, device, True, rounds, dry=arguments.dry)
     done: list[Target] = []
 
     def write() -> None:
-        results = as_results(done, about, arguments.dry, command)
-        (folder / "gpu_targets.json").write_text(results.to_json(), encoding="utf-8")
-        (folder / "gpu_targets.md").write_text(as_markdown(done, about, arguments.dry), encoding="utf-8")
+        text = as_results(done, about, arguments.dry, command).to_json()
+        (arguments.out / "gpu_targets.json").write_text(text, encoding="utf-8")
 
     for target in targets(measuring):
         target.run(measuring)
         done.append(target)
-        print(f"{target.case}: {target.shown(arguments.dry)}", file=sys.stderr, flush=True)
+        print(f"- {target.case}: {target.shown(arguments.dry)}{target.judged(arguments.dry)}", flush=True)
         write()  # a run that is killed keeps what it has measured
     about["clocks_after"] = clocks(device)
     write()
-    print(f"written: {folder / 'gpu_targets.md'}", file=sys.stderr)
     return int(any(target.wrong for target in done))
 
 

@@ -264,23 +264,3 @@ def test_missing_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             ArgumentError, match=f"'{transport}' is for CPUs; allowed with --device cuda: process_group, sym"
         ):
             check_device("cuda", transport, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
-def test_replay_on_gpus(tmp_path: Path, transport: str) -> None:
-    """Processes that share a GPU use symmetric memory; with NCCL each has its own."""
-    gpus = torch.cuda.device_count()
-    if gpus < (1 if transport == "symmetric_memory" else 2):
-        pytest.skip(f"{gpus} GPUs")
-    pair, trace, out = Mesh((2,)), tmp_path / "trace.json", tmp_path / "out.json"
-    found = {
-        Entry(pair, None, (64, 48), "bfloat16", "S0", "S1", "a.py:1 f"): Cost(1, 64),
-        Entry(pair, None, (640,), "float32", "P", "S0", "FSDP reduces x", fsdp=True): Cost(1, 1),
-    }
-    trace.write_text(Trace("2.13.0", 2, (0,), found).to_json())
-    done = command("replay", trace, "--device", "cuda", "--transport", transport, "--json", out)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for one in json.loads(out.read_text())["redistributions"]:
-        assert not one["faults"] and one["shardweave_s"] > 0
-        assert transport == "symmetric_memory" or one["torch_s"] > 0

@@ -55,6 +55,16 @@ KNOWN_DELEGATIONS = re.compile(
 )
 """All known delegations: a test in which another one occurs fails."""
 
+BACKEND = "SHARDWEAVE_TEST_BACKEND"
+ONE_GPU = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    BACKEND: "cpu:gloo,cuda:gloo",
+}
+"""The environment of ranks that share the first GPU."""
+OWN_GPUS = {BACKEND: "cpu:gloo,cuda:nccl"}
+"""The environment of ranks that have a GPU each."""
+
 
 @dataclass
 class Ended:
@@ -70,10 +80,10 @@ def _rank_main(pipe: Connection, function: Callable, rank: int, size: int, port:
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
+        backend = os.environ.get(BACKEND, "gloo")
+        if "cuda" in backend:  # before anything asks for the current device
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        backend = os.environ.get("SHARDWEAVE_TEST_BACKEND", "gloo")
-        if "nccl" in backend:
-            torch.cuda.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         # A rank must not exit while others still connect to it.
         store.set(f"joined/{rank}", "")

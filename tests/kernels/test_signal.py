@@ -242,6 +242,27 @@ def test_wait_is_bounded(how: str, timed: bool, monkeypatch: pytest.MonkeyPatch)
     assert polls == (4 if by_time else 7)
 
 
+def test_two_ranks_on_one_device(device: str) -> None:
+    """All in one stream: three rounds, then a peer that does not come, which learns of it."""
+    here = torch.device(device)
+    pads, limit = torch.zeros(2, 1, SLOT, dtype=torch.int64, device=here), wait_limit(0.05, here)
+    channels = [
+        Channel(pads[rank], [pads[1 - rank].data_ptr()], [pack(rank, 1 - rank, 0)], Failure(here)) for rank in range(2)
+    ]
+    for number in range(3):
+        for channel in channels:
+            signal(channel, send=True, fingerprint=number)
+        for channel in channels:
+            signal(channel, wait=True, fingerprint=number, limit=limit)
+    assert pads[:, 0, 0].tolist() == [3, 3]  # waits for the device
+    assert [channel.failure.read() for channel in channels] == [None, None]
+    out = torch.zeros(5, device=here)
+    signal(channels[0], send=True, wait=True, limit=limit, poison=out)
+    signal(channels[1], wait=True, limit=limit)
+    assert out.isnan().all()
+    assert [channel.failure.read() for channel in channels] == [Code("late", 0, 1, 0), Code("failed", 1, 0, 0)]
+
+
 def test_wait_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TIMED and [wait_limit(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3 * 10**9] * 2
     monkeypatch.setattr(signals, "TIMED", False)  # as with ROCm

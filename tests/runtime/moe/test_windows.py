@@ -13,10 +13,10 @@ import test_no_sync
 import torch
 import torch.distributed as dist
 from moe_reference import tokens_of
-from rank_processes import end_ranks, interpreted, run_ranks
+from rank_processes import ONE_GPU, end_ranks, interpreted, run_ranks
 from sync_guard import SyncGuard
 from test_processes import SETTINGS, E, H, K, given, leaf, raw, rounds_of, virtual_rounds
-from test_symmetric import OVERLAPPING, gpu, transport_of  # noqa: F401
+from test_symmetric import gpu, transport_of  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -357,14 +357,13 @@ def on_a_gpu(rank: int) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_on_one_gpu(gpu: None, size: int) -> None:  # noqa: F811
-    collected = run_ranks(on_a_gpu, size, environment=OVERLAPPING, timeout=300)
+    collected = run_ranks(on_a_gpu, size, environment=ONE_GPU, timeout=300)
     # Compare on the same device: torch sums in other orders on CPUs.
     assert collected == [digest(rounds) for rounds in virtual_rounds(size, device="cuda")]
 
 
 def captured_on_a_gpu(rank: int) -> bool:
     """Dispatch and combine in one graph, replayed with other tokens."""
-    torch.cuda.set_device(0)
     d = TokenDispatcher(**SETTINGS, device="cuda", transport="symmetric_memory")
     tokens = [tokens_of(rank, 7, K, E, H, torch.bfloat16, "zipf", i) for i in range(3)]
     x, ids, weights = (getattr(tokens[0], name).cuda() for name in ("x", "ids", "weights"))
@@ -393,4 +392,4 @@ def captured_on_a_gpu(rank: int) -> bool:
 
 @pytest.mark.gpu
 def test_layer_in_cuda_graph(gpu: None) -> None:  # noqa: F811
-    assert run_ranks(captured_on_a_gpu, 2, environment=OVERLAPPING, timeout=300) == [True, True]
+    assert run_ranks(captured_on_a_gpu, 2, environment=ONE_GPU, timeout=300) == [True, True]

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
+from rank_processes import OWN_GPUS, run_ranks
 from test_redistribute import held_by
 from test_symmetric import MESHES, OPS, made, random_requests
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardweave
-
-NCCL = {"SHARDWEAVE_TEST_BACKEND": "cpu:gloo,cuda:nccl"}
 
 
 def on_each(function: Any, size: int, *args: Any) -> None:
@@ -24,7 +22,7 @@ def on_each(function: Any, size: int, *args: Any) -> None:
 def on_gpus(function: Any, size: int, *args: Any) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"{torch.cuda.device_count()} GPUs; {size} are needed")
-    run_ranks(function, size, "cuda", *args, environment=NCCL, timeout=300)
+    run_ranks(function, size, "cuda", *args, environment=OWN_GPUS, timeout=300)
 
 
 MEANS = [

@@ -20,7 +20,7 @@ import test_redistribute
 import test_redistribute_meshes
 import torch
 import torch.distributed as dist
-from rank_processes import end_ranks, interpreted, run_ranks
+from rank_processes import ONE_GPU, OWN_GPUS, end_ranks, interpreted, run_ranks
 from test_redistribute import equal, held_by, orders_of, whole_tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,12 +50,13 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def transport_of(device: str) -> SymmetricMemoryTransport:
+def transport_of(device: str, kind: type = SymmetricMemoryTransport) -> Any:
+    """The transport of all ranks, which is of this class."""
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     transport, _ = current_transports().choose(
         tuple(range(torch.distributed.get_world_size())), here, "symmetric_memory"
     )
-    assert isinstance(transport, SymmetricMemoryTransport)
+    assert type(transport) is kind
     return transport
 
 
@@ -165,9 +166,9 @@ def test_random_pairs_equal_other_transport(size: int, direction: str) -> None:
     assert ends == [120] * size
 
 
-def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
+def many_rounds(rank: int, device: str, direction: str, rounds: int, kind: type = SymmetricMemoryTransport) -> None:
     """Repeated calls with new data, late ranks at random, and inputs that are overwritten after use."""
-    transport_of(device).windows.direction = direction  # type: ignore[assignment]
+    transport_of(device, kind).windows.direction = direction
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh(device, (size,))
     generator = random.Random(rank)
@@ -183,7 +184,7 @@ def many_rounds(rank: int, device: str, direction: str, rounds: int) -> None:
     for n, (turned, summed) in enumerate(outs):
         assert equal(turned.to_local().cpu(), held_by(whole + 100 * n, [Shard(1)], mesh, {}).contiguous()), n
         assert torch.equal(summed.to_local().cpu(), size * (whole + n) + sum(range(size))), n
-    assert transport_of(device).error is None
+    assert transport_of(device, kind).error is None
 
 
 @EACH_WITH_ONE_DIRECTION
@@ -639,9 +640,6 @@ def test_kernels_in_interpreter(size: int) -> None:
     assert interpreted("test_symmetric", f"*[{runs}]") == " ".join([str([12] * size)] * 2)
 
 
-OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-
-
 @pytest.fixture
 def gpu() -> None:
     if not torch.cuda.is_available():
@@ -652,7 +650,7 @@ def gpu() -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", MESHES)
 def test_random_pairs_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
-    ends = run_ranks(random_pairs, size, "cuda", direction, size, 20, None, environment=OVERLAPPING, timeout=300)
+    ends = run_ranks(random_pairs, size, "cuda", direction, size, 20, None, environment=ONE_GPU, timeout=300)
     assert ends == [20] * size
 
 
@@ -660,7 +658,7 @@ def test_random_pairs_of_processes_on_one_gpu(gpu: None, size: int, direction: s
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_hundred_calls_of_processes_on_one_gpu(gpu: None, size: int, direction: str) -> None:
-    run_ranks(many_rounds, size, "cuda", direction, 200, environment=OVERLAPPING, timeout=300)
+    run_ranks(many_rounds, size, "cuda", direction, 200, environment=ONE_GPU, timeout=300)
 
 
 def replayed(rank: int, direction: str) -> None:
@@ -726,7 +724,7 @@ def calls_while_the_device_is_busy(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_captured_first_calls_do_not_sync(gpu: None, size: int, direction: str) -> None:
-    run_ranks(replayed, size, direction, environment=OVERLAPPING, timeout=300)
+    run_ranks(replayed, size, direction, environment=ONE_GPU, timeout=300)
 
 
 def never_comes_to_the_gpu(rank: int) -> str:
@@ -753,9 +751,9 @@ def never_comes_to_the_gpu(rank: int) -> str:
 
 @pytest.mark.gpu
 def test_missing_rank_on_gpu_is_named(gpu: None) -> None:
-    environment = {**OVERLAPPING, "SHARDWEAVE_TIMEOUT": "30"}
+    environment = {**ONE_GPU, "SHARDWEAVE_TIMEOUT": "3"}
     first, _ = run_ranks(never_comes_to_the_gpu, 2, environment=environment, timeout=120)
-    assert "rank 1 did not arrive within 30 s; rank 0 was waiting for it" in first
+    assert "rank 1 did not arrive within 3 s; rank 0 was waiting for it" in first
 
 
 @pytest.mark.multigpu
@@ -765,5 +763,5 @@ def test_one_gpu_per_rank(direction: str) -> None:
     if size < 2:
         pytest.skip(f"{size} GPUs; 2 are needed")
     size = 2 if size == 3 else size
-    run_ranks(random_pairs, size, "cuda", direction, size, 20, None, timeout=300)
-    run_ranks(many_rounds, size, "cuda", direction, 200, timeout=300)
+    run_ranks(random_pairs, size, "cuda", direction, size, 20, None, environment=OWN_GPUS, timeout=300)
+    run_ranks(many_rounds, size, "cuda", direction, 200, environment=OWN_GPUS, timeout=300)

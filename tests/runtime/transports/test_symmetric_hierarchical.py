@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import end_ranks, run_ranks
+from rank_processes import OWN_GPUS, end_ranks, run_ranks
 from test_faults import die_or_wait, disagree
 from test_hierarchical import NODES, PRETENDED, SOON, Counted, digests, installed
 from test_redistribute_meshes import batches, on_nodes, to_other_meshes
-from test_symmetric import DIRECTIONS, OVERLAPPING, made, many_rounds
+from test_symmetric import DIRECTIONS, made, many_rounds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardweave
-from shardweave.runtime.transports.hierarchical import HierarchicalTransport
+from shardweave.runtime.transports.hierarchical import HierarchicalSymmetricMemoryTransport, HierarchicalTransport
 from shardweave.runtime.transports.select import current_transports
 from shardweave.runtime.transports.symmetric_memory.transport import SymmetricMemoryTransport
 
@@ -178,15 +178,22 @@ def test_different_requests_raise() -> None:
     assert {end.error for end in ends} <= {"DisagreementError", "PeerError", "MeetingTimeoutError"}, ends
 
 
-def rounds_on_the_gpu(rank: int, direction: str) -> None:
-    many_rounds(rank, "cuda", direction, 40)
+def on_cpus(direction: str) -> None:
+    arguments = "cpu", direction, 10, HierarchicalSymmetricMemoryTransport
+    run_ranks(many_rounds, 4, *arguments, environment=SYMMETRIC)
 
 
-@pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason=f"{torch.cuda.device_count()} GPUs; 4 are needed")
+def on_gpus(direction: str) -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs; 4 are needed")
+    arguments = "cuda", direction, 40, HierarchicalSymmetricMemoryTransport
+    run_ranks(many_rounds, 4, *arguments, environment={**SYMMETRIC, **OWN_GPUS}, timeout=300)
+
+
+@pytest.mark.parametrize("run", [on_cpus, pytest.param(on_gpus, marks=pytest.mark.multigpu)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_one_gpu_per_rank_of_two_nodes(direction: str) -> None:
-    run_ranks(rounds_on_the_gpu, 4, direction, environment={**SYMMETRIC, **OVERLAPPING}, timeout=300)
+def test_many_rounds_of_two_nodes(direction: str, run: Any) -> None:
+    run(direction)
 
 
 def test_pretended_nodes() -> None:

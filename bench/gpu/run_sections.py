@@ -1,0 +1,212 @@
+"""`make gpu`, from the repository's root: runs the sections in processes of their own, each with a time limit.
+
+Files in `--out`: `gpu.jsonl` (a row for each test when it starts and when it ends), `gpu.json` and `gpu.md` (the
+report, written again after each section), the files of `targets`, and `triton_cache.tar.gz`. A later run with `--from`
+that folder skips what passed, and compiles nothing again. After a test that kills its process, leaves CUDA unusable, or
+hangs, the section goes on in another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardweave.bench.gpu import outcomes, section_report
+from shardweave.bench.gpu.sections import SECTIONS, Section
+from shardweave.errors import ArgumentError
+
+ROWS, CACHE = "gpu.jsonl", "triton_cache.tar.gz"
+_LONGEST_END = 5.0  # seconds that killed processes get to go
+_SHOWN = 12_000  # characters of a process's output
+_PROCESSES = min(8, max(1, (os.cpu_count() or 1) // 2))  # of a section that is split
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a run: the folder of its files, whether there is no GPU, the seconds in which a test has to end."""
+
+    out: Path
+    dry: bool
+    test_seconds: float
+
+    @property
+    def rows(self) -> Path:
+        return self.out / ROWS
+
+    def started(self) -> int:
+        return sum(row.get("outcome") == "started" for row in outcomes.read(self.rows))
+
+
+class Running:
+    """A process of a section."""
+
+    def __init__(self, section: Section, part: int, parts: int, settings: Settings) -> None:
+        self.section, self.part, self.settings, self.began = section, part, settings, time.time()
+        self.tests_before, self.log = settings.started(), settings.out / f"{section.name}-{part}.log"
+        if section.is_python:
+            command = [word.format(out=settings.out) for word in section.arguments] + ["--dry"] * settings.dry
+        else:
+            command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outcomes", *section.arguments]
+            command += ["--continue-on-collection-errors", "-m", section.dry_marker if settings.dry else section.marker]
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ  # there may be no network
+        environment |= {
+            "PYTHONPATH": os.pathsep.join([str(Path(outcomes.__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            "TRITON_CACHE_DIR": str(cache_folder()),
+            "SHARDWEAVE_TEST_SHARD": f"{part}/{parts}",
+            outcomes.FILE: str(settings.rows),
+            outcomes.SECTION: section.name,
+        }
+        environment |= {outcomes.FIRST: "1"} if section.first else {}
+        environment |= {"SHARDWEAVE_TIMEOUT": section.timeout} if section.timeout else {}
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if settings.dry else {}
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def hangs(self) -> bool:
+        """Whether no test of the section has begun or ended for longer than a test may take, since the first one."""
+        last = self.settings.rows.stat().st_mtime if self.settings.rows.exists() else 0.0
+        return not self.section.is_python and self.began < last < time.time() - self.settings.test_seconds
+
+    def finish(self, why: str) -> None:
+        """End the process with all that it has started, and write how it ended."""
+        end(self.process)
+        text, seconds = self.log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:], time.time() - self.began
+        self.log.unlink()
+        row = {"section": self.section.name, "ended": why, "seconds": round(seconds, 1), "dry": self.settings.dry}
+        outcomes.write(self.settings.rows, **row, text=text)
+
+
+def run_section(section: Section, settings: Settings, seconds: float) -> None:
+    """Run a section in at most so many seconds; how its tests and processes ended is in the rows."""
+    until, parts = time.monotonic() + seconds, _PROCESSES if section.split else 1
+    running: list[Running] = []
+    try:
+        running += [Running(section, part, parts, settings) for part in range(parts)]
+        while running:
+            time.sleep(0.05)
+            late = time.monotonic() > until
+            for one in list(running):
+                code = one.process.poll()
+                if code is None and not late and not one.hangs():
+                    continue
+                why = f"exit {code}"
+                if code is None:
+                    why = "timed out" if late else f"hung: no test ended in {settings.test_seconds:g} s"
+                elif code < 0:
+                    why = f"killed by signal {-code}"
+                one.finish(why)
+                running.remove(one)
+                # The rest of the tests, unless the process ended before the first of them.
+                stopped = not section.is_python and (code is None or code < 0 or code == outcomes.LOST)
+                if stopped and not late and settings.started() > one.tests_before:
+                    running.append(Running(section, one.part, parts, settings))
+    finally:
+        for one in running:
+            one.finish("killed with the run")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session, and all of it, as far as it has not ended."""
+    deadline = time.monotonic() + _LONGEST_END
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < deadline:  # what it had started is not this process's to wait for
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+
+
+def run(sections: Sequence[Section], settings: Settings, seconds: float, only: Sequence[str]) -> dict[str, Any]:
+    """Run the sections named in `only`, or all that have not passed, while time is left; the report."""
+    until = time.monotonic() + seconds
+    report = section_report.write(sections, settings.rows, settings.dry)
+    for section in sections:
+        left = until - time.monotonic()
+        passed = report[section.name]["outcome"] in ("passed", "skipped")
+        if left < 3 or (section.name not in only if only else passed):
+            continue
+        print(f"{section.name}: begun, {left:.0f} s left", flush=True)
+        try:
+            run_section(section, settings, min(section.seconds, left))
+        finally:
+            report = section_report.write(sections, settings.rows, settings.dry)
+        print("\n".join(section_report.lines_of(section.name, report[section.name])), flush=True)
+        if cache_folder().is_dir():
+            with tarfile.open(settings.out / CACHE, "w:gz", compresslevel=1) as file:
+                file.add(cache_folder(), arcname=".")
+    return report
+
+
+def cache_folder() -> Path:
+    """Triton's cache. Its entries name each other by absolute path: it serves a clone at the same place."""
+    return Path(os.environ.get("TRITON_CACHE_DIR", ".triton")).absolute()
+
+
+def take_former(former: Path, settings: Settings, only: Sequence[str]) -> None:
+    """Take over a former run's cache, and the rows of what passed or was skipped.
+
+    Raises:
+        ArgumentError: there is no former run in the folder, or just one of the two is dry.
+    """
+    rows = list(outcomes.read(former / ROWS))
+    if not rows or any(row.get("dry", settings.dry) != settings.dry for row in rows):
+        kind = "with --dry" if settings.dry else "without --dry"
+        raise ArgumentError(f"--from: {str(former)!r}; allowed: the folder of a former run {kind}")
+    settings.rows.unlink(missing_ok=True)
+    done = {row["test"] for row in rows if row.get("outcome") in ("passed", "skipped")}
+    done -= {row["test"] for row in rows if row.get("outcome") in ("failed", "error")}
+    for row in rows:
+        kept = row["test"] in done if "test" in row else row.get("ended") in (None, "exit 0", "exit 5")
+        if kept and row["section"] not in only:
+            outcomes.write(settings.rows, **row)
+    if (former / CACHE).exists():
+        with tarfile.open(former / CACHE) as file:
+            file.extractall(cache_folder(), **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+
+
+def main(argv: Sequence[str] | None = None, sections: Sequence[Section] = SECTIONS) -> int:
+    names = ", ".join(one.name for one in sections)
+    parser = argparse.ArgumentParser(prog="shardweave.bench.gpu.run_sections", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--from", type=Path, dest="former", metavar="FOLDER", help="of a former run: go on from there")
+    parser.add_argument("--only", default="", metavar="NAME,NAME", help=f"run these, passed or not: {names}")
+    parser.add_argument("--dry", action="store_true", help="no GPU: skip what needs one, interpret kernels")
+    parser.add_argument("--seconds", type=float, default=470.0, help="for all (default: %(default)s)")
+    parser.add_argument("--test-seconds", type=float, default=90.0, help="for one test (default: %(default)s)")
+    given = parser.parse_args(argv)
+    settings = Settings(given.out.absolute(), given.dry, given.test_seconds)
+    only = [name for name in given.only.split(",") if name]
+    if unknown := set(only) - {one.name for one in sections}:
+        parser.error(f"--only: {', '.join(sorted(unknown))}; allowed: {names}")
+    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        if given.former is not None:
+            take_former(given.former, settings, only)
+        else:
+            settings.rows.unlink(missing_ok=True)
+    except ArgumentError as error:
+        parser.error(str(error))
+    # Through `finally`, which ends the processes.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        report = run(sections, settings, given.seconds, only)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return int(not all(one["outcome"] in ("passed", "skipped") for one in report.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""What `make gpu` runs, in order: what is worth most if the GPU is there for ten minutes only comes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TRANSPORTS, _RUNTIME = "tests/runtime/transports", "tests/runtime"
+_SYMMETRIC, _PROGRAMS = f"{_TRANSPORTS}/test_symmetric.py", f"{_RUNTIME}/executor/test_gpu_programs.py"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A command with a time limit, in a process of its own.
+
+    Attributes:
+        seconds: the limit.
+        arguments: of pytest, or of python where the first is -m or -c; {out} is the folder of results.
+        marker: of the tests; `dry_marker` without a GPU, where kernels run in Triton's interpreter.
+        first: of each test function only the first case.
+        split: tests are shared out to several processes, since most of the time is spent on compiling.
+        timeout: SHARDWEAVE_TIMEOUT: ranks that share a GPU report a rank that does not come before the time is up.
+    """
+
+    name: str
+    seconds: float
+    arguments: tuple[str, ...]
+    marker: str = "gpu"
+    dry_marker: str = "gpu"
+    first: bool = False
+    split: bool = False
+    timeout: str = ""
+
+    @property
+    def is_python(self) -> bool:
+        return self.arguments[0] in ("-m", "-c")
+
+
+SECTIONS = (
+    Section("environment", 60, ("-m", "shardweave.bench.gpu.environment")),
+    Section("signal", 60, ("tests/kernels/test_signal.py", "-k", "one_device"), dry_marker="interp"),
+    Section("one-of-each-kernel", 120, ("tests/kernels",), dry_marker="interp", first=True, split=True),
+    Section("rendezvous", 90, (_SYMMETRIC, "-k", "two_hundred_calls"), first=True, timeout="3"),
+    Section("capture", 120, (_SYMMETRIC, _PROGRAMS, "-k", "captured or graph_replay"), first=True, timeout="3"),
+    Section("missing-peer", 60, (_SYMMETRIC, "-k", "missing_rank"), timeout="3"),
+    Section("token-windows", 120, (f"{_RUNTIME}/moe/test_windows.py",), timeout="3"),
+    Section("leases", 30, (f"{_TRANSPORTS}/test_buffer_pool.py",)),
+    Section("kernels", 180, ("tests/kernels",), split=True),
+    Section("programs", 180, (_PROGRAMS, f"{_TRANSPORTS}/test_hierarchical.py", *(
+        f"{_RUNTIME}/moe/test_{name}.py" for name in ("compile", "permute_indices", "torchtitan_dispatcher")))),
+    Section("targets", 240, ("-m", "shardweave.bench.gpu.targets", "--out", "{out}")),
+    Section("ranks-on-one-gpu", 180, (_SYMMETRIC, "tests/cli/test_replay_on_gpus.py"), timeout="3"),
+    Section("ranks-on-several-gpus", 180, (_SYMMETRIC, *(
+        f"{_TRANSPORTS}/test_{name}.py" for name in ("symmetric_hierarchical", "process_group_on_devices"))),
+        marker="multigpu", dry_marker="multigpu"),
+)  # fmt: skip
