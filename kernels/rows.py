@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..errors import ArgumentError
 from .addresses import AddressTables
 from .dtypes import WORDS
+from .launch import processors_of
 from .pairs_cpu import Pairs
 
 VECTOR = 16  # bytes of the widest access
@@ -112,6 +112,7 @@ class RowLaunch:
     num_warps: int
 
     @classmethod
+    @cache
     def for_rows(cls, hidden: int, itemsize: int) -> RowLaunch:
         """4 KiB per program: two 16-byte accesses for each of 128 threads, one for each of 256 on AMD."""
         nbytes = min(4096, power_of_two(hidden * itemsize))
@@ -123,23 +124,21 @@ def power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
 
 
-def alignment(*bits: int) -> int:
-    """The largest power of two, at most 16, that divides all of these byte counts."""
-    together = VECTOR
-    for value in bits:
-        together |= value
-    return together & -together
-
-
-def row_constants(dtype: torch.dtype, hidden: int, *bits: int) -> dict[str, Any]:
-    """The constants of every kernel over rows; `bits`: addresses and byte strides that the accesses depend on."""
-    align = alignment(hidden * dtype.itemsize, *bits)
+def row_constants(dtype: torch.dtype, hidden: int, bits: int = 0) -> dict[str, Any]:
+    """The constants of every kernel over rows; `bits`: as for `row_alignment`."""
+    align = row_alignment(dtype, hidden, bits)
     return {
         "WORD": WORDS[dtype.itemsize],
         "H": hidden,
         "ALIGN": align,
         "VEC": align // dtype.itemsize,
     }
+
+
+def row_alignment(dtype: torch.dtype, hidden: int, bits: int) -> int:
+    """The alignment of all accesses to rows, in bytes; `bits`: the bitwise or of addresses and of strides in bytes."""
+    together = VECTOR | hidden * dtype.itemsize | bits
+    return together & -together
 
 
 def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype: torch.dtype) -> None:
@@ -159,9 +158,9 @@ def check_rows(name: str, x: torch.Tensor, shape: tuple[int | None, int], dtype:
 
 def programs_of(device: torch.device, most: int) -> int:
     """Programs of a kernel that loops over rows: eight per multiprocessor, at most `most`."""
-    count = 4 if device.type != "cuda" else 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    count = 8 * processors_of(device) if device.type == "cuda" else 4
     return max(1, min(most, count))
 
 
 def cdiv(a: int, b: int) -> int:
-    return triton.cdiv(a, b)
+    return -(-a // b)

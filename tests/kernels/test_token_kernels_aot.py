@@ -40,7 +40,6 @@ POINTERS = {
         "key_in row_in key_out row_out matrix first_table start_out limit_out offsets_out num_rows_out offsets num_rows"
     ),
     "*fp32": "weights weight_gradient",
-    "i64": "x out add gradient values",
 }
 POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -48,8 +47,9 @@ POINTER_OF = {name: kind for kind, names in POINTERS.items() for name in names.s
 def compile_kernel(kernel, target: str, constants: dict, **pointers: str):
     if not isinstance(kernel, triton.runtime.jit.JITFunction):
         pytest.skip("TRITON_INTERPRET=1: no kernel is compiled in this process")
-    kinds = {**POINTER_OF, **pointers}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    numbers = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
+    kinds = {**POINTER_OF, **numbers, **pointers}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
     # What torch allocates is aligned, as the launcher finds it.
     aligned = [name for name, kind in signature.items() if kind.startswith("*")]
     return aot.compile_kernel(kernel, target, constants, signature, aligned)
