@@ -26,6 +26,7 @@ from .rows import (
     Buffers,
     RowLaunch,
     TokenRows,
+    address_of,
     cdiv,
     check_rows,
     row_alignment,
@@ -40,17 +41,20 @@ def rounded(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
     return decode(encode(value, DTYPE, SOFT), DTYPE, SOFT)
 
 
-@triton.jit(do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride"])
+@triton.jit(do_not_specialize=["out", "out_stride", "add", "add_stride", "weight_stride", "choice_stride"])
 def combine_rows_kernel(
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
     buffers,  # int64 [W], addresses
     weights,  # float32 [tokens, K]
+    choice,  # int32 [W]
+    error,  # int64 [1]
     out: tl.int64,  # address
     out_stride: tl.int64,  # elements
     add: tl.int64,  # address
     add_stride: tl.int64,
     weight_stride: tl.int64,
+    choice_stride: tl.int64,
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
@@ -60,6 +64,7 @@ def combine_rows_kernel(
     VEC: tl.constexpr,  # elements
     HAS_WEIGHTS: tl.constexpr,
     HAS_ADD: tl.constexpr,
+    CHOSEN: tl.constexpr,
     SOFT: tl.constexpr,
 ):
     """Program (t, j) writes block j of token t's row."""
@@ -74,7 +79,7 @@ def combine_rows_kernel(
         row = tl.load(row_in + t * K + i)
         kept = row >= 0
         destination = key // K
-        base = tl.load(buffers + destination, mask=kept, other=0)
+        base = address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN)
         # An address that was an integer has lost its alignment.
         source = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN) + row.to(tl.int64) * H
         value = decode(tl.load(source + c, mask=inside & kept, other=0), DTYPE, SOFT)
@@ -138,10 +143,12 @@ def combine_rows(
         to, stride, of, of_stride = out.data_ptr(), out.stride(0), added.data_ptr(), added.stride(0)
         align = row_alignment(out.dtype, hidden, bits | to | of | (stride | of_stride) * out.element_size())
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
+        choice = buffers.choice
+        index, error = (rows.key, table) if choice is None else choice
         _combines(
-            (tokens, cdiv(hidden, launch.columns), 1), out.device, (rows.key, rows.row, table, given),
-            (to, stride, of, of_stride, weight_stride),
-            _constants(out.dtype, k, hidden, align, launch, weights is not None, add is not None),
+            (tokens, cdiv(hidden, launch.columns), 1), out.device, (rows.key, rows.row, table, given, index, error),
+            (to, stride, of, of_stride, weight_stride, index.stride(0)),
+            _constants(out.dtype, k, hidden, align, launch, weights is not None, add is not None, choice is not None),
         )  # fmt: skip
 
 
@@ -150,10 +157,18 @@ _combines = Launches(combine_rows_kernel)
 
 @cache
 def _constants(
-    dtype: torch.dtype, k: int, hidden: int, align: int, launch: RowLaunch, has_weights: bool, has_add: bool
+    dtype: torch.dtype,
+    k: int,
+    hidden: int,
+    align: int,
+    launch: RowLaunch,
+    has_weights: bool,
+    has_add: bool,
+    chosen: bool,
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "DTYPE": ELEMENTS[dtype]}
-    constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "SOFT": interpreted(combine_rows_kernel)}
+    constants |= {"HAS_WEIGHTS": has_weights, "HAS_ADD": has_add, "CHOSEN": chosen}
+    constants["SOFT"] = interpreted(combine_rows_kernel)
     # A fused multiply-add would round once less than the definition.
     return Constants(combine_rows_kernel, constants, num_warps=launch.num_warps, enable_fp_fusion=False)
 

@@ -49,8 +49,8 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, num_rows: torch.Tensor
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
     """
-    _check_buffer("source", source, target.shape)
-    _check_buffer("target", target)
+    check_buffer("source", source, target.shape)
+    check_buffer("target", target)
     if source.dtype is not target.dtype:
         raise ArgumentError(f"source: {source.dtype}; allowed: {target.dtype}, that of target")
     if not source.numel():
@@ -103,7 +103,7 @@ def fill_rows(target: torch.Tensor, num_rows: torch.Tensor, value: float) -> Non
     Raises:
         ArgumentError: unsupported shape, dtype or stride.
     """
-    _check_buffer("target", target, floats=True)
+    check_buffer("target", target, floats=True)
     if not target.numel():
         return
     if not runs_on(target.device):
@@ -135,8 +135,8 @@ def _word(value: float, dtype: torch.dtype) -> int:
     return int.from_bytes(pattern(value, dtype), "little", signed=True)
 
 
-def _check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
-    """Check a contiguous tensor of 16- or 32-bit elements, the argument of copy_rows and fill_rows.
+def check_buffer(name: str, x: torch.Tensor, shape: Sequence[int] | None = None, floats: bool = False) -> None:
+    """Check a contiguous tensor of 16- or 32-bit elements, the argument of copy_rows, fill_rows and offer_rows.
 
     Raises:
         ArgumentError: `x` is not one, or not of `shape`, or not of floats where `floats` is set.

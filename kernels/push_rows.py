@@ -17,6 +17,7 @@ from .rows import (
     Buffers,
     RowLaunch,
     TokenRows,
+    address_of,
     cdiv,
     check_rows,
     power_of_two,
@@ -27,7 +28,7 @@ from .rows import (
 MOST_PADDING = 64  # programs that zero the padding of one group
 
 
-@triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "tokens", "own"])
+@triton.jit(do_not_specialize=["x", "x_stride", "weight_stride", "choice_stride", "tokens", "own"])
 def push_rows_kernel(
     key_in,  # int32 [tokens, K]
     row_in,  # int32 [tokens, K]
@@ -37,9 +38,12 @@ def push_rows_kernel(
     offsets,  # int32 [groups]
     counts,  # int64 [groups]
     padded_counts,  # int64 [groups]
+    choice,  # int32 [W]
+    error,  # int64 [1]
     x: tl.int64,  # address
     x_stride: tl.int64,  # elements
     weight_stride: tl.int64,
+    choice_stride: tl.int64,
     tokens: tl.int32,
     own: tl.int32,  # the buffer whose padding is zeroed
     K: tl.constexpr,
@@ -50,6 +54,7 @@ def push_rows_kernel(
     VEC: tl.constexpr,  # elements
     PADDING: tl.constexpr,  # programs for each group
     HAS_WEIGHTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
     """Program (t, j) stores block j of token t's row; programs beyond the tokens zero the own groups' padding."""
     t = tl.program_id(0)
@@ -66,7 +71,8 @@ def push_rows_kernel(
             if row >= 0:
                 destination = key // K
                 # An address that was an integer has lost its alignment.
-                target = tl.multiple_of(tl.load(buffers + destination).to(tl.pointer_type(WORD)), ALIGN)
+                base = address_of(buffers, choice, error, choice_stride, destination, True, CHOSEN)
+                target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
                 tl.store(target + row.to(tl.int64) * H + c, words, mask=inside)
                 if HAS_WEIGHTS:
                     if first:
@@ -76,7 +82,8 @@ def push_rows_kernel(
         group = (t - tokens) // PADDING
         end = tl.load(offsets + group).to(tl.int64)
         begin = end - (tl.load(padded_counts + group) - tl.load(counts + group))
-        target = tl.multiple_of(tl.load(buffers + own).to(tl.pointer_type(WORD)), ALIGN)
+        base = address_of(buffers, choice, error, choice_stride, own, True, CHOSEN)
+        target = tl.multiple_of(base.to(tl.pointer_type(WORD)), ALIGN)
         zeros = tl.zeros([COLS], tl.int32).to(WORD)
         for pad in range(begin + (t - tokens) % PADDING, end, PADDING):
             tl.store(target + pad * H + c, zeros, mask=inside)
@@ -90,10 +97,17 @@ _launches = Launches(push_rows_kernel)
 
 @cache
 def _constants(
-    dtype: torch.dtype, k: int, hidden: int, align: int, launch: RowLaunch, padding: int, has_weights: bool
+    dtype: torch.dtype,
+    k: int,
+    hidden: int,
+    align: int,
+    launch: RowLaunch,
+    padding: int,
+    has_weights: bool,
+    chosen: bool,
 ) -> Constants:
     constants = row_constants(dtype, hidden, align) | {"K": k, "COLS": launch.columns, "PADDING": padding}
-    constants["HAS_WEIGHTS"] = has_weights
+    constants |= {"HAS_WEIGHTS": has_weights, "CHOSEN": chosen}
     return Constants(push_rows_kernel, constants, num_warps=launch.num_warps)
 
 
@@ -147,11 +161,16 @@ def push_rows(
         address, stride = x.data_ptr(), x.stride(0)
         align = row_alignment(x.dtype, hidden, bits | address | stride * x.element_size())
         given, weight_stride = (rows.key, 0) if weights is None else (weights, weights.stride(0))
+        choice = buffers.choice
+        index, error = (rows.key, table) if choice is None else choice
         _launches(
             (programs, cdiv(hidden, launch.columns), 1), x.device,
-            (rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts),
-            (address, stride, weight_stride, tokens, own),
-            _constants(x.dtype, k, hidden, align, launch, each, weights is not None),
+            (
+                rows.key, rows.row, table, given, weight_table, groups.offsets, groups.counts, groups.padded_counts,
+                index, error,
+            ),
+            (address, stride, weight_stride, index.stride(0), tokens, own),
+            _constants(x.dtype, k, hidden, align, launch, each, weights is not None, choice is not None),
         )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from operator import or_
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from ..errors import ArgumentError
 from .addresses import AddressTables
@@ -78,30 +80,51 @@ class Buffers:
         addresses, bits = self._addresses
         return self._tables.of(addresses), bits
 
+    @property
+    def choice(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(index, error) of ChosenBuffers; None: destination i has the i-th buffer."""
+        return None
+
 
 class ChosenBuffers(Buffers):
     """One of several buffers of each destination, selected by an index on the device.
 
     Args:
         buffers: all candidate buffers.
-        index: int32 [W], for each destination the index of its buffer among `buffers`.
+        index: int32 [W] of any stride, for each destination the index of its buffer among `buffers`.
+        error: int64 [1]; if it is not 0, the indices are not valid and the first buffer is selected.
     """
 
-    def __init__(self, buffers: Buffers, index: torch.Tensor) -> None:
-        self._candidates, self._index = buffers, index
+    def __init__(self, buffers: Buffers, index: torch.Tensor, error: torch.Tensor) -> None:
+        self._candidates, self._index, self._error = buffers, index, error
         self.shape, self.dtype, self.device = buffers.shape, buffers.dtype, buffers.device
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The selected buffers; reads the index on the host, which synchronises."""
-        return tuple([self._candidates.tensors[i] for i in self._index.tolist()])
+        index = [0] * len(self) if int(self._error) else self._index.tolist()
+        return tuple([self._candidates.tensors[i] for i in index])
 
     def __len__(self) -> int:
         return len(self._index)
 
     def table(self) -> tuple[torch.Tensor, int]:
-        addresses, bits = self._candidates.table()
-        return addresses.index_select(0, self._index), bits
+        """The addresses of all candidates."""
+        return self._candidates.table()
+
+    @property
+    def choice(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._index, self._error
+
+
+@triton.jit
+def address_of(buffers, choice, error, choice_stride, destination, kept, CHOSEN: tl.constexpr):
+    """The address of a destination's buffer, an int64; `kept`: whether there is one. As `Buffers.choice` says."""
+    at = destination
+    if CHOSEN:
+        picked = tl.load(choice + destination.to(tl.int64) * choice_stride, mask=kept, other=0)
+        at = tl.where(tl.load(error) == 0, picked, 0)
+    return tl.load(buffers + at, mask=kept, other=0)
 
 
 @dataclass(frozen=True)
